@@ -1,0 +1,1 @@
+"""From rows of data to prompts and conversations."""

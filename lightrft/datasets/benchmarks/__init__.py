@@ -1,0 +1,1 @@
+"""One small reader per public data set."""

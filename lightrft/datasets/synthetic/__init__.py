@@ -1,0 +1,1 @@
+"""Tasks whose rows are made on the spot, from a seed."""

@@ -1,0 +1,47 @@
+"""Settings that the models layer reads."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from lightrft.utils.settings import Settings
+
+Layout = Literal["prefix_shared", "packed", "padded"]
+DType = Literal["float32", "bfloat16", "float16", "auto"]
+
+
+class LoRAConfig(Settings):
+    """Low-rank adapters (arXiv 2106.09685); ``dora`` adds weight decomposition (arXiv 2402.09353)."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: str | tuple[str, ...] = "all-linear"
+    dora: bool = False
+
+
+class ModelConfig(Settings):
+    """Where a model comes from and how it runs.
+
+    ``path`` is a Hugging Face folder or name. ``logits_mb`` bounds the logits that exist at one time, in MiB.
+    ``check_layout`` compares the layout with ``padded`` on a run's first batch and falls back, with a warning, where they differ.
+    """
+
+    shorthand: ClassVar[str | None] = "path"
+
+    path: str = ""
+    tokenizer: str | None = None
+    chat_template: str | None = None
+    revision: str | None = None
+    dtype: DType = "auto"
+    attention: str | None = None
+    layout: Layout = "prefix_shared"
+    check_layout: bool = True
+    lora: LoRAConfig | None = None
+    load_in_4bit: bool = False
+    gradient_checkpointing: bool = False
+    logits_mb: int = Field(64, ge=1)
+    trust_remote_code: bool = False
+    freeze: tuple[str, ...] = ()

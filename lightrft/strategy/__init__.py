@@ -1,0 +1,1 @@
+"""How models are trained, saved and sampled from on one or many devices."""

@@ -1,0 +1,68 @@
+"""The training seam: what a loop may ask of whatever holds weights, gradients and optimizer state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.strategy.settings import OptimizerConfig
+
+
+@dataclass(slots=True)
+class StepInfo:
+    """What one optimizer step did. ``skipped`` is empty, or why no step was taken (e.g. a gradient that is not finite)."""
+
+    grad_norm: float
+    lr: float
+    skipped: str = ""
+
+
+@dataclass(slots=True)
+class TrainState:
+    """One trained model with what its steps need. Only the strategy that made it looks inside ``inner``."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: Any
+    config: OptimizerConfig
+    inner: Any = None
+
+
+class Strategy(Protocol):
+    """Training only: single, fsdp2, deepspeed."""
+
+    device: torch.device
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Context in which weights are read."""
+        ...
+
+    def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
+        """Place ``model`` and make its optimizer and learning-rate schedule over ``total_steps`` steps."""
+        ...
+
+    def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of ``loss``; ``last`` marks the micro-batch before ``step``."""
+        ...
+
+    def step(self, state: TrainState) -> StepInfo:
+        """Clip, step, schedule and clear gradients. A gradient that is not finite skips the step, on every rank alike."""
+        ...
+
+    def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter, whole, by name."""
+        ...
+
+    def save(self, state: TrainState, path: Path) -> None:
+        """Write weights, optimizer and schedule under the folder ``path``."""
+        ...
+
+    def load(self, state: TrainState, path: Path) -> None:
+        """Restore what ``save`` wrote. Raises ``CheckpointError`` when it is not of this model."""
+        ...

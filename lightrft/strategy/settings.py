@@ -1,0 +1,66 @@
+"""Settings that the strategy layer reads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from lightrft.utils.settings import Settings
+
+
+class OptimizerConfig(Settings):
+    """AdamW (arXiv 1711.05101) with float32 master weights; ``warmup`` is a share of all steps when below 1, else a number of steps.
+
+    ``min_lr`` is the floor of the cosine and linear schedules, as a share of ``lr``.
+    """
+
+    lr: float = Field(1e-6, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup: float = Field(0.0, ge=0)
+    min_lr: float = Field(0.1, ge=0, le=1)
+    max_grad_norm: float | None = Field(1.0, gt=0)
+
+
+class StrategyConfig(Settings):
+    """Where gradients and optimizer state live. ``device``: ``auto`` takes an accelerator where there is one."""
+
+    kind: Literal["single"] = "single"
+    device: str = "auto"
+
+
+class SamplingConfig(Settings):
+    """How answers are drawn. ``temperature`` 0 is greedy. Filters apply in the order repetition penalty, temperature, top-k, top-p, min-p.
+
+    ``stop`` strings stay in the answer's tokens and are cut from its text.
+    """
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0)
+    max_new_tokens: int = Field(256, ge=1)
+    min_new_tokens: int = Field(0, ge=0)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+
+    @model_validator(mode="after")
+    def _bounds(self) -> SamplingConfig:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens {self.min_new_tokens} is above max_new_tokens {self.max_new_tokens}; raise the latter"
+            )
+        return self
+
+
+class EngineConfig(Settings):
+    """What draws answers. ``token_budget`` bounds the tokens (prompts and answers) whose keys and values are held at one time;
+    ``max_rows`` the answers that grow at one time."""
+
+    kind: Literal["native"] = "native"
+    token_budget: int = Field(262_144, ge=1)
+    max_rows: int = Field(256, ge=1)

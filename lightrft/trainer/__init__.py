@@ -1,0 +1,1 @@
+"""Algorithms and loops: the only layer that composes the others."""

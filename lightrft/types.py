@@ -1,0 +1,252 @@
+"""The nouns that every layer shares. Nothing is padded, and a prompt is stored once per group.
+
+Letters in shapes: P distinct prompts, B responses, N response tokens of all B responses laid end to end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(slots=True)
+class Ragged:
+    """Rows of each sample laid end to end: ``values [N, ...]``, ``lengths [B]``; a sample without this input has length 0."""
+
+    values: Tensor
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return int(self.lengths.numel())
+
+    def select(self, index: Tensor) -> Ragged:
+        """The samples named by ``index [K]``, in its order."""
+        return Ragged(self.values[rows_of(self.lengths, index)], self.lengths[index])
+
+    def to(self, device: torch.device | str) -> Ragged:
+        return Ragged(self.values.to(device), self.lengths.to(device))
+
+    @staticmethod
+    def cat(parts: Sequence[Ragged]) -> Ragged:
+        return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
+
+
+Media = dict[str, Ragged]
+"""Model input name to its rows, over the samples of the ``Segments`` that hold it. Nothing outside the models looks inside."""
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One task for the policy.
+
+    ``columns`` holds every other column of the data row: rewards may want them. ``media`` holds this prompt's inputs
+    only (each ``Ragged`` has one sample). ``reference`` is a reference answer or solution, ``label`` what the reward compares with.
+    """
+
+    id: str
+    token_ids: list[int]
+    text: str = ""
+    label: Any = None
+    reference: Any = None
+    data_source: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    media: Media = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One trajectory as plain lists, so that it pickles, prints and saves as JSON. Token in, token out.
+
+    ``sampled[t]`` says whether the policy sampled token t (tool and environment tokens are not). ``logprobs[t]`` is the
+    log-probability under the distribution that token t was drawn from, ``versions[t]`` the policy version that drew it.
+    ``failed`` holds the reason when scoring failed, and is empty otherwise.
+    """
+
+    prompt: Prompt
+    token_ids: list[int]
+    sampled: list[bool]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: FinishReason
+    seed: int
+    sample: int = 0
+    text: str = ""
+    reward: float | None = None
+    terms: dict[str, float] = field(default_factory=dict)
+    failed: str = ""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(slots=True)
+class Request:
+    """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch."""
+
+    prompt: Prompt
+    seed: int
+    sample: int = 0
+
+
+@dataclass(slots=True)
+class Segments:
+    """Flat token runs: ``tokens [N]``, ``lengths [S]``, and the media of each run."""
+
+    tokens: Tensor
+    lengths: Tensor
+    media: Media = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return int(self.lengths.numel())
+
+    @staticmethod
+    def of(rows: Sequence[Sequence[int]], media: Media | None = None) -> Segments:
+        flat = [t for row in rows for t in row]
+        return Segments(torch.tensor(flat, dtype=torch.long), torch.tensor([len(r) for r in rows], dtype=torch.long), media or {})
+
+    def select(self, index: Tensor) -> Segments:
+        """The runs named by ``index [K]``, in its order."""
+        return Segments(
+            self.tokens[rows_of(self.lengths, index)], self.lengths[index], {k: r.select(index) for k, r in self.media.items()}
+        )
+
+    def to(self, device: torch.device | str) -> Segments:
+        return Segments(self.tokens.to(device), self.lengths.to(device), {k: r.to(device) for k, r in self.media.items()})
+
+    @staticmethod
+    def cat(parts: Sequence[Segments]) -> Segments:
+        return Segments(torch.cat([p.tokens for p in parts]), torch.cat([p.lengths for p in parts]), cat_media(parts))
+
+
+def cat_media(parts: Sequence[Segments]) -> Media:
+    """Media of ``parts`` joined; a part without some input contributes rows of length 0."""
+    joined: Media = {}
+    for name in dict.fromkeys(k for p in parts for k in p.media):
+        some = next(p.media[name] for p in parts if name in p.media)
+        rows = [p.media.get(name) or Ragged(some.values[:0], torch.zeros_like(p.lengths)) for p in parts]
+        joined[name] = Ragged.cat(rows)
+    return joined
+
+
+def token_column() -> Any:
+    return field(default=None, metadata={"axis": "token"})
+
+
+def sample_column() -> Any:
+    return field(default=None, metadata={"axis": "sample"})
+
+
+@dataclass(slots=True)
+class Batch:
+    """P prompts, B responses, N response tokens. Groups are ``prompt_of``: by identity, never by position.
+
+    A column declares its axis once, below; ``select``, ``cat`` and ``to`` follow it.
+    """
+
+    prompts: Segments
+    responses: Segments
+    prompt_of: Tensor
+    sampled: Tensor | None = token_column()  # [N] bool: the policy drew this token, so it may carry gradient
+    behavior_logprobs: Tensor | None = token_column()  # [N] under the distribution that was sampled from
+    old_logprobs: Tensor | None = token_column()  # [N] policy before the update
+    ref_logprobs: Tensor | None = token_column()  # [N]
+    values: Tensor | None = token_column()  # [N] V(state before the token)
+    advantages: Tensor | None = token_column()  # [N]
+    returns: Tensor | None = token_column()  # [N]
+    rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
+    final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
+    version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
+    truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
+
+    def __len__(self) -> int:
+        return int(self.prompt_of.numel())
+
+    @property
+    def lengths(self) -> Tensor:
+        """Response lengths ``[B]``."""
+        return self.responses.lengths
+
+    @property
+    def tokens(self) -> int:
+        """N, the number of response tokens."""
+        return int(self.responses.tokens.numel())
+
+    @property
+    def mask(self) -> Tensor:
+        """``[N]`` bool: tokens that may carry gradient."""
+        if self.sampled is None:
+            return torch.ones_like(self.responses.tokens, dtype=torch.bool)
+        return self.sampled
+
+    @property
+    def row_of(self) -> Tensor:
+        """``[N]`` the response that each token belongs to."""
+        return torch.repeat_interleave(torch.arange(len(self), device=self.lengths.device), self.lengths)
+
+    def columns(self, axis: str) -> dict[str, Tensor]:
+        """The columns of one axis (``"token"`` or ``"sample"``) that are filled in."""
+        named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("axis") == axis}
+        return {name: column for name, column in named.items() if column is not None}
+
+    def replace(self, **columns: Tensor | None) -> Batch:
+        """A copy with other columns; the tensors are shared."""
+        return dataclasses.replace(self, **columns)
+
+    def select(self, index: Tensor) -> Batch:
+        """The responses named by ``index [K]``, in its order, with the prompts that they use."""
+        kept, prompt_of = torch.unique(self.prompt_of[index], return_inverse=True)
+        rows = rows_of(self.lengths, index)
+        return Batch(
+            self.prompts.select(kept),
+            self.responses.select(index),
+            prompt_of,
+            **{k: v[rows] for k, v in self.columns("token").items()},
+            **{k: v[index] for k, v in self.columns("sample").items()},
+        )
+
+    def split(self, parts: Iterable[Tensor]) -> list[Batch]:
+        """One batch per index tensor of ``parts``."""
+        return [self.select(index) for index in parts]
+
+    def to(self, device: torch.device | str) -> Batch:
+        moved = {k: v.to(device) for axis in ("token", "sample") for k, v in self.columns(axis).items()}
+        return Batch(self.prompts.to(device), self.responses.to(device), self.prompt_of.to(device), **moved)
+
+    @staticmethod
+    def cat(parts: Sequence[Batch]) -> Batch:
+        """Batches joined. Equal prompts of different parts stay apart: groups are by identity.
+
+        Raises ``ValueError`` when the parts do not have the same columns.
+        """
+        names = {axis: [set(p.columns(axis)) for p in parts] for axis in ("token", "sample")}
+        for axis, sets in names.items():
+            if any(s != sets[0] for s in sets):
+                raise ValueError(f"batches with different {axis} columns cannot be joined: {sets}")
+        offsets, seen = [], 0
+        for part in parts:
+            offsets.append(part.prompt_of + seen)
+            seen += len(part.prompts)
+        columns = [k for sets in names.values() for k in sorted(sets[0])]
+        return Batch(
+            Segments.cat([p.prompts for p in parts]),
+            Segments.cat([p.responses for p in parts]),
+            torch.cat(offsets),
+            **{k: torch.cat([getattr(p, k) for p in parts]) for k in columns},
+        )
+
+
+def rows_of(lengths: Tensor, index: Tensor) -> Tensor:
+    """Positions, in a flat array of runs of ``lengths [B]``, of the runs named by ``index [K]``, run after run."""
+    starts = torch.cumsum(lengths, 0) - lengths
+    kept = lengths[index]
+    ends = torch.cumsum(kept, 0)
+    total = int(ends[-1]) if ends.numel() else 0
+    shift = torch.repeat_interleave(starts[index] - (ends - kept), kept, output_size=total)
+    return torch.arange(total, device=lengths.device) + shift

@@ -1,0 +1,1 @@
+"""Building blocks that know nothing of the rest of the package."""

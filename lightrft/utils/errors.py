@@ -1,0 +1,29 @@
+"""Errors that are a user's to fix: the command line shows their text without a traceback."""
+
+
+class UserError(Exception):
+    """Something outside the program is wrong; the message names it, its value and the way out."""
+
+
+class ConfigError(UserError):
+    """A setting is unknown, of the wrong type, or at odds with another."""
+
+
+class DataError(UserError):
+    """A data file, row or column is missing or malformed."""
+
+
+class ModelError(UserError):
+    """A model or tokenizer folder cannot be used as asked."""
+
+
+class RewardError(UserError):
+    """A reward function cannot be found, or returns what is not a reward."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint is missing, truncated, or belongs to another run or model."""
+
+
+class ResourceError(UserError):
+    """Memory or disk ran out; the message says what to lower or free."""

@@ -1,0 +1,101 @@
+"""Names for functions: built-in ones by a short name, a user's own by ``package.module:function`` or ``file.py:function``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from lightrft.utils.errors import ConfigError
+
+T = TypeVar("T", bound=Callable[..., Any])
+
+
+class Registry(Generic[T]):
+    """A table from name to function. ``kind`` is what messages call an entry, e.g. ``"advantage"``."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._entries: dict[str, T] = {}
+
+    def register(self, name: str) -> Callable[[T], T]:
+        """Decorator that files a function under ``name``. Raises ``ValueError`` if the name is taken by another."""
+
+        def add(function: T) -> T:
+            if self._entries.get(name, function) is not function:
+                raise ValueError(f"{self.kind} {name!r} is registered twice")
+            self._entries[name] = function
+            return function
+
+        return add
+
+    def __getitem__(self, name: str) -> T:
+        """The function called ``name``. Raises ``ConfigError`` with the nearest names when there is none."""
+        if name in self._entries:
+            return self._entries[name]
+        if ":" in name:
+            return resolve(name, self.kind)
+        near = difflib.get_close_matches(name, self._entries, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"unknown {self.kind} {name!r}{hint} Known: {', '.join(sorted(self._entries))}; or package.module:function"
+        )
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(sorted(self._entries))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def resolve(name: str, kind: str = "function") -> Any:
+    """The object that ``package.module:attribute`` or ``path/to/file.py:attribute`` names.
+
+    Raises ``ConfigError`` when the module, file or attribute does not exist.
+    """
+    where, _, attribute = name.rpartition(":")
+    if not where or not attribute:
+        raise ConfigError(f"{kind} {name!r} is not of the form package.module:function or file.py:function")
+    module = _from_file(Path(where), name, kind) if where.endswith(".py") else _from_package(where, name, kind)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [n for n in vars(module) if not n.startswith("_")]
+        near = difflib.get_close_matches(attribute, public, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{kind} {name!r}: {where} has no {attribute!r}{hint}") from None
+
+
+def _from_file(path: Path, name: str, kind: str) -> ModuleType:
+    path = path.expanduser().resolve()
+    key = f"lightrft_user_{path.stem}_{abs(hash(str(path))):x}"
+    if key in sys.modules:
+        return sys.modules[key]
+    if not path.is_file():
+        raise ConfigError(f"{kind} {name!r}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(key, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{kind} {name!r}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[key] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[key]
+        raise ConfigError(f"{kind} {name!r}: importing {path} raised {type(error).__name__}: {error}") from error
+    return module
+
+
+def _from_package(where: str, name: str, kind: str) -> ModuleType:
+    try:
+        return importlib.import_module(where)
+    except ImportError as error:
+        raise ConfigError(f"{kind} {name!r}: cannot import {where}: {error}") from error

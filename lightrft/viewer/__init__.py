@@ -1,0 +1,1 @@
+"""What a person looks at: reports and pages over run folders."""
