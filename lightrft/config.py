@@ -44,8 +44,8 @@ class RewardTerm(Settings):
 class RewardConfig(Settings):
     """How answers are scored. ``per_source`` gives rows of one data source terms of their own.
 
-    Functions run in ``workers`` processes, each call under ``deadline`` seconds and ``memory_mb`` MiB on top of what a worker needs
-    to start. A call that fails in any way fails its samples only: they are counted and never trained on.
+    Functions run in ``workers`` processes, each call under ``deadline`` seconds and ``memory_mb`` MiB on top of what a
+    worker needs to start. A call that fails in any way fails its samples only: they are counted and never trained on.
     """
 
     terms: tuple[RewardTerm, ...] = ()

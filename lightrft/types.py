@@ -47,7 +47,7 @@ class Prompt:
     """One task for the policy.
 
     ``columns`` holds every other column of the data row: rewards may want them. ``media`` holds this prompt's inputs
-    only (each ``Ragged`` has one sample). ``reference`` is a reference answer or solution, ``label`` what the reward compares with.
+    only (each ``Ragged`` has one sample). ``reference`` is a reference answer or solution, ``label`` what a reward compares with.
     """
 
     id: str

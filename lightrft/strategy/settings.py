@@ -10,9 +10,9 @@ from lightrft.utils.settings import Settings
 
 
 class OptimizerConfig(Settings):
-    """AdamW (arXiv 1711.05101) with float32 master weights; ``warmup`` is a share of all steps when below 1, else a number of steps.
+    """AdamW (arXiv 1711.05101) with float32 master weights.
 
-    ``min_lr`` is the floor of the cosine and linear schedules, as a share of ``lr``.
+    ``warmup`` is a share of all steps when below 1, else a number of steps. ``min_lr`` is the floor of the cosine and linear schedules, as a share of ``lr``.
     """
 
     lr: float = Field(1e-6, ge=0)
@@ -33,8 +33,9 @@ class StrategyConfig(Settings):
 
 
 class SamplingConfig(Settings):
-    """How answers are drawn. ``temperature`` 0 is greedy. Filters apply in the order repetition penalty, temperature, top-k, top-p, min-p.
+    """How answers are drawn. ``temperature`` 0 is greedy.
 
+    Filters apply in the order repetition penalty, temperature, top-k, top-p, min-p.
     ``stop`` strings stay in the answer's tokens and are cut from its text.
     """
 
