@@ -152,7 +152,7 @@ class KLConfig(Settings):
 
 
 class ValueConfig(Settings):
-    """Critic loss: half the squared error, the larger of plain and clipped to ``clip`` around the old value (arXiv 1707.06347)."""
+    """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value."""
 
     clip: float | None = Field(0.2, gt=0)
 
@@ -184,11 +184,8 @@ class AlgorithmConfig(Settings):
         tree = {"preset": tree} if isinstance(tree, str) else tree
         if not isinstance(tree, dict):
             return tree
-        tree = {
-            k: [_full_part(p) for p in v] if k in ("shaping", "filters") and isinstance(v, list | tuple) else v
-            for k, v in tree.items()
-        }
-        name = tree.get("preset")
+        tree = {k: _full_parts(v) if k in ("shaping", "filters") else v for k, v in tree.items()}
+        name = tree.setdefault("preset", "grpo")
         if name is None:
             return tree
         if name not in PRESETS:

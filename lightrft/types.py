@@ -160,6 +160,7 @@ class Batch:
     values: Tensor | None = token_column()  # [N] V(state before the token)
     advantages: Tensor | None = token_column()  # [N]
     returns: Tensor | None = token_column()  # [N]
+    loss_weights: Tensor | None = token_column()  # [N] share of each token's loss in the loss of the global batch
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
