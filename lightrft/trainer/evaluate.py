@@ -23,6 +23,11 @@ class Evaluation:
     metrics: Metrics
 
     @property
+    def rollouts(self) -> list[Rollout]:
+        """Every answer, group after group."""
+        return [r for group in self.groups for r in group]
+
+    @property
     def accuracy(self) -> float:
         return self.metrics.compute().get("eval/accuracy", 0.0)
 

@@ -49,7 +49,7 @@ class Explanation:
 def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     """The algorithm of ``config``; ``sources`` says which file or argument gave a key."""
     algorithm = config.algorithm
-    terms, latex = ["L_t"], ["L_{i,t}"]
+    terms, latex = ["L_it"], ["L_{i,t}"]
     if algorithm.kl.used and algorithm.kl.where == "loss":
         terms.append(f"+ {algorithm.kl.coef:g} kl_t")
         latex.append(rf"+{algorithm.kl.coef:g}\,k_{{i,t}}")
@@ -59,7 +59,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     aggregation = AGGREGATIONS.about(algorithm.aggregation)
     inner, inner_latex = " ".join(terms), "".join(latex)
     wrap = f"({inner})" if len(terms) > 1 else inner
-    objective = aggregation.formula.replace("L_it", wrap).replace("L_t", wrap)
+    objective = aggregation.formula.replace("L_it", wrap)
     full = aggregation.latex.replace("L_{i,t}", rf"\big({inner_latex}\big)" if len(latex) > 1 else inner_latex)
     return Explanation(
         title=algorithm.preset or "custom",
@@ -117,8 +117,9 @@ def _gradient(config: RLConfig) -> Iterator[str]:
     if train.updates * train.mini_batches == 1:
         yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts; old log-probs are not computed."
     else:
-        yield f"Each batch gets {train.updates * train.mini_batches} optimizer steps: the ratio leaves 1 after the first, and clipping acts."
-    if algorithm.kl.where == "loss" and algorithm.kl.used or algorithm.entropy_coef:
+        steps = train.updates * train.mini_batches
+        yield f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts."
+    if (algorithm.kl.where == "loss" and algorithm.kl.used) or algorithm.entropy_coef:
         yield "Rows with advantage 0 still get gradient from the KL or entropy term."
     else:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
