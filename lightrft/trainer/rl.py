@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config import RLConfig
+from lightrft.models.loading import save_model
 from lightrft.trainer.advantages import NEEDS_GROUPS
 from lightrft.trainer.evaluate import Evaluation, evaluate
 from lightrft.trainer.kl import KLController
@@ -17,7 +18,7 @@ from lightrft.trainer.ppo import StepResult, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import Interrupted
-from lightrft.trainer.session import Observer, Session, open_session
+from lightrft.trainer.session import Observer, Session, close_session, open_session
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
 
@@ -36,8 +37,6 @@ class Run:
     kl: KLController
     steps: int
     step: int = 0
-    first: Evaluation | None = None
-    newest: Evaluation | None = None
 
     @property
     def trained(self) -> dict[str, Trained]:
@@ -136,26 +135,18 @@ def run_evaluation(run: Run) -> Evaluation:
     """Answer the held-out prompts as the policy is now, and write the answers down."""
     evaluation = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.config.eval, run.config.run.seed)
     run.session.folder.write_rollouts(run.step, evaluation.rollouts, name="eval")
-    run.newest = evaluation
     return evaluation
 
 
 def summarise(run: Run, values: dict[str, Any]) -> dict[str, Any]:
     """Write ``samples.json`` and ``summary.json``, and export the policy once the run is over."""
     session, config = run.session, run.config
-    summary = {
-        "verb": "rl",
-        "algorithm": config.algorithm.preset or "custom",
-        "steps": run.step,
-        "finished": run.step >= run.steps or reached(config, values),
-        "seconds": session.seconds,
-        **run.progress,
-    }
-    if summary["finished"]:
+    finished = run.step >= run.steps or reached(config, values)
+    if finished:
         save_model(run.roles.actor, run.roles.tokenizer, session.path / "model")
-        summary["model"] = str(session.path / "model")
-    session.folder.write_summary(summary)
-    return summary
+    return close_session(
+        session, config.eval.threshold, {"algorithm": config.algorithm.preset or "custom", "finished": finished}, run.step
+    )
 
 
 def advantages_of(result: StepResult) -> list[list[float]]:

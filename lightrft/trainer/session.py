@@ -17,6 +17,7 @@ from lightrft.config import CheckpointConfig, LogConfig, RunConfig
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
 from lightrft.trainer.roles import Trained
+from lightrft.trainer.summary import headline, samples
 from lightrft.utils.metrics import Metrics, Sum
 from lightrft.utils.run_folder import RunFolder
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
@@ -126,6 +127,26 @@ class Session:
 
     def _about(self, trained: Mapping[str, Trained]) -> dict[str, Any]:
         return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.model) for name, t in trained.items()}}
+
+
+def close_session(session: Session, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Write ``samples.json`` and ``summary.json`` from what the folder holds; returns the latter's content."""
+    session.folder.flush()
+    before, after = samples(session.path, threshold)
+    if before:
+        session.folder.write_samples(before, after)
+    summary = {"verb": session.phase, "steps": step, "seconds": session.seconds, **about, **headline(session.path, session.phase)}
+    if about.get("finished"):
+        summary["model"] = str(session.path / "model")
+        summary["next"] = next_commands(session)
+    session.folder.write_summary(summary)
+    return summary
+
+
+def next_commands(session: Session) -> list[str]:
+    """What to type next."""
+    model = session.path / "model"
+    return [f"lightrft chat model={model}", f"lightrft eval model={model} {session.path / 'config.yaml'}"]
 
 
 def shapes_digest(model: nn.Module) -> str:
