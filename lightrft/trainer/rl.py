@@ -10,7 +10,7 @@ from typing import Any
 from lightrft.config import RLConfig
 from lightrft.models.loading import save_model
 from lightrft.trainer.advantages import NEEDS_GROUPS
-from lightrft.trainer.evaluate import Evaluation, evaluate
+from lightrft.trainer.evaluate import Evaluation, evaluate, reached
 from lightrft.trainer.kl import KLController
 from lightrft.trainer.launch.local import local_roles, rollout_steps
 from lightrft.trainer.parts import check_parts
@@ -98,7 +98,7 @@ def loop(run: Run) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if run.step == 0 and config.eval.at_start and run.held_out:
         values = session.record(0, run_evaluation(run).metrics)
-    while run.step < run.steps and not session.stop and not reached(config, values):
+    while run.step < run.steps and not session.stop and not reached(config.eval, values):
         snapshot = run.stream.sampler.state_dict()
         try:
             result = rl_step(run.roles, config, run.step, run.kl, run.stream.draw, session.timers, lambda: bool(session.stop))
@@ -121,14 +121,9 @@ def finish_step(run: Run, result: StepResult) -> dict[str, Any]:
         with session.timers("eval"):
             metrics.merge(run_evaluation(run).metrics)
     values = metrics.compute()
-    last = last or reached(config, values)
+    last = last or reached(config.eval, values)
     metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state(), values))
     return session.record(run.step, metrics)
-
-
-def reached(config: RLConfig, values: dict[str, Any]) -> bool:
-    """Whether held-out accuracy is where the run was told to stop."""
-    return config.eval.stop_at is not None and values.get("eval/accuracy", 0.0) >= config.eval.stop_at
 
 
 def run_evaluation(run: Run) -> Evaluation:
@@ -141,7 +136,7 @@ def run_evaluation(run: Run) -> Evaluation:
 def summarise(run: Run, values: dict[str, Any]) -> dict[str, Any]:
     """Write ``samples.json`` and ``summary.json``, and export the policy once the run is over."""
     session, config = run.session, run.config
-    finished = run.step >= run.steps or reached(config, values)
+    finished = run.step >= run.steps or reached(config.eval, values)
     if finished:
         save_model(run.roles.actor, run.roles.tokenizer, session.path / "model")
     return close_session(

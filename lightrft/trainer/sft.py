@@ -13,7 +13,7 @@ from lightrft.datasets.sft import SFTDataset
 from lightrft.models.loading import save_model
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.engine.base import Engine
-from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.evaluate import evaluate, reached
 from lightrft.trainer.launch.local import local_policy
 from lightrft.trainer.prompts import held_out
 from lightrft.trainer.reward import Scorer
@@ -88,13 +88,13 @@ def loop(run: SFTRun) -> dict[str, Any]:
     config, session, values = run.config, run.session, {}
     if run.step == 0 and config.eval.at_start and run.held_out:
         values = session.record(0, evaluation(run))
-    while run.step < run.steps and not session.stop and not reached(config, values):
+    while run.step < run.steps and not session.stop and not reached(config.eval, values):
         batch = examples_to_batch([run.dataset[i] for i in run.sampler.next(config.batch_size)])
         with session.timers("update"):
             metrics = sft_step(run.strategy, run.policy, batch, config.train.micro_batch_tokens)
         run.step += 1
         values = finish_step(run, metrics)
-    finished = run.step >= run.steps or reached(config, values)
+    finished = run.step >= run.steps or reached(config.eval, values)
     if finished:
         save_model(run.policy.model, run.tokenizer, session.path / "model")
     return close_session(session, config.eval.threshold, {"finished": finished}, run.step)
@@ -109,7 +109,7 @@ def finish_step(run: SFTRun, metrics: Metrics) -> dict[str, Any]:
             metrics.merge(evaluation(run))
     values = metrics.compute()
     state = {"sampler": run.sampler.state_dict()}
-    last = last or reached(config, values)
+    last = last or reached(config.eval, values)
     metrics.merge(session.save_if_due(run.step, last, run.strategy, {"policy": run.policy}, state, values))
     return session.record(run.step, metrics)
 
@@ -120,8 +120,3 @@ def evaluation(run: SFTRun) -> Metrics:
     found = evaluate(run.engine, run.scorer, run.held_out, run.config.eval, run.config.run.seed)
     run.session.folder.write_rollouts(run.step, found.rollouts, name="eval")
     return found.metrics
-
-
-def reached(config: SFTConfig, values: dict[str, Any]) -> bool:
-    """Whether held-out accuracy is where the run was told to stop."""
-    return config.eval.stop_at is not None and values.get("eval/accuracy", 0.0) >= config.eval.stop_at
