@@ -17,6 +17,6 @@ def run(arguments: Sequence[str]) -> int:
     set_threads(config.run.threads)
     from lightrft.trainer.rl import run_rl
 
-    with memory_errors(), watching(config.run, config.train.steps) as observer:
+    with memory_errors(), watching(config.run) as observer:
         summary = run_rl(config, observer)
     return finish(config.run, summary)

@@ -18,7 +18,7 @@ from lightrft.trainer.ppo import StepResult, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import Interrupted
-from lightrft.trainer.session import Observer, Session, close_session, open_session
+from lightrft.trainer.session import Nobody, Observer, Session, close_session, open_session
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
 
@@ -51,10 +51,10 @@ class Run:
         self.kl.coef = state["kl_coef"]
 
 
-def run_rl(config: RLConfig, observer: Observer = lambda row: None) -> dict[str, Any]:
+def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]:
     """Train as ``config`` says, into its run folder; returns what ``summary.json`` holds."""
     check(config)
-    with open_session(config, config.run, config.checkpoint, config.log, "rl", observer) as session:
+    with open_session(config, config.run, config.checkpoint, config.log, "rl", observer or Nobody()) as session:
         run = prepare(config, session)
         try:
             return loop(run)
@@ -94,6 +94,7 @@ def prepare(config: RLConfig, session: Session) -> Run:
 
 def loop(run: Run) -> dict[str, Any]:
     """Every step that is left, then the summary."""
+    run.session.observer.begin("rl", run.steps, run.step)
     config, session = run.config, run.session
     values: dict[str, Any] = {}
     if run.step == 0 and config.eval.at_start and run.held_out:

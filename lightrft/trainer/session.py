@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -30,7 +30,23 @@ log = logging.getLogger(__name__)
 MAY_DIFFER = ("run", "checkpoint", "log", "engine", "strategy", "train.steps", "train.epochs", "eval", "reward.workers")
 """Settings in which a resumed run may differ from the one that wrote the folder."""
 
-Observer = Callable[[Mapping[str, Any]], None]
+
+class Observer(Protocol):
+    """Who looks on: told once how many steps there are, then of each."""
+
+    def begin(self, title: str, total: int, done: int) -> None: ...
+
+    def update(self, row: Mapping[str, Any]) -> None: ...
+
+
+class Nobody:
+    """An observer that does not look."""
+
+    def begin(self, title: str, total: int, done: int) -> None:
+        return
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        return
 
 
 @dataclass(slots=True)
@@ -122,7 +138,7 @@ class Session:
         row = {"step": step, "phase": self.phase, "seconds": self.seconds, **values, **more}
         row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))
         self.folder.log(row)
-        self.observer(row)
+        self.observer.update(row)
         return row
 
     def _about(self, trained: Mapping[str, Trained]) -> dict[str, Any]:

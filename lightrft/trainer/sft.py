@@ -18,7 +18,7 @@ from lightrft.trainer.launch.local import local_policy
 from lightrft.trainer.prompts import held_out
 from lightrft.trainer.reward import Scorer
 from lightrft.trainer.roles import Scoring, Trained
-from lightrft.trainer.session import Observer, Session, close_session, open_session
+from lightrft.trainer.session import Nobody, Observer, Session, close_session, open_session
 from lightrft.trainer.supervised import examples_to_batch, sft_step
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
@@ -43,13 +43,13 @@ class SFTRun:
     step: int = 0
 
 
-def run_sft(config: SFTConfig, observer: Observer = lambda row: None) -> dict[str, Any]:
+def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, Any]:
     """Train as ``config`` says, into its run folder; returns what ``summary.json`` holds."""
     if not config.data.sources:
         raise ConfigError("data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]")
     if config.eval.data.sources and not config.reward.terms and not config.reward.per_source:
         raise ConfigError("eval.data has sources but reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
-    with open_session(config, config.run, config.checkpoint, config.log, "sft", observer) as session:
+    with open_session(config, config.run, config.checkpoint, config.log, "sft", observer or Nobody()) as session:
         run = prepare(config, session)
         try:
             return loop(run)
@@ -85,6 +85,7 @@ def prepare(config: SFTConfig, session: Session) -> SFTRun:
 
 def loop(run: SFTRun) -> dict[str, Any]:
     """Every step that is left, then the summary."""
+    run.session.observer.begin("sft", run.steps, run.step)
     config, session, values = run.config, run.session, {}
     if run.step == 0 and config.eval.at_start and run.held_out:
         values = session.record(0, evaluation(run))
