@@ -8,6 +8,7 @@ keys are never copied per answer, all answers of a group read them in one call, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,7 +89,7 @@ class SegmentPlan:
         before = []
         for run in self.runs:
             pieces = list(_chunks(run, window))
-            for (k, m), (q, n) in zip(pieces, pieces[1:]):
+            for (k, m), (q, n) in itertools.pairwise(pieces):
                 before.append(self._masked(slice(q, q + min(n, reach)), slice(k, k + m), window))
         for (k, m), runs in self.shared:
             heads = [torch.arange(q, q + min(n, reach), device=self.positions.device) for q, n in runs]
