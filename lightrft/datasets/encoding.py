@@ -2,7 +2,7 @@
 
 A special token that is spelled out in a row must not act as one: a user could end the turn and speak as the assistant. Before
 text enters a template, each such spelling is replaced by a marker (``shield``); the rendered whole is cut at the markers, the
-spellings are encoded as plain text, and everything else as the tokenizer encodes it. A row without such a spelling gets exactly the
+spellings are encoded as plain text, and everything else as the tokenizer encodes it. A row without such a spelling gets the very
 tokens of ``tokenizer.apply_chat_template``.
 """
 
@@ -20,6 +20,7 @@ from lightrft.utils.errors import ConfigError, ModelError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters: never part of interchanged text
 MARKER = re.compile(f"{OPEN}(\\d+){CLOSE}")
+MARKUP = re.compile(r"[<\[]\S+[>\]]")
 FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}")
 WAYS_OUT = "set model.chat_template to a template file, or data.chat: false with data.template"
 
@@ -27,18 +28,15 @@ WAYS_OUT = "set model.chat_template to a template file, or data.chat: false with
 class Encoder:
     """What ``config`` and a tokenizer do to text. Raises at construction when the two do not fit.
 
-    ``ModelError``: ``chat: true`` and a tokenizer without chat template. ``ConfigError``: a system prompt without a chat template,
-    or a ``template`` without a field.
+    ``ModelError``: ``chat: true`` and a tokenizer without chat template. ``ConfigError``: a system prompt without a chat
+    template, or a ``template`` without a field.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         has = bool(tokenizer.chat_template)
         if config.chat is True and not has:
-            raise ModelError(
-                f"data.chat is true, but the tokenizer {tokenizer.name_or_path or type(tokenizer).__name__} has no chat template; "
-                f"{WAYS_OUT}"
-            )
+            raise ModelError(f"data.chat is true, but the tokenizer {_name(tokenizer)} has no chat template; {WAYS_OUT}")
         self.chat = (has and config.template is None) if config.chat == "auto" else config.chat
         self.template = None if config.template is None else _parse_template(config.template)
         self.system = config.system
@@ -47,24 +45,22 @@ class Encoder:
             named = "data.system" if config.system is not None else "data.chat_options"
             raise ConfigError(f"{named} needs a chat template, and none is in use; put the text in data.template, or: {WAYS_OUT}")
         self._as_text = config.special_tokens == "text"
-        special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special} | set(tokenizer.all_special_tokens)
-        written = {
-            t.content for t in tokenizer.added_tokens_decoder.values() if has and t.content in str(tokenizer.chat_template)
-        }
-        self._spellings = sorted(special | written, key=lambda s: (-len(s), s))
-        self._answers = _any_of([*sorted(special, key=len, reverse=True), OPEN, CLOSE])
-        self._others = _any_of([*self._spellings, OPEN, CLOSE])
-        self._table = [*self._spellings, OPEN, CLOSE]
+        added = tokenizer.added_tokens_decoder
+        special = {t.content for t in added.values() if t.special} | set(tokenizer.all_special_tokens)
+        written = {t.content for t in added.values() if MARKUP.fullmatch(t.content) and t.content in str(tokenizer.chat_template)}
+        self._table = [*sorted(special | written, key=lambda s: (-len(s), s)), OPEN, CLOSE]
         self._place = {spelling: k for k, spelling in enumerate(self._table)}
-        self.special_ids = frozenset(tokenizer.all_special_ids) - {tokenizer.unk_token_id} | {
-            k for k, t in tokenizer.added_tokens_decoder.items() if t.special and t.content != tokenizer.unk_token
-        }
+        self._anyone = _any_of(self._table)
+        self._answer = _any_of([s for s in self._table if s in special or s in (OPEN, CLOSE)])
+        unknown = tokenizer.unk_token_id
+        self.special_ids = frozenset({*tokenizer.all_special_ids, *(k for k, t in added.items() if t.special)} - {unknown})
+        self._control_ids = self.special_ids | {k for k, t in added.items() if t.content in written}
 
     @property
     def eos(self) -> int:
         """The token that ends an answer. Raises ``ModelError`` for a tokenizer without one."""
         if self.tokenizer.eos_token_id is None:
-            raise ModelError(f"the tokenizer {self.tokenizer.name_or_path} has no eos token, so no answer could end")
+            raise ModelError(f"the tokenizer {_name(self.tokenizer)} has no eos token, so no answer could end")
         return self.tokenizer.eos_token_id
 
     @cached_property
@@ -83,20 +79,19 @@ class Encoder:
         """
         if not self.chat:
             return self._text_of(record, cut)
-        return self.render(self.opening(record, cut), generate=True)
+        return self.render(self.opening(record, cut), record.where, generate=True)
 
     def opening(self, record: Record, cut: int = 0) -> list[Message]:
         """The shielded messages that ask, the system's first."""
         if isinstance(record.prompt, str):
             messages = [{"role": "user", "content": self._text_of(record, cut)}]
         else:
-            messages = list(record.prompt)
-            while messages and messages[-1]["role"] == "assistant":
-                messages.pop()
-            if not messages:
-                raise BadRow(f"{record.where}: the conversation has no message before the assistant's")
-            messages = self.shielded(messages, cut)
+            messages = self.shielded(_asking(record), cut)
         return self.with_system(messages)
+
+    def last_message(self, record: Record) -> str:
+        """The text that ``cut`` counts in: the prompt, or the last message that asks."""
+        return record.prompt if isinstance(record.prompt, str) else _asking(record)[-1]["content"]
 
     def with_system(self, messages: list[Message]) -> list[Message]:
         """``messages`` with the configured system message, unless they begin with their own."""
@@ -112,7 +107,7 @@ class Encoder:
             shown[-1] = {**shown[-1], "content": self.shield(last["content"][cut:], answer=last["role"] == "assistant")}
         return shown
 
-    def render(self, messages: Sequence[Message], *, generate: bool = False) -> str:
+    def render(self, messages: Sequence[Message], where: str, *, generate: bool = False) -> str:
         """Shielded ``messages`` through the chat template; ``generate`` opens the assistant's turn."""
         try:
             return self.tokenizer.apply_chat_template(
@@ -120,7 +115,7 @@ class Encoder:
             )
         except Exception as error:  # jinja's errors and whatever a template raises
             roles = ", ".join(m["role"] for m in messages)
-            raise BadRow(f"the chat template refuses messages with the roles {roles}: {error}") from error
+            raise BadRow(f"{where}: the chat template refuses messages with the roles {roles}: {error}") from error
 
     def shield(self, text: str, *, answer: bool = False) -> str:
         """``text`` with spelled-out special tokens replaced by markers.
@@ -129,20 +124,19 @@ class Encoder:
         """
         if not self._as_text:
             return text
-        return (self._answers if answer else self._others).sub(lambda m: f"{OPEN}{self._place[m[0]]}{CLOSE}", text)
+        return (self._answer if answer else self._anyone).sub(lambda m: f"{OPEN}{self._place[m[0]]}{CLOSE}", text)
 
     def unshield(self, text: str) -> str:
         """The text as people read it."""
-        return MARKER.sub(lambda m: self._table[int(m[1])], text)
+        return MARKER.sub(lambda m: self._table[int(m[1])], text) if self._as_text else text
 
-    @staticmethod
-    def is_shielded(text: str) -> bool:
+    def is_shielded(self, text: str) -> bool:
         """Whether ``text`` spells a special token that is not one."""
-        return OPEN in text
+        return self._as_text and OPEN in text
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of rendered texts, nothing added."""
-        cut = [MARKER.split(t) if self._as_text and OPEN in t else [t] for t in texts]
+        cut = [MARKER.split(t) if self.is_shielded(t) else [t] for t in texts]
         plain = self._plain_ids([piece for pieces in cut for piece in pieces[::2]])
         ids: list[list[int]] = []
         at = 0
@@ -164,7 +158,7 @@ class Encoder:
     def _text_of(self, record: Record, cut: int) -> str:
         prompt = record.prompt
         if not isinstance(prompt, str):
-            asked = [m for m in prompt if m["role"] != "assistant" or m is not prompt[-1]]
+            asked = _asking(record)
             if len(asked) != 1 or asked[0]["role"] != "user":
                 raise BadRow(
                     f"{record.where}: a conversation of {len(asked)} messages needs a chat template, and none is in use; "
@@ -205,9 +199,9 @@ class Encoder:
         text = self._table[place]
         for pieces in ([text], list(text)):
             ids = [t for row in self._plain_ids(pieces, split_special_tokens=True) for t in row]
-            if not self.special_ids & set(ids):
+            if not self._control_ids & set(ids):
                 return ids
-        raise ModelError(f"the tokenizer {self.tokenizer.name_or_path} cannot write {text!r} as plain text")
+        raise ModelError(f"the tokenizer {_name(self.tokenizer)} cannot write {text!r} as plain text")
 
     def _plain_ids(self, texts: list[str], *, add_special_tokens: bool = False, **options: Any) -> list[list[int]]:
         if not texts:
@@ -225,15 +219,15 @@ class Encoder:
 def check_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
     """Check the prefix property: the tokens of a conversation up to a turn begin those of the longer one.
 
-    It is what lets several turns share one row of tokens. Raises ``ModelError`` that shows the first break and names the ways out.
+    It is what lets several turns share one row of tokens. Raises ``ModelError`` that shows the first break and the ways out.
     """
     encoder = Encoder(DataConfig(chat=True, chat_options=dict(options or {})), tokenizer)
     turns = [{"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, ("1+1=?", "It is 2.", "2+1=?", "It is 3."))]
     shorter: list[int] = []
     shown = ""
-    for k, turn in enumerate(turns):
-        for upto, generate in ((k, True), (k + 1, False)) if turn["role"] == "assistant" else ():
-            text = encoder.render(turns[:upto], generate=generate)
+    for asked in (1, 3):
+        for upto, generate in ((asked, True), (asked + 1, False)):
+            text = encoder.render(turns[:upto], f"the tokenizer {_name(tokenizer)}", generate=generate)
             ids = encoder.encode([text])[0]
             if ids[: len(shorter)] != shorter:
                 raise prefix_error(tokenizer, shown, text)
@@ -245,10 +239,20 @@ def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
     at = next((k for k, (a, b) in enumerate(zip(shorter, longer)) if a != b), min(len(shorter), len(longer)))
     near = slice(max(0, at - 20), at + 40)
     return ModelError(
-        f"the chat template of {tokenizer.name_or_path or type(tokenizer).__name__} writes a turn differently once another "
+        f"the chat template of {_name(tokenizer)} writes a turn differently once another "
         f"follows: {shorter[near]!r} becomes {longer[near]!r}. Several turns cannot be trained in one row with it: set "
         "data.turns: each (or last), model.chat_template to a template without this, or data.chat_options to switch it off"
     )
+
+
+def _asking(record: Record) -> list[Message]:
+    """The messages of a record up to the assistant's last turn."""
+    messages = list(record.prompt)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise BadRow(f"{record.where}: the conversation has no message before the assistant's")
+    return messages
 
 
 def _parse_template(template: str) -> list[tuple[str, str]]:
@@ -266,6 +270,10 @@ def _parse_template(template: str) -> list[tuple[str, str]]:
     if not parts:
         raise ConfigError(f"data.template = {template!r} has no field; write {{prompt}} where the prompt goes")
     return [*parts, (literal + template[at:], "")]
+
+
+def _name(tokenizer: Any) -> str:
+    return tokenizer.name_or_path or type(tokenizer).__name__
 
 
 def _any_of(spellings: Sequence[str]) -> re.Pattern[str]:
