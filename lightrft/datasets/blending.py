@@ -21,7 +21,7 @@ def blend(lengths: Sequence[int], weights: Sequence[float], mode: Blend, *, shuf
     """Positions in the concatenation of sources of ``lengths``, in the order of the blend.
 
     ``concat``: every row once. ``sample``: the source of each row is drawn by weight until the first source has given all its
-    rows; ``sample_all``: until every source has, those that end earlier starting anew. With ``shuffle`` each pass over a source is
+    rows; ``sample_all``: until every source has; those that end earlier start anew. With ``shuffle`` each pass over a source is
     in a random order, so that a source that is not used up gives a fair share of its rows.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

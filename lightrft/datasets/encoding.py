@@ -89,6 +89,14 @@ class Encoder:
             messages = self.shielded(_asking(record), cut)
         return self.with_system(messages)
 
+    def conversation(self, record: Record) -> list[Message]:
+        """The shielded messages of the whole record, the system's first."""
+        messages = record.messages
+        shown = self.shielded(messages)
+        if isinstance(record.prompt, str):
+            shown[0] = {**shown[0], "content": self._text_of(record, 0)}
+        return self.with_system(shown)
+
     def last_message(self, record: Record) -> str:
         """The text that ``cut`` counts in: the prompt, or the last message that asks."""
         return record.prompt if isinstance(record.prompt, str) else _asking(record)[-1]["content"]
@@ -150,10 +158,18 @@ class Encoder:
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of whole prompts: with the tokenizer's own start where no chat template wrote one, and never twice."""
-        ids = self.encode(texts)
-        if self.chat or not self.start:
-            return ids
-        return [row if row[: len(self.start)] == self.start else [*self.start, *row] for row in ids]
+        return [self.with_start(row) for row in self.encode(texts)]
+
+    def with_start(self, ids: list[int]) -> list[int]:
+        """``ids`` after the tokenizer's own start, unless a chat template is in use or they begin with it."""
+        return ids if self.chat or ids[: len(self.start)] == self.start else [*self.start, *ids]
+
+    def marked(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        """``[T]`` tokens of messages without markers, and which of them the template's ``{% generation %}`` blocks hold."""
+        made = self.tokenizer.apply_chat_template(
+            list(messages), return_dict=True, return_assistant_tokens_mask=True, **self.options
+        )
+        return made["input_ids"], [bool(m) for m in made["assistant_masks"]]
 
     def _text_of(self, record: Record, cut: int) -> str:
         prompt = record.prompt
@@ -239,37 +255,10 @@ def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
     at = next((k for k, (a, b) in enumerate(zip(shorter, longer)) if a != b), min(len(shorter), len(longer)))
     near = slice(max(0, at - 20), at + 40)
     return ModelError(
-        f"the chat template of {_name(tokenizer)} writes a turn differently once another "
-        f"follows: {shorter[near]!r} becomes {longer[near]!r}. Several turns cannot be trained in one row with it: set "
-        "data.turns: each (or last), model.chat_template to a template without this, or data.chat_options to switch it off"
+        f"the chat template of {_name(tokenizer)} does not keep what came before: {shorter[near]!r} becomes {longer[near]!r} once "
+        "the conversation goes on, so its turns cannot share one row of tokens. Set data.turns: each (or last) if it is earlier "
+        "turns that change, model.chat_template to a template without this, or data.chat_options to switch it off"
     )
-
-
-def _asking(record: Record) -> list[Message]:
-    """The messages of a record up to the assistant's last turn."""
-    messages = list(record.prompt)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    if not messages:
-        raise BadRow(f"{record.where}: the conversation has no message before the assistant's")
-    return messages
-
-
-def _parse_template(template: str) -> list[tuple[str, str]]:
-    """``(literal, field name)`` pairs. Raises ``ConfigError`` for a template without a field."""
-    parts: list[tuple[str, str]] = []
-    literal, at = "", 0
-    for match in FIELD.finditer(template):
-        literal += template[at : match.start()]
-        at = match.end()
-        if match[1]:
-            parts.append((literal, match[1]))
-            literal = ""
-        else:
-            literal += match[0][0]
-    if not parts:
-        raise ConfigError(f"data.template = {template!r} has no field; write {{prompt}} where the prompt goes")
-    return [*parts, (literal + template[at:], "")]
 
 
 def _name(tokenizer: Any) -> str:

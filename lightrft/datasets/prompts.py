@@ -108,7 +108,7 @@ class PromptDataset:
                 names += self._add(source, chunk)
             lengths.append(len(names) - before)
         self._order = self._sources.order(lengths, seed)
-        self._ids = _unique([names[k] for k in self._order])
+        self._ids = unique_names([names[k] for k in self._order])
         self.counts["prompts"] = len(self._order)
 
     def __len__(self) -> int:
@@ -126,7 +126,7 @@ class PromptDataset:
             token_ids=self._tokens[self._ends[k - 1] if k else 0 : self._ends[k]].tolist(),
             text=self.encoder.unshield(text),
             label=record.label,
-            reference=record.reference if record.reference is not None else _last_answer(record),
+            reference=record.reference if record.reference is not None else record.answer,
             data_source=record.data_source or self._sources.names[source],
             columns=record.columns,
         )
@@ -224,12 +224,7 @@ class PromptSampler:
         self.epoch, self.position = epoch, position
 
 
-def _last_answer(record: Record) -> str | None:
-    last = None if isinstance(record.prompt, str) else record.prompt[-1]
-    return last["content"] if last is not None and last["role"] == "assistant" else None
-
-
-def _unique(names: Sequence[str]) -> list[str]:
+def unique_names(names: Sequence[str]) -> list[str]:
     """``names`` with ``~2``, ``~3`` ... behind those that came before."""
     seen: Counter[str] = Counter()
     taken = set(names)

@@ -79,6 +79,19 @@ class Record:
             return [*asked, {"role": "assistant", "content": self.response}]
         return [*asked, *(self.response or [])]
 
+    @property
+    def asked(self) -> int:
+        """How many of ``messages`` are the prompt's."""
+        return 1 if isinstance(self.prompt, str) else len(self.prompt)
+
+    @property
+    def answer(self) -> str | None:
+        """The text of the assistant's last turn, None when the row ends before it."""
+        if isinstance(self.response, str):
+            return self.response
+        last = self.messages[-1]
+        return last["content"] if last["role"] == "assistant" else None
+
 
 def read_record(row: Row, columns: Columns, where: str) -> Record:
     """``row`` with its columns found.

@@ -161,7 +161,7 @@ class Csv(_TextFile):
 class Listed:
     """Rows that are at hand: a list, or any sequence with random access, such as a ``datasets.Dataset``."""
 
-    def __init__(self, rows: Sequence[Any], name: str, malformed: int = 0) -> None:
+    def __init__(self, rows: Any, name: str, malformed: int = 0) -> None:
         self.rows = rows
         self.name = name
         self.malformed = malformed

@@ -158,7 +158,7 @@ def _from_saved(path: Path, source: SourceConfig) -> Rows:
         raise DataError(f"data.sources: {path} is not a readable saved data set: {_first_line(error)}") from error
     if isinstance(saved, datasets.DatasetDict):
         if source.split not in saved:
-            raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {', '.join(saved)}")
+            raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {', '.join(map(str, saved))}")
         saved = saved[source.split]
     return Listed(saved, str(path))
 
