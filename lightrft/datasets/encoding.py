@@ -255,10 +255,37 @@ def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
     at = next((k for k, (a, b) in enumerate(zip(shorter, longer)) if a != b), min(len(shorter), len(longer)))
     near = slice(max(0, at - 20), at + 40)
     return ModelError(
-        f"the chat template of {_name(tokenizer)} does not keep what came before: {shorter[near]!r} becomes {longer[near]!r} once "
-        "the conversation goes on, so its turns cannot share one row of tokens. Set data.turns: each (or last) if it is earlier "
+        f"the chat template of {_name(tokenizer)} does not keep what came before: {shorter[near]!r} becomes {longer[near]!r} "
+        "once the conversation goes on, so its turns cannot share one row of tokens. Set data.turns: each (or last) if it is earlier "
         "turns that change, model.chat_template to a template without this, or data.chat_options to switch it off"
     )
+
+
+def _asking(record: Record) -> list[Message]:
+    """The messages of a record up to the assistant's last turn."""
+    messages = [] if isinstance(record.prompt, str) else list(record.prompt)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise BadRow(f"{record.where}: the conversation has no message before the assistant's")
+    return messages
+
+
+def _parse_template(template: str) -> list[tuple[str, str]]:
+    """``(literal, field name)`` pairs. Raises ``ConfigError`` for a template without a field."""
+    parts: list[tuple[str, str]] = []
+    literal, at = "", 0
+    for match in FIELD.finditer(template):
+        literal += template[at : match.start()]
+        at = match.end()
+        if match[1]:
+            parts.append((literal, match[1]))
+            literal = ""
+        else:
+            literal += match[0][0]
+    if not parts:
+        raise ConfigError(f"data.template = {template!r} has no field; write {{prompt}} where the prompt goes")
+    return [*parts, (literal + template[at:], "")]
 
 
 def _name(tokenizer: Any) -> str:

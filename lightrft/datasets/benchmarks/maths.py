@@ -10,7 +10,7 @@ from lightrft.datasets.readers import READERS
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def _reader(name: str) -> Callable[..., dict[str, Any]]:
+def _reader(name: str) -> Callable[..., Mapping[str, Any]]:
     def read(row: Mapping[str, Any]) -> dict[str, Any]:
         prompt, label = row["prompt"], row["final_answer"]
         if row.get("choices"):
