@@ -75,6 +75,10 @@ class _Silent(WorkerGone):
 class Scorer:
     """Scores rollouts by ``config`` in its worker processes.
 
+    ``counts`` holds how many were ``scored`` and how many failed, by kind: ``raised``, ``deadline``, ``memory``, ``died``,
+    ``value`` (what was returned is no reward), ``unsendable``, ``closed``. ``seconds`` sums the time that rollouts waited for a
+    worker (``queue``) and that functions ran (``busy``). ``restarts`` counts workers that were replaced.
+
     Raises ``RewardError`` when a function cannot be found or does not take a rollout and its options, and, later, when a
     worker cannot be started. Close it, or use it as a context manager.
     """
@@ -83,7 +87,7 @@ class Scorer:
         self.config = config
         self.folder = os.getcwd()  # noqa: PTH109 (a plain string for another process)
         self.counts: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.seconds = {"queue": 0.0, "busy": 0.0}
         self.restarts = 0
         self._terms: list[_Term] = []
         self._default = self._load("rewards.terms", config.terms)

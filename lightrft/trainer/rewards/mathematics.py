@@ -105,7 +105,8 @@ def _check_gold(gold: str) -> None:
     words = plain(text)
     if quantity(words) or _is_words(words) or re.fullmatch(r"[A-Za-z]", words):
         return
-    if not words or _parsed(_expression(text)) is None:
+    prose = re.search(r"(?<!\\)\b(?:[A-Za-z]{2,}[ ,]+){2,}[A-Za-z]{2,}", words)
+    if not words or prose or _parsed(_expression(text)) is None:
         raise ValueError(f"label {gold!r} cannot be read as mathematics; exact_match compares text")
 
 
@@ -154,7 +155,7 @@ def _parsed(latex: str) -> Any | None:
     from sympy import Basic, MatrixBase
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its clocks are off: ours is on
-    found = parse("\\boxed{" + latex + "}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
+    found = parse("\\boxed{" + latex + "}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=0)
     return next((f for f in found if isinstance(f, Basic | MatrixBase)), None)
 
 

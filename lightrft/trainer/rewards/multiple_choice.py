@@ -48,8 +48,8 @@ def picked(text: str, choices: str = "ABCD") -> str | None:
     found = [m.group(1) for m in said.finditer(text) if m.group(1) in choices]
     if found:
         return found[-1]
-    lines = [line.strip() for line in text.strip().splitlines()]
-    return _only_letter(lines[-1], choices) if lines else None
+    lines = [_only_letter(line, choices) for line in text.strip().splitlines()]
+    return lines[-1] if lines and len(set(lines) - {None}) == 1 else None
 
 
 def _only_letter(text: str, choices: str) -> str | None:

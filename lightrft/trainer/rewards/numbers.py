@@ -103,7 +103,7 @@ def tidy(text: str) -> str:
     text = re.sub(r"\\(?:left|right|bigl?|bigr|Bigl?|Bigr|displaystyle|limits)(?![A-Za-z])\s*", "", text)
     text = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", text)
     text = re.sub(r"(?<=\d)(?:\{,\}|\\,|\\!,?\\?!?|,\\!)(?=\d{3})", "", text)
-    text = re.sub(r"\\[,;:!> ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "$")
+    text = re.sub(r"(?<!\\)\\[,;:!> ]|~", " ", text).replace(r"\%", "%").replace(r"\$", "$")
     return text.strip()
 
 

@@ -314,6 +314,26 @@ def test_a_worker_that_never_starts_stops_the_run(tmp_path):
         list(scorer.results(wait=True))
 
 
+def test_a_pattern_that_backtracks_for_ever_costs_its_deadline():
+    rollouts = [rollout("a" * 40 + "b"), rollout("aa")]
+    terms = [{"function": "format", "options": {"pattern": "(a+)+"}}]
+    with Scorer(RewardConfig.model_validate({"terms": terms, "deadline": 0.5})) as scorer:
+        for r in rollouts:
+            scorer.submit(r)
+        list(scorer.results(wait=True))
+    assert [r.reward for r in rollouts] == [None, 1.0] and rollouts[0].failed == "deadline 0.5 s (format)"
+
+
+def test_built_in_rules_grade_in_a_worker():
+    graded = [rollout(r"\boxed{\frac{x^2-1}{x-1}}", label="x+1"), rollout("#### 5", label="5"), rollout("#### 5", label="???")]
+    with Scorer(RewardConfig.model_validate({"terms": ["math"]})) as scorer:
+        for r in graded:
+            scorer.submit(r)
+        list(scorer.results(wait=True))
+    assert [r.reward for r in graded] == [1.0, 1.0, None]
+    assert graded[2].failed.startswith("raised ValueError: label '???' cannot be read as mathematics")
+
+
 def test_cheap_rewards_run_by_the_thousand():
     rollouts, scorer = score(["1"] * 3000, "plain", deadline=10)
     assert all(r.reward == 1 for r in rollouts)
