@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,7 +71,7 @@ class CheckpointStore:
         self.failures = 0
 
     @contextmanager
-    def writing(self, step: int, about: Mapping[str, Any] | None = None, metric: float | None = None) -> Iterator[Path]:
+    def writing(self, step: int, about: Mapping[str, Any] | None = None, metric: float | None = None) -> Generator[Path]:
         """A temporary folder to fill; it becomes the checkpoint of ``step`` when the body ends, and vanishes when it raises.
 
         ``about``: JSON values that ``verify`` will compare; ``metric``: the value of the store's ``best``.
@@ -83,6 +84,7 @@ class CheckpointStore:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._sweep()
+            temporary = _free_name(temporary)
             temporary.mkdir()
             (temporary / WRITING).touch()
             yield temporary
@@ -92,6 +94,7 @@ class CheckpointStore:
         except BaseException as error:
             reached, full = _folder_bytes(temporary), isinstance(error, Exception) and self._is_full(error)
             if temporary.exists():
+                _empty(temporary)
                 _remove(temporary)
             if full:
                 self.failures += 1
@@ -133,7 +136,7 @@ class CheckpointStore:
     def _folders(self, prefix: str) -> list[Path]:
         if not self.folder.is_dir():
             return []
-        pattern = re.compile(re.escape(prefix) + r"\d+")
+        pattern = re.compile(re.escape(prefix) + r"\d+(\.\d+)?")
         return sorted(p for p in self.folder.iterdir() if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
 
     def _sweep(self) -> None:
@@ -151,7 +154,8 @@ class CheckpointStore:
         """Bring every file to disk, and write the manifest that makes the folder a checkpoint."""
         files = {}
         for path in sorted(p for p in temporary.rglob("*") if p.is_file() and p.name != WRITING):
-            files[path.relative_to(temporary).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path, sync=True)}
+            _sync(path)
+            files[path.relative_to(temporary).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
         for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
             sync_folder(folder)
         document = {
@@ -246,23 +250,38 @@ def verify(path: Path, about: Mapping[str, Any] | None = None) -> Manifest:
     return manifest
 
 
-def _digest(path: Path, sync: bool = False) -> str:
-    with path.open("r+b" if sync else "rb") as file:
-        if sync:
-            os.fsync(file.fileno())
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
 
 
 def _folder_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.exists() else 0
 
 
+def _free_name(path: Path) -> Path:
+    """``path``, or the first of ``path.1``, ``path.2`` ... that nobody has."""
+    names = itertools.chain([path], (path.with_name(f"{path.name}.{i}") for i in itertools.count(1)))
+    return next(name for name in names if not name.exists())
+
+
+def _empty(path: Path) -> None:
+    """Give the space back at once: a writer that failed may keep its file open for as long as its error lives."""
+    for file in path.rglob("*"):
+        if file.is_file() and not file.is_symlink() and file.name not in (MANIFEST, WRITING):
+            os.truncate(file, 0)
+
+
 def _remove(path: Path) -> None:
     """Remove a folder of ours: first from sight, under a temporary name, and the file that says it is ours last, so that what
     a kill leaves is neither taken for complete nor for somebody else's."""
-    hidden = path.with_name(TEMPORARY + path.name.rpartition("_")[2])
-    if hidden != path:
-        path = path.rename(hidden)
+    if not path.name.startswith(TEMPORARY):
+        path = path.rename(_free_name(path.with_name(TEMPORARY + path.name.rpartition("_")[2])))
     for entry in path.iterdir():
         if entry.name in (MANIFEST, WRITING):
             continue

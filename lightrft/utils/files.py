@@ -13,7 +13,7 @@ from typing import Any
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
-    """Replace ``path`` by ``data``; a reader, or a process started after a crash, sees the old content or the new, never a part."""
+    """Replace ``path`` by ``data``: whoever reads it, even after a crash, sees the old content or the new, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:

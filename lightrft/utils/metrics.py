@@ -11,12 +11,13 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Part = float | Tensor
+Part = Any
+"""A number, or a tensor of one element."""
 
 
 class Metric(ABC):
@@ -62,7 +63,9 @@ class Mean(Metric):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None) -> Mean:
-        """The mean of ``values [N]``, where ``mask [N]`` is true (what is masked out may be anything). Summed in float64 where the device has it."""
+        """The mean of ``values [N]`` where ``mask [N]`` is true; what is masked out may be anything.
+
+        Summed in float64 where the device has it."""
         values = values.detach()
         wide = values if values.device.type == "mps" else values.double()
         if mask is None:
@@ -70,7 +73,7 @@ class Mean(Metric):
         return cls(wide.where(mask.bool(), wide.new_zeros(())).sum(), mask.bool().sum())
 
     def _reduce(self) -> float | None:
-        total, count = (exact_sum(column) for column in self.columns)  # type: ignore[arg-type]
+        total, count = (exact_sum(column) for column in self.columns)
         return total / count if count else None
 
 
@@ -83,7 +86,7 @@ class Sum(Metric):
         super().__init__([_detached(value)])
 
     def _reduce(self) -> float:
-        return exact_sum(self.columns[0])  # type: ignore[arg-type]
+        return exact_sum(self.columns[0])
 
 
 class Max(Metric):
@@ -95,7 +98,7 @@ class Max(Metric):
         super().__init__([_detached(value)])
 
     def _reduce(self) -> float:
-        return max(self.columns[0], key=_nan_last)  # type: ignore[arg-type, return-value]
+        return max(self.columns[0], key=_nan_last)
 
 
 class Min(Metric):
@@ -107,7 +110,7 @@ class Min(Metric):
         super().__init__([_detached(value)])
 
     def _reduce(self) -> float:
-        return min(self.columns[0], key=lambda v: (not math.isnan(v), v))  # type: ignore[arg-type, return-value]
+        return min(self.columns[0], key=lambda v: (not math.isnan(v), v))
 
 
 class Last(Metric):
@@ -121,7 +124,7 @@ class Last(Metric):
     def _reduce(self) -> float:
         values, at = self.columns
         newest = max(range(len(at)), key=lambda i: (at[i], i))
-        return values[newest]  # type: ignore[return-value]
+        return values[newest]
 
 
 class Metrics:
@@ -188,16 +191,18 @@ def _nan_last(value: float) -> tuple[bool, float]:
 
 def _read(metrics: Iterable[Metric]) -> None:
     """Replace every tensor by its number, with one transfer per device."""
-    places = [(column, i) for m in metrics for column in m.columns for i, v in enumerate(column) if not isinstance(v, int | float)]
+    places = [
+        (column, i) for m in metrics for column in m.columns for i, v in enumerate(column) if not isinstance(v, int | float)
+    ]
     if not places:
         return
     import torch
 
     by_device: dict[torch.device, list[tuple[list[Part], int]]] = {}
     for column, i in places:
-        by_device.setdefault(column[i].device, []).append((column, i))  # type: ignore[union-attr]
+        by_device.setdefault(column[i].device, []).append((column, i))
     for device, group in by_device.items():
         wide = torch.float32 if device.type == "mps" else torch.float64
-        numbers = torch.stack([column[i].reshape(()).to(wide) for column, i in group]).tolist()  # type: ignore[union-attr]
+        numbers = torch.stack([column[i].reshape(()).to(wide) for column, i in group]).tolist()
         for (column, i), number in zip(group, numbers, strict=True):
             column[i] = number

@@ -15,7 +15,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("response/length", "length", ".0f"),
     ("tokens_per_second", "tok/s", ",.0f"),
 )
-"""Metric, its label, its format. A metric that a row lacks keeps its last value: held-out accuracy is not measured at every step."""
+"""Metric, its label, its format. What a row lacks keeps its last value: held-out accuracy is not measured at every step."""
 
 RECENT = 20  # steps whose mean time predicts the rest
 
@@ -112,7 +112,11 @@ class Progress:
         columns: list[Any] = [TextColumn("[bold]{task.description}")]
         if not narrow:
             columns.append(BarColumn(bar_width=24))
-        columns += [MofNCompleteColumn(), TextColumn("{task.fields[details]}", markup=False), TextColumn("[dim]{task.fields[left]} left")]
+        columns += [
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[details]}", markup=False),
+            TextColumn("[dim]{task.fields[left]} left"),
+        ]
         return Live(*columns, console=self._console, refresh_per_second=4)
 
 

@@ -47,9 +47,7 @@ class RolloutWriter:
             if len(column) != len(rollouts):
                 raise ValueError(f"column {name!r} has {len(column)} entries for {len(rollouts)} rollouts")
         with self._changed:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="rollout writer", daemon=True)
-                self._thread.start()
+            self._start()
             self._changed.wait_for(lambda: len(self._jobs) < self._depth or self._error is not None)
             self._jobs.append(_Job(path, rollouts, columns))
             self._changed.notify_all()
@@ -58,46 +56,56 @@ class RolloutWriter:
     def flush(self) -> None:
         """Wait until every file is written. Raises what a write failed with."""
         with self._changed:
+            if self._jobs and self._error is None:
+                self._start()
             self._changed.wait_for(lambda: not self._jobs or self._error is not None)
             self._raise_error()
 
     def close(self) -> None:
-        """Write what is left and end the thread. Raises what a write failed with; it may then be called again."""
-        self.flush()
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        self._closing = False
+        """Write what is left and end the thread. Raises what a write failed with; the thread has ended then too, and
+        another ``close`` tries again."""
+        try:
+            self.flush()
+        finally:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
+            self._closing = False
+
+    def _start(self) -> None:
+        if self._thread is None and self._error is None:
+            self._thread = threading.Thread(target=self._work, name="rollout writer", daemon=True)
+            self._thread.start()
 
     def _raise_error(self) -> None:
         error, self._error = self._error, None
         if error is None:
             return
-        self._changed.notify_all()  # the thread tries again
         waiting = f"{len(self._jobs)} batches of rollouts are not written yet, the first to {self._jobs[0].path}"
         if is_disk_full(error):
             raise ResourceError(f"the disk is full: {waiting}; free some space, or set run.rollouts_every 0") from error
         raise RuntimeError(f"{waiting}: {type(error).__name__}: {error}") from error
 
     def _work(self) -> None:
+        """Write jobs in order until closed, or until one fails: the next call starts another thread, which tries it again."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: (self._jobs or self._closing) and self._error is None)
+                self._changed.wait_for(lambda: self._jobs or self._closing)
                 if not self._jobs:
                     return
                 job = self._jobs[0]
-            error: BaseException | None = None
             try:
                 _write_file(job)
-            except Exception as caught:
-                error = caught
+            except Exception as error:
+                with self._changed:
+                    self._error, self._thread = error, None
+                    self._changed.notify_all()
+                return
             with self._changed:
-                self._error = error
-                if error is None:
-                    self._jobs.popleft()
+                self._jobs.popleft()
                 self._changed.notify_all()
 
 

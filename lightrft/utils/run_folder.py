@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 
 LOCK = ".lock"
 SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
-OURS = frozenset(
-    "config.yaml metrics.jsonl log.txt summary.json samples.json report.html report.md wandb_id "
-    "rollouts checkpoints tensorboard wandb".split()
+OURS = (
+    *("checkpoints", "rollouts", "tensorboard", "wandb", "wandb_id"),
+    *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "config.yaml"),
 )
-"""What a run writes: all that ``overwrite`` ever removes."""
+"""What a run writes, and all that ``overwrite`` ever removes; the config goes last, as the sign that the folder is a run's."""
 
 
 class RunFolder:
@@ -69,7 +69,7 @@ class RunFolder:
         """Make the folder, or take one up again.
 
         ``resume``: ``never`` refuses a folder that holds a run, ``auto`` goes on with it, a path goes on from that checkpoint.
-        ``overwrite`` removes an earlier run first. ``ignore``: dotted keys, or branches of them, in which a resumed run may differ.
+        ``overwrite`` removes an earlier run first. ``ignore``: dotted keys, or branches, in which a resumed run may differ.
 
         Raises ``ConfigError`` for a folder that is not a run's, is in use, may not be resumed, or has another config (the
         differing keys are listed).
@@ -204,8 +204,8 @@ def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
     ]
     if differing:
         raise ConfigError(
-            f"{saved.parent} holds a run of another config; set another run.name, run.overwrite=true to start anew, or give the same "
-            "settings. They differ in:\n" + "\n".join(differing)
+            f"{saved.parent} holds a run of another config; set another run.name, run.overwrite=true to start anew, or give the "
+            "same settings. They differ in:\n" + "\n".join(differing)
         )
 
 
@@ -214,8 +214,8 @@ def _shown(value: Any, missing: object) -> str:
 
 
 def _clear(path: Path) -> None:
-    """Remove an earlier run, and nothing that a run does not write. The config goes last, as the sign that the folder is a run's."""
-    for name in sorted(OURS, key=lambda name: name == "config.yaml"):
+    """Remove an earlier run, and nothing that a run does not write."""
+    for name in OURS:
         entry = path / name
         if entry.is_dir() and not entry.is_symlink():
             shutil.rmtree(entry)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
 from lightrft.utils.metrics import Metrics, Sum
@@ -25,7 +25,7 @@ class Timers:
         self._began = clock()
 
     @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str) -> Generator[None]:
         """Charge the body to phase ``name``, also when it raises."""
         self._open.append(name)
         full = "/".join(self._open)

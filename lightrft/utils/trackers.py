@@ -53,18 +53,19 @@ class JsonLines:
 
     def log(self, row: Row) -> None:
         """Raises ``ValueError`` when the row's step is not after the last one of its phase."""
-        phase = row.get("phase", "")
-        last = self._last.get(str(phase))
-        if last is not None and row["step"] <= last:
-            raise ValueError(f"step {row['step']} of phase {phase!r} comes after step {last}")
+        phase = str(row.get("phase", ""))
+        last = self._last.get(phase)
+        step = int(row["step"])
+        if last is not None and step <= last:
+            raise ValueError(f"step {step} of phase {phase!r} comes after step {last}")
         odd = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)} - self._warned
         if odd:
             self._warned |= odd
-            log.warning("step %s: not finite, written as null: %s", row["step"], ", ".join(sorted(odd)))
+            log.warning("step %s: not finite, written as null: %s", step, ", ".join(sorted(odd)))
         self._file.write(json_line(row) + "\n")
         self._file.flush()
         self.rows.append(dict(row))
-        self._last[str(phase)] = row["step"]
+        self._last[phase] = step
 
     def close(self) -> None:
         self._file.close()
@@ -102,7 +103,7 @@ class Wandb:
     def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, Any]) -> None:
         """Raises ``ConfigError`` when wandb is not installed."""
         try:
-            import wandb  # ty: ignore[unresolved-import]
+            import wandb  # ty: ignore[import-not-found]
         except ImportError:
             raise ConfigError(
                 f"run.wandb = {project!r} needs the package wandb: pip install 'lightrft[wandb]', or leave run.wandb empty"

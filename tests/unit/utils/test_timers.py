@@ -33,7 +33,7 @@ def test_a_phase_that_raises_is_charged_and_closed():
     timers = Timers(clock=clock)
     with pytest.raises(ZeroDivisionError), timers("reward"):
         clock.now += 3
-        1 / 0
+        raise ZeroDivisionError
     assert timers.take().compute()["time/reward"] == 3.0
 
 
