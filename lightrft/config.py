@@ -81,11 +81,15 @@ class CheckpointConfig(Settings):
 
 
 class LogConfig(Settings):
-    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` 0 writes none."""
+    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none.
+
+    ``entropy`` measures the policy's entropy also where no loss term needs it.
+    """
 
     tensorboard: bool = True
     wandb: str | None = None
     rollouts_every: int = Field(1, ge=0)
+    entropy: bool = True
 
 
 class Part(Settings):

@@ -1,0 +1,22 @@
+"""Learning-rate schedules as a function of the step."""
+
+from __future__ import annotations
+
+import math
+
+from lightrft.strategy.settings import OptimizerConfig
+
+
+def lr_factor(step: int, total: int, config: OptimizerConfig) -> float:
+    """The share of ``config.lr`` in force at optimizer step ``step`` (from 0) of ``total``.
+
+    Linear warm-up reaches 1 at the step after the last warm-up step; cosine and linear then fall to ``min_lr`` at ``total``.
+    """
+    warmup = math.ceil(config.warmup * total) if config.warmup < 1 else int(config.warmup)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    fall = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    return config.min_lr + (1 - config.min_lr) * fall
