@@ -59,7 +59,7 @@ def modules() -> tuple[Module, ...]:
 
 
 def imports(module: Module) -> Iterator[Import]:
-    """Every import of ``module``, those inside functions included, relative ones written out; ``from a import b`` gives ``a.b``."""
+    """Every import of ``module``, also inside functions, relative ones written out; ``from a import b`` gives ``a.b``."""
     package = (PACKAGE, *module.name) if module.is_package else (PACKAGE, *module.name)[:-1]
     late = _inside_functions(module.tree) | _for_type_checkers(module.tree)
     for node in ast.walk(module.tree):
