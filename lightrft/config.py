@@ -352,3 +352,16 @@ class ChatConfig(Settings):
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.95, max_new_tokens=512)
     engine: EngineConfig = EngineConfig()
     strategy: StrategyConfig = StrategyConfig()
+
+
+class DemoConfig(Settings):
+    """Everything that ``lightrft demo`` reads: a start model of ``family`` with ``model`` sizes, then ``sft``, then ``rl``.
+
+    Both phases run in folders below ``run.dir``/``run.name`` and take their seed from ``run``.
+    """
+
+    run: RunConfig = RunConfig(name="demo")
+    family: str = "qwen2"
+    model: dict[str, int] = Field(default_factory=dict)
+    sft: SFTConfig = SFTConfig()
+    rl: RLConfig = RLConfig()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lightrft.config import EvalConfig
@@ -75,3 +75,8 @@ def _count(metrics: Metrics, prefix: str, groups: Sequence[Sequence[Rollout]], c
 def correct(rollout: Rollout, threshold: float) -> bool:
     """Whether an answer counts as right."""
     return not rollout.failed and rollout.reward is not None and rollout.reward >= threshold
+
+
+def reached(config: EvalConfig, values: Mapping[str, float]) -> bool:
+    """Whether held-out accuracy is where the run was told to stop."""
+    return config.stop_at is not None and values.get("eval/accuracy", 0.0) >= config.stop_at

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config import RLConfig
+from lightrft.models.loading import save_model
 from lightrft.trainer.advantages import NEEDS_GROUPS
-from lightrft.trainer.evaluate import Evaluation, evaluate
+from lightrft.trainer.evaluate import Evaluation, evaluate, reached
 from lightrft.trainer.kl import KLController
 from lightrft.trainer.launch.local import local_roles, rollout_steps
 from lightrft.trainer.parts import check_parts
@@ -17,7 +18,7 @@ from lightrft.trainer.ppo import StepResult, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import Interrupted
-from lightrft.trainer.session import Observer, Session, open_session
+from lightrft.trainer.session import Nobody, Observer, Session, close_session, open_session
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError
 
@@ -36,8 +37,6 @@ class Run:
     kl: KLController
     steps: int
     step: int = 0
-    first: Evaluation | None = None
-    newest: Evaluation | None = None
 
     @property
     def trained(self) -> dict[str, Trained]:
@@ -52,10 +51,10 @@ class Run:
         self.kl.coef = state["kl_coef"]
 
 
-def run_rl(config: RLConfig, observer: Observer = lambda row: None) -> dict[str, Any]:
+def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]:
     """Train as ``config`` says, into its run folder; returns what ``summary.json`` holds."""
     check(config)
-    with open_session(config, config.run, config.checkpoint, config.log, "rl", observer) as session:
+    with open_session(config, config.run, config.checkpoint, config.log, "rl", observer or Nobody()) as session:
         run = prepare(config, session)
         try:
             return loop(run)
@@ -95,11 +94,12 @@ def prepare(config: RLConfig, session: Session) -> Run:
 
 def loop(run: Run) -> dict[str, Any]:
     """Every step that is left, then the summary."""
+    run.session.observer.begin("rl", run.steps, run.step)
     config, session = run.config, run.session
     values: dict[str, Any] = {}
     if run.step == 0 and config.eval.at_start and run.held_out:
         values = session.record(0, run_evaluation(run).metrics)
-    while run.step < run.steps and not session.stop and not reached(config, values):
+    while run.step < run.steps and not session.stop and not reached(config.eval, values):
         snapshot = run.stream.sampler.state_dict()
         try:
             result = rl_step(run.roles, config, run.step, run.kl, run.stream.draw, session.timers, lambda: bool(session.stop))
@@ -122,40 +122,27 @@ def finish_step(run: Run, result: StepResult) -> dict[str, Any]:
         with session.timers("eval"):
             metrics.merge(run_evaluation(run).metrics)
     values = metrics.compute()
-    last = last or reached(config, values)
+    last = last or reached(config.eval, values)
     metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state(), values))
     return session.record(run.step, metrics)
-
-
-def reached(config: RLConfig, values: dict[str, Any]) -> bool:
-    """Whether held-out accuracy is where the run was told to stop."""
-    return config.eval.stop_at is not None and values.get("eval/accuracy", 0.0) >= config.eval.stop_at
 
 
 def run_evaluation(run: Run) -> Evaluation:
     """Answer the held-out prompts as the policy is now, and write the answers down."""
     evaluation = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.config.eval, run.config.run.seed)
     run.session.folder.write_rollouts(run.step, evaluation.rollouts, name="eval")
-    run.newest = evaluation
     return evaluation
 
 
 def summarise(run: Run, values: dict[str, Any]) -> dict[str, Any]:
     """Write ``samples.json`` and ``summary.json``, and export the policy once the run is over."""
     session, config = run.session, run.config
-    summary = {
-        "verb": "rl",
-        "algorithm": config.algorithm.preset or "custom",
-        "steps": run.step,
-        "finished": run.step >= run.steps or reached(config, values),
-        "seconds": session.seconds,
-        **run.progress,
-    }
-    if summary["finished"]:
+    finished = run.step >= run.steps or reached(config.eval, values)
+    if finished:
         save_model(run.roles.actor, run.roles.tokenizer, session.path / "model")
-        summary["model"] = str(session.path / "model")
-    session.folder.write_summary(summary)
-    return summary
+    return close_session(
+        session, config.eval.threshold, {"algorithm": config.algorithm.preset or "custom", "finished": finished}, run.step
+    )
 
 
 def advantages_of(result: StepResult) -> list[list[float]]:

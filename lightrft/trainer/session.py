@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from lightrft.config import CheckpointConfig, LogConfig, RunConfig
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
 from lightrft.trainer.roles import Trained
+from lightrft.trainer.summary import headline, samples
 from lightrft.utils.metrics import Metrics, Sum
 from lightrft.utils.run_folder import RunFolder
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
@@ -29,7 +30,23 @@ log = logging.getLogger(__name__)
 MAY_DIFFER = ("run", "checkpoint", "log", "engine", "strategy", "train.steps", "train.epochs", "eval", "reward.workers")
 """Settings in which a resumed run may differ from the one that wrote the folder."""
 
-Observer = Callable[[Mapping[str, Any]], None]
+
+class Observer(Protocol):
+    """Who looks on: told once how many steps there are, then of each."""
+
+    def begin(self, title: str, total: int, done: int) -> None: ...
+
+    def update(self, row: Mapping[str, Any]) -> None: ...
+
+
+class Nobody:
+    """An observer that does not look."""
+
+    def begin(self, title: str, total: int, done: int) -> None:
+        return
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        return
 
 
 @dataclass(slots=True)
@@ -121,11 +138,31 @@ class Session:
         row = {"step": step, "phase": self.phase, "seconds": self.seconds, **values, **more}
         row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))
         self.folder.log(row)
-        self.observer(row)
+        self.observer.update(row)
         return row
 
     def _about(self, trained: Mapping[str, Trained]) -> dict[str, Any]:
         return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.model) for name, t in trained.items()}}
+
+
+def close_session(session: Session, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Write ``samples.json`` and ``summary.json`` from what the folder holds; returns the latter's content."""
+    session.folder.flush()
+    before, after = samples(session.path, threshold)
+    if before:
+        session.folder.write_samples(before, after)
+    summary = {"verb": session.phase, "steps": step, "seconds": session.seconds, **about, **headline(session.path, session.phase)}
+    if about.get("finished"):
+        summary["model"] = str(session.path / "model")
+        summary["next"] = next_commands(session)
+    session.folder.write_summary(summary)
+    return summary
+
+
+def next_commands(session: Session) -> list[str]:
+    """What to type next."""
+    model = session.path / "model"
+    return [f"lightrft chat model={model}", f"lightrft eval model={model} {session.path / 'config.yaml'}"]
 
 
 def shapes_digest(model: nn.Module) -> str:
