@@ -133,9 +133,9 @@ def test_equal_prompts_of_two_batches_stay_two_groups() -> None:
 
 def test_batches_with_different_columns_are_not_joined() -> None:
     batch = batch_of(plain_case([[True]], [0]))
-    with pytest.raises(ValueError, match=r"token columns .* ref_logprobs"):
+    with pytest.raises(ValueError, match=r"different token columns .*ref_logprobs"):
         Batch.cat([batch, batch.replace(ref_logprobs=None)])
-    with pytest.raises(ValueError, match=r"sample columns .* truncated"):
+    with pytest.raises(ValueError, match=r"different sample columns .*truncated"):
         Batch.cat([batch.replace(truncated=None), batch])
 
 
