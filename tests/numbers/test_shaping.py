@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.config import Part
@@ -37,6 +37,7 @@ def test_the_overlong_penalty(limit: int, buffer: int, penalty: float, case: Cas
     assert_equal(found, expected)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 20), st.integers(0, 20))
 def test_the_overlong_penalty_at_any_length(length: int, buffer: int, more: int) -> None:
     batch = batch_of(plain_case([[True] * length], [0], [0.25]))
