@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightrft.config import Part
 from lightrft.trainer.shaping import SHAPINGS, shape, token_rewards
+from lightrft.utils.errors import ConfigError
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, tensor
 from tests.numbers.oracles import Case
@@ -62,3 +63,9 @@ def test_parts_apply_in_the_order_given() -> None:
     assert shape(batch, [clip, scale], 8).tolist() == [4.0, -2.0]
     assert shape(batch, [scale, clip], 8).tolist() == [1.0, -1.0]
     assert_equal(batch.rewards, tensor([4.0, -4.0]).tolist())  # type: ignore[arg-type]
+
+
+def test_an_overlong_penalty_without_a_buffer_is_refused() -> None:
+    batch = batch_of(plain_case([[True] * 4], [0], [1.0]))
+    with pytest.raises(ConfigError, match="options.buffer is 0"):
+        SHAPINGS["overlong"](batch, batch.rewards, max_new_tokens=4, buffer=0)
