@@ -67,5 +67,5 @@ def test_parts_apply_in_the_order_given() -> None:
 
 def test_an_overlong_penalty_without_a_buffer_is_refused() -> None:
     batch = batch_of(plain_case([[True] * 4], [0], [1.0]))
-    with pytest.raises(ConfigError, match="options.buffer is 0"):
+    with pytest.raises(ConfigError, match=r"options\.buffer is 0"):
         SHAPINGS["overlong"](batch, batch.rewards, max_new_tokens=4, buffer=0)
