@@ -151,6 +151,24 @@ def test_the_objective_is_aggregated_surrogate_plus_kl(
     assert_equal(found, gradients(expected, slow.logprobs))
 
 
+@pytest.mark.parametrize("coef", [0.01, -0.2])
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
+@every_case(examples=15, max_gap=5.0)
+def test_entropy_is_taken_off_the_loss(aggregation: str, coef: float, case: Case, seed: int) -> None:
+    """A positive coefficient rewards entropy: gradient descent raises it."""
+    plain, rewarded = (algorithm_of(aggregation, KL_PLACES[0], c) for c in (0.0, coef))
+    batch, logprobs = prepared(case, seed, plain), tensor_of(case.logprobs)
+    everything = [torch.arange(len(batch))]
+    without = through(batch, everything, logprobs, Objective(plain, 0.0))
+    found = through(batch, everything, logprobs, Objective(rewarded, 0.0))
+    slow = case.with_leaves("logprobs")
+    limit = RLConfig().sampling.max_new_tokens
+    term = oracles.aggregate(slow, [[(x * 0.3).sin() + 2 for x in row] for row in slow.logprobs], aggregation, limit)
+    assert found[0].item() - without[0].item() == pytest.approx(-coef * number(term), rel=1e-9, abs=1e-9)
+    expected = [-coef * g for row in gradients(term, slow.logprobs) for g in row]
+    assert_equal(found[1] - without[1], expected)
+
+
 @pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e30])
 @every_case(examples=25, max_gap=5.0)
 def test_whatever_stands_at_tokens_that_were_not_sampled_changes_nothing(garbage: float, case: Case, seed: int) -> None:
