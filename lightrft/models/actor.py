@@ -128,6 +128,13 @@ class Actor(Backbone):
         options = {"softcap": softcap, "scale": scale, "entropy": entropy, "chunk_mb": self.config.logits_mb}
         return Scores(*token_logprobs(states, head, targets, temperature=temperature, **options))
 
+    def logits(self, states: Tensor) -> Tensor:
+        """All logits ``[..., V]`` of ``states [..., H]``, at once: for callers that ask for the whole matrix."""
+        softcap, scale = head_transform(self.base.config, self.family)
+        logits = self.base.get_output_embeddings()(states)
+        logits = logits if scale is None else logits * scale
+        return logits if softcap is None else softcap * (logits / softcap).tanh()
+
     @property
     def has_adapters(self) -> bool:
         return is_adapted(self.model)

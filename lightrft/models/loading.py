@@ -27,8 +27,16 @@ _PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|
 _BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 
 
-def load_model(config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> PreTrainedModel:
+def load_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    device_map: str | dict[str, Any] | None = None,
+) -> PreTrainedModel:
     """The model of ``config.path`` on ``device``, in evaluation mode, with ``config.freeze`` applied.
+
+    ``device_map`` places parts as transformers understands it, instead of ``device``.
 
     A folder of adapters gives its base model with those adapters, trainable.
 
@@ -39,20 +47,22 @@ def load_model(config: ModelConfig, *, device: torch.device | str = "cpu", dtype
     if adapters.is_file():
         return _load_adapters(config, adapters, device, dtype)
     options = _options(config, device, dtype)
+    if device_map is not None:
+        options["device_map"] = device_map
     settings = _settings(config)
     implementation = config.attention or family_of(settings).padded_attention
     try:
         model, info = AutoModelForCausalLM.from_pretrained(
             _where(config), config=settings, attn_implementation=implementation, output_loading_info=True, **options
         )
-    except ModelError:
-        raise
+    except ImportError as error:
+        raise ModelError(f"model.attention = {implementation!r}: {_first_line(error)}") from error
     except _BROKEN as error:
         raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({_first_line(error)})") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         lacking = sorted(str(k) for k in (*info["missing_keys"], *info["mismatched_keys"]))
         raise ModelError(f"model.path = {config.path!r}: {len(lacking)} weights are missing or misshapen, e.g. {lacking[0]}")
-    if not config.load_in_4bit:
+    if "device_map" not in options:
         model = model.to(device)
     freeze(model, config.freeze)
     return model.eval()
