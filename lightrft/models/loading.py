@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|fim_pad|>", "<|vision_pad|>", "<unk>")
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
 _BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 
 
@@ -146,10 +147,13 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, a chat template that cannot be read.
     """
     where = config.tokenizer or (_where(config) if not _is_adapter(config.path) else config.path)
+    name = "model.tokenizer" if config.tokenizer else "model.path"
+    folder = Path(where).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelError(f"{name} = {where!r}: the folder holds no tokenizer; set model.tokenizer")
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except (*_BROKEN, TypeError, AttributeError, ImportError) as error:
-        name = "model.tokenizer" if config.tokenizer else "model.path"
         raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({_first_line(error)})") from error
     rows = None if _is_adapter(config.path) or not config.path else _settings(config).get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:
