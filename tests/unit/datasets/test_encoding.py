@@ -141,7 +141,9 @@ def test_markup_of_the_template_is_text_in_a_question_and_kept_in_an_answer():
     assert think in answered
 
 
-@given(st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<pad>", OPEN, CLOSE, "0", "a ", "\n"]), max_size=8))
+@given(
+    st.lists(st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "<pad>", OPEN, CLOSE, "0", "a ", "\n"]), max_size=8)
+)
 def test_no_text_whatever_acts_as_a_control_token(pieces):
     content = "".join(pieces)
     encoder = Encoder(DataConfig(), TOKENIZER)

@@ -47,10 +47,12 @@ def test_every_other_column_is_kept():
 
 
 def test_a_missing_column_is_named_with_the_row_and_the_columns_that_exist():
-    message = r"rows\.jsonl, line 7: no column 'questoin' \(data\.columns\.prompt\); the row has: question, answer; did you mean 'question'"
+    message = r"rows\.jsonl, line 7: no column 'questoin' \(data\.columns\.prompt\); the row has: question, answer; did you mean"
     with pytest.raises(BadRow, match=message):
         record({"question": "q", "answer": "a"}, prompt="questoin")
-    with pytest.raises(BadRow, match=r"line 7: no column with a prompt .* the row has: text\. Name the column in data\.columns\.prompt"):
+    with pytest.raises(
+        BadRow, match=r"line 7: no column with a prompt .* the row has: text\. Name the column in data\.columns\.prompt"
+    ):
         record({"text": "q"})
     with pytest.raises(BadRow, match=r"no column 'extra\.label' \(data\.columns\.label\)"):
         record({"prompt": "q", "extra": {"lable": 1}}, label="extra.label")
@@ -64,7 +66,10 @@ def test_an_empty_prompt_names_the_row(value):
 
 def test_messages_are_read_in_each_of_their_forms():
     sharegpt = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "1+1=?"}]
-    parts = [CHAT[0], {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=?"}], "name": None}]
+    parts = [
+        CHAT[0],
+        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=?"}], "name": None},
+    ]
     for value in (CHAT, sharegpt, parts, json.dumps(CHAT), json.dumps(sharegpt)):
         assert record({"messages": value}).prompt == CHAT
 

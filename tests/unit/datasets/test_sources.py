@@ -204,7 +204,10 @@ def test_options_that_nothing_reads_are_errors(tmp_path):
 
 def test_bare_names_stand_for_sources():
     assert DataConfig.model_validate({"sources": "a.jsonl"}).sources == (SourceConfig(path="a.jsonl"),)
-    assert DataConfig.model_validate({"sources": ["a", {"path": "b"}]}).sources == (SourceConfig(path="a"), SourceConfig(path="b"))
+    assert DataConfig.model_validate({"sources": ["a", {"path": "b"}]}).sources == (
+        SourceConfig(path="a"),
+        SourceConfig(path="b"),
+    )
 
 
 def test_weights_without_sampling_are_refused():

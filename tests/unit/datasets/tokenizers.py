@@ -20,7 +20,8 @@ FORGETS = (  # earlier answers lose what stands before </think>, as several reas
 OPENS_OTHERWISE = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
 GENERATION = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
-    "{% if m['role'] == 'assistant' %}{% if loop.last %}!{% endif %}{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
+    "{% if m['role'] == 'assistant' %}{% if loop.last %}!{% endif %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}"
     "{% else %}{{ m['content'] }}<|im_end|>{% endif %}|{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
