@@ -81,11 +81,15 @@ class CheckpointConfig(Settings):
 
 
 class LogConfig(Settings):
-    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` 0 writes none."""
+    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none.
+
+    ``entropy`` measures the policy's entropy also where no loss term needs it.
+    """
 
     tensorboard: bool = True
     wandb: str | None = None
     rollouts_every: int = Field(1, ge=0)
+    entropy: bool = True
 
 
 class Part(Settings):
@@ -348,3 +352,16 @@ class ChatConfig(Settings):
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.95, max_new_tokens=512)
     engine: EngineConfig = EngineConfig()
     strategy: StrategyConfig = StrategyConfig()
+
+
+class DemoConfig(Settings):
+    """Everything that ``lightrft demo`` reads: a start model of ``family`` with ``model`` sizes, then ``sft``, then ``rl``.
+
+    Both phases run in folders below ``run.dir``/``run.name`` and take their seed from ``run``.
+    """
+
+    run: RunConfig = RunConfig(name="demo")
+    family: str = "qwen2"
+    model: dict[str, int] = Field(default_factory=dict)
+    sft: SFTConfig = SFTConfig()
+    rl: RLConfig = RLConfig()

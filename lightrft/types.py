@@ -88,11 +88,15 @@ class Rollout:
 
 @dataclass(slots=True)
 class Request:
-    """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch."""
+    """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch.
+
+    ``max_new_tokens`` bounds this answer alone; without it the sampling settings do.
+    """
 
     prompt: Prompt
     seed: int
     sample: int = 0
+    max_new_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -136,10 +140,12 @@ def cat_media(parts: Sequence[Segments]) -> Media:
 
 
 def token_column() -> Any:
+    """A column of ``Batch`` with one entry per response token."""
     return field(default=None, metadata={"axis": "token"})
 
 
 def sample_column() -> Any:
+    """A column of ``Batch`` with one entry per response."""
     return field(default=None, metadata={"axis": "sample"})
 
 

@@ -21,7 +21,7 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
 
 @AGGREGATIONS.register(
     "token",
-    formula="sum_t L_t / (all tokens)",
+    formula="sum_t L_it / (all tokens)",
     latex=r"\frac{\sum_{i,t} L_{i,t}}{\sum_i l_i}",
     paper="DAPO, arXiv 2503.14476, eq. 12",
 )
@@ -56,7 +56,7 @@ def sequence_sum(rows: Rows, constant: int) -> Tensor:
 
 @AGGREGATIONS.register(
     "constant",
-    formula="sum_t L_t / (answers * length limit)",
+    formula="sum_t L_it / (answers * length limit)",
     latex=r"\frac{1}{B\,L_{\max}}\sum_{i,t} L_{i,t}",
     paper="Dr. GRPO, arXiv 2503.20783, section 3.2",
 )
