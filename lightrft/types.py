@@ -88,11 +88,15 @@ class Rollout:
 
 @dataclass(slots=True)
 class Request:
-    """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch."""
+    """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch.
+
+    ``max_new_tokens`` bounds this answer alone; without it the sampling settings do.
+    """
 
     prompt: Prompt
     seed: int
     sample: int = 0
+    max_new_tokens: int | None = None
 
 
 @dataclass(slots=True)
