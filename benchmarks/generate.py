@@ -1,3 +1,4 @@
+# ruff: noqa: E402 (the environment is set before torch is imported)
 """Tokens per second of the native engine against transformers' ``generate``: skewed answer lengths, 8 answers per prompt.
 
 Both sides sample the same number of tokens for each answer, drawn from a lognormal distribution. Rounds are interleaved, each
