@@ -119,9 +119,9 @@ def test_a_folder_without_tokenizer_is_an_error(tmp_path):
 
 def test_a_tokenizer_larger_than_the_embedding_is_an_error(folder):
     tiny_tokenizer("äöü").save_pretrained(folder)
-    with pytest.raises(ModelError, match="103 tokens.*only 100"):
+    with pytest.raises(ModelError, match=r"103 tokens.*only 100"):
         load_tokenizer(config(folder))
-    with pytest.raises(ModelError, match="103 tokens.*only 100"):
+    with pytest.raises(ModelError, match=r"103 tokens.*only 100"):
         check_vocabulary(tiny_model("qwen2"), tiny_tokenizer("äöü"))
 
 
