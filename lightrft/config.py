@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import difflib
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.datasets.settings import Columns, DataConfig, SourceConfig
-from lightrft.models.settings import DType, Layout, LoRAConfig, ModelConfig
+from lightrft.datasets.settings import DataConfig
+from lightrft.models.settings import ModelConfig
 from lightrft.strategy.settings import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
-from lightrft.utils.settings import Settings
-
-__all__ = [
-    "Columns",
-    "DType",
-    "DataConfig",
-    "EngineConfig",
-    "Layout",
-    "LoRAConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RewardConfig",
-    "RewardTerm",
-    "RunConfig",
-    "SamplingConfig",
-    "SourceConfig",
-    "StrategyConfig",
-]
+from lightrft.utils.settings import Settings, deep_merge
 
 
 class RewardTerm(Settings):
@@ -59,16 +43,12 @@ class RewardConfig(Settings):
     def _bare_names(cls, tree: Any) -> Any:
         """``terms: [math]`` stands for ``terms: [{function: math}]``."""
 
-        def full(terms: Any) -> Any:
-            terms = [terms] if isinstance(terms, str | dict) else terms
-            return [{"function": t} if isinstance(t, str) else t for t in terms] if isinstance(terms, list | tuple) else terms
-
         if isinstance(tree, dict):
             tree = dict(tree)
             if "terms" in tree:
-                tree["terms"] = full(tree["terms"])
+                tree["terms"] = _full_parts(tree["terms"], "function")
             if isinstance(tree.get("per_source"), dict):
-                tree["per_source"] = {k: full(v) for k, v in tree["per_source"].items()}
+                tree["per_source"] = {k: _full_parts(v, "function") for k, v in tree["per_source"].items()}
         return tree
 
 
@@ -76,19 +56,312 @@ class RunConfig(Settings):
     """The run folder, ``dir``/``name``, and how a run starts.
 
     ``resume``: ``auto`` goes on from the newest checkpoint of a folder whose config is equal, ``never`` refuses a folder that
-    exists, a path goes on from that checkpoint. ``threads`` 0 leaves the choice to the program.
+    exists, a path goes on from that checkpoint. ``overwrite`` starts anew in a folder that exists. ``threads`` 0 leaves the
+    number of CPU threads to the program.
     """
 
     name: str = "run"
     dir: str = "runs"
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     resume: str = "auto"
     overwrite: bool = False
     threads: int = Field(0, ge=0)
-    checkpoint_every: int = Field(0, ge=0)
-    checkpoint_keep: int = Field(2, ge=1)
-    checkpoint_best: str | None = None
+    progress: bool = True
+
+
+class CheckpointConfig(Settings):
+    """``every`` counts steps (0: only at the end and on interruption).
+
+    The ``keep`` newest ones stay, and the best by the metric ``best``.
+    """
+
+    every: int = Field(0, ge=0)
+    keep: int = Field(2, ge=1)
+    best: str | None = None
+
+
+class LogConfig(Settings):
+    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none.
+
+    ``entropy`` measures the policy's entropy also where no loss term needs it.
+    """
+
     tensorboard: bool = True
     wandb: str | None = None
     rollouts_every: int = Field(1, ge=0)
-    progress: bool = True
+    entropy: bool = True
+
+
+class Part(Settings):
+    """A registered function (or ``package.module:function``) with keywords of its own."""
+
+    shorthand: ClassVar[str | None] = "name"
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class AdvantageConfig(Settings):
+    """Rewards to advantages. ``whiten`` standardises over all trained tokens of the global batch; ``eps`` guards a division by a
+    standard deviation; ``gamma`` and ``lam`` are the discount and the trace of GAE (arXiv 1506.02438)."""
+
+    shorthand: ClassVar[str | None] = "name"
+
+    name: str = "grpo"
+    gamma: float = Field(1.0, ge=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    eps: float = Field(1e-6, ge=0)
+    whiten: bool = False
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class LossConfig(Settings):
+    """The policy loss of a token. The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``; ``dual_clip`` bounds the loss of
+    negative advantages at that multiple (arXiv 1912.09729)."""
+
+    shorthand: ClassVar[str | None] = "name"
+
+    name: str = "ppo_clip"
+    clip_low: float = Field(0.2, ge=0)
+    clip_high: float = Field(0.2, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class KLConfig(Settings):
+    """Distance to the reference.
+
+    ``adaptive`` moves the coefficient so that the KL nears ``target``, over ``horizon`` samples (arXiv 1909.08593, section 2.2).
+    """
+
+    where: Literal["none", "reward", "loss"] = "none"
+    estimator: str = "k3"
+    coef: float = Field(0.0, ge=0)
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    target: float = Field(6.0, gt=0)
+    horizon: int = Field(10_000, ge=1)
+
+    @property
+    def used(self) -> bool:
+        """Whether any KL term exists, so that a reference is needed."""
+        return self.where != "none" and self.coef > 0
+
+    @model_validator(mode="after")
+    def _means_something(self) -> KLConfig:
+        if self.where == "none" and self.coef > 0:
+            raise ValueError(f"kl.coef is {self.coef} but kl.where is 'none'; set kl.where to 'reward' or 'loss'")
+        if self.where == "loss" and self.estimator == "k1" and self.coef > 0:
+            raise ValueError("kl.estimator k1 in the loss has zero expected gradient; take k2 or k3, or kl.where: reward")
+        return self
+
+
+class ValueConfig(Settings):
+    """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value."""
+
+    clip: float | None = Field(0.2, gt=0)
+
+
+class AlgorithmConfig(Settings):
+    """An algorithm as a row of settings over shared functions.
+
+    A ``preset`` fills in a published row; what stands beside it wins. ``preset: null`` starts from the parts' own defaults.
+    ``aggregation`` turns token losses into the loss of the global batch; ``constant_length`` is the divisor of ``constant``
+    (its default is the longest answer that sampling allows).
+    """
+
+    shorthand: ClassVar[str | None] = "preset"
+
+    preset: str | None = "grpo"
+    advantage: AdvantageConfig = AdvantageConfig()
+    loss: LossConfig = LossConfig()
+    aggregation: str = "token"
+    constant_length: int | None = Field(None, ge=1)
+    kl: KLConfig = KLConfig()
+    entropy_coef: float = 0.0
+    value: ValueConfig = ValueConfig()
+    shaping: tuple[Part, ...] = ()
+    filters: tuple[Part, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _preset_first(cls, tree: Any) -> Any:
+        tree = {"preset": tree} if isinstance(tree, str) else tree
+        if not isinstance(tree, dict):
+            return tree
+        tree = {k: _full_parts(v) if k in ("shaping", "filters") else v for k, v in tree.items()}
+        name = tree.setdefault("preset", "grpo")
+        if name is None:
+            return tree
+        if name not in PRESETS:
+            near = difflib.get_close_matches(str(name), PRESETS, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"unknown preset {name!r}{hint} Known: {', '.join(sorted(PRESETS))}")
+        return deep_merge(PRESETS[name], tree)
+
+
+def _full_parts(parts: Any, key: str = "name") -> Any:
+    """``[a, {name: b}]`` or a bare ``a`` with every bare name written out as ``{key: name}``."""
+    parts = [parts] if isinstance(parts, str | dict) else parts
+    return [{key: p} if isinstance(p, str) else p for p in parts] if isinstance(parts, list | tuple) else parts
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # DeepSeekMath, arXiv 2402.03300, eq. 3 and 21, section 4.2
+    "grpo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "sequence",
+        "kl": {"where": "loss", "estimator": "k3", "coef": 0.04},
+    },
+    # REINFORCE++, arXiv 2501.03262, section 3
+    "reinforce++": {
+        "advantage": {"name": "reinforce", "gamma": 1.0, "whiten": True},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "kl": {"where": "reward", "estimator": "k1", "coef": 0.01},
+    },
+    # PPO, arXiv 1707.06347; per-token KL in the reward as in arXiv 2203.02155
+    "ppo": {
+        "advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95, "whiten": True},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "kl": {"where": "reward", "estimator": "k1", "coef": 0.02},
+        "value": {"clip": 0.2},
+    },
+}
+
+
+class CriticConfig(Settings):
+    """The value model of ``gae``: starts from ``model`` unless it has a ``path``; ``warmup_steps`` train it alone."""
+
+    path: str = ""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
+    warmup_steps: int = Field(0, ge=0)
+
+
+class RolloutConfig(Settings):
+    """``prompts`` groups of ``samples`` answers a step.
+
+    Groups that filters drop are replaced, in at most ``max_rounds`` rounds of generation a step.
+    """
+
+    prompts: int = Field(32, ge=1)
+    samples: int = Field(8, ge=1)
+    max_rounds: int = Field(8, ge=1)
+
+
+class TrainConfig(Settings):
+    """How a batch becomes optimizer steps. ``steps`` counts rollout steps (or, for supervised verbs, optimizer steps); without it
+    ``epochs`` passes over the data decide. Each rollout batch is passed over ``updates`` times, in ``mini_batches`` optimizer
+    steps a pass. ``micro_batch_tokens`` bounds the tokens that one forward sees."""
+
+    steps: int | None = Field(None, ge=1)
+    epochs: float = Field(1.0, gt=0)
+    updates: int = Field(1, ge=1)
+    mini_batches: int = Field(1, ge=1)
+    micro_batch_tokens: int = Field(16_384, ge=1)
+
+
+class EvalConfig(Settings):
+    """Held-out evaluation: every ``every`` steps (0: never), and before the first one if ``at_start``.
+
+    The accuracy of a prompt is the share of its ``samples`` answers whose reward reaches ``threshold``. Training ends once the
+    accuracy over all prompts reaches ``stop_at``.
+    """
+
+    data: DataConfig = DataConfig(shuffle=False)
+    every: int = Field(0, ge=0)
+    at_start: bool = True
+    limit: int | None = Field(None, ge=1)
+    samples: int = Field(1, ge=1)
+    sampling: SamplingConfig = SamplingConfig(temperature=0.0)
+    threshold: float = 1.0
+    stop_at: float | None = None
+
+
+class RLConfig(Settings):
+    """Everything that ``lightrft rl`` reads."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    reference: str | None = None
+    critic: CriticConfig = CriticConfig()
+    data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    engine: EngineConfig = EngineConfig()
+    reward: RewardConfig = RewardConfig()
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    strategy: StrategyConfig = StrategyConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+
+class SFTConfig(Settings):
+    """Everything that ``lightrft sft`` reads; ``batch_size`` counts conversations."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    eval: EvalConfig = EvalConfig()
+    engine: EngineConfig = EngineConfig()
+    reward: RewardConfig = RewardConfig()
+    batch_size: int = Field(32, ge=1)
+    max_tokens: int = Field(2048, ge=2)
+    train: TrainConfig = TrainConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    strategy: StrategyConfig = StrategyConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+
+
+class EvaluateConfig(Settings):
+    """Everything that ``lightrft eval`` reads."""
+
+    run: RunConfig = RunConfig(name="eval")
+    model: ModelConfig = ModelConfig()
+    eval: EvalConfig = EvalConfig()
+    engine: EngineConfig = EngineConfig()
+    reward: RewardConfig = RewardConfig()
+    strategy: StrategyConfig = StrategyConfig()
+
+
+class GenerateConfig(Settings):
+    """Everything that ``lightrft generate`` reads: ``samples`` answers to every prompt, to the JSON-lines file ``output``."""
+
+    run: RunConfig = RunConfig(name="generate")
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig(shuffle=False)
+    sampling: SamplingConfig = SamplingConfig()
+    samples: int = Field(1, ge=1)
+    output: str = "answers.jsonl"
+    engine: EngineConfig = EngineConfig()
+    reward: RewardConfig = RewardConfig()
+    strategy: StrategyConfig = StrategyConfig()
+
+
+class ChatConfig(Settings):
+    """Everything that ``lightrft chat`` reads."""
+
+    run: RunConfig = RunConfig(name="chat")
+    model: ModelConfig = ModelConfig()
+    system: str | None = None
+    sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.95, max_new_tokens=512)
+    engine: EngineConfig = EngineConfig()
+    strategy: StrategyConfig = StrategyConfig()
+
+
+class DemoConfig(Settings):
+    """Everything that ``lightrft demo`` reads: a start model of ``family`` with ``model`` sizes, then ``sft``, then ``rl``.
+
+    Both phases run in folders below ``run.dir``/``run.name`` and take their seed from ``run``.
+    """
+
+    run: RunConfig = RunConfig(name="demo")
+    family: str = "qwen2"
+    model: dict[str, int] = Field(default_factory=dict)
+    sft: SFTConfig = SFTConfig()
+    rl: RLConfig = RLConfig()

@@ -88,11 +88,15 @@ class Rollout:
 
 @dataclass(slots=True)
 class Request:
-    """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch."""
+    """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch.
+
+    ``max_new_tokens`` bounds this answer alone; without it the sampling settings do.
+    """
 
     prompt: Prompt
     seed: int
     sample: int = 0
+    max_new_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -136,10 +140,12 @@ def cat_media(parts: Sequence[Segments]) -> Media:
 
 
 def token_column() -> Any:
+    """A column of ``Batch`` with one entry per response token."""
     return field(default=None, metadata={"axis": "token"})
 
 
 def sample_column() -> Any:
+    """A column of ``Batch`` with one entry per response."""
     return field(default=None, metadata={"axis": "sample"})
 
 
@@ -160,6 +166,7 @@ class Batch:
     values: Tensor | None = token_column()  # [N] V(state before the token)
     advantages: Tensor | None = token_column()  # [N]
     returns: Tensor | None = token_column()  # [N]
+    loss_weights: Tensor | None = token_column()  # [N] share of each token's loss in the loss of the global batch
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens

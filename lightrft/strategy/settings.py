@@ -12,7 +12,8 @@ from lightrft.utils.settings import Settings
 class OptimizerConfig(Settings):
     """AdamW (arXiv 1711.05101) with float32 master weights.
 
-    ``warmup`` is a share of all steps when below 1, else a number of steps. ``min_lr`` is the floor of the cosine and linear schedules, as a share of ``lr``.
+    ``warmup`` is a share of all steps when below 1, else a number of steps. ``min_lr`` is the floor of the cosine and linear
+    schedules, as a share of ``lr``.
     """
 
     lr: float = Field(1e-6, ge=0)

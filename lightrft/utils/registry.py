@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar
@@ -16,23 +17,40 @@ from lightrft.utils.errors import ConfigError
 T = TypeVar("T", bound=Callable[..., Any])
 
 
+@dataclass(frozen=True, slots=True)
+class About:
+    """What an entry is, for people: the formula for a terminal and in LaTeX, and where it was published."""
+
+    formula: str = ""
+    latex: str = ""
+    paper: str = ""
+
+
 class Registry(Generic[T]):
     """A table from name to function. ``kind`` is what messages call an entry, e.g. ``"advantage"``."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self._entries: dict[str, T] = {}
+        self._about: dict[str, About] = {}
 
-    def register(self, name: str) -> Callable[[T], T]:
+    def register(self, name: str, *, formula: str = "", latex: str = "", paper: str = "") -> Callable[[T], T]:
         """Decorator that files a function under ``name``. Raises ``ValueError`` if the name is taken by another."""
 
         def add(function: T) -> T:
             if self._entries.get(name, function) is not function:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
             self._entries[name] = function
+            self._about[name] = About(formula, latex, paper)
             return function
 
         return add
+
+    def about(self, name: str) -> About:
+        """What ``name`` is; for a user's own function, its name and the first line of its docstring."""
+        if name in self._about:
+            return self._about[name]
+        return About(f"{name}: {(self[name].__doc__ or 'no docstring').strip().splitlines()[0]}")
 
     def __getitem__(self, name: str) -> T:
         """The function called ``name``. Raises ``ConfigError`` with the nearest names when there is none."""

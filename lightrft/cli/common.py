@@ -1,0 +1,56 @@
+"""What the verbs share: arguments to settings, help, and out-of-memory errors that say what to lower."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from lightrft.utils.errors import ConfigError, ResourceError
+from lightrft.utils.settings import Loaded, Settings, dotted, load_settings
+
+S = TypeVar("S", bound=Settings)
+
+
+def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
+    """YAML files and ``key=value`` arguments, in any order, as a ``cls``."""
+    files = [a for a in arguments if "=" not in a]
+    wrong = [f for f in files if not f.endswith((".yaml", ".yml"))]
+    if wrong:
+        raise ConfigError(f"{wrong[0]!r} is neither a .yaml file nor key=value")
+    return load_settings(cls, files, [a for a in arguments if "=" in a])
+
+
+def asked_for_help(verb: str, cls: type[Settings], arguments: Sequence[str], about: str) -> bool:
+    """Print the verb's purpose and every setting with its value when none is given, if ``--help`` is among the arguments."""
+    if not {"-h", "--help"} & set(arguments):
+        return False
+    rows = list(dotted(cls().model_dump(mode="json")))
+    width = max(len(key) for key, _ in rows)
+    lines = "\n".join(f"  {key:<{width}}  {value!r}" for key, value in rows)
+    sys.stdout.write(f"lightrft {verb} [config.yaml ...] [key=value ...]\n\n{about}\n\nsettings and their defaults\n{lines}\n")
+    return True
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Turn a device or host that ran out of memory into an error that says what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+            raise ResourceError(
+                "out of memory; lower train.micro_batch_tokens, engine.token_budget or model.logits_mb, "
+                f"or set model.gradient_checkpointing=true ({text.splitlines()[0] if text else 'MemoryError'})"
+            ) from error
+        raise
+
+
+def set_threads(threads: int) -> None:
+    """The number of CPU threads; 0 leaves torch's own choice."""
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)

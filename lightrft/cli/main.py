@@ -1,0 +1,65 @@
+"""``lightrft <verb> [config.yaml ...] [a.b=value ...]``."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from lightrft import __version__
+from lightrft.utils.errors import UserError
+
+VERBS = {
+    "demo": "from nothing to a model trained by reinforcement learning, and its report",
+    "rl": "reinforcement learning from rewards",
+    "sft": "supervised fine-tuning",
+    "eval": "held-out accuracy of a model",
+    "generate": "answers to a file of prompts",
+    "chat": "talk to a model",
+    "explain": "the objective that a preset or a config stands for",
+}
+"""Verb to what it does. Each is a module ``lightrft.cli.<verb>_verb`` with ``run(arguments) -> exit status``."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a verb; the exit status is 0, 2 for what the user can fix, and 130 after an interruption."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words or words[0] in ("-h", "--help", "help"):
+        sys.stdout.write(usage())
+        return 0
+    if words[0] in ("-V", "--version"):
+        sys.stdout.write(f"lightrft {__version__}\n")
+        return 0
+    verb, *rest = words
+    if verb not in VERBS:
+        near = difflib.get_close_matches(verb, VERBS, n=1)
+        sys.stderr.write(f"lightrft: there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''}\n\n{usage()}")
+        return 2
+    set_thread_policy()
+    try:
+        return importlib.import_module(f"lightrft.cli.{verb}_verb").run(rest)
+    except UserError as error:
+        sys.stderr.write(f"lightrft {verb}: {error}\n")
+        return 2
+    except MemoryError:
+        sys.stderr.write(
+            f"lightrft {verb}: out of memory; lower train.micro_batch_tokens, engine.token_budget or model.logits_mb\n"
+        )
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def usage() -> str:
+    """The table of verbs."""
+    rows = "\n".join(f"  {verb:<10} {what}" for verb, what in VERBS.items())
+    return f"usage: lightrft <verb> [config.yaml ...] [key=value ...]\n\n{rows}\n\nlightrft <verb> --help lists its settings.\n"
+
+
+def set_thread_policy() -> None:
+    """Before torch is imported: threads that spin while they wait make small models many times slower. What the user set stays."""
+    if not any(name.startswith(("OMP_", "GOMP_", "KMP_")) for name in os.environ):
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,138 @@
+"""Small real transformers models and a tokenizer, made from configs: for tests, and for a first run without any download."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from lightrft.utils.errors import ModelError
+
+PAD, UNK, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
+PRINTABLE = "\n" + "".join(chr(c) for c in range(32, 127))
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_tokenizer(extra_chars: str = "", *, chars: str = PRINTABLE) -> PreTrainedTokenizerFast:
+    """A tokenizer of one token per character of ``chars`` and ``extra_chars``; any other character is ``<unk>``.
+
+    Token 0 pads, ``<|im_end|>`` ends an answer, and the chat template takes system, user and assistant messages.
+    """
+    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars])
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        unk_token=UNK,
+        eos_token=END,
+        additional_special_tokens=[START],
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def _sliding_then_full(layers: int) -> list[str]:
+    return ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
+
+
+def _gemma2(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "head_dim": sizes["head_dim"],
+        "query_pre_attn_scalar": sizes["head_dim"],
+        "sliding_window": 16,
+        "layer_types": _sliding_then_full(sizes["num_hidden_layers"]),
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+
+
+def _gemma3(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "head_dim": sizes["head_dim"],
+        "query_pre_attn_scalar": sizes["head_dim"],
+        "sliding_window": 16,
+        "layer_types": _sliding_then_full(sizes["num_hidden_layers"]),
+    }
+
+
+def _moe(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "head_dim": sizes["head_dim"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": max(32, sizes["intermediate_size"] // 4),
+        "decoder_sparse_step": 1,
+        "norm_topk_prob": True,
+    }
+
+
+def _head_dim(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {"head_dim": sizes["head_dim"]}
+
+
+def _nothing(sizes: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+_FAMILIES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+    "qwen2": ("qwen2", _nothing),
+    "qwen3": ("qwen3", _head_dim),
+    "qwen3_moe": ("qwen3_moe", _moe),
+    "llama": ("llama", _head_dim),
+    "mistral": ("mistral", lambda sizes: {**_head_dim(sizes), "sliding_window": 16}),
+    "gemma2": ("gemma2", _gemma2),
+    "gemma3": ("gemma3_text", _gemma3),
+    "phi3": ("phi3", lambda sizes: {"original_max_position_embeddings": sizes["max_position_embeddings"]}),
+    "olmo2": ("olmo2", _nothing),
+}
+
+FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
+
+
+def tiny_config(family: str, *, vocab_size: int, **overrides: Any) -> PreTrainedConfig:
+    """A config of ``family``; ``overrides`` are fields of that family's own config class.
+
+    Token ids are those of ``tiny_tokenizer``. Raises ``ModelError`` for a family that is not in ``FAMILIES``.
+    """
+    if family not in _FAMILIES:
+        raise ModelError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
+    model_type, special = _FAMILIES[family]
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 2048,
+        **overrides,
+    }
+    sizes.setdefault("intermediate_size", 2 * sizes["hidden_size"])
+    sizes.setdefault("num_key_value_heads", max(1, sizes["num_attention_heads"] // 2))
+    derived = {**sizes, "head_dim": sizes.get("head_dim", max(1, sizes["hidden_size"] // sizes["num_attention_heads"]))}
+    # Initial weights are wider than transformers' 0.02: at this size the model would otherwise start almost uniform and flat.
+    tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3, "initializer_range": 0.1}
+    return CONFIG_MAPPING[model_type](**{"vocab_size": vocab_size, **tokens, **special(derived), **sizes})
+
+
+def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+    """A model of ``family`` with weights drawn from ``seed``, in evaluation mode; the global random generator is left alone.
+
+    ``vocab_size`` among ``overrides`` is that of ``tiny_tokenizer`` unless given.
+    """
+    overrides.setdefault("vocab_size", len(PRINTABLE) + 4)
+    config = tiny_config(family, **overrides)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.generation_config.pad_token_id = config.pad_token_id
+    model.generation_config.eos_token_id = config.eos_token_id
+    return model.to(dtype).eval()

@@ -1,0 +1,388 @@
+"""Continuous batching over the policy itself: no copy of the weights, each distinct prompt computed once."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.strategy.engine import sampling as draws
+from lightrft.strategy.engine.base import Fingerprint
+from lightrft.strategy.engine.stopping import StopStrings
+from lightrft.strategy.settings import EngineConfig, SamplingConfig
+from lightrft.types import FinishReason, Prompt, Request, Rollout
+from lightrft.utils.errors import ModelError, ResourceError
+
+
+class Session(Protocol):
+    """A cache over the policy: prompts by handle, answers in rows ``0 .. len - 1``."""
+
+    def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int) -> None: ...
+
+    def prefill(self, prompts: Sequence[Prompt]) -> tuple[list[int], Tensor]:
+        """Compute prompts: a handle for each, and the logits ``[P, V]`` of the first answer tokens."""
+        ...
+
+    def admit(self, handles: Sequence[int]) -> None:
+        """Append one row with an empty answer for each handle."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feed ``tokens [R]``, the last of each row, and return the logits ``[R, V]`` of the next."""
+        ...
+
+    def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
+        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
+        ...
+
+    def release(self, handle: int) -> None: ...
+
+
+class Decoder(Protocol):
+    """What the engine needs of a policy."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def parameters(self) -> Iterable[tuple[str, Tensor]]: ...
+
+    def session(self) -> Session: ...
+
+    def running(self) -> AbstractContextManager[None]:
+        """Context in which sessions may be called."""
+        ...
+
+
+class NativeEngine:
+    """The reference engine. An answer depends on its request alone, up to floating-point rounding.
+
+    ``version`` is that of the weights that ``decoder`` holds. Any number of ``generate`` iterators may be open, each with
+    caches of its own; one that is dropped early frees them.
+    """
+
+    def __init__(self, decoder: Decoder, tokenizer: Any, config: EngineConfig, version: int = 0) -> None:
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.config = config
+        self.version = version
+        self.awake = True
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
+
+    def generate(self, requests: Iterable[Request], sampling: SamplingConfig) -> Iterator[Rollout]:
+        """See ``Engine.generate``. Raises ``ResourceError`` at once for a request that ``token_budget`` can never hold."""
+        wanted = list(requests)
+        for request in wanted:
+            if _limit(request, sampling) < 1:
+                raise ValueError(f"max_new_tokens {request.max_new_tokens} of a request must be at least 1")
+            tokens = len(request.prompt.token_ids) + _limit(request, sampling)
+            if tokens > self.config.token_budget:
+                raise ResourceError(
+                    f"engine.token_budget = {self.config.token_budget} cannot hold prompt {request.prompt.id!r}: "
+                    f"{len(request.prompt.token_ids)} prompt tokens + max_new_tokens {_limit(request, sampling)} = {tokens}; "
+                    f"raise engine.token_budget to at least {tokens}, or lower max_new_tokens or the prompt length"
+                )
+        return self._answers(wanted, sampling)
+
+    def _answers(self, requests: list[Request], sampling: SamplingConfig) -> Iterator[Rollout]:
+        run = _Run(self, requests, sampling)
+        while run.unfinished:
+            if not self.awake:
+                raise RuntimeError("the engine was put to sleep or closed while answers were being drawn; call wake() first")
+            # The policy is itself again whenever the caller has control.
+            with self.decoder.running():
+                done: list[Rollout] = []
+                while run.unfinished and not done:
+                    done = run.advance()
+            yield from done
+
+    def stop_strings(self, stop: tuple[str, ...]) -> StopStrings:
+        if stop not in self._stops:
+            self._stops[stop] = StopStrings(self.tokenizer, stop)
+        return self._stops[stop]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
+        """See ``Engine.load_weights``. The policy's own weights are in use already, so ``weights`` is not read."""
+        self.version = version
+        return {name: checksum(tensor) for name, tensor in self.decoder.parameters()}
+
+    def sleep(self, level: int) -> None:
+        """Nothing is held between calls, at either level; open iterators raise ``RuntimeError`` when next asked."""
+        self.awake = False
+
+    def wake(self) -> None:
+        self.awake = True
+
+    def close(self) -> None:
+        self.awake = False
+
+
+def _limit(request: Request, sampling: SamplingConfig) -> int:
+    return sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> str:
+    """Type, shape and two sums over the raw bits, exact on any device: one over all, one over a sample weighted by place."""
+    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    sampled = bits[:: max(1, bits.numel() // 4096)].cpu()
+    return f"{tensor.dtype}{list(tensor.shape)}:{int(bits.sum(dtype=torch.int64)):x}:{zlib.crc32(sampled.numpy().tobytes()):x}"
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The requests of one prompt. ``logits [V]`` of its first answer token are kept while some of them wait."""
+
+    prompt: Prompt
+    waiting: deque[Request] = field(default_factory=deque)
+    rows: int = 0
+    handle: int = -1
+    logits: Tensor | None = None
+
+
+class _Shape(NamedTuple):
+    """The arrays that the cache needs: they are rectangles, so their memory is counted, not their tokens."""
+
+    prompts: int
+    prompt_tokens: int
+    rows: int
+    answer_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.prompt_tokens + self.rows * self.answer_tokens
+
+    def with_row(self, limit: int, prompt: int | None) -> _Shape:
+        """One row more, with its prompt if that is new."""
+        prompts = (self.prompts, self.prompt_tokens) if prompt is None else (self.prompts + 1, max(self.prompt_tokens, prompt))
+        return _Shape(*prompts, self.rows + 1, max(self.answer_tokens, limit))
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Answers that grow, by row: what the host must know of each."""
+
+    requests: list[Request] = field(default_factory=list)
+    groups: list[_Group] = field(default_factory=list)
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    limits: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    steps: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
+    versions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def append(self, requests: list[Request], groups: list[_Group], limits: list[int]) -> None:
+        self.requests += requests
+        self.groups += groups
+        self.keys = np.concatenate([self.keys, draws.seed_keys([r.seed for r in requests])])
+        self.limits = np.concatenate([self.limits, np.array(limits, dtype=np.int64)])
+        self.steps = np.concatenate([self.steps, np.zeros(len(requests), dtype=np.int64)])
+        self._resize(len(self), self.tokens.shape[1])
+
+    def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """One more token in every row."""
+        if int(self.steps.max()) >= self.tokens.shape[1]:
+            self._resize(len(self), max(64, 2 * self.tokens.shape[1]))
+        at = np.arange(len(self)), self.steps
+        self.tokens[at], self.logprobs[at], self.versions[at] = tokens, logprobs, version
+        self.steps += 1
+
+    def evict(self, moves: list[tuple[int, int]], rows: int) -> None:
+        for dst, src in moves:
+            self.requests[dst], self.groups[dst] = self.requests[src], self.groups[src]
+            for column in (self.keys, self.limits, self.steps, self.tokens, self.logprobs, self.versions):
+                column[dst] = column[src]
+        del self.requests[rows:], self.groups[rows:]
+        self.keys, self.limits, self.steps = self.keys[:rows], self.limits[:rows], self.steps[:rows]
+        self.tokens, self.logprobs, self.versions = self.tokens[:rows], self.logprobs[:rows], self.versions[:rows]
+
+    def _resize(self, rows: int, columns: int) -> None:
+        for name in ("tokens", "logprobs", "versions"):
+            old = getattr(self, name)
+            new = np.zeros((rows, columns), dtype=old.dtype)
+            new[: old.shape[0], : old.shape[1]] = old
+            setattr(self, name, new)
+
+
+class _Run:
+    """One ``generate`` call: who waits, who grows, and the cache. ``advance`` adds one token to every row."""
+
+    def __init__(self, engine: NativeEngine, requests: list[Request], sampling: SamplingConfig) -> None:
+        self._engine, self._sampling, self._config = engine, sampling, engine.config
+        self._device = engine.decoder.device
+        self._session = engine.decoder.session()
+        eos = () if engine.tokenizer.eos_token_id is None else (engine.tokenizer.eos_token_id,)
+        self._ends = np.unique(np.array([*engine.decoder.eos_token_ids, *eos, *sampling.stop_token_ids], dtype=np.int64))
+        self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
+        groups: dict[Any, _Group] = {}
+        for request in requests:
+            prompt = request.prompt
+            key = id(prompt) if prompt.media else tuple(prompt.token_ids)
+            groups.setdefault(key, _Group(prompt)).waiting.append(request)
+        self._waiting = deque(groups.values())
+        self._open: list[_Group] = []  # groups whose prompt is in the cache
+        self._rows = _Rows()
+        self._last = torch.zeros(0, dtype=torch.long, device=self._device)
+        self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._waiting) or len(self._rows) > 0
+
+    def advance(self) -> list[Rollout]:
+        """One token for every row and for whoever can be let in; the answers that this finished."""
+        parts = [self._session.step(self._last)] if len(self._rows) else []
+        admitted = self._admit()
+        if admitted:
+            parts.append(torch.stack(admitted))
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._last, logprobs = self._draw(logits)
+        host_tokens, host_logprobs = self._last.cpu().numpy(), logprobs.cpu().numpy()
+        if np.isnan(host_logprobs).any():
+            bad = self._rows.requests[int(np.flatnonzero(np.isnan(host_logprobs))[0])]
+            raise ModelError(
+                f"the policy gave logits that are not numbers after prompt {bad.prompt.id!r}; its weights have diverged"
+            )
+        self._rows.record(host_tokens, host_logprobs, self._engine.version)
+        return self._finish(host_tokens)
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows, sampling = self._rows, self._sampling
+        suppress = None
+        if sampling.min_new_tokens and len(self._ends) and (early := rows.steps < sampling.min_new_tokens).any():
+            mask = np.zeros(tuple(logits.shape), dtype=bool)
+            mask[np.ix_(early, self._ends)] = True
+            suppress = torch.from_numpy(mask).to(self._device)
+        logits = draws.process(logits, sampling, self._seen, suppress)
+        if sampling.temperature == 0:
+            tokens, logprobs = draws.greedy(logits)
+        else:
+            u = torch.from_numpy(draws.uniforms(rows.keys, rows.steps)).to(self._device)
+            tokens, logprobs = draws.draw(logits, u)
+        if self._seen is not None:
+            self._seen[torch.arange(len(rows), device=self._device), tokens] = True
+        return tokens, logprobs
+
+    def _admit(self) -> list[Tensor]:
+        """Let in who fits, in order; the logits ``[V]`` of each new row's first token."""
+        entering: list[tuple[_Group, Request]] = []
+        fresh: list[_Group] = []
+        shape = _Shape(
+            len(self._open),
+            max((len(g.prompt.token_ids) for g in self._open), default=0),
+            len(self._rows),
+            int(self._rows.limits.max(initial=0)),
+        )
+        while self._waiting and shape.rows < self._config.max_rows:
+            group = self._waiting[0]
+            new = group.handle < 0 and (not fresh or fresh[-1] is not group)
+            larger = shape.with_row(_limit(group.waiting[0], self._sampling), len(group.prompt.token_ids) if new else None)
+            if larger.tokens > self._config.token_budget:
+                break
+            shape = larger
+            if new:
+                fresh.append(group)
+            entering.append((group, group.waiting.popleft()))
+            if not group.waiting:
+                self._waiting.popleft()
+        if not entering:
+            return []
+        self._session.reserve(*shape, self._config.token_budget)
+        self._prefill(fresh)
+        self._session.admit([group.handle for group, _ in entering])
+        return self._enter(entering)
+
+    def _prefill(self, fresh: list[_Group]) -> None:
+        if not fresh:
+            return
+        handles, logits = self._session.prefill([g.prompt for g in fresh])
+        for group, handle, row in zip(fresh, handles, logits):
+            group.handle, group.logits = handle, row
+        self._open += fresh
+
+    def _enter(self, entering: list[tuple[_Group, Request]]) -> list[Tensor]:
+        groups, requests = [g for g, _ in entering], [r for _, r in entering]
+        logits = [g.logits for g in groups if g.logits is not None]
+        self._rows.append(requests, groups, [_limit(r, self._sampling) for r in requests])
+        if self._sampling.repetition_penalty != 1:
+            seen = torch.zeros(len(groups), logits[0].shape[0], dtype=torch.bool, device=self._device)
+            for row, group in zip(seen, groups):
+                row[torch.tensor(group.prompt.token_ids, device=self._device)] = True
+            self._seen = seen if self._seen is None else torch.cat([self._seen, seen])
+        for group in groups:
+            group.rows += 1
+            if not group.waiting:
+                group.logits = None
+        return logits
+
+    def _finish(self, tokens: np.ndarray) -> list[Rollout]:
+        rows = self._rows
+        late = rows.steps >= self._sampling.min_new_tokens
+        stopped = np.isin(tokens, self._ends) & late
+        cuts: dict[int, str] = {}
+        if self._stops is not None:
+            for row in np.flatnonzero(~stopped & late).tolist():
+                if self._stops.may_end(int(tokens[row])):
+                    cut = self._stops.cut(rows.tokens[row, : rows.steps[row]])
+                    if cut is not None:
+                        cuts[row] = cut
+        stopped[list(cuts)] = True
+        finished = np.flatnonzero(stopped | (rows.steps >= rows.limits))
+        if not len(finished):
+            return []
+        done = [self._rollout(row, "stop" if stopped[row] else "length", cuts.get(row)) for row in finished.tolist()]
+        self._evict(finished)
+        return done
+
+    def _rollout(self, row: int, reason: FinishReason, text: str | None) -> Rollout:
+        rows, request = self._rows, self._rows.requests[row]
+        length = int(rows.steps[row])
+        token_ids = rows.tokens[row, :length].tolist()
+        if text is None:
+            text = self._engine.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Rollout(
+            prompt=request.prompt,
+            token_ids=token_ids,
+            sampled=[True] * length,
+            logprobs=rows.logprobs[row, :length].tolist(),
+            versions=rows.versions[row, :length].tolist(),
+            finish_reason=reason,
+            seed=request.seed,
+            sample=request.sample,
+            text=text,
+        )
+
+    def _evict(self, finished: np.ndarray) -> None:
+        """Free the rows; the last ones take their places."""
+        groups = {id(g): g for g in (self._rows.groups[row] for row in finished.tolist())}
+        for row in finished.tolist():
+            self._rows.groups[row].rows -= 1
+        kept = len(self._rows) - len(finished)
+        staying = np.setdiff1d(np.arange(kept, len(self._rows)), finished)
+        moves = list(zip(finished[finished < kept].tolist(), staying.tolist()))
+        self._session.evict(moves, kept)
+        self._rows.evict(moves, kept)
+        for dst, src in moves:
+            self._last[dst] = self._last[src]
+            if self._seen is not None:
+                self._seen[dst] = self._seen[src]
+        self._last = self._last[:kept]
+        self._seen = None if self._seen is None else self._seen[:kept]
+        for group in groups.values():
+            if not group.rows and not group.waiting:
+                self._session.release(group.handle)
+                self._open.remove(group)

@@ -1,0 +1,58 @@
+"""Stop strings, found in the decoded text although they may straddle tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+
+class StopStrings:
+    """Finds the first of ``stop`` that an answer's newest token completes. Only what may end one is decoded, and only the tail."""
+
+    def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._special = set(tokenizer.all_special_ids)
+        self._ends = {s[-1] for s in stop}
+        # A token is at least one byte of text; a few more in front, since a piece may decode differently at the very start.
+        self._window = max(len(s.encode()) for s in stop) + 8
+        self._may_end: dict[int, bool] = {}
+
+    def may_end(self, token: int) -> bool:
+        """Whether an answer whose newest token this is can end in a stop string. Wrong only on the cautious side."""
+        known = self._may_end.get(token)
+        if known is None:
+            piece = self._tokenizer.decode([token])
+            # Blanks may be dropped from a lone piece, and part of a character shows as U+FFFD.
+            unsure = "\ufffd" in piece or any(e.isspace() for e in self._ends)
+            known = token not in self._special and (unsure or any(e in piece for e in self._ends))
+            self._may_end[token] = known
+        return known
+
+    def cut(self, tokens: np.ndarray) -> str | None:
+        """Text of the answer ``tokens [T]`` before a stop string that ends within the newest token, or ``None``."""
+        tail = self._tail(tokens)
+        text = self._decode(tail)
+        before = len(self._decode(tail[:-1]).rstrip("\ufffd"))
+        ends = [i for i in (self._first(text, s, before) for s in self._stop) if i is not None]
+        if not ends:
+            return None
+        return self._decode(tokens.tolist())[: min(ends) - len(text) or None]
+
+    def _first(self, text: str, stop: str, before: int) -> int | None:
+        """Where the first ``stop`` that ends after character ``before`` begins."""
+        found = text.find(stop, max(0, before - len(stop) + 1))
+        return None if found < 0 else found
+
+    def _tail(self, tokens: np.ndarray) -> list[int]:
+        tail: list[int] = []
+        for token in tokens[::-1].tolist():
+            if token not in self._special:
+                tail.append(token)
+                if len(tail) == self._window:
+                    break
+        return tail[::-1]
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=True)

@@ -1,0 +1,144 @@
+"""One process, one device: float32 master weights, global-norm clipping, a portable checkpoint by parameter name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from lightrft.strategy.base import StepInfo, TrainState
+from lightrft.strategy.schedule import lr_factor
+from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.utils.errors import CheckpointError
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+STATE_FILE, ABOUT_FILE = "state.safetensors", "state.json"
+
+
+@dataclass(slots=True)
+class Masters:
+    """Trainable parameters by name, and the float32 tensor that the optimizer moves for each (the parameter itself if float32)."""
+
+    parameters: dict[str, nn.Parameter]
+    masters: dict[str, Tensor]
+    step: int = 0
+    total: int = 1
+
+
+class SingleStrategy:
+    """``Strategy`` for one process."""
+
+    def __init__(self, config: StrategyConfig) -> None:
+        self.device = torch.device(_pick_device() if config.device == "auto" else config.device)
+
+    def loading(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
+        model.to(self.device)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in parameters.items()}
+        decayed = [m for n, m in masters.items() if parameters[n].dim() >= 2]
+        plain = [m for n, m in masters.items() if parameters[n].dim() < 2]
+        groups = [{"params": g, "weight_decay": d} for g, d in ((decayed, optimizer.weight_decay), (plain, 0.0)) if g]
+        adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+        inner = Masters(parameters, masters, 0, total_steps)
+        self._set_lr(adamw, optimizer, inner)
+        return TrainState(model, adamw, None, optimizer, inner)
+
+    def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+        inner: Masters = state.inner
+        for name, parameter in inner.parameters.items():
+            master = inner.masters[name]
+            if master is parameter or parameter.grad is None:
+                continue
+            # Micro-batches add up in float32: a sum of half-precision gradients would lose the small ones.
+            grad = parameter.grad.to(master.dtype)
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            parameter.grad = None
+
+    def step(self, state: TrainState) -> StepInfo:
+        inner: Masters = state.inner
+        masters = list(inner.masters.values())
+        limit = state.config.max_grad_norm
+        norm = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
+        info = StepInfo(float(norm), state.optimizer.param_groups[0]["lr"])
+        if not norm.isfinite():
+            info.skipped = "gradient not finite"
+        else:
+            if limit is not None:
+                torch.nn.utils.clip_grads_with_norm_(masters, limit, norm)
+            state.optimizer.step()
+            self._write_back(inner)
+            inner.step += 1
+            self._set_lr(state.optimizer, state.config, inner)
+        state.optimizer.zero_grad(set_to_none=True)
+        return info
+
+    def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
+        yield from state.model.named_parameters()
+
+    def save(self, state: TrainState, path: Path) -> None:
+        inner: Masters = state.inner
+        path.mkdir(parents=True, exist_ok=True)
+        tensors = {f"weights/{n}": m.detach() for n, m in inner.masters.items()}
+        for name, master in inner.masters.items():
+            moments = state.optimizer.state.get(master, {})
+            tensors |= {f"{key}/{name}": moments[key] for key in MOMENTS if key in moments}
+        save_file({k: t.detach().contiguous() for k, t in tensors.items()}, path / STATE_FILE)
+        (path / ABOUT_FILE).write_text(json.dumps({"step": inner.step, "total": inner.total}))
+
+    def load(self, state: TrainState, path: Path) -> None:
+        inner: Masters = state.inner
+        try:
+            tensors = load_file(path / STATE_FILE)
+            about = json.loads((path / ABOUT_FILE).read_text())
+        except Exception as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); resume from an older step, or start anew") from error
+        self._check_names(tensors, inner, path)
+        with torch.no_grad():
+            for name, master in inner.masters.items():
+                master.copy_(tensors[f"weights/{name}"])
+                if f"exp_avg/{name}" in tensors:
+                    on = {"step": torch.device("cpu") if not master.is_cuda else master.device}
+                    state.optimizer.state[master] = {
+                        key: tensors[f"{key}/{name}"].to(on.get(key, master.device)) for key in MOMENTS
+                    }
+        self._write_back(inner)
+        inner.step = about["step"]
+        self._set_lr(state.optimizer, state.config, inner)
+
+    @staticmethod
+    def _check_names(tensors: dict[str, Tensor], inner: Masters, path: Path) -> None:
+        here = {n: tuple(m.shape) for n, m in inner.masters.items()}
+        there = {k.removeprefix("weights/"): tuple(t.shape) for k, t in tensors.items() if k.startswith("weights/")}
+        if here != there:
+            odd = sorted(set(here.items()) ^ set(there.items()))[:3]
+            raise CheckpointError(
+                f"{path} holds another model's weights (first differences: {odd}); "
+                "set model.path and model.lora to those of the run that wrote it"
+            )
+
+    @staticmethod
+    def _write_back(inner: Masters) -> None:
+        with torch.no_grad():
+            for name, parameter in inner.parameters.items():
+                if inner.masters[name] is not parameter:
+                    parameter.copy_(inner.masters[name])
+
+    @staticmethod
+    def _set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, inner: Masters) -> None:
+        for group in adamw.param_groups:
+            group["lr"] = config.lr * lr_factor(inner.step, inner.total, config)
+
+
+def _pick_device() -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None else "cpu"

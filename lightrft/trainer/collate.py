@@ -1,0 +1,32 @@
+"""Scored groups to a batch: every prompt once, nothing padded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from lightrft.types import Batch, Ragged, Rollout, Segments
+
+
+def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.float32) -> Batch:
+    """One ``Batch`` of all answers, group after group. Every answer must have been scored."""
+    rollouts = [r for group in groups for r in group]
+    prompts = [group[0].prompt for group in groups]
+    names = dict.fromkeys(name for p in prompts for name in p.media)
+    media = {}
+    for name in names:
+        some = next(p.media[name] for p in prompts if name in p.media)
+        none = Ragged(some.values[:0], torch.zeros(1, dtype=some.lengths.dtype))
+        media[name] = Ragged.cat([p.media.get(name, none) for p in prompts])
+    flat = lambda rows, kind: torch.tensor([x for row in rows for x in row], dtype=kind)  # noqa: E731
+    return Batch(
+        Segments.of([p.token_ids for p in prompts], media),
+        Segments.of([r.token_ids for r in rollouts]),
+        torch.tensor([g for g, group in enumerate(groups) for _ in group], dtype=torch.long),
+        sampled=flat([r.sampled for r in rollouts], torch.bool),
+        behavior_logprobs=flat([r.logprobs for r in rollouts], dtype),
+        rewards=torch.tensor([r.reward for r in rollouts], dtype=dtype),
+        version=torch.tensor([min(r.versions, default=0) for r in rollouts], dtype=torch.long),
+        truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
+    )

@@ -1,0 +1,84 @@
+"""From nothing to a trained model: a start model from a config, supervised warm-up, reinforcement learning, a report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightrft.config import DemoConfig, RunConfig
+from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.trainer.rl import run_rl
+from lightrft.trainer.session import Observer
+from lightrft.trainer.sft import run_sft
+from lightrft.utils.files import write_atomic, write_json
+
+
+def run_demo(config: DemoConfig, observer: Observer | None = None) -> dict[str, Any]:
+    """Run what is left of the demo and write ``summary.json`` and what a report is made from; returns the summary.
+
+    A demo that was interrupted goes on where it stopped: a phase that has finished is not run again.
+    """
+    base = Path(config.run.dir).expanduser() / config.run.name
+    start = base / "start"
+    if config.run.overwrite or not (start / "config.json").exists():
+        make_start(config, start)
+    sft = _phase(config, config.sft, base, "sft", start)
+    warm = finished(base / "sft", config) or run_sft(sft, observer)
+    if not warm.get("finished"):
+        return {**warm, "verb": "demo"}
+    rl = _phase(config, config.rl, base, "rl", base / "sft" / "model")
+    result = finished(base / "rl", config) or run_rl(rl, observer)
+    return sum_up(base, warm, result)
+
+
+def make_start(config: DemoConfig, folder: Path) -> None:
+    """A model with random weights and its tokenizer, whole or not at all."""
+    temporary = folder.with_name(".start.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    tokenizer = tiny_tokenizer()
+    tiny_model(config.family, seed=config.run.seed, vocab_size=len(tokenizer), **config.model).save_pretrained(temporary)
+    tokenizer.save_pretrained(temporary)
+    temporary.rename(folder)
+
+
+def finished(folder: Path, config: DemoConfig) -> dict[str, Any] | None:
+    """The summary of a phase that has nothing left to do."""
+    file = folder / "summary.json"
+    if config.run.overwrite or not file.exists():
+        return None
+    summary = json.loads(file.read_text(encoding="utf-8"))
+    return summary if summary.get("finished") else None
+
+
+def _phase(config: DemoConfig, phase: Any, base: Path, name: str, model: Path) -> Any:
+    run = RunConfig(**{**config.run.model_dump(), "dir": str(base), "name": name})
+    return phase.model_copy(update={"run": run, "model": phase.model.model_copy(update={"path": str(model)})})
+
+
+def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
+    """Join what both phases left, for the report; the headline is held-out accuracy after warm-up and after reinforcement learning."""
+    rows = [(base / name / "metrics.jsonl").read_text(encoding="utf-8") for name in ("sft", "rl")]
+    write_atomic(base / "metrics.jsonl", "".join(rows))
+    for file in ("samples.json", "config.yaml"):
+        shutil.copyfile(base / "rl" / file, base / file)
+    model = base / "rl" / "model"
+    changed = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8")).get("changed", {})
+    summary = {
+        **result,
+        "verb": "demo",
+        "seconds": warm["seconds"] + result["seconds"],
+        "seconds_sft": warm["seconds"],
+        "seconds_rl": result["seconds"],
+        "changed": changed,
+        "next": [
+            f"lightrft chat model={model}",
+            "lightrft explain grpo",
+            "lightrft rl recipes/gsm8k_grpo.yaml model=path/to/your/model",
+        ],
+    }
+    write_json(base / "summary.json", summary)
+    return summary

@@ -1,0 +1,151 @@
+"""The objective in force, as formulas with their numbers and papers: read from the registries that the loop itself calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from lightrft.config import PRESETS, RLConfig
+from lightrft.trainer.advantages import ADVANTAGES
+from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.filters import FILTERS
+from lightrft.trainer.kl import KL_ESTIMATORS
+from lightrft.trainer.policy_loss import POLICY_LOSSES
+from lightrft.trainer.shaping import SHAPINGS
+from lightrft.utils.registry import About
+from lightrft.utils.settings import deep_merge, dotted
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One part of the objective: what it is, its name, and its formulas."""
+
+    part: str
+    name: str
+    about: About
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One number in force and where it came from."""
+
+    key: str
+    value: object
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What ``lightrft explain`` shows."""
+
+    title: str
+    objective: str
+    latex: str
+    lines: tuple[Line, ...]
+    numbers: tuple[Number, ...]
+    gradient: tuple[str, ...]
+
+
+def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
+    """The algorithm of ``config``; ``sources`` says which file or argument gave a key."""
+    algorithm = config.algorithm
+    terms, latex = ["L_it"], ["L_{i,t}"]
+    if algorithm.kl.used and algorithm.kl.where == "loss":
+        terms.append(f"+ {algorithm.kl.coef:g} kl_t")
+        latex.append(rf"+{algorithm.kl.coef:g}\,k_{{i,t}}")
+    if algorithm.entropy_coef:
+        terms.append(f"- {algorithm.entropy_coef:g} H_t")
+        latex.append(rf"-{algorithm.entropy_coef:g}\,H_{{i,t}}")
+    aggregation = AGGREGATIONS.about(algorithm.aggregation)
+    inner, inner_latex = " ".join(terms), "".join(latex)
+    wrap = f"({inner})" if len(terms) > 1 else inner
+    objective = aggregation.formula.replace("L_it", wrap)
+    full = aggregation.latex.replace("L_{i,t}", rf"\big({inner_latex}\big)" if len(latex) > 1 else inner_latex)
+    return Explanation(
+        title=algorithm.preset or "custom",
+        objective=f"minimise  {objective}",
+        latex=rf"\min_\theta\ {full}",
+        lines=tuple(_lines(config)),
+        numbers=tuple(_numbers(config, sources)),
+        gradient=tuple(_gradient(config)),
+    )
+
+
+def _lines(config: RLConfig) -> Iterator[Line]:
+    algorithm = config.algorithm
+    for part in algorithm.shaping:
+        yield Line("shaping", part.name, SHAPINGS.about(part.name))
+    reward = About("r_t = 1[t is the last sampled token] R", r"r_t=\mathbb 1[t=T]\,R")
+    if algorithm.kl.used and algorithm.kl.where == "reward":
+        reward = About(f"{reward.formula} - {algorithm.kl.coef:g} kl_t", rf"{reward.latex}-{algorithm.kl.coef:g}\,k_t")
+    yield Line("token reward", "outcome", reward)
+    yield Line("advantage", algorithm.advantage.name, ADVANTAGES.about(algorithm.advantage.name))
+    if algorithm.advantage.whiten:
+        yield Line("advantage", "whiten", About("A <- (A - mean A) / (std A + eps), over all trained tokens of the batch", ""))
+    yield Line("policy loss", algorithm.loss.name, POLICY_LOSSES.about(algorithm.loss.name))
+    if algorithm.kl.used:
+        about = KL_ESTIMATORS.about(algorithm.kl.estimator)
+        yield Line(
+            f"kl in the {algorithm.kl.where}", algorithm.kl.estimator, About(f"kl_t = {about.formula}", about.latex, about.paper)
+        )
+    yield Line("aggregation", algorithm.aggregation, AGGREGATIONS.about(algorithm.aggregation))
+    for part in algorithm.filters:
+        yield Line("filter", part.name, FILTERS.about(part.name))
+
+
+def _numbers(config: RLConfig, sources: Mapping[str, str]) -> Iterator[Number]:
+    preset = dict(dotted(PRESETS.get(config.algorithm.preset or "", {})))
+    tree = config.algorithm.model_dump(mode="json")
+    for key, value in dotted(deep_merge(tree, {})):
+        full = f"algorithm.{key}"
+        given = sources.get(full) or next((s for k, s in sources.items() if k.startswith(f"{full}.")), None)
+        origin = given or (f"preset {config.algorithm.preset}" if key in preset else "default")
+        if value not in (None, {}, [], ""):
+            yield Number(full, value, origin)
+    for full, value in (
+        ("rollout.samples", config.rollout.samples),
+        ("train.updates", config.train.updates),
+        ("train.mini_batches", config.train.mini_batches),
+        ("sampling.temperature", config.sampling.temperature),
+    ):
+        yield Number(full, value, sources.get(full, "default"))
+
+
+def _gradient(config: RLConfig) -> Iterator[str]:
+    algorithm, train = config.algorithm, config.train
+    yield "Tokens that the policy sampled get gradient; prompt, tool and environment tokens do not."
+    if train.updates * train.mini_batches == 1:
+        yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts; old log-probs are not computed."
+    else:
+        steps = train.updates * train.mini_batches
+        yield f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts."
+    if (algorithm.kl.where == "loss" and algorithm.kl.used) or algorithm.entropy_coef:
+        yield "Rows with advantage 0 still get gradient from the KL or entropy term."
+    else:
+        yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
+    if algorithm.advantage.name == "gae":
+        yield "The critic is trained on the returns beside the policy."
+    if not algorithm.kl.used:
+        yield "No KL term: no reference model is loaded or run."
+
+
+def to_text(explanation: Explanation) -> str:
+    """For a terminal."""
+    e = explanation
+    width = max(len(f"{line.part}: {line.name}") for line in e.lines)
+    parts = [f"{e.title}", "", f"  {e.objective}", ""]
+    for line in e.lines:
+        parts.append(f"  {f'{line.part}: {line.name}':<{width}}  {line.about.formula}")
+        if line.about.paper:
+            parts.append(f"  {'':<{width}}    {line.about.paper}")
+    key = max(len(n.key) for n in e.numbers)
+    parts += ["", "numbers in force"]
+    parts += [f"  {n.key:<{key}}  {n.value!s:<12}  {n.source}" for n in e.numbers]
+    parts += ["", "gradient", *(f"  {g}" for g in e.gradient)]
+    return "\n".join(parts)
+
+
+def to_latex(explanation: Explanation) -> str:
+    """An ``align*`` environment with the objective and its parts."""
+    rows = [explanation.latex, *(line.about.latex for line in explanation.lines if line.about.latex)]
+    return "\\begin{align*}\n" + " \\\\\n".join(f"&{row}" for row in rows) + "\n\\end{align*}"

@@ -1,0 +1,122 @@
+"""Answers without training: evaluation, batch generation, chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrft.config import ChatConfig, DataConfig, EvaluateConfig, GenerateConfig
+from lightrft.datasets.encoding import Encoder
+from lightrft.strategy.engine.base import Engine
+from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.launch.local import local_policy
+from lightrft.trainer.prompts import held_out
+from lightrft.trainer.reward import Scorer
+from lightrft.trainer.rollout import request_seed, requests_for
+from lightrft.types import Prompt, Request, Rollout
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.run_folder import RunFolder
+
+
+def run_eval(config: EvaluateConfig) -> dict[str, float]:
+    """Held-out metrics; the answers go to the run folder."""
+    if not config.eval.data.sources:
+        raise ConfigError("eval.data.sources is empty; name what to answer, e.g. eval.data.sources=[{path: test.jsonl}]")
+    if not config.reward.terms and not config.reward.per_source:
+        raise ConfigError("reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
+    path = Path(config.run.dir).expanduser() / config.run.name
+    folder = RunFolder.open(
+        path, config, resume="auto", overwrite=config.run.overwrite, ignore=("model", "eval", "run", "reward", "engine")
+    )
+    with folder:
+        _, _, tokenizer, engine = local_policy(config.model, config.strategy, config.engine)
+        prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit)
+        scorer = Scorer(config.reward)
+        try:
+            found = evaluate(engine, scorer, prompts, config.eval, config.run.seed)
+        finally:
+            scorer.close()
+            engine.close()
+        metrics = found.metrics.compute()
+        folder.rewind(0)
+        folder.write_rollouts(0, found.rollouts, name="eval")
+        folder.write_summary({"verb": "eval", "model": config.model.path, "prompts": len(prompts), **metrics})
+    return metrics
+
+
+def run_generate(config: GenerateConfig) -> int:
+    """``config.samples`` answers to every prompt, as lines of ``config.output`` in the order of the prompts; returns how many."""
+    if not config.data.sources:
+        raise ConfigError("data.sources is empty; name what to answer, e.g. data.sources=[{path: prompts.jsonl}]")
+    output = Path(config.output).expanduser()
+    if output.exists() and not config.run.overwrite:
+        raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
+    _, _, tokenizer, engine = local_policy(config.model, config.strategy, config.engine)
+    prompts = held_out(config.data, tokenizer, config.run.seed, None)
+    scorer = Scorer(config.reward) if config.reward.terms or config.reward.per_source else None
+    requests = [r for group in requests_for(prompts, config.samples, config.run.seed, "generate") for r in group]
+    order = {r.seed: i for i, r in enumerate(requests)}
+    try:
+        rollouts = sorted(_answers(engine, scorer, requests, config), key=lambda r: order[r.seed])
+    finally:
+        engine.close()
+        if scorer is not None:
+            scorer.close()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(f".{output.name}.tmp")
+    temporary.write_text("".join(json.dumps(_line(r), ensure_ascii=False) + "\n" for r in rollouts), encoding="utf-8")
+    temporary.replace(output)
+    return len(rollouts)
+
+
+def _answers(engine: Engine, scorer: Scorer | None, requests: Sequence[Request], config: GenerateConfig) -> Iterator[Rollout]:
+    for rollout in engine.generate(requests, config.sampling):
+        if scorer is None:
+            yield rollout
+        else:
+            scorer.submit(rollout)
+    if scorer is not None:
+        yield from scorer.results(wait=True)
+
+
+def _line(rollout: Rollout) -> dict[str, Any]:
+    line: dict[str, Any] = {
+        "id": rollout.prompt.id,
+        "sample": rollout.sample,
+        "prompt": rollout.prompt.text,
+        "response": rollout.text,
+        "finish_reason": rollout.finish_reason,
+        "label": rollout.prompt.label,
+    }
+    if rollout.reward is not None or rollout.failed:
+        line |= {"reward": rollout.reward, "terms": rollout.terms, "failed": rollout.failed}
+    return line
+
+
+class Chat:
+    """A conversation with a model: every turn goes through the tokenizer's chat template."""
+
+    def __init__(self, config: ChatConfig) -> None:
+        self.config = config
+        _, _, self.tokenizer, self.engine = local_policy(config.model, config.strategy, config.engine)
+        self.encoder = Encoder(DataConfig(chat=True), self.tokenizer)
+        self.messages: list[dict[str, str]] = []
+        self.turn = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the conversation, but not the system message."""
+        self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
+
+    def say(self, text: str) -> Rollout:
+        """Add what the user says and the model's answer to the conversation; returns the answer."""
+        self.messages.append({"role": "user", "content": text})
+        shown = self.encoder.render(self.encoder.shielded(self.messages), "the conversation", generate=True)
+        prompt = Prompt(id=f"turn-{self.turn}", token_ids=self.encoder.encode_prompts([shown])[0])
+        request = Request(prompt, request_seed(self.config.run.seed, "chat", self.turn))
+        (answer,) = self.engine.generate([request], self.config.sampling)
+        self.messages.append({"role": "assistant", "content": answer.text})
+        self.turn += 1
+        return answer

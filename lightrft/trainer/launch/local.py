@@ -1,0 +1,71 @@
+"""Roles as objects of this process."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lightrft.config import EngineConfig, ModelConfig, RLConfig
+from lightrft.models.actor import Actor
+from lightrft.models.critic import Critic
+from lightrft.models.decoding import Decoder
+from lightrft.models.loading import load_tokenizer
+from lightrft.strategy.engine.base import Engine
+from lightrft.strategy.engine.native import NativeEngine
+from lightrft.strategy.settings import StrategyConfig
+from lightrft.strategy.single import SingleStrategy
+from lightrft.trainer.advantages import NEEDS_CRITIC
+from lightrft.trainer.reward import Scorer
+from lightrft.trainer.roles import AdaptersOff, Reference, Roles, Trained
+from lightrft.utils.errors import ConfigError
+
+
+def local_policy(model: ModelConfig, strategy: StrategyConfig, engine: EngineConfig) -> tuple[SingleStrategy, Actor, Any, Engine]:
+    """What every verb needs: a strategy, the policy on its device, the tokenizer and an engine over the same weights."""
+    if not model.path:
+        raise ConfigError("model.path is empty; give a Hugging Face folder or name, e.g. model.path=path/to/model")
+    placed = SingleStrategy(strategy)
+    tokenizer = load_tokenizer(model)
+    actor = Actor.load(model, device=placed.device)
+    return placed, actor, tokenizer, NativeEngine(Decoder(actor.model), tokenizer, engine)
+
+
+def local_roles(config: RLConfig, steps: int) -> Roles:
+    """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded."""
+    strategy, actor, tokenizer, engine = local_policy(config.model, config.strategy, config.engine)
+    optimizer_steps = max(1, steps * config.train.updates * config.train.mini_batches)
+    return Roles(
+        strategy=strategy,
+        reference=local_reference(config, actor, strategy),
+        policy=Trained(actor, strategy.prepare(actor, config.optimizer, optimizer_steps)),
+        engine=engine,
+        scorer=Scorer(config.reward),
+        tokenizer=tokenizer,
+        critic=local_critic(config, strategy, optimizer_steps),
+    )
+
+
+def local_reference(config: RLConfig, actor: Actor, strategy: SingleStrategy) -> Reference | None:
+    """None without a KL term; with adapters the policy itself, adapters off; else a frozen model of its own."""
+    if not config.algorithm.kl.used:
+        return None
+    if config.model.lora is not None and config.reference is None:
+        return AdaptersOff(actor)
+    path = config.reference or config.model.path
+    frozen = Actor.load(config.model.model_copy(update={"path": path, "lora": None}), device=strategy.device)
+    frozen.requires_grad_(False)
+    return frozen.eval()
+
+
+def local_critic(config: RLConfig, strategy: SingleStrategy, optimizer_steps: int) -> Trained | None:
+    """The value model, when the advantage needs one."""
+    if config.algorithm.advantage.name not in NEEDS_CRITIC:
+        return None
+    model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora": None})
+    critic = Critic.load(model, device=strategy.device)
+    return Trained(critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps))
+
+
+def rollout_steps(config: RLConfig, prompts: int) -> int:
+    """``train.steps``, or as many as ``train.epochs`` passes over ``prompts`` prompts take."""
+    return config.train.steps or max(1, math.ceil(config.train.epochs * prompts / config.rollout.prompts))

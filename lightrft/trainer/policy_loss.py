@@ -1,0 +1,49 @@
+"""The policy loss of each token: one function and one equation each. Losses are minimised.
+
+``POLICY_LOSSES[name](logprobs [N], old [N], advantages [N], rows, settings) -> (losses [N], stats)``; ``stats`` are per-token
+numbers ``[N]`` whose mean over the trained tokens is logged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightrft.config import LossConfig
+from lightrft.trainer.rows import Rows
+from lightrft.utils.registry import Registry
+
+Stats = dict[str, Tensor]
+PolicyLoss = Callable[[Tensor, Tensor, Tensor, Rows, LossConfig], tuple[Tensor, Stats]]
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+
+@POLICY_LOSSES.register(
+    "ppo_clip",
+    formula="L_t = -min( r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t ),  r_t = exp(logp - logp_old)",
+    latex=r"L_t=-\min\!\big(r_t\hat A_t,\ \operatorname{clip}(r_t,1-\epsilon_l,1+\epsilon_h)\hat A_t\big)",
+    paper="PPO, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729, eq. 7",
+)
+def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+    """Clipped surrogate; for negative advantages at most ``dual_clip`` times the advantage if that is set."""
+    ratio = torch.exp(logprobs - old)
+    plain = -ratio * advantages
+    clipped = -ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    losses = torch.maximum(plain, clipped)
+    held = clipped > plain
+    if settings.dual_clip is not None:
+        ceiling = -settings.dual_clip * advantages
+        bounded = (advantages < 0) & (losses > ceiling)
+        losses = torch.where(bounded, ceiling, losses)
+        held = held | bounded
+    return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": ratio.detach()}
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """``[N]``: half the squared error, the larger of plain and clipped around ``old`` (as in the PPO authors' own code)."""
+    error = (values - returns).square()
+    if clip is not None:
+        error = torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns).square())
+    return error / 2

@@ -1,0 +1,79 @@
+"""Who takes part in a run. A launcher builds them; a loop only calls their methods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from lightrft.models.actor import Actor, Scores
+from lightrft.models.critic import Critic
+from lightrft.strategy.base import Strategy, TrainState
+from lightrft.strategy.engine.base import Engine
+from lightrft.types import Batch, Rollout
+
+
+class Scoring(Protocol):
+    """What a loop needs of a reward: every rollout that goes in comes out once, scored or failed."""
+
+    def submit(self, rollout: Rollout) -> None: ...
+
+    def results(self, wait: bool) -> Iterator[Rollout]: ...
+
+    def close(self) -> None: ...
+
+
+class Reference(Protocol):
+    """The distribution that the policy is kept near."""
+
+    def score(self, batch: Batch, *, temperature: float) -> Scores: ...
+
+
+@dataclass(slots=True)
+class AdaptersOff:
+    """The reference of a model with adapters: the same weights without them, and no second copy."""
+
+    actor: Actor
+
+    def score(self, batch: Batch, *, temperature: float) -> Scores:
+        with self.actor.reference():
+            return self.actor.score(batch, temperature=temperature)
+
+
+@dataclass(slots=True)
+class Trained:
+    """A model that this run trains, and its optimizer state."""
+
+    model: Any
+    state: TrainState
+
+
+@dataclass(slots=True)
+class Roles:
+    """Roles that a run does not need are ``None``."""
+
+    strategy: Strategy
+    policy: Trained
+    engine: Engine
+    scorer: Scoring
+    tokenizer: Any
+    reference: Reference | None = None
+    critic: Trained | None = None
+
+    @property
+    def actor(self) -> Actor:
+        return self.policy.model
+
+    @property
+    def value_model(self) -> Critic | None:
+        return self.critic.model if self.critic is not None else None
+
+    @property
+    def device(self) -> torch.device:
+        return self.strategy.device
+
+    def close(self) -> None:
+        self.engine.close()
+        self.scorer.close()

@@ -1,0 +1,71 @@
+"""Sums and means over the tokens of each response, and over the responses of each prompt, without padding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrft.types import Batch
+
+
+@dataclass(slots=True)
+class Rows:
+    """Who is in whose row: ``row_of [N]``, ``lengths [B]``, ``prompt_of [B]``, ``mask [N]`` bool (tokens that count)."""
+
+    row_of: Tensor
+    lengths: Tensor
+    prompt_of: Tensor
+    mask: Tensor
+
+    @staticmethod
+    def of(batch: Batch) -> Rows:
+        return Rows(batch.row_of, batch.lengths, batch.prompt_of, batch.mask)
+
+    def __len__(self) -> int:
+        return int(self.lengths.numel())
+
+    def sum(self, x: Tensor) -> Tensor:
+        """``[N]`` to ``[B]``: the sum over the tokens of a row that count. Differentiable."""
+        kept = torch.where(self.mask, x, torch.zeros_like(x))
+        return torch.zeros(len(self), dtype=x.dtype, device=x.device).index_add(0, self.row_of, kept)
+
+    def count(self) -> Tensor:
+        """``[B]``: the number of tokens of a row that count."""
+        return torch.zeros(len(self), dtype=torch.long, device=self.mask.device).index_add(0, self.row_of, self.mask.long())
+
+    def mean(self, x: Tensor) -> Tensor:
+        """``[N]`` to ``[B]``: the mean over the tokens that count; 0 for a row without any."""
+        return self.sum(x) / self.count().clamp(min=1).to(x.dtype)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """``[B]`` to ``[N]``: each row's number at each of its tokens."""
+        return x[self.row_of]
+
+
+def group_sum(x: Tensor, group: Tensor, groups: int) -> Tensor:
+    """``x [B]`` summed by ``group [B]`` to ``[groups]``."""
+    return torch.zeros(groups, dtype=x.dtype, device=x.device).index_add(0, group, x)
+
+
+def compact(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that count, row by row, left-aligned.
+
+    Returns ``padded [B, L]`` (0 beyond a row's end), ``row [K]`` and ``column [K]``: the place of each counted token in it.
+    """
+    row = rows.row_of[rows.mask]
+    count = rows.count()
+    start = torch.cumsum(count, 0) - count
+    column = torch.arange(row.numel(), device=row.device) - start[row]
+    longest = int(count.max()) if count.numel() else 0
+    padded = torch.zeros(len(rows), longest, dtype=x.dtype, device=x.device)
+    padded[row, column] = x[rows.mask]
+    return padded, row, column
+
+
+def scatter(padded: Tensor, rows: Rows, row: Tensor, column: Tensor) -> Tensor:
+    """The inverse of ``compact``: ``[B, L]`` to ``[N]``, with 0 at tokens that do not count."""
+    flat = torch.zeros(rows.mask.numel(), dtype=padded.dtype, device=padded.device)
+    flat[rows.mask] = padded[row, column]
+    return flat

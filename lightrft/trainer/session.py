@@ -1,0 +1,197 @@
+"""What every training run does around its steps: run folder, logs, signals, checkpoints and going on from them."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from lightrft.config import CheckpointConfig, LogConfig, RunConfig
+from lightrft.strategy.base import Strategy
+from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
+from lightrft.trainer.roles import Trained
+from lightrft.trainer.summary import headline, samples
+from lightrft.utils.metrics import Metrics, Sum
+from lightrft.utils.run_folder import RunFolder
+from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
+from lightrft.utils.settings import Settings
+from lightrft.utils.signals import StopFlag
+from lightrft.utils.timers import Timers, tokens_per_second
+
+log = logging.getLogger(__name__)
+
+MAY_DIFFER = ("run", "checkpoint", "log", "engine", "strategy", "train.steps", "train.epochs", "eval", "reward.workers")
+"""Settings in which a resumed run may differ from the one that wrote the folder."""
+
+
+class Observer(Protocol):
+    """Who looks on: told once how many steps there are, then of each."""
+
+    def begin(self, title: str, total: int, done: int) -> None: ...
+
+    def update(self, row: Mapping[str, Any]) -> None: ...
+
+
+class Nobody:
+    """An observer that does not look."""
+
+    def begin(self, title: str, total: int, done: int) -> None:
+        return
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        return
+
+
+@dataclass(slots=True)
+class Session:
+    """One run, from opening its folder to closing it. ``seconds`` and ``tokens`` go on over a resume."""
+
+    folder: RunFolder
+    store: CheckpointStore
+    checkpoint: CheckpointConfig
+    phase: str
+    observer: Observer
+    stop: StopFlag = field(default_factory=StopFlag)
+    timers: Timers = field(default_factory=Timers)
+    began: float = field(default_factory=time.perf_counter)
+    before: float = 0.0
+    _saved_at: int = -1
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds of this run, those before a resume included."""
+        return self.before + time.perf_counter() - self.began
+
+    def resume(self, strategy: Strategy, trained: Mapping[str, Trained]) -> tuple[int, dict[str, Any]]:
+        """Take up the newest checkpoint of a folder that holds one: ``(step, plain state)``; ``(0, {})`` for a fresh start.
+
+        Raises ``CheckpointError`` for a checkpoint that is damaged or of another model.
+        """
+        path = self.folder.checkpoint or (None if self.folder.fresh else self.store.latest())
+        if path is None:
+            self.folder.rewind(0, self.phase)
+            return 0, {}
+        manifest = verify(path, self._about(trained))
+        state = load_state(path / "trainer")
+        for name, role in trained.items():
+            strategy.load(role.state, path / name)
+        restore_rng(state.pop("rng"))
+        self.before = state.pop("seconds")
+        self.store.discard_after(manifest.step)
+        self.folder.rewind(manifest.step, self.phase)
+        self._saved_at = manifest.step
+        log.info("going on from %s", path)
+        return manifest.step, state
+
+    def save(
+        self, step: int, strategy: Strategy, trained: Mapping[str, Trained], state: Mapping[str, Any], values: Mapping[str, float]
+    ) -> None:
+        """Write the checkpoint of ``step``: everything that the next step reads."""
+        best = (self.checkpoint.best or "").lstrip("-")
+        with self.timers("checkpoint"), self.store.writing(step, self._about(trained), values.get(best)) as path:
+            for name, role in trained.items():
+                strategy.save(role.state, path / name)
+            save_state(path / "trainer", {**state, "rng": capture_rng(), "seconds": self.seconds})
+        self._saved_at = step
+
+    def save_if_due(
+        self,
+        step: int,
+        last: bool,
+        strategy: Strategy,
+        trained: Mapping[str, Trained],
+        state: Mapping[str, Any],
+        values: Mapping[str, float],
+    ) -> Metrics:
+        """Save at the steps that ``checkpoint.every`` asks for, at the ``last`` one and when asked to stop.
+
+        A disk that is full costs a checkpoint in the middle of a run, which is counted, and raises at its end.
+        """
+        due = self.checkpoint.every and step % self.checkpoint.every == 0
+        if not (due or last or self.stop) or self._saved_at == step:
+            return Metrics()
+        try:
+            self.save(step, strategy, trained, state, values)
+        except DiskFullError as error:
+            if last or self.stop:
+                raise
+            log.warning("%s", error)
+            return Metrics({"checkpoint/failed": Sum(1)})
+        return Metrics()
+
+    def record(self, step: int, metrics: Metrics, **more: Any) -> dict[str, Any]:
+        """Write one step's numbers, with its timers, and show them."""
+        metrics.merge(self.timers.take())
+        values = metrics.compute()
+        tokens = values.get("rollout/sampled", values.get("sft/tokens", 0.0))
+        row = {"step": step, "phase": self.phase, "seconds": self.seconds, **values, **more}
+        row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))
+        self.folder.log(row)
+        self.observer.update(row)
+        return row
+
+    def _about(self, trained: Mapping[str, Trained]) -> dict[str, Any]:
+        return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.model) for name, t in trained.items()}}
+
+
+def close_session(session: Session, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Write ``samples.json`` and ``summary.json`` from what the folder holds; returns the latter's content."""
+    session.folder.flush()
+    before, after = samples(session.path, threshold)
+    if before:
+        session.folder.write_samples(before, after)
+    summary = {"verb": session.phase, "steps": step, "seconds": session.seconds, **about, **headline(session.path, session.phase)}
+    if about.get("finished"):
+        summary["model"] = str(session.path / "model")
+        summary["next"] = next_commands(session)
+    session.folder.write_summary(summary)
+    return summary
+
+
+def next_commands(session: Session) -> list[str]:
+    """What to type next."""
+    model = session.path / "model"
+    return [f"lightrft chat model={model}", f"lightrft eval model={model} {session.path / 'config.yaml'}"]
+
+
+def shapes_digest(model: nn.Module) -> str:
+    """A short hash of the names and shapes of all parameters."""
+    text = "\n".join(f"{n} {tuple(p.shape)}" for n, p in model.named_parameters())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def open_session(
+    config: Settings,
+    run: RunConfig,
+    checkpoint: CheckpointConfig,
+    logs: LogConfig,
+    phase: str,
+    observer: Observer = lambda row: None,
+) -> Iterator[Session]:
+    """Open the run folder, seed every generator, and turn SIGTERM and Ctrl-C into a flag; close all of it on the way out."""
+    path = Path(run.dir).expanduser() / run.name
+    seed_everything(run.seed)
+    folder = RunFolder.open(
+        path,
+        config,
+        resume=run.resume,
+        overwrite=run.overwrite,
+        tensorboard=logs.tensorboard,
+        wandb=logs.wandb,
+        ignore=MAY_DIFFER,
+    )
+    store = CheckpointStore(path / "checkpoints", checkpoint.keep, checkpoint.best)
+    with folder, StopFlag() as stop:
+        yield Session(folder, store, checkpoint, phase, observer, stop)

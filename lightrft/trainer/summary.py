@@ -1,0 +1,55 @@
+"""What a run came to, read back from its own folder, so that a resumed run sums up like one that was never stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrft.utils.trackers import read_rows
+
+SHOWN = 5
+
+
+def headline(path: Path, phase: str) -> dict[str, Any]:
+    """First, last and best held-out accuracy, and the account of tokens, over the rows of ``phase`` in ``metrics.jsonl``."""
+    rows = [r for r in read_rows(path / "metrics.jsonl") if r.get("phase") == phase]
+    found: dict[str, Any] = {}
+    accuracy = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
+    if accuracy:
+        found |= {"heldout_before": accuracy[0], "heldout_after": accuracy[-1], "heldout_best": max(accuracy)}
+    for kind in ("sampled", "trained", "filtered", "failed"):
+        if any(f"rollout/{kind}" in r for r in rows):
+            found[f"tokens_{kind}"] = int(sum(r.get(f"rollout/{kind}", 0) for r in rows))
+    return found
+
+
+def samples(path: Path, threshold: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Answers to the same held-out prompts at the first and at the last evaluation; those that changed to right come first."""
+    files = sorted((path / "rollouts").glob("eval_*.jsonl"))
+    if not files:
+        return [], []
+    before, after = _first_answers(files[0], threshold), _first_answers(files[-1], threshold)
+    shared = [k for k in before if k in after]
+    shared.sort(key=lambda k: (before[k]["correct"], not after[k]["correct"]))
+    picked = _spread(shared, before, after)
+    return [before[k] for k in picked], [after[k] for k in picked]
+
+
+def _spread(keys: Sequence[str], before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Mostly changes, but never only the flattering ones: one prompt that is still wrong, where there is any."""
+    wrong = [k for k in keys if not after[k]["correct"]][:1]
+    return [k for k in keys if k not in wrong][: SHOWN - len(wrong)] + wrong
+
+
+def _first_answers(file: Path, threshold: float) -> dict[str, dict[str, Any]]:
+    answers: dict[str, dict[str, Any]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        prompt = row["prompt"]
+        reward = row["reward"]
+        correct = not row["failed"] and reward is not None and reward >= threshold
+        shown = {"prompt": prompt["text"], "text": row["text"], "label": str(prompt["label"]), "correct": correct}
+        answers.setdefault(prompt["id"], shown)
+    return answers

@@ -1,0 +1,57 @@
+"""One step of supervised fine-tuning: the same batch, actor and strategy as reinforcement learning, with the loss -logp."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from lightrft.strategy.base import Strategy
+from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.batching import micro_batches
+from lightrft.trainer.roles import Trained
+from lightrft.trainer.rows import Rows
+from lightrft.types import Batch, Segments
+from lightrft.utils.metrics import Max, Mean, Metrics, Sum
+
+
+class Example(Protocol):
+    """A conversation: what comes before the first trained token, the rest, and which of the rest is trained."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    trained: list[bool]
+
+
+def examples_to_batch(examples: Sequence[Example]) -> Batch:
+    """One ``Batch`` of conversations; ``sampled`` marks the trained tokens."""
+    return Batch(
+        Segments.of([e.prompt_ids for e in examples]),
+        Segments.of([e.response_ids for e in examples]),
+        torch.arange(len(examples)),
+        sampled=torch.tensor([t for e in examples for t in e.trained], dtype=torch.bool),
+    )
+
+
+def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_tokens: int) -> Metrics:
+    """One optimizer step on the mean of -logp over the trained tokens of the global batch."""
+    rows = Rows.of(batch)
+    batch = batch.replace(loss_weights=AGGREGATIONS["token"](rows, 1))
+    metrics = Metrics({"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))})
+    policy.model.train()
+    indices = micro_batches(batch, micro_batch_tokens, policy.model.layout)
+    for i, index in enumerate(indices):
+        part = batch.select(index).to(strategy.device)
+        logprobs = policy.model.score(part, temperature=1.0).logprobs
+        assert part.loss_weights is not None
+        kept = part.mask
+        loss = -(logprobs[kept] * part.loss_weights[kept].to(logprobs.dtype)).sum()
+        strategy.backward(policy.state, loss, last=i == len(indices) - 1)
+        metrics.add("loss", Mean.of(-logprobs, kept))
+    policy.model.eval()
+    info = strategy.step(policy.state)
+    metrics.add("policy/grad_norm", Max(info.grad_norm))
+    metrics.add("policy/lr", Max(info.lr))
+    metrics.add("policy/skipped_steps", Sum(1 if info.skipped else 0))
+    return metrics

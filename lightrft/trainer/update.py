@@ -1,0 +1,164 @@
+"""A batch to optimizer steps: mini-batches, micro-batches, the objective of each, one step of the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrft.config import AlgorithmConfig, RLConfig
+from lightrft.models.actor import Scores
+from lightrft.strategy.base import StepInfo, Strategy
+from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.batching import micro_batches, mini_batches
+from lightrft.trainer.kl import KL_ESTIMATORS
+from lightrft.trainer.policy_loss import POLICY_LOSSES, value_loss
+from lightrft.trainer.roles import Roles, Trained
+from lightrft.trainer.rollout import request_seed
+from lightrft.trainer.rows import Rows
+from lightrft.types import Batch
+from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The loss in force: ``algorithm`` with the KL coefficient of this step."""
+
+    algorithm: AlgorithmConfig
+    kl_coef: float
+
+    @property
+    def wants_entropy(self) -> bool:
+        return self.algorithm.entropy_coef != 0
+
+    def active(self, batch: Batch) -> Tensor:
+        """``[K]``: the rows that can get gradient. A row whose advantages are all 0 has none when there is no KL or entropy term."""
+        everything = self.wants_entropy or (self.algorithm.kl.where == "loss" and self.kl_coef > 0)
+        rows = Rows.of(batch)
+        useful = rows.count() > 0 if everything else rows.sum((_need(batch.advantages) != 0).long()) > 0
+        return useful.nonzero()[:, 0]
+
+    def __call__(self, batch: Batch, scores: Scores) -> tuple[Tensor, Metrics]:
+        """The part of the global loss that ``batch`` holds (0-d), and its metrics. ``batch.loss_weights`` carry the denominator."""
+        algorithm, rows, weights = self.algorithm, Rows.of(batch), _need(batch.loss_weights)
+        logprobs = _counted(scores.logprobs, rows)
+        old = logprobs.detach() if batch.old_logprobs is None else _counted(batch.old_logprobs, rows)
+        advantages = _counted(_need(batch.advantages), rows)
+        losses, stats = POLICY_LOSSES[algorithm.loss.name](logprobs, old, advantages, rows, algorithm.loss)
+        policy = _weighted(losses, weights)
+        metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
+        metrics.add("policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask))
+        loss = policy
+        if batch.ref_logprobs is not None:
+            ref = _counted(batch.ref_logprobs, rows)
+            kl = KL_ESTIMATORS[algorithm.kl.estimator](logprobs, ref)
+            metrics.add("policy/kl", Mean.of(KL_ESTIMATORS["k3"](logprobs.detach(), ref), rows.mask))
+            if algorithm.kl.where == "loss" and self.kl_coef:
+                loss = loss + self.kl_coef * _weighted(kl, weights)
+        if scores.entropy is not None:
+            metrics.add("policy/entropy", Mean.of(scores.entropy, rows.mask))
+            if self.wants_entropy:
+                loss = loss - algorithm.entropy_coef * _weighted(scores.entropy, weights)
+        return loss, metrics
+
+
+def update(roles: Roles, batch: Batch, config: RLConfig, kl_coef: float, step: int) -> Metrics:
+    """Train policy and critic on ``batch``: ``train.updates`` passes of ``train.mini_batches`` optimizer steps each."""
+    objective = Objective(config.algorithm, kl_coef)
+    actor_frozen = roles.critic is not None and step < config.critic.warmup_steps
+    metrics = Metrics()
+    for epoch in range(config.train.updates):
+        generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
+        for index in mini_batches(batch, config.train.mini_batches, generator):
+            mini = weighted(batch.select(index), config)
+            if not actor_frozen:
+                metrics.merge(policy_step(roles, mini, objective, config))
+            if roles.critic is not None:
+                metrics.merge(critic_step(roles.strategy, roles.critic, mini, config))
+    return metrics
+
+
+def weighted(batch: Batch, config: RLConfig) -> Batch:
+    """``batch``, whole, with the share of each token in its loss. From here on any split gives the same sum."""
+    constant = config.algorithm.constant_length or config.sampling.max_new_tokens
+    return batch.replace(loss_weights=AGGREGATIONS[config.algorithm.aggregation](Rows.of(batch), constant))
+
+
+def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfig) -> Metrics:
+    """One optimizer step of the policy on the rows of ``mini`` that can get gradient."""
+    actor, metrics, total = roles.actor, Metrics(), 0.0
+    actor.train()
+    active = mini.select(objective.active(mini))
+    for part, last in _parts(active, config.train.micro_batch_tokens, actor.layout):
+        part = part.to(roles.device)
+        entropy = objective.wants_entropy or config.log.entropy
+        loss, part_metrics = objective(part, actor.score(part, temperature=sampling_temperature(config), entropy=entropy))
+        roles.strategy.backward(roles.policy.state, loss, last=last)
+        metrics.merge(part_metrics)
+        total = total + loss.detach()
+    actor.eval()
+    metrics.add("policy/loss", Mean(total))
+    metrics.add("policy/active_rows", Mean(len(active), max(1, len(mini))))
+    if len(active):
+        metrics.merge(_step_metrics("policy", roles.strategy.step(roles.policy.state)))
+    return metrics
+
+
+def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConfig) -> Metrics:
+    """One optimizer step of the critic."""
+    metrics, total = Metrics(), 0.0
+    critic.model.train()
+    for part, last in _parts(mini, config.train.micro_batch_tokens, critic.model.layout):
+        part = part.to(strategy.device)
+        values, _ = critic.model.values(part)
+        losses = value_loss(values, _need(part.values), _need(part.returns), config.algorithm.value.clip)
+        loss = _weighted(losses, _need(part.loss_weights))
+        strategy.backward(critic.state, loss, last=last)
+        total = total + loss.detach()
+        metrics.add("critic/values", Mean.of(values, part.mask))
+        metrics.add("critic/returns", Mean.of(_need(part.returns), part.mask))
+    critic.model.eval()
+    metrics.add("critic/loss", Mean(total))
+    metrics.merge(_step_metrics("critic", strategy.step(critic.state)))
+    return metrics
+
+
+def sampling_temperature(config: RLConfig) -> float:
+    """Log-probs are those of the distribution that was sampled from; greedy answers are scored at temperature 1."""
+    return config.sampling.temperature or 1.0
+
+
+def _parts(batch: Batch, budget: int, layout: str) -> Iterator[tuple[Batch, bool]]:
+    indices = micro_batches(batch, budget, layout)
+    for i, index in enumerate(indices):
+        yield batch.select(index), i == len(indices) - 1
+
+
+def _step_metrics(who: str, info: StepInfo) -> Metrics:
+    return Metrics(
+        {
+            f"{who}/grad_norm": Max(info.grad_norm),
+            f"{who}/lr": Last(info.lr),
+            f"{who}/skipped_steps": Sum(1 if info.skipped else 0),
+            f"{who}/optimizer_steps": Sum(0 if info.skipped else 1),
+        }
+    )
+
+
+def _counted(column: Tensor, rows: Rows) -> Tensor:
+    """``column [N]`` with 0 at tokens that do not count: an overflow there would turn their zero gradient into nan."""
+    return torch.where(rows.mask, column, torch.zeros_like(column))
+
+
+def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
+    """Tokens of weight 0 are left out, not multiplied: what stands there may be anything."""
+    kept = weights != 0
+    return (losses[kept] * weights[kept].to(losses.dtype)).sum()
+
+
+def _need(column: Tensor | None) -> Tensor:
+    if column is None:
+        raise ValueError("a column that this phase reads has not been filled in")
+    return column

@@ -1,0 +1,78 @@
+"""Tiny real models and data on disk, and configs over them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config import RLConfig
+from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.utils.settings import build, deep_merge
+
+REWARD = '''
+def ones(rollout):
+    """The share of the answer's characters that are 1."""
+    return rollout.text.count("1") / max(1, len(rollout.text))
+
+
+def wrong_sign(rollout):
+    return -ones(rollout)
+
+
+def sometimes_fails(rollout):
+    if rollout.seed % 5 == 0:
+        raise ValueError("no score today")
+    return float(rollout.seed % 3 == 0)
+'''
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A two-layer Qwen2 of a character vocabulary."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer()
+    tiny_model("qwen2", seed=1, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Ten prompts with answers, and a file of reward functions."""
+    folder = tmp_path_factory.mktemp("data")
+    rows = [{"prompt": f"{i}+{i}=", "response": str(2 * i), "label": str(2 * i)} for i in range(10)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (folder / "rewards.py").write_text(REWARD)
+    return folder
+
+
+MakeConfig = Callable[..., RLConfig]
+
+
+@pytest.fixture
+def rl_tree(model_folder: Path, data_folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """The smallest RL run: 4 steps of 3 prompts x 4 answers, over an epoch's end."""
+    return {
+        "run": {"dir": str(tmp_path), "name": "run", "seed": 5},
+        "model": {"path": str(model_folder), "dtype": "float32"},
+        "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]},
+        "rollout": {"prompts": 3, "samples": 4},
+        "sampling": {"max_new_tokens": 6},
+        "reward": {"terms": [f"{data_folder / 'rewards.py'}:ones"]},
+        "algorithm": {"preset": "grpo"},
+        "optimizer": {"lr": 1e-2},
+        "train": {"steps": 4},
+        "log": {"tensorboard": False},
+    }
+
+
+@pytest.fixture
+def rl_config(rl_tree: dict[str, Any]) -> MakeConfig:
+    def make(**over: Any) -> RLConfig:
+        return build(RLConfig, deep_merge(rl_tree, over))
+
+    return make

@@ -1,0 +1,114 @@
+"""A run that is killed, in any place, ends as if it had not been: bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightrft.strategy.checkpoint import load_state
+from safetensors.torch import load_file
+
+from lightrft.config import RLConfig
+from lightrft.utils.settings import build, deep_merge, to_yaml
+
+KILLING = Path(__file__).with_name("killing.py")
+ROOT = Path(__file__).parents[2]
+
+
+def start(tree: dict[str, Any], name: str, where: str, nth: int, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+    file = tmp_path / f"{name}.yaml"
+    file.write_text(to_yaml(build(RLConfig, deep_merge(tree, {"run": {"name": name}}))))
+    return subprocess.run(
+        [sys.executable, str(KILLING), where, str(nth), str(file)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def assert_same_end(one: Path, other: Path, step: int) -> None:
+    a, b = (p / "checkpoints" / f"step_{step:06d}" for p in (one, other))
+    for file in sorted(a.glob("*/state.safetensors")):
+        left, right = load_file(file), load_file(b / file.relative_to(a))
+        assert left.keys() == right.keys()
+        for key in left:
+            assert left[key].equal(right[key]), key
+    left, right = (load_state(p / "trainer") for p in (a, b))
+    assert left.keys() == right.keys()
+    assert left["rng"]["torch"].equal(right["rng"]["torch"])
+    assert {k: v for k, v in left.items() if k not in ("rng", "seconds")} == {
+        k: v for k, v in right.items() if k not in ("rng", "seconds")
+    }
+    for file in sorted((one / "rollouts").glob("step_*.jsonl")):
+        assert file.read_text() == (other / "rollouts" / file.name).read_text()
+    metrics = [[json.loads(x) for x in (p / "metrics.jsonl").read_text().splitlines()] for p in (one, other)]
+    steady = lambda row: {k: v for k, v in row.items() if not k.startswith(("time/", "seconds", "tokens_per"))}  # noqa: E731
+    assert [steady(r) for r in metrics[0]] == [steady(r) for r in metrics[1]]
+
+
+@pytest.fixture
+def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints at every step; 3 prompts of 10 a step, so that step 4 crosses an epoch's end; KL moved by its controller."""
+    kl = {"where": "reward", "estimator": "k1", "coef": 0.1, "controller": "adaptive", "target": 0.5, "horizon": 50}
+    return deep_merge(
+        rl_tree,
+        {
+            "checkpoint": {"every": 1, "keep": 10},
+            "algorithm": {"preset": "ppo", "kl": kl},
+            "train": {"mini_batches": 2, "updates": 2},
+            "optimizer": {"schedule": "cosine", "warmup": 2},
+        },
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "nth"),
+    [
+        ("generation", 7),
+        ("update", 10),
+        ("checkpoint files", 5),
+        ("checkpoint manifest", 3),
+        ("after checkpoint", 2),
+    ],
+)
+def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, where, nth):
+    whole = start(tree, "whole", "never", 0, tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    killed = start(tree, "killed", where, nth, tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = start(tree, "killed", "never", 0, tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert_same_end(tmp_path / "whole", tmp_path / "killed", 4)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_leaves_cleanly_and_the_run_goes_on_bit_for_bit(tree, tmp_path):
+    tree = deep_merge(tree, {"checkpoint": {"every": 0}, "train": {"steps": 12}})
+    whole = start(tree, "whole", "never", 0, tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    file = tmp_path / "stopped.yaml"
+    file.write_text(to_yaml(build(RLConfig, deep_merge(tree, {"run": {"name": "stopped"}}))))
+    process = subprocess.Popen(
+        [sys.executable, str(KILLING), "never", "0", str(file)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+    metrics = tmp_path / "stopped" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < 2):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == 0
+    summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
+    assert not summary["finished"] and 2 <= summary["steps"] < 12
+    again = start(tree, "stopped", "never", 0, tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert_same_end(tmp_path / "whole", tmp_path / "stopped", 12)
