@@ -91,10 +91,10 @@ class Scorer:
         self.seconds = {"queue": 0.0, "busy": 0.0}
         self.restarts = 0
         self._terms: list[_Term] = []
-        self._default = self._load("rewards.terms", config.terms)
-        self._per_source = {s: self._load(f"rewards.per_source.{s}", terms) for s, terms in config.per_source.items()}
+        self._default = self._load("reward.terms", config.terms)
+        self._per_source = {s: self._load(f"reward.per_source.{s}", terms) for s, terms in config.per_source.items()}
         if not self._terms:
-            raise RewardError("rewards.terms is empty: name at least one reward, e.g. rewards.terms=[math]")
+            raise RewardError("reward.terms is empty: name at least one reward, e.g. reward.terms=[math]")
         self._lock = threading.Condition()
         self._alone: deque[_Call] = deque()
         self._done: queue.SimpleQueue[Rollout | None] = queue.SimpleQueue()
@@ -126,8 +126,8 @@ class Scorer:
         unknown = sorted({s for s in sources if not self._terms_of(s)})
         if unknown:
             raise RewardError(
-                f"no reward for data source {', '.join(map(repr, unknown))}: rewards.per_source has "
-                f"{', '.join(map(repr, sorted(self._per_source))) or 'none'} and rewards.terms, which serves all others, is empty"
+                f"no reward for data source {', '.join(map(repr, unknown))}: reward.per_source has "
+                f"{', '.join(map(repr, sorted(self._per_source))) or 'none'} and reward.terms, which serves all others, is empty"
             )
 
     def submit(self, rollout: Rollout) -> None:

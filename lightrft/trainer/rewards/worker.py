@@ -217,6 +217,7 @@ def failure(error: BaseException) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
+    """The class and the message of ``error``, cut to a length that suits a log."""
     try:
         text = str(error)
     except Exception:  # a broken __str__ of a user's own class must not hide which class it was
