@@ -256,8 +256,8 @@ def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
     near = slice(max(0, at - 20), at + 40)
     return ModelError(
         f"the chat template of {_name(tokenizer)} does not keep what came before: {shorter[near]!r} becomes {longer[near]!r} "
-        "once the conversation goes on, so its turns cannot share one row of tokens. Set data.turns: each (or last) if it is earlier "
-        "turns that change, model.chat_template to a template without this, or data.chat_options to switch it off"
+        "once the conversation goes on, so its turns cannot share one row of tokens. Set data.turns: each (or last) if it is "
+        "earlier turns that change, model.chat_template to a template without this, or data.chat_options to switch it off"
     )
 
 

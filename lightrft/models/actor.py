@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lightrft.models import attention
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.loading import load_model
-from lightrft.models.logprobs import token_logprobs
+from lightrft.models.logprobs import bend_logits, token_logprobs
 from lightrft.models.lora import add_adapters, base_model, is_adapted, merged_state
 from lightrft.models.packing import Packed, pack
 from lightrft.models.settings import Layout, ModelConfig
@@ -88,10 +88,16 @@ class Backbone(nn.Module):
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
         """Recompute layers in the backward pass. transformers does so only while the model is in training mode."""
         options = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+        if hasattr(self.base, "activation_checkpointing_enable"):  # the newer name of the same
+            self.base.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
     def gradient_checkpointing_disable(self) -> None:
-        self.base.gradient_checkpointing_disable()
+        if hasattr(self.base, "activation_checkpointing_disable"):
+            self.base.activation_checkpointing_disable()
+        else:
+            self.base.gradient_checkpointing_disable()
 
 
 class Actor(Backbone):
@@ -128,19 +134,24 @@ class Actor(Backbone):
         options = {"softcap": softcap, "scale": scale, "entropy": entropy, "chunk_mb": self.config.logits_mb}
         return Scores(*token_logprobs(states, head, targets, temperature=temperature, **options))
 
+    def logits(self, states: Tensor) -> Tensor:
+        """All logits ``[..., V]`` of ``states [..., H]``, at once: for callers that ask for the whole matrix."""
+        softcap, scale = head_transform(self.base.config, self.family)
+        return bend_logits(self.base.get_output_embeddings()(states), scale, softcap)
+
     @property
     def has_adapters(self) -> bool:
         return is_adapted(self.model)
 
     @contextmanager
-    def reference(self) -> Iterator[Actor]:
+    def reference(self) -> Generator[Actor, None, None]:
         """Adapters off: the model is bit for bit its base until the block is left, by an exception too.
 
         Raises ``ModelError`` when there are no adapters to turn off.
         """
         if not self.has_adapters:
             raise ModelError("the policy has no adapters (model.lora is not set), so it cannot be its own reference")
-        with self.model.disable_adapter():  # ty: ignore[call-non-callable]
+        with self.model.disable_adapter():  # ty: ignore[not-callable]
             yield self
 
     def merge(self) -> dict[str, Tensor]:

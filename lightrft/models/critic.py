@@ -45,12 +45,16 @@ class Critic(Backbone):
         if config.lora is not None and not is_adapted(model):
             model = add_adapters(base_model(model), config.lora)
         critic = cls(model, config, seed=seed)
-        saved = Path(config.path).expanduser() / VALUE_HEAD
-        if saved.is_file():
-            critic.value_head.load_state_dict(load_file(saved, device=str(critic.device)))
+        critic.load_value_head(config.path)
         if config.gradient_checkpointing:
             critic.gradient_checkpointing_enable()
         return critic
+
+    def load_value_head(self, path: str | Path) -> None:
+        """Take over the value head of folder ``path``, if it holds one."""
+        saved = Path(path).expanduser() / VALUE_HEAD
+        if saved.is_file():
+            self.value_head.load_state_dict(load_file(saved, device=str(self.device)))
 
     def save(self, tokenizer: PreTrainedTokenizerBase | None, path: str | Path) -> None:
         """Write a folder that ``load`` reads back, value head included."""
@@ -64,7 +68,8 @@ class Critic(Backbone):
     def forward(self, batch: Batch, *, final: bool = False) -> tuple[Tensor, Tensor | None]:
         """``values``; here so that wrappers which act on a module's call see it."""
         states, after = self.hidden(batch, final=final)
-        return self._value(states), None if after is None else self._value(after)
+        return self.value(states), None if after is None else self.value(after)
 
-    def _value(self, states: Tensor) -> Tensor:
-        return self.value_head(states.to(self.value_head.weight.dtype))[:, 0]
+    def value(self, states: Tensor) -> Tensor:
+        """V ``[...]`` of hidden ``states [..., H]``."""
+        return self.value_head(states.to(self.value_head.weight.dtype)).squeeze(-1)

@@ -7,7 +7,7 @@ its keys in one batched product, then each row its own keys, and one softmax cov
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,8 @@ class Decoder:
     def __init__(self, model: nn.Module) -> None:
         attention.register()
         self.model = model
-        self._config = model.config.get_text_config(decoder=True)  # ty: ignore[unresolved-attribute,call-non-callable]
+        config: Any = model.config
+        self._config = config.get_text_config(decoder=True)
 
     @property
     def device(self) -> torch.device:
@@ -55,7 +56,7 @@ class Decoder:
         return Session(self.model)
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Generator[None]:
         """Evaluation mode, no gradients and attention by plan; all put back as they were at the end."""
         training = [module for module in self.model.modules() if module.training]
         before = self._config._attn_implementation
@@ -219,8 +220,8 @@ class _Rectangle:
         """This layer's two arrays, for keys and values shaped and typed like ``key``/``value [.., H_kv, T, d]``."""
         found = self._layers.get(index)
         if found is None:
-            found = tuple(x.new_zeros(self.rows, x.shape[-3], self.columns, x.shape[-1]) for x in (key, value))
-            self._layers[index] = found
+            new_key, new_value = (x.new_zeros(self.rows, x.shape[-3], self.columns, x.shape[-1]) for x in (key, value))
+            found = self._layers[index] = (new_key, new_value)
         return found
 
     def resize(self, rows: int, columns: int, used_rows: int, used_columns: int) -> None:
@@ -229,7 +230,8 @@ class _Rectangle:
             return
         self.rows, self.columns = rows, columns
         for index, (key, value) in self._layers.items():
-            self._layers[index] = tuple(_resized(x, rows, columns, used_rows, used_columns) for x in (key, value))
+            larger = _resized(key, rows, columns, used_rows, used_columns)
+            self._layers[index] = larger, _resized(value, rows, columns, used_rows, used_columns)
 
     def move(self, dst: np.ndarray, src: np.ndarray, used_columns: int) -> None:
         for pair in self._layers.values():
@@ -340,8 +342,8 @@ class _Rows:
             from_lane = np.zeros(self.slots * kv_heads * self.lanes, dtype=np.int64)
             from_lane[to_lane.reshape(-1)] = np.arange(self.count * kv_heads)
             index = np.arange(self.count * kv_heads)
-            found = tuple(torch.from_numpy(x).to(self.device) for x in (to_lane.reshape(-1), from_lane, index))
-            self._maps[kv_heads] = found
+            there, back, place = (torch.from_numpy(x).to(self.device) for x in (to_lane.reshape(-1), from_lane, index))
+            found = self._maps[kv_heads] = (there, back, place)
         return found
 
     def hidden(self, window: int | None) -> Tensor | None:

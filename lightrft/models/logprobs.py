@@ -44,6 +44,13 @@ class _Bend:
         return grad if factor == 1.0 else grad.mul_(factor)
 
 
+def bend_logits(x: Tensor, scale: float | None, softcap: float | None, temperature: float = 1.0) -> Tensor:
+    """A head's output ``x [..., V]`` as logits, by plain autograd: what ``token_logprobs`` does to each chunk in place."""
+    x = x if scale is None else x * scale
+    x = x if softcap is None else softcap * (x / softcap).tanh()
+    return x if temperature == 1.0 else x / temperature
+
+
 def token_logprobs(
     hidden: Tensor,
     head: nn.Module,
@@ -171,8 +178,7 @@ def _generic(
     """Any other head (with adapters, quantised): plain autograd, chunk by chunk, recomputed in the backward pass."""
 
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        logits, _ = bend.forward(head(h).to(_wide(hidden.dtype), copy=True))
-        logp = logits.log_softmax(-1)
+        logp = bend_logits(head(h).to(_wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
         return logp.gather(1, t[:, None])[:, 0], (-(logp.exp() * logp).sum(-1) if entropy else logp.new_zeros(0))
 
     rows = _rows_per_chunk(hidden, _width(head, hidden), chunk_mb)
@@ -208,7 +214,7 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, disable_logprobs_flash
 
 def _fused_cross_entropy() -> Any:
     try:
-        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[unresolved-import]
+        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[import-not-found]
     except ImportError:
         return None
     return cross_entropy_loss

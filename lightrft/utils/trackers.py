@@ -18,6 +18,8 @@ Row = Mapping[str, float | int | str]
 
 
 class Tracker(Protocol):
+    """Somewhere that rows of metrics go."""
+
     def log(self, row: Row) -> None:
         """Record one row; it has ``step``, and ``phase`` when the run has several."""
         ...

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -82,6 +82,8 @@ class NativeEngine:
         """See ``Engine.generate``. Raises ``ResourceError`` at once for a request that ``token_budget`` can never hold."""
         wanted = list(requests)
         for request in wanted:
+            if _limit(request, sampling) < 1:
+                raise ValueError(f"max_new_tokens {request.max_new_tokens} of a request must be at least 1")
             tokens = len(request.prompt.token_ids) + _limit(request, sampling)
             if tokens > self.config.token_budget:
                 raise ResourceError(
@@ -149,6 +151,24 @@ class _Group:
     logits: Tensor | None = None
 
 
+class _Shape(NamedTuple):
+    """The arrays that the cache needs: they are rectangles, so their memory is counted, not their tokens."""
+
+    prompts: int
+    prompt_tokens: int
+    rows: int
+    answer_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.prompt_tokens + self.rows * self.answer_tokens
+
+    def with_row(self, limit: int, prompt: int | None) -> _Shape:
+        """One row more, with its prompt if that is new."""
+        prompts = (self.prompts, self.prompt_tokens) if prompt is None else (self.prompts + 1, max(self.prompt_tokens, prompt))
+        return _Shape(*prompts, self.rows + 1, max(self.answer_tokens, limit))
+
+
 @dataclass(slots=True)
 class _Rows:
     """Answers that grow, by row: what the host must know of each."""
@@ -184,8 +204,10 @@ class _Rows:
     def evict(self, moves: list[tuple[int, int]], rows: int) -> None:
         for dst, src in moves:
             self.requests[dst], self.groups[dst] = self.requests[src], self.groups[src]
+        if moves:
+            to, of = (list(side) for side in zip(*moves))
             for column in (self.keys, self.limits, self.steps, self.tokens, self.logprobs, self.versions):
-                column[dst] = column[src]
+                column[to] = column[of]
         del self.requests[rows:], self.groups[rows:]
         self.keys, self.limits, self.steps = self.keys[:rows], self.limits[:rows], self.steps[:rows]
         self.tokens, self.logprobs, self.versions = self.tokens[:rows], self.logprobs[:rows], self.versions[:rows]
@@ -234,7 +256,9 @@ class _Run:
         host_tokens, host_logprobs = self._last.cpu().numpy(), logprobs.cpu().numpy()
         if np.isnan(host_logprobs).any():
             bad = self._rows.requests[int(np.flatnonzero(np.isnan(host_logprobs))[0])]
-            raise ModelError(f"the policy gave logits that are not numbers after prompt {bad.prompt.id!r}; its weights have diverged")
+            raise ModelError(
+                f"the policy gave logits that are not numbers after prompt {bad.prompt.id!r}; its weights have diverged"
+            )
         self._rows.record(host_tokens, host_logprobs, self._engine.version)
         return self._finish(host_tokens)
 
@@ -259,32 +283,30 @@ class _Run:
         """Let in who fits, in order; the logits ``[V]`` of each new row's first token."""
         entering: list[tuple[_Group, Request]] = []
         fresh: list[_Group] = []
-        shape = None
-        while self._waiting:
+        shape = _Shape(
+            len(self._open),
+            max((len(g.prompt.token_ids) for g in self._open), default=0),
+            len(self._rows),
+            int(self._rows.limits.max(initial=0)),
+        )
+        while self._waiting and shape.rows < self._config.max_rows:
             group = self._waiting[0]
-            new = [*fresh, group] if group.handle < 0 and group not in fresh else fresh
-            wanted = self._shape(new, [*(r for _, r in entering), group.waiting[0]])
-            if wanted is None:
+            new = group.handle < 0 and (not fresh or fresh[-1] is not group)
+            larger = shape.with_row(_limit(group.waiting[0], self._sampling), len(group.prompt.token_ids) if new else None)
+            if larger.tokens > self._config.token_budget:
                 break
-            shape, fresh = wanted, new
+            shape = larger
+            if new:
+                fresh.append(group)
             entering.append((group, group.waiting.popleft()))
             if not group.waiting:
                 self._waiting.popleft()
-        if shape is None:
+        if not entering:
             return []
         self._session.reserve(*shape, self._config.token_budget)
         self._prefill(fresh)
         self._session.admit([group.handle for group, _ in entering])
         return self._enter(entering)
-
-    def _shape(self, fresh: list[_Group], entering: list[Request]) -> tuple[int, int, int, int] | None:
-        """The arrays that the cache then needs: prompts, their longest, rows, their longest; ``None`` when that is too much."""
-        rows = len(self._rows) + len(entering)
-        prompts = [len(g.prompt.token_ids) for g in (*self._open, *fresh)]
-        limits = [int(self._rows.limits.max(initial=0)), *(_limit(r, self._sampling) for r in entering)]
-        shape = (len(prompts), max(prompts), rows, max(limits))
-        fits = rows <= self._config.max_rows and shape[0] * shape[1] + shape[2] * shape[3] <= self._config.token_budget
-        return shape if fits else None
 
     def _prefill(self, fresh: list[_Group]) -> None:
         if not fresh:
@@ -356,12 +378,11 @@ class _Run:
         moves = list(zip(finished[finished < kept].tolist(), staying.tolist()))
         self._session.evict(moves, kept)
         self._rows.evict(moves, kept)
-        for dst, src in moves:
-            self._last[dst] = self._last[src]
-            if self._seen is not None:
-                self._seen[dst] = self._seen[src]
-        self._last = self._last[:kept]
-        self._seen = None if self._seen is None else self._seen[:kept]
+        left = np.arange(kept)
+        left[[dst for dst, _ in moves]] = [src for _, src in moves]
+        index = torch.from_numpy(left).to(self._device)
+        self._last = self._last[index]
+        self._seen = None if self._seen is None else self._seen[index]
         for group in groups.values():
             if not group.rows and not group.waiting:
                 self._session.release(group.handle)
