@@ -173,6 +173,7 @@ def report(
     result = {
         "command": command,
         "machine": f"{args.machine}, {platform.system()}, {os.cpu_count()} cores",
+        "load": f"{os.getloadavg()[1]:.1f} on average over the last five minutes, this benchmark included",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
         "model": f"{args.family}, {args.layers} layers of {args.hidden}, vocabulary {args.vocabulary}, float32 (transformers: {attention})",
         "work": f"{args.prompts} prompts of {args.prompt_tokens} tokens x {args.answers} answers; answer lengths lognormal, "
@@ -189,7 +190,7 @@ def report(
         "",
         f"`{command}`",
         "",
-        *(f"* {key}: {result[key]}" for key in ("machine", "versions", "model", "work", "sides")),
+        *(f"* {key}: {result[key]}" for key in ("machine", "load", "versions", "model", "work", "sides")),
         "",
         "| round | native, tokens/s | transformers, tokens/s | ratio |",
         "|---|---|---|---|",

@@ -108,6 +108,15 @@ def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
         torch.testing.assert_close(torch.tensor(r.logprobs), want, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+def test_a_lone_row_crosses_the_border_of_the_sliding_window_exactly(family: str) -> None:
+    model = endless(family)
+    for length in (10, 15, 16, 17):
+        [r] = engine_of(model).generate(requests_of(prompts_of(length)), SamplingConfig(max_new_tokens=12))
+        want = torch.log_softmax(reference_logits(model, r), -1).gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(r.logprobs), want, atol=2e-6, rtol=0)
+
+
 def filtered(logits: torch.Tensor, sampling: SamplingConfig, before: list[int], suppressed: set[int]) -> dict[int, float]:
     """Token to log-probability, by the definitions, in Python floats."""
     x = {i: float(v) for i, v in enumerate(logits.tolist())}
