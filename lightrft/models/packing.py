@@ -115,6 +115,13 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
     last, start = [0] * len(rows.answers), [0] * len(rows.answers)
     for p, members in groups.items():
         head = flat.add(prompt_at[p], rows.prompts[p], 0)
+        if len(members) == 1:  # nothing to share: prompt and answer are one run
+            (b,) = members
+            last[b], start[b] = flat.end - 1, flat.end
+            if rows.run[b]:
+                flat.add(answer_at[b], rows.run[b], rows.prompts[p])
+            runs.append((head[0], head[1] + rows.run[b]))
+            continue
         answers = []
         for b in members:
             last[b] = head[0] + head[1] - 1
