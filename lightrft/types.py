@@ -140,10 +140,12 @@ def cat_media(parts: Sequence[Segments]) -> Media:
 
 
 def token_column() -> Any:
+    """A column of ``Batch`` with one entry per response token."""
     return field(default=None, metadata={"axis": "token"})
 
 
 def sample_column() -> Any:
+    """A column of ``Batch`` with one entry per response."""
     return field(default=None, metadata={"axis": "sample"})
 
 

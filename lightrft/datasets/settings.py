@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lightrft.utils.settings import Settings
 
@@ -24,8 +24,10 @@ class SourceConfig(Settings):
     """One source of rows.
 
     ``path``: a .jsonl, .json, .csv or .parquet file (or a glob, or a folder of them), a saved ``datasets`` folder, a data-set
-    name of the hub, or ``module:function`` that yields rows. ``reader`` names a row converter (a registered public data set, or
-    ``module:function``). ``weight`` is the share of this source when several are blended.
+    name of the hub, or ``module:function`` that yields rows and takes ``options`` as keywords. ``split`` chooses among the files
+    of a folder, the parts of a saved or hub data set, and is passed to a function that takes it. ``reader`` names a row converter
+    (a registered public data set, or ``module:function``) that takes ``reader_options`` as keywords. ``weight`` is the share of
+    this source when several are blended. ``limit`` takes the first rows only. ``name`` is the data source of rows that name none.
     """
 
     shorthand: ClassVar[str | None] = "path"
@@ -36,6 +38,7 @@ class SourceConfig(Settings):
     split: str = "train"
     reader: str | None = None
     options: dict[str, Any] = Field(default_factory=dict)
+    reader_options: dict[str, Any] = Field(default_factory=dict)
     weight: float = Field(1.0, gt=0)
     limit: int | None = Field(None, ge=1)
 
@@ -43,19 +46,46 @@ class SourceConfig(Settings):
 class DataConfig(Settings):
     """Rows to prompts or conversations.
 
-    ``template`` wraps a text prompt when no chat template is used (``{prompt}`` or ``{any_column}``); ``chat`` says whether
-    prompts go through the tokenizer's chat template (``auto``: where it has one). ``system`` is put first when a row has no
-    system message. ``blend``: ``concat`` takes each source once; ``sample`` draws by weight until the first source ends
-    (``sample_all``: until every one has been seen). ``overlong`` says what happens to prompts over ``max_prompt_tokens``.
+    ``chat`` says whether prompts go through the tokenizer's chat template (``auto``: if it has one and there is no ``template``).
+    ``chat_options`` are passed to the chat template. ``template`` writes the text of a text prompt (``{prompt}`` or
+    ``{any_column}``; ``{{`` is a brace): all of it without a chat template, the user's message with one. ``system`` is put first
+    when a row has no system message. ``special_tokens`` says what becomes of a special token that is spelled out in a row: plain
+    ``text``, or ``control`` for rows that were rendered beforehand (a template's own are always control tokens). ``blend``:
+    ``concat`` takes each source once; ``sample`` draws by weight until the first source ends (``sample_all``: until every one has
+    been seen). ``overlong`` says what happens to prompts over ``max_prompt_tokens``; ``truncate`` cuts the start of the last
+    message. ``malformed: skip`` passes over rows that cannot be read, and counts them. ``turns`` says which assistant turns of a
+    conversation supervised training learns from: ``all`` in one example, only the ``last``, or ``each`` as an example of its own
+    (for chat templates that write a turn differently once another follows).
     """
 
     sources: tuple[SourceConfig, ...] = ()
     columns: Columns = Columns()
     chat: bool | Literal["auto"] = "auto"
+    chat_options: dict[str, Any] = Field(default_factory=dict)
     template: str | None = None
     system: str | None = None
+    special_tokens: Literal["text", "control"] = "text"
     blend: Literal["concat", "sample", "sample_all"] = "concat"
     shuffle: bool = True
     max_prompt_tokens: int = Field(1024, ge=1)
     overlong: Literal["drop", "error", "truncate"] = "drop"
     malformed: Literal["error", "skip"] = "error"
+    turns: Literal["all", "last", "each"] = "all"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare_sources(cls, tree: Any) -> Any:
+        """``sources: a.jsonl`` and ``sources: [a.jsonl]`` stand for ``sources: [{path: a.jsonl}]``."""
+        if isinstance(tree, dict) and "sources" in tree:
+            given = tree["sources"]
+            listed = [given] if isinstance(given, str | dict | SourceConfig) else given
+            if isinstance(listed, list | tuple):
+                listed = [{"path": s} if isinstance(s, str) else s for s in listed]
+            tree = {**tree, "sources": listed}
+        return tree
+
+    @model_validator(mode="after")
+    def _weights_mean_something(self) -> DataConfig:
+        if self.blend == "concat" and len({s.weight for s in self.sources}) > 1:
+            raise ValueError("sources have weights, but blend is 'concat', which takes each source once; set blend: sample")
+        return self

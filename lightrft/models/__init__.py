@@ -1,1 +1,38 @@
 """Models and what one call of them computes. Names are imported when first used, so importing this package loads no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "actor": ("Actor", "Scores"),
+    "actor_language": ("ActorLanguage", "ActorText", "CriticLanguage"),
+    "actor_modality": ("MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters", "supports_parameter"),
+    "critic": ("Critic",),
+    "loading": ("load_model", "load_tokenizer", "save_model"),
+    "logprobs": ("entropy_from_logits", "log_probs_from_logits", "token_logprobs"),
+    "lora": ("apply_lora_configuration",),
+    "utils": (
+        "compute_approx_kl",
+        "compute_reward",
+        "create_high_entropy_mask",
+        "masked_mean",
+        "reset_position_ids",
+        "unpacking_samples",
+    ),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted(_HOME_OF)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

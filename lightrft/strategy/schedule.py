@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 from lightrft.strategy.settings import OptimizerConfig
 
@@ -12,7 +13,8 @@ def lr_factor(step: int, total: int, config: OptimizerConfig) -> float:
 
     Linear warm-up reaches 1 at the step after the last warm-up step; cosine and linear then fall to ``min_lr`` at ``total``.
     """
-    warmup = math.ceil(config.warmup * total) if config.warmup < 1 else int(config.warmup)
+    # the share as written: 0.07 * 100 is 7.000000000000001 in binary, which would round up to 8
+    warmup = math.ceil(Fraction(str(config.warmup)) * total) if config.warmup < 1 else int(config.warmup)
     if step < warmup:
         return (step + 1) / (warmup + 1)
     if config.schedule == "constant":

@@ -103,9 +103,10 @@ def discounted(x: Tensor, decay: float) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, eps: float) -> Tensor:
-    """``x [N]`` with mean 0 and deviation 1 over the tokens of ``mask [N]``, which must be those of the global batch; 0 elsewhere."""
+    """``x [N]`` with mean 0 and deviation 1 over the tokens of ``mask [N]``, which must be those of the global batch; 0 elsewhere.
+    Equal numbers become exactly 0: their mean may differ from them by rounding, which a small deviation would blow up."""
     kept = x[mask]
-    if kept.numel() == 0:
+    if kept.numel() == 0 or bool((kept == kept[0]).all()):
         return torch.zeros_like(x)
     centred = kept - kept.mean()
     whitened = torch.zeros_like(x)

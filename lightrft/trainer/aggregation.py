@@ -67,7 +67,7 @@ def constant_norm(rows: Rows, constant: int) -> Tensor:
 
 @AGGREGATIONS.register(
     "prompt",
-    formula="mean_p ( mean over the tokens of prompt p )",
+    formula="mean_p ( sum_{i in p, t} L_it / (tokens of prompt p) )",
     latex=r"\frac1P\sum_p\frac{\sum_{i\in p,t} L_{i,t}}{\sum_{i\in p} l_i}",
     paper="mean over prompts of the token mean",
 )

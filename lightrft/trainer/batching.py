@@ -37,6 +37,8 @@ def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
         answers = [answer_length[i] for i in rows]
         if layout == "prefix_shared":
             return prompt_length[prompt] + sum(answers)
+        if layout == "padded":
+            return len(rows) * (prompt_length[prompt] + max(answers))
         return len(rows) * prompt_length[prompt] + sum(answers)
 
     pieces: list[tuple[int, int, list[int]]] = []  # cost, longest row, rows

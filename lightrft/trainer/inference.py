@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrft.config import ChatConfig, EvaluateConfig, GenerateConfig
-from lightrft.datasets.records import encode_chat
+from lightrft.config import ChatConfig, DataConfig, EvaluateConfig, GenerateConfig
+from lightrft.datasets.encoding import Encoder
 from lightrft.strategy.engine.base import Engine
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.launch.local import local_policy
@@ -101,6 +101,7 @@ class Chat:
     def __init__(self, config: ChatConfig) -> None:
         self.config = config
         _, _, self.tokenizer, self.engine = local_policy(config.model, config.strategy, config.engine)
+        self.encoder = Encoder(DataConfig(chat=True), self.tokenizer)
         self.messages: list[dict[str, str]] = []
         self.turn = 0
         self.clear()
@@ -112,9 +113,10 @@ class Chat:
     def say(self, text: str) -> Rollout:
         """Add what the user says and the model's answer to the conversation; returns the answer."""
         self.messages.append({"role": "user", "content": text})
-        prompt = Prompt(id=f"turn-{self.turn}", token_ids=encode_chat(self.tokenizer, self.messages))
+        shown = self.encoder.render(self.encoder.shielded(self.messages), "the conversation", generate=True)
+        prompt = Prompt(id=f"turn-{self.turn}", token_ids=self.encoder.encode_prompts([shown])[0])
         request = Request(prompt, request_seed(self.config.run.seed, "chat", self.turn))
-        answer = next(iter(list(self.engine.generate([request], self.config.sampling))))
+        (answer,) = self.engine.generate([request], self.config.sampling)
         self.messages.append({"role": "assistant", "content": answer.text})
         self.turn += 1
         return answer

@@ -43,16 +43,18 @@ class Objective:
     def __call__(self, batch: Batch, scores: Scores) -> tuple[Tensor, Metrics]:
         """The part of the global loss that ``batch`` holds (0-d), and its metrics. ``batch.loss_weights`` carry the denominator."""
         algorithm, rows, weights = self.algorithm, Rows.of(batch), _need(batch.loss_weights)
-        logprobs = scores.logprobs
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        losses, stats = POLICY_LOSSES[algorithm.loss.name](logprobs, old, _need(batch.advantages), rows, algorithm.loss)
+        logprobs = _counted(scores.logprobs, rows)
+        old = logprobs.detach() if batch.old_logprobs is None else _counted(batch.old_logprobs, rows)
+        advantages = _counted(_need(batch.advantages), rows)
+        losses, stats = POLICY_LOSSES[algorithm.loss.name](logprobs, old, advantages, rows, algorithm.loss)
         policy = _weighted(losses, weights)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
         metrics.add("policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask))
         loss = policy
         if batch.ref_logprobs is not None:
-            kl = KL_ESTIMATORS[algorithm.kl.estimator](logprobs, batch.ref_logprobs)
-            metrics.add("policy/kl", Mean.of(KL_ESTIMATORS["k3"](logprobs.detach(), batch.ref_logprobs), rows.mask))
+            ref = _counted(batch.ref_logprobs, rows)
+            kl = KL_ESTIMATORS[algorithm.kl.estimator](logprobs, ref)
+            metrics.add("policy/kl", Mean.of(KL_ESTIMATORS["k3"](logprobs.detach(), ref), rows.mask))
             if algorithm.kl.where == "loss" and self.kl_coef:
                 loss = loss + self.kl_coef * _weighted(kl, weights)
         if scores.entropy is not None:
@@ -143,6 +145,11 @@ def _step_metrics(who: str, info: StepInfo) -> Metrics:
             f"{who}/optimizer_steps": Sum(0 if info.skipped else 1),
         }
     )
+
+
+def _counted(column: Tensor, rows: Rows) -> Tensor:
+    """``column [N]`` with 0 at tokens that do not count: an overflow there would turn their zero gradient into nan."""
+    return torch.where(rows.mask, column, torch.zeros_like(column))
 
 
 def _weighted(losses: Tensor, weights: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -49,7 +50,7 @@ def cases(draw: st.DrawFn, max_responses: int = 6, max_length: int = 6, max_gap:
 
 
 @st.composite
-def cases_with_scores(draw: st.DrawFn, **limits: float) -> tuple[Case, list[float]]:
+def cases_with_scores(draw: st.DrawFn, **limits: Any) -> tuple[Case, list[float]]:
     """A case and one advantage per response ``[B]``, some of them 0."""
     case = draw(cases(**limits))
     rng = random.Random(draw(SEEDS))
@@ -57,7 +58,7 @@ def cases_with_scores(draw: st.DrawFn, **limits: float) -> tuple[Case, list[floa
 
 
 @st.composite
-def cases_with_rows(draw: st.DrawFn, count: int = 1, **limits: float) -> tuple[Case, list[Rows]]:
+def cases_with_rows(draw: st.DrawFn, count: int = 1, **limits: Any) -> tuple[Case, list[Rows]]:
     """A case and ``count`` ragged lists of numbers in [-3, 3]: advantages, token rewards, old values, targets, losses."""
     case = draw(cases(**limits))
     rng = random.Random(draw(SEEDS))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -17,11 +18,11 @@ from tests.numbers.strategies import batch_of, cases, cases_with_scores, corner_
 LN2, LN3 = math.log(2), math.log(3)
 
 
-def case_of(mask: list[list[bool]], prompt_of: list[int] | None = None, **columns: object) -> Case:
+def case_of(mask: list[list[bool]], prompt_of: list[int] | None = None, **columns: Any) -> Case:
     zeros: Rows = [[0.0] * len(row) for row in mask]
-    plain: dict[str, object] = dict.fromkeys(("logprobs", "old", "behavior", "ref", "values"), zeros)
+    plain: dict[str, Any] = dict.fromkeys(("logprobs", "old", "behavior", "ref", "values"), zeros)
     plain |= {"rewards": [0.0] * len(mask), "truncated": [False] * len(mask), "final_values": [0.0] * len(mask)}
-    return Case(lengths=[len(r) for r in mask], prompt_of=prompt_of or [0] * len(mask), mask=mask, **{**plain, **columns})  # type: ignore[arg-type]
+    return Case(lengths=[len(r) for r in mask], prompt_of=prompt_of or [0] * len(mask), mask=mask, **{**plain, **columns})
 
 
 def close(left: object, right: object) -> bool:
@@ -302,12 +303,15 @@ def test_gmpo_bounds_only_the_side_that_the_advantage_pushes_to() -> None:
 
 
 def test_the_value_loss_takes_the_worse_of_both() -> None:
-    # V_old 0, eps 1/2, target 1. V = 2 -> 1/2: max(1, 1/4)/2; V = -2 -> -1/2: max(9, 9/4)/2; V = 1 -> 1/2: max(0, 1/4)/2
-    case = case_of([[True] * 4 + [False]], values=[[2.0, -2.0, 1.0, 0.25, 9.0]]).with_leaves("values")
-    rows = oracles.value_loss(case, [[0.0] * 5], [[1.0] * 5], 0.5)
-    assert rows_close(rows, [[0.5, 4.5, 0.125, 0.28125, 0]])  # 0.75^2 / 2
-    assert rows_close(gradients(sum(rows[0]), case.values), [[1, -3, 0, -0.75, 0]])  # V - 1, none where clipped
-    assert rows_close(oracles.value_loss(case, [[0.0] * 5], [[1.0] * 5], None), [[0.5, 4.5, 0, 0.28125, 0]])
+    # V_old 0, eps 1/2, targets 1, 1, 1, 1, -2, -2: V = 2 -> 1/2: max(1, 1/4)/2; V = -2 -> -1/2: max(9, 9/4)/2;
+    # V = 1 -> 1/2: max(0, 1/4)/2; V = 1/4 stays: (3/4)^2/2; V = -2 -> -1/2: max(0, 9/4)/2; V = -1/4 stays: (7/4)^2/2
+    case = case_of([[True] * 6 + [False]], values=[[2.0, -2.0, 1.0, 0.25, -2.0, -0.25, 9.0]]).with_leaves("values")
+    old, targets = [[0.0] * 7], [[1.0] * 4 + [-2.0] * 3]
+    rows = oracles.value_loss(case, old, targets, 0.5)
+    assert rows_close(rows, [[0.5, 4.5, 0.125, 0.28125, 1.125, 1.53125, 0]])
+    # V - target, none where clipped
+    assert rows_close(gradients(sum(rows[0]), case.values), [[1, -3, 0, -0.75, 0, 1.75, 0]])
+    assert rows_close(oracles.value_loss(case, old, targets, None), [[0.5, 4.5, 0, 0.28125, 0, 1.53125, 0]])
 
 
 # Losses 1, 3 | 8 | - | 5 (masked) | 2 in prompts 0, 1, 0, 2, 0
@@ -406,8 +410,8 @@ FIVE = [math.log(p) for p in (0.1, 0.4, 0.2, 0.05, 0.25)]
         ({"top_k": 9}, [0.1, 0.4, 0.2, 0.05, 0.25]),
     ],
 )
-def test_sampling_filters(filters: dict[str, float], expected: list[float]) -> None:
-    assert close(dist.sampling_distribution(FIVE, **filters), expected)  # type: ignore[arg-type]
+def test_sampling_filters(filters: dict[str, Any], expected: list[float]) -> None:
+    assert close(dist.sampling_distribution(FIVE, **filters), expected)
 
 
 def test_equal_probabilities_are_taken_in_order() -> None:

@@ -1,0 +1,61 @@
+# From a fresh clone: `make demo` trains a small model and `make test` proves the tree. Both set up $(VENV) first.
+# Settings: VENV (where), PYTHON (which interpreter), JOBS (test processes), ARGS (passed on to the demo or to pytest).
+VENV ?= .venv
+JOBS ?= 2
+ARGS ?=
+BIN := $(VENV)/bin
+UV := $(shell uv --version >/dev/null 2>&1 && echo uv)
+
+export UV_COMPILE_BYTECODE ?= 1
+# pip reads PIP_FIND_LINKS by itself; uv has a variable of its own.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test check format constraints clean
+
+help:
+	@echo "make demo | test | check | format | install | constraints | clean"
+
+install: $(VENV)/installed
+
+$(VENV)/installed: pyproject.toml constraints.txt
+ifneq ($(UV),)
+	$(UV) venv --quiet --allow-existing $(if $(PYTHON),--python "$(PYTHON)") "$(VENV)"
+	VIRTUAL_ENV="$(abspath $(VENV))" $(UV) pip install -c constraints.txt -e ".[dev]"
+else
+	@$(or $(PYTHON),python3) -c 'import sys; sys.exit("lightrft needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
+	$(or $(PYTHON),python3) -m venv "$(VENV)"
+	"$(BIN)/python" -m pip install -c constraints.txt -e ".[dev]"
+endif
+	@touch $@
+
+demo: install
+	"$(BIN)/lightrft" demo $(ARGS)
+
+# One OpenMP thread: with more, threads that spin make tiny models many times slower.
+test: install
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(JOBS) --dist worksteal $(ARGS)
+
+check: install
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/ruff" check .
+	"$(BIN)/ty" check --python "$(VENV)" lightrft
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest tests/architecture $(ARGS)
+
+format: install
+	"$(BIN)/ruff" format .
+	"$(BIN)/ruff" check --fix .
+
+# The newest versions that pyproject.toml allows; torch is moved by hand, since every other pin follows from it.
+constraints:
+	@test -n "$(UV)" || { echo "make constraints needs uv"; exit 1; }
+	rm -rf build/constraints && $(UV) venv --quiet --python 3.11 build/constraints
+	grep '^torch==' constraints.txt > build/torch.txt
+	VIRTUAL_ENV="$(abspath build/constraints)" $(UV) pip install --upgrade -c build/torch.txt -e ".[dev]"
+	head -n 2 constraints.txt > build/new.txt
+	VIRTUAL_ENV="$(abspath build/constraints)" $(UV) pip freeze --exclude-editable | grep -vE '^(nvidia-|cuda-|triton==)' | sed -E 's/^(torch==[0-9.]+)[+].*/\1/' >> build/new.txt
+	mv build/new.txt constraints.txt
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,28 @@
+"""GSM8K: grade-school maths word problems (Cobbe et al., arXiv 2110.14168)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from lightrft.datasets.readers import READERS
+
+MARK = re.compile(r"<<[^<>]*>>")
+ANSWER = re.compile(r"####\s*(\S.*?)\s*$")
+
+
+@READERS.register("gsm8k")
+def gsm8k(row: Mapping[str, Any], *, keep_marks: bool = False) -> dict[str, Any]:
+    """``question`` is the prompt, the number after ``####`` without commas the label, the worked solution the response.
+
+    ``keep_marks`` leaves the calculator marks (``<<48/2=24>>``) in the response. Raises ``ValueError`` without a ``####`` line.
+    """
+    solution = str(row["answer"])
+    found = ANSWER.search(solution)
+    if found is None:
+        raise ValueError("the column 'answer' has no '#### number' at its end")
+    response = solution if keep_marks else MARK.sub("", solution)
+    label = found[1].replace(",", "")
+    named = {"prompt": row["question"], "response": response, "label": label, "reference": response, "data_source": "gsm8k"}
+    return {**row, **named}

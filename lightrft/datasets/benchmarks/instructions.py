@@ -1,0 +1,16 @@
+"""Instruction data sets whose prompt is in two columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightrft.datasets.readers import READERS
+
+
+@READERS.register("alpaca")
+def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
+    """``{instruction, input, output}``: the input, where there is one, follows the instruction after a blank line."""
+    given = row.get("input") or ""
+    prompt = f"{row['instruction']}\n\n{given}" if given else row["instruction"]
+    return {**row, "prompt": prompt, "response": row["output"]}

@@ -1,0 +1,238 @@
+"""A row of any layout to a ``Record``: its prompt as text or messages, its answer, its label.
+
+Empty settings of ``Columns`` mean the usual names, tried in the order of ``USUAL``; a column that is null counts as absent.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.datasets.rows import BadRow, Row
+from lightrft.datasets.settings import Columns
+
+Message = dict[str, Any]
+
+USUAL: dict[str, tuple[str, ...]] = {
+    "prompt": (
+        "prompt",
+        "input",
+        "question",
+        "messages",
+        "message",
+        "conversations",
+        "conversation",
+        "problem",
+        "query",
+        "instruction",
+    ),
+    "response": ("response", "output", "completion", "answer", "target", "solution"),
+    "label": ("label", "answer", "final_answer", "reward_model.ground_truth", "ground_truth", "extra_info.label"),
+    "reference": ("reference", "solution", "response", "output", "reward_model.ground_truth", "ground_truth"),
+    "data_source": ("data_source", "datasource"),
+    "id": ("id",),
+}
+SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+
+
+_ABSENT = object()
+
+
+@dataclass(slots=True)
+class Record:
+    """A row whose columns have been found.
+
+    ``response`` is None where the row has none or its conversation ends with it. ``columns`` are those that no other field
+    took. ``where`` names the row in messages.
+    """
+
+    prompt: str | list[Message]
+    response: str | list[Message] | None
+    label: Any
+    reference: Any
+    data_source: str
+    id: str
+    columns: dict[str, Any]
+    row: Row
+    where: str
+
+    @property
+    def messages(self) -> list[Message]:
+        """The whole conversation, a text prompt as the user's message."""
+        asked = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+        if isinstance(self.response, str):
+            return [*asked, {"role": "assistant", "content": self.response}]
+        return [*asked, *(self.response or [])]
+
+    @property
+    def asked(self) -> int:
+        """How many of ``messages`` are the prompt's."""
+        return 1 if isinstance(self.prompt, str) else len(self.prompt)
+
+    @property
+    def answer(self) -> str | None:
+        """The text of the assistant's last turn, None when the row ends before it."""
+        if isinstance(self.response, str):
+            return self.response
+        last = self.messages[-1]
+        return last["content"] if last["role"] == "assistant" else None
+
+
+def read_record(row: Row, columns: Columns, where: str) -> Record:
+    """``row`` with its columns found.
+
+    Raises ``BadRow``, naming the row, the column and the columns that exist, when there is no prompt or an empty one, when a
+    column that the settings name is missing, and when messages are malformed.
+    """
+    chosen = {
+        "prompt": columns.prompt,
+        "response": columns.response,
+        "label": columns.label,
+        "reference": columns.reference,
+        "data_source": columns.data_source,
+        "id": columns.id,
+    }
+    found = {what: _pick(row, what, name, where) for what, name in chosen.items()}
+    if found["prompt"][1] is None:
+        if any(name in row for name in USUAL["prompt"]):
+            raise BadRow(f"{where}: the prompt is empty")
+        raise BadRow(
+            f"{where}: no column with a prompt (looked for {', '.join(USUAL['prompt'])}); the row has: "
+            f"{', '.join(row) or 'nothing'}. Name the column in data.columns.prompt"
+        )
+    if found["prompt"][0] in ("input", "instruction") and not columns.prompt and "instruction" in row and "input" in row:
+        raise BadRow(f"{where}: both 'instruction' and 'input'; set the source's reader: alpaca, or data.columns.prompt")
+    prompt = read_prompt(found["prompt"][1], where)
+    ends = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
+    taken = {found[what][0] for what in chosen if what != "response"}
+    return Record(
+        prompt=prompt,
+        response=None if ends else _response(found["response"][1], where),
+        label=found["label"][1],
+        reference=found["reference"][1],
+        data_source=_text(found["data_source"][1]),
+        id=_text(found["id"][1]),
+        columns={k: v for k, v in row.items() if k not in taken},
+        row=row,
+        where=where,
+    )
+
+
+def look_up(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
+    """The column ``name``; dots reach into nested columns unless a column has the dotted name itself."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return absent
+        value = value[part]
+    return value
+
+
+def read_prompt(value: Any, where: str) -> str | list[Message]:
+    """Text, or messages with ``role`` and ``content``.
+
+    Takes text, a list of messages (``role``/``content`` or ShareGPT's ``from``/``value``), or such a list as a JSON string.
+    Raises ``BadRow`` when it is empty or none of these.
+    """
+    if isinstance(value, str):
+        inside = _json_messages(value)
+        if inside is None:
+            if not value.strip():
+                raise BadRow(f"{where}: the prompt is empty")
+            return value
+        value = inside
+    if not isinstance(value, list | tuple):
+        raise BadRow(f"{where}: a prompt must be text or a list of messages, not {type(value).__name__}")
+    messages = [read_message(m, f"{where}, message {k + 1}") for k, m in enumerate(value)]
+    if not messages or not any(m.get("content") for m in messages if m["role"] != "system"):
+        raise BadRow(f"{where}: the prompt is empty")
+    return messages
+
+
+def read_message(value: Any, where: str) -> Message:
+    """One message as ``{"role", "content", ...}``, its content as text. Null fields are left out.
+
+    Raises ``BadRow`` for what is not a message, and for content that is not text.
+    """
+    if not isinstance(value, Mapping):
+        raise BadRow(f"{where}: a message must have a role and content, not be a {type(value).__name__}")
+    fields = {k: v for k, v in value.items() if v is not None}
+    if "role" in fields:
+        role, content = fields.pop("role"), fields.pop("content", "")
+    elif "from" in fields:
+        speaker, content = fields.pop("from"), fields.pop("value", "")
+        if speaker not in SHAREGPT_ROLES:
+            raise BadRow(f"{where}: 'from' is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
+        role = SHAREGPT_ROLES[speaker]
+    else:
+        raise BadRow(f"{where}: neither 'role' nor 'from'; it has: {', '.join(value) or 'nothing'}")
+    return {"role": str(role), "content": _content(content, where), **fields}
+
+
+def _content(content: Any, where: str) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list | tuple):
+        raise BadRow(f"{where}: content must be text or a list of parts, not {type(content).__name__}")
+    texts = []
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise BadRow(f"{where}: a content part of type {kind!r}; only text can be read here")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _json_messages(text: str) -> list[Any] | None:
+    """The messages that ``text`` holds as JSON, or None when it is plain text."""
+    if not text.lstrip().startswith("["):
+        return None
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    keys = ({"role", "content"}, {"from", "value"})
+    good = isinstance(value, list) and value and all(isinstance(m, dict) and any(k <= set(m) for k in keys) for m in value)
+    return value if good else None
+
+
+def _response(value: Any, where: str) -> str | list[Message] | None:
+    if isinstance(value, list | tuple):
+        return [read_message(m, f"{where}, response message {k + 1}") for k, m in enumerate(value)]
+    return None if value is None else str(value)
+
+
+def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, Any]:
+    """Name and value of the column that holds ``what``; ``("", None)`` where no usual name exists."""
+    if not chosen:
+        return next(((name, value) for name in USUAL[what] if (value := look_up(row, name)) is not None), ("", None))
+    value = look_up(row, chosen, _ABSENT)
+    if value is _ABSENT:
+        near = difflib.get_close_matches(chosen, list(row), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        have = ", ".join(row) or "nothing"
+        raise BadRow(f"{where}: no column {chosen!r} (data.columns.{what}); the row has: {have}{hint}")
+    if value is None and what == "prompt":
+        raise BadRow(f"{where}: the column {chosen!r} (data.columns.prompt) is empty")
+    return chosen, value
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else str(value)

@@ -1,0 +1,230 @@
+"""From a ``SourceConfig`` to rows, whatever they are kept in."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import inspect
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrft.datasets import benchmarks as _benchmarks  # noqa: F401  fills READERS
+from lightrft.datasets.readers import READERS
+from lightrft.datasets.rows import BadRow, Converted, Csv, First, Joined, JsonLines, Listed, Malformed, Rows, as_row
+from lightrft.datasets.settings import SourceConfig
+from lightrft.utils.errors import ConfigError, DataError, UserError
+from lightrft.utils.registry import resolve
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def open_source(source: SourceConfig, malformed: Malformed = "error") -> Rows:
+    """The rows of ``source``, converted by its reader.
+
+    Raises ``DataError`` when the source does not exist, holds no rows, or (with ``malformed="error"``) holds one that cannot be
+    parsed, and ``ConfigError`` for options that nothing takes.
+    """
+    rows = _open(source, malformed)
+    if source.limit is not None:
+        rows = First(rows, source.limit)
+    if len(rows) == 0:
+        skipped = f"; {rows.malformed} malformed rows were skipped" if rows.malformed else ""
+        raise DataError(f"data.sources: {source.path} has no rows{skipped}")
+    if source.reader is None:
+        _refuse(source.reader_options, "data.sources.reader_options", "a reader; name one in data.sources.reader")
+        return rows
+    reader = READERS[source.reader]
+    _check_keywords(reader, source.reader_options, f"reader {source.reader!r}", "data.sources.reader_options", ({},))
+    return Converted(rows, reader, source.reader, source.reader_options)
+
+
+def source_name(source: SourceConfig) -> str:
+    """What rows of ``source`` are called when they do not say themselves."""
+    if source.name:
+        return source.name
+    if is_function(source.path):
+        return source.path.rpartition(":")[0].rpartition(".")[2] if ".py:" not in source.path else Path(source.path).stem
+    return Path(source.path).stem or source.path
+
+
+def is_function(path: str) -> bool:
+    """Whether ``path`` has the form ``module:function`` or ``file.py:function``."""
+    where, colon, attribute = path.rpartition(":")
+    return bool(colon and where and attribute.isidentifier()) and "://" not in path and not Path(path).exists()
+
+
+def _open(source: SourceConfig, malformed: Malformed) -> Rows:
+    if is_function(source.path):
+        return _from_function(source, malformed)
+    _refuse(source.options, "data.sources.options", f"a function source (module:function); {source.path} is none")
+    path = Path(source.path).expanduser()
+    if path.is_dir():
+        return _from_folder(path, source, malformed)
+    if path.is_file():
+        return _from_file(path, malformed, source.limit)
+    if glob.has_magic(source.path):
+        matches = [Path(m) for m in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207  absolute patterns
+        files = [m for m in matches if m.is_file()]
+        if not files:
+            raise DataError(f"data.sources: no file matches {source.path}")
+        return Joined([_from_file(f, malformed, source.limit) for f in files])
+    if path.suffix not in SUFFIXES and HUB_NAME.fullmatch(source.path):
+        return _from_hub(source)
+    near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
+    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+    raise DataError(f"data.sources: there is no file or folder {source.path}{hint}")
+
+
+def _names(folder: Path) -> list[str]:
+    return [p.name for p in folder.iterdir()] if folder.is_dir() else []
+
+
+def _from_folder(path: Path, source: SourceConfig, malformed: Malformed) -> Rows:
+    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+        return _from_saved(path, source)
+    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    if not files:
+        raise DataError(f"data.sources: {path} is neither a saved data set nor a folder with {', '.join(SUFFIXES)} files")
+    named = [f for f in files if _split_of(f, (source.split,))]
+    if not named:
+        others = sorted({s for f in files if (s := _split_of(f, SPLITS))})
+        if others:
+            raise DataError(f"data.sources: {path} has no files of split {source.split!r}, but of: {', '.join(others)}")
+        named = files
+    kinds = sorted({f.suffix for f in named})
+    if len(kinds) > 1:
+        raise DataError(
+            f"data.sources: {path} mixes {' and '.join(kinds)} files; say which with a pattern, e.g. {path}/*{kinds[-1]}"
+        )
+    return Joined([_from_file(f, malformed, source.limit) for f in named])
+
+
+def _split_of(file: Path, splits: Sequence[str]) -> str | None:
+    words = re.split(r"[^a-z0-9]+", file.stem.lower())
+    return next((s for s in splits if s.lower() in words), None)
+
+
+def _from_file(path: Path, malformed: Malformed, limit: int | None) -> Rows:
+    if path.suffix == ".csv":
+        return Csv(path, malformed, limit)
+    if path.suffix == ".jsonl":
+        return JsonLines(path, malformed, limit)
+    if path.suffix == ".json":
+        return _from_json(path, malformed, limit)
+    if path.suffix in (".parquet", ".arrow"):
+        return Listed(_load(path.suffix[1:], str(path), data_files=[str(path)], split="train"), str(path))
+    raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)}")
+
+
+def _from_json(path: Path, malformed: Malformed, limit: int | None) -> Rows:
+    """A list of objects, or JSON lines under another name."""
+    with path.open("rb") as file:
+        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not head.startswith(b"["):
+        return JsonLines(path, malformed, limit)
+    try:
+        items = json.loads(path.read_bytes())
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    return _listed(items, str(path), malformed)
+
+
+def _listed(items: Iterable[Any], name: str, malformed: Malformed) -> Listed:
+    good, bad = [], 0
+    for i, item in enumerate(items):
+        try:
+            good.append(as_row(item, f"{name}, row {i + 1}"))
+        except BadRow as error:
+            if malformed == "error":
+                raise BadRow(f"{error}. Mend the row, or set data.malformed: skip") from None
+            bad += 1
+    return Listed(good, name, bad)
+
+
+def _from_saved(path: Path, source: SourceConfig) -> Rows:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library's errors have no common class
+        raise DataError(f"data.sources: {path} is not a readable saved data set: {_first_line(error)}") from error
+    if isinstance(saved, datasets.DatasetDict):
+        if source.split not in saved:
+            raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {', '.join(map(str, saved))}")
+        saved = saved[source.split]
+    return Listed(saved, str(path))
+
+
+def _from_hub(source: SourceConfig) -> Rows:
+    return Listed(_load(source.path, source.path, name=source.subset, split=source.split), f"{source.path}[{source.split}]")
+
+
+def _load(kind: str, shown_as: str, **options: Any) -> Any:
+    """``datasets.load_dataset``, quietly. Raises ``DataError`` that says what was tried."""
+    import datasets
+
+    bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        return datasets.load_dataset(kind, **options)
+    except Exception as error:  # the library's errors have no common class
+        if kind != shown_as:
+            raise DataError(f"data.sources: cannot read {shown_as}: {_first_line(error)}") from error
+        raise DataError(
+            f"data.sources: {shown_as} is no file or folder here, and as a data set of the hub it cannot be loaded "
+            f"(split {options['split']!r}): {type(error).__name__}: {_first_line(error)}. Check the name and the network, "
+            "or give a path to local files"
+        ) from error
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _from_function(source: SourceConfig, malformed: Malformed) -> Rows:
+    function = resolve(source.path, "data source")
+    options = dict(source.options)
+    if "split" not in options and "split" in _parameters(function):
+        options["split"] = source.split
+    _check_keywords(function, options, source.path, "data.sources.options", ())
+    try:
+        made = function(**options)
+        if isinstance(made, Sequence) or (
+            hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, Mapping)
+        ):
+            return Listed(made, source.path)
+        return _listed(itertools.islice(made, source.limit), source.path, malformed)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's function raises
+        raise DataError(f"data.sources: {source.path} raised {type(error).__name__}: {error}") from error
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _check_keywords(function: Any, options: Mapping[str, Any], what: str, setting: str, positional: tuple[Any, ...]) -> None:
+    try:
+        inspect.signature(function).bind(*positional, **options)
+    except TypeError as error:
+        raise ConfigError(f"{setting}: {what} takes ({', '.join(_parameters(function))}): {error}") from None
+
+
+def _refuse(options: Mapping[str, Any], setting: str, who: str) -> None:
+    if options:
+        raise ConfigError(f"{setting} ({', '.join(options)}) are read by {who}")

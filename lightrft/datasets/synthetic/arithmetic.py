@@ -1,0 +1,160 @@
+"""Worked arithmetic, made from a seed: ``12+34*2=?`` with its steps and ``#### 80``.
+
+The split of a problem is a hash of the problem itself, so train and held-out problems never meet, whatever the seeds and counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+from lightrft.utils.errors import ConfigError, DataError
+
+TRIES = 2000
+"""Rejected problems in a row after which a set of knobs counts as used up."""
+
+Difficulty = Literal["easy", "medium", "hard"]
+DIFFICULTIES: dict[Difficulty, dict[str, Any]] = {
+    "easy": {"operands": (0, 9), "operations": (1, 1), "operators": "+-"},
+    "medium": {"operands": (0, 20), "operations": (1, 2), "operators": "+-"},
+    "hard": {"operands": (1, 99), "operations": (2, 3), "operators": "+-*"},
+}
+
+
+def rows(
+    count: int = 1000,
+    seed: int = 0,
+    split: str = "train",
+    difficulty: Difficulty = "medium",
+    *,
+    operands: Sequence[int] | None = None,
+    factors: Sequence[int] = (2, 9),
+    operations: int | Sequence[int] | None = None,
+    operators: str | None = None,
+    largest: int | None = None,
+    negative: bool = False,
+    steps: bool = True,
+    mistakes: float = 0.0,
+    heldout: float = 0.2,
+    distinct: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """``count`` rows of ``split`` (``train``, or any other name for the held-out problems).
+
+    ``difficulty`` sets ``operands`` (smallest and largest), ``operations`` (how many, or fewest and most) and ``operators``,
+    each of which can be given by itself. Numbers beside a ``*`` come from ``factors``. No number of the working exceeds
+    ``largest``, nor is below 0 unless ``negative``. ``steps`` writes the working out, a line for each operation.
+    ``mistakes`` is the share of responses with one wrong step and what follows from it: a poor teacher, for something to be
+    left to learn; labels are always right. ``heldout`` is the share of all problems that are held out.
+
+    Raises ``ConfigError`` for a knob out of range and ``DataError`` when there are fewer than ``count`` distinct problems.
+    """
+    if difficulty not in DIFFICULTIES:
+        raise ConfigError(f"arithmetic: difficulty {difficulty!r} is not one of {', '.join(DIFFICULTIES)}")
+    preset = DIFFICULTIES[difficulty]
+    low, high = _range("operands", preset["operands"] if operands is None else operands)
+    knobs = {
+        "operands": (low, high),
+        "factors": _range("factors", factors),
+        "operations": _range("operations", preset["operations"] if operations is None else operations, least=1),
+        "operators": preset["operators"] if operators is None else operators,
+    }
+    if not knobs["operators"] or set(knobs["operators"]) - set("+-*"):
+        raise ConfigError(f"arithmetic: operators {operators!r} must be some of + - *")
+    if not 0 < heldout < 1 or not 0 <= mistakes <= 1:
+        raise ConfigError(f"arithmetic: heldout {heldout} must lie inside (0, 1), mistakes {mistakes} within [0, 1]")
+    return _rows(count, seed, split, knobs, largest, negative, steps, mistakes, heldout, distinct)
+
+
+def _rows(
+    count: int,
+    seed: int,
+    split: str,
+    knobs: dict[str, Any],
+    largest: int | None,
+    negative: bool,
+    steps: bool,
+    mistakes: float,
+    heldout: float,
+    distinct: bool,
+) -> Iterator[dict[str, Any]]:
+    chance = random.Random(f"arithmetic {seed} {split}")
+    seen: set[str] = set()
+    rejected = made = 0
+    while made < count:
+        if rejected > TRIES:
+            raise DataError(
+                f"arithmetic: only {made} of {count} {split} problems found with operands {knobs['operands']}, operations "
+                f"{knobs['operations']}, operators {knobs['operators']!r}, largest {largest}; ask for fewer or widen these"
+            )
+        numbers, signs = _draw(chance, knobs)
+        problem = _join(numbers, signs)
+        working = work(numbers, signs)
+        reached = [c for _, _, _, c in working]
+        if (
+            is_heldout(problem, heldout) == (split == "train")
+            or (distinct and problem in seen)
+            or (not negative and min(reached) < 0)
+            or (largest is not None and max(map(abs, reached + numbers)) > largest)
+        ):
+            rejected += 1
+            continue
+        rejected = 0
+        made += 1
+        seen.add(problem)
+        wrong = chance.random() < mistakes
+        slip = (chance.randrange(len(working)), chance.choice((-10, -2, -1, 1, 2, 10))) if wrong else None
+        yield _row(problem, numbers, signs, steps, slip)
+
+
+def is_heldout(problem: str, share: float) -> bool:
+    """Whether ``problem`` belongs to the ``share`` of all problems that are held out."""
+    return int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=8).digest(), "big") < share * 2**64
+
+
+def work(numbers: Sequence[int], signs: Sequence[str], slip: tuple[int, int] | None = None) -> list[tuple[int, str, int, int]]:
+    """Steps ``(a, sign, b, result)`` in the order of precedence; ``slip`` (step, amount) gets one of them wrong."""
+    numbers, signs = list(numbers), list(signs)
+    done: list[tuple[int, str, int, int]] = []
+    while signs:
+        k = signs.index("*") if "*" in signs else 0
+        a, sign, b = numbers[k], signs[k], numbers[k + 1]
+        result = a * b if sign == "*" else a + b if sign == "+" else a - b
+        if slip is not None and slip[0] == len(done):
+            result += slip[1]
+        done.append((a, sign, b, result))
+        numbers[k : k + 2] = [result]
+        del signs[k]
+    return done
+
+
+def _row(problem: str, numbers: list[int], signs: list[str], steps: bool, slip: tuple[int, int] | None) -> dict[str, Any]:
+    written = work(numbers, signs, slip)
+    lines = [f"{a}{sign}{b}={c}" for a, sign, b, c in written] if steps else []
+    digest = hashlib.blake2b(problem.encode(), digest_size=6).hexdigest()
+    return {
+        "prompt": f"{problem}=?",
+        "response": "\n".join([*lines, f"#### {written[-1][3]}"]),
+        "label": str(work(numbers, signs)[-1][3]),
+        "data_source": "arithmetic",
+        "id": f"arithmetic-{digest}",
+        "operations": len(signs),
+    }
+
+
+def _draw(chance: random.Random, knobs: dict[str, Any]) -> tuple[list[int], list[str]]:
+    signs = [chance.choice(knobs["operators"]) for _ in range(chance.randint(*knobs["operations"]))]
+    beside = [signs[max(0, k - 1) : k + 1] for k in range(len(signs) + 1)]
+    return [chance.randint(*knobs["factors" if "*" in s else "operands"]) for s in beside], signs
+
+
+def _join(numbers: Sequence[int], signs: Sequence[str]) -> str:
+    return str(numbers[0]) + "".join(f"{sign}{number}" for sign, number in zip(signs, numbers[1:]))
+
+
+def _range(name: str, value: int | Sequence[int], least: int = 0) -> tuple[int, int]:
+    pair = (value, value) if isinstance(value, int) else tuple(value)
+    if len(pair) != 2 or not least <= pair[0] <= pair[1]:
+        raise ConfigError(f"arithmetic: {name} {value!r} must be two numbers, smallest and largest, from {least} up")
+    return pair[0], pair[1]

@@ -1,0 +1,212 @@
+"""The policy: any transformers causal language model, asked for the log-probs of answers."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightrft.models import attention
+from lightrft.models.families import decoder_of, family_of, head_transform
+from lightrft.models.loading import load_model
+from lightrft.models.logprobs import bend_logits, token_logprobs
+from lightrft.models.lora import add_adapters, base_model, is_adapted, merged_state
+from lightrft.models.packing import Packed, pack
+from lightrft.models.settings import Layout, ModelConfig
+from lightrft.types import Batch
+from lightrft.utils.errors import ModelError
+
+attention.register()
+
+_ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
+
+
+@dataclass(slots=True)
+class Scores:
+    """Of each response token ``[N]``: log-prob under the softmax at the given temperature, and that softmax's entropy."""
+
+    logprobs: Tensor
+    entropy: Tensor | None = None
+
+
+class Backbone(nn.Module):
+    """A causal language model that turns a ``Batch`` into hidden states, in whichever layout is set."""
+
+    def __init__(self, model: nn.Module, config: ModelConfig | None = None) -> None:
+        super().__init__()
+        self.config = config or ModelConfig()
+        self.model = model
+        self.family = family_of(self.base.config)
+        self._layout: Layout = max(self.config.layout, self.family.layout, key=_ORDER.index)
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The transformers model, adapters in place."""
+        return base_model(self.model)
+
+    @property
+    def decoder(self) -> nn.Module:
+        return decoder_of(self.base, self.family)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def layout(self) -> Layout:
+        """``prefix_shared``, ``packed`` or ``padded``: all give the same numbers."""
+        return self._layout
+
+    @layout.setter
+    def layout(self, layout: Layout) -> None:
+        if layout not in _ORDER:
+            raise ModelError(f"model.layout = {layout!r}: must be one of {', '.join(_ORDER)}")
+        self._layout = layout
+
+    def hidden(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
+        """States ``[N, H]`` that predict the response tokens, and with ``final`` those after each last token, ``[B, H]``."""
+        packed = pack(batch.to(self.device), self._layout, final=final)
+        states = self.states(packed).flatten(0, 1)
+        after = None if packed.final is None else states.index_select(0, packed.final)
+        return states.index_select(0, packed.gather), after
+
+    def states(self, packed: Packed) -> Tensor:
+        """Last hidden states ``[S, T, H]`` of one model call."""
+        self.use_attention("padded" if packed.plan is None else "flat")
+        return self.decoder(**packed.inputs, use_cache=False).last_hidden_state
+
+    def use_attention(self, kind: str) -> None:
+        """``flat``: attention by plan; ``padded``: transformers' own. Nothing happens when it is set already."""
+        wanted = attention.NAME if kind == "flat" else (self.config.attention or self.family.padded_attention)
+        if self.base.config._attn_implementation != wanted:
+            self.base.set_attn_implementation(wanted)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
+        """Recompute layers in the backward pass. transformers does so only while the model is in training mode."""
+        options = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
+        if hasattr(self.base, "activation_checkpointing_enable"):  # the newer name of the same
+            self.base.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+    def gradient_checkpointing_disable(self) -> None:
+        if hasattr(self.base, "activation_checkpointing_disable"):
+            self.base.activation_checkpointing_disable()
+        else:
+            self.base.gradient_checkpointing_disable()
+
+
+class Actor(Backbone):
+    """The policy, and with adapters off, its reference."""
+
+    @classmethod
+    def load(cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Actor:
+        """The model of ``config.path`` with adapters, frozen parts and gradient checkpointing as ``config`` says.
+
+        Raises ``ModelError`` when the folder cannot be used as asked.
+        """
+        model: nn.Module = load_model(config, device=device, dtype=dtype)
+        if config.lora is not None and not is_adapted(model):
+            model = add_adapters(base_model(model), config.lora)
+        actor = cls(model, config)
+        if config.gradient_checkpointing:
+            actor.gradient_checkpointing_enable()
+        return actor
+
+    def score(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
+        """Log-probs (and entropy) of every response token, differentiable outside ``torch.no_grad()``."""
+        return self(batch, temperature=temperature, entropy=entropy)
+
+    def forward(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
+        """``score``; here so that wrappers which act on a module's call (sharding, mixed precision) see it."""
+        batch = batch.to(self.device)
+        states, _ = self.hidden(batch)
+        return self.score_states(states, batch.responses.tokens, temperature=temperature, entropy=entropy)
+
+    def score_states(self, states: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
+        """Log-probs of ``targets [N]`` from the ``states [N, H]`` that predict them."""
+        softcap, scale = head_transform(self.base.config, self.family)
+        head = self.base.get_output_embeddings()
+        options = {"softcap": softcap, "scale": scale, "entropy": entropy, "chunk_mb": self.config.logits_mb}
+        return Scores(*token_logprobs(states, head, targets, temperature=temperature, **options))
+
+    def logits(self, states: Tensor) -> Tensor:
+        """All logits ``[..., V]`` of ``states [..., H]``, at once: for callers that ask for the whole matrix."""
+        softcap, scale = head_transform(self.base.config, self.family)
+        return bend_logits(self.base.get_output_embeddings()(states), scale, softcap)
+
+    @property
+    def has_adapters(self) -> bool:
+        return is_adapted(self.model)
+
+    @contextmanager
+    def reference(self) -> Generator[Actor, None, None]:
+        """Adapters off: the model is bit for bit its base until the block is left, by an exception too.
+
+        Raises ``ModelError`` when there are no adapters to turn off.
+        """
+        if not self.has_adapters:
+            raise ModelError("the policy has no adapters (model.lora is not set), so it cannot be its own reference")
+        with self.model.disable_adapter():  # ty: ignore[not-callable]
+            yield self
+
+    def merge(self) -> dict[str, Tensor]:
+        """Weights with adapters added in, by the names of the model without adapters; the actor stays as it is."""
+        return merged_state(self.model) if self.has_adapters else dict(self.base.state_dict())
+
+    @torch.no_grad()
+    def check_layout(self, batch: Batch) -> str:
+        """Compare the layout with the model's own padded forward on a few rows of ``batch``, and fall back until they agree.
+
+        Returns why it fell back, or nothing when it did not. Raises ``ModelError`` when even ``padded`` disagrees: then this
+        family's head does something that is not known here.
+        """
+        few = _few(batch.to(self.device))
+        training = self.training
+        self.eval()
+        reasons = []
+        try:
+            truth = self._own_logprobs(few)
+            for layout in _ORDER[_ORDER.index(self._layout) :]:
+                why = self._differs(few, layout, truth)
+                if not why:
+                    self._layout = layout
+                    return "; ".join([*reasons, f"using {layout} instead"]) if reasons else ""
+                reasons.append(f"layout {layout} {why}")
+        finally:
+            self.train(training)
+        raise ModelError(f"model type {self.base.config.model_type!r} cannot be scored: {'; '.join(reasons)}")
+
+    def _differs(self, batch: Batch, layout: Layout, truth: Tensor) -> str:
+        before, self._layout = self._layout, layout
+        try:
+            found = self.score(batch).logprobs
+        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+            return f"failed with {type(error).__name__}: {error}"
+        finally:
+            self._layout = before
+        gap = (found - truth).abs()
+        exact = self.base.dtype in (torch.float32, torch.float64)
+        worst = float((gap.max() if exact else gap.mean()) if gap.numel() else 0.0)
+        return "" if worst <= (1e-3 if exact else 0.03) else f"differs from the model's own log-probs by {worst:.2g}"
+
+    def _own_logprobs(self, batch: Batch) -> Tensor:
+        """By the model's own forward, head included, on padded rows."""
+        self.use_attention("padded")
+        packed = pack(batch, "padded")
+        logits = self.base(**packed.inputs, use_cache=False).logits.flatten(0, 1)[packed.gather]
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return wide.log_softmax(-1).gather(1, batch.responses.tokens[:, None])[:, 0]
+
+
+def _few(batch: Batch, rows: int = 4) -> Batch:
+    """A few short rows, of the largest group first, so that sharing a prompt is seen."""
+    sizes = torch.bincount(batch.prompt_of, minlength=len(batch.prompts))
+    order = sorted(
+        range(len(batch)), key=lambda b: (int(batch.lengths[b]) == 0, -int(sizes[batch.prompt_of[b]]), int(batch.prompt_of[b]))
+    )
+    return batch.select(torch.tensor(order[:rows], dtype=torch.long, device=batch.prompt_of.device))

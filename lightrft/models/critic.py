@@ -1,0 +1,75 @@
+"""The value function: a language model's hidden states through one linear layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from lightrft.models.actor import Backbone
+from lightrft.models.loading import load_model, save_model
+from lightrft.models.lora import add_adapters, base_model, is_adapted
+from lightrft.models.settings import ModelConfig
+from lightrft.types import Batch
+
+VALUE_HEAD = "value_head.safetensors"
+
+
+class Critic(Backbone):
+    """V(state) in the unit of rewards. The head has no bias; its weights start normal, with standard deviation 1 / (H + 1),
+    drawn from ``seed``."""
+
+    def __init__(self, model: nn.Module, config: ModelConfig | None = None, *, seed: int = 0) -> None:
+        super().__init__(model, config)
+        width = self.base.config.get_text_config().hidden_size
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(1, width, generator=generator) / (width + 1)
+        self.value_head = nn.Linear(width, 1, bias=False, device=self.device, dtype=torch.float32)
+        with torch.no_grad():
+            self.value_head.weight.copy_(weight)
+        if self.base.dtype == torch.float64:
+            self.value_head.double()
+        head = self.base.get_output_embeddings()
+        if head is not None and head.weight is not self.base.get_input_embeddings().weight:
+            head.requires_grad_(False)  # logits are not used: no optimizer state for them
+
+    @classmethod
+    def load(
+        cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, seed: int = 0
+    ) -> Critic:
+        """The model of ``config.path``, with its value head where the folder holds one. Raises as ``load_model``."""
+        model: nn.Module = load_model(config, device=device, dtype=dtype)
+        if config.lora is not None and not is_adapted(model):
+            model = add_adapters(base_model(model), config.lora)
+        critic = cls(model, config, seed=seed)
+        critic.load_value_head(config.path)
+        if config.gradient_checkpointing:
+            critic.gradient_checkpointing_enable()
+        return critic
+
+    def load_value_head(self, path: str | Path) -> None:
+        """Take over the value head of folder ``path``, if it holds one."""
+        saved = Path(path).expanduser() / VALUE_HEAD
+        if saved.is_file():
+            self.value_head.load_state_dict(load_file(saved, device=str(self.device)))
+
+    def save(self, tokenizer: PreTrainedTokenizerBase | None, path: str | Path) -> None:
+        """Write a folder that ``load`` reads back, value head included."""
+        save_model(self, tokenizer, path)
+        save_file({"weight": self.value_head.weight.detach().contiguous()}, Path(path) / VALUE_HEAD)
+
+    def values(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
+        """V of the state before each response token ``[N]``, and with ``final`` of the state after each last token ``[B]``."""
+        return self(batch, final=final)
+
+    def forward(self, batch: Batch, *, final: bool = False) -> tuple[Tensor, Tensor | None]:
+        """``values``; here so that wrappers which act on a module's call see it."""
+        states, after = self.hidden(batch, final=final)
+        return self.value(states), None if after is None else self.value(after)
+
+    def value(self, states: Tensor) -> Tensor:
+        """V ``[...]`` of hidden ``states [..., H]``."""
+        return self.value_head(states.to(self.value_head.weight.dtype)).squeeze(-1)

@@ -1,0 +1,87 @@
+"""What differs between model families, one row each. A family that is not listed starts from the generic row, and the check of
+the layout on a run's first batch says whether that was right."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig
+
+from lightrft.models.settings import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """``decoder``: path of the module that yields last hidden states. ``softcap``, ``multiplier`` and ``divisor`` name config
+    fields that bend and scale the head's output. ``layout`` is the leanest layout that can be right; ``padded_attention`` is the
+    implementation of transformers that honours everything the family's attention does."""
+
+    decoder: str = "model"
+    softcap: str = "final_logit_softcapping"
+    multiplier: str | None = None
+    divisor: str | None = None
+    layout: Layout = "prefix_shared"
+    padded_attention: str = "sdpa"
+
+
+# A state that is carried from token to token cannot branch at the end of a prompt, nor restart in the middle of a row.
+_RECURRENT = Family(layout="padded")
+
+FAMILIES: dict[str, Family] = {
+    "qwen2": Family(),
+    "qwen3": Family(),
+    "qwen3_moe": Family(),
+    "llama": Family(),
+    "mistral": Family(),
+    "gemma2": Family(padded_attention="eager"),  # scores are soft-capped
+    "gemma3_text": Family(),
+    "phi3": Family(),
+    "olmo2": Family(),
+    "cohere": Family(multiplier="logit_scale"),
+    "cohere2": Family(multiplier="logit_scale"),
+    "granite": Family(divisor="logits_scaling"),
+    "granitemoe": Family(divisor="logits_scaling"),
+    "gpt2": Family(decoder="transformer"),
+    "gpt_oss": Family(layout="padded", padded_attention="eager"),  # learned attention sinks
+    "qwen3_next": _RECURRENT,
+    "qwen3_5_text": _RECURRENT,
+    "mamba": Family(decoder="backbone", layout="padded"),
+    "mamba2": Family(decoder="backbone", layout="padded"),
+    "falcon_h1": _RECURRENT,
+    "recurrent_gemma": _RECURRENT,
+}
+
+_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
+
+
+def family_of(config: PreTrainedConfig) -> Family:
+    """The row of ``config.model_type``, or the generic one: padded where some layer is not plain or sliding attention."""
+    known = FAMILIES.get(config.model_type)
+    if known is not None:
+        return known
+    kinds = set(_field(config, "layer_types") or ())
+    capped = _field(config, "attn_logit_softcapping") is not None
+    return Family(layout="prefix_shared" if kinds <= _KNOWN_LAYERS else "padded", padded_attention="eager" if capped else "sdpa")
+
+
+def decoder_of(model: nn.Module, family: Family) -> nn.Module:
+    """The module of ``model`` that yields last hidden states."""
+    try:
+        return model.get_submodule(family.decoder)
+    except AttributeError:
+        return model.get_decoder()  # ty: ignore[not-callable]
+
+
+def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | None, float | None]:
+    """Soft-cap of the logits, and the factor from the head's output to them, as the config sets them."""
+    multiplier = _field(config, family.multiplier)
+    divisor = _field(config, family.divisor)
+    scale = multiplier if divisor is None else 1.0 / divisor
+    return _field(config, family.softcap), scale
+
+
+def _field(config: PreTrainedConfig, name: str | None) -> Any:
+    """Configs of some families have no such field at all: for them it means nothing."""
+    return config.to_dict().get(name) if name else None

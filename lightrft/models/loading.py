@@ -1,0 +1,233 @@
+"""From a folder or a hub name to a model and a tokenizer that fit together, or an error that says what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from lightrft.models.families import family_of
+from lightrft.models.lora import base_model, is_adapted, merged_state
+from lightrft.models.settings import ModelConfig
+from lightrft.utils.errors import ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_log = logging.getLogger(__name__)
+_PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|fim_pad|>", "<|vision_pad|>", "<unk>")
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
+_BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    device_map: str | dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The model of ``config.path`` on ``device``, in evaluation mode, with ``config.freeze`` applied.
+
+    ``device_map`` places parts as transformers understands it, instead of ``device``.
+
+    A folder of adapters gives its base model with those adapters, trainable.
+
+    ``dtype`` wins over ``config.dtype``. Raises ``ModelError``: no such folder and no hub, not a model folder, damaged or
+    missing weights, quantisation without bitsandbytes, a frozen prefix that names nothing.
+    """
+    adapters = Path(config.path).expanduser() / "adapter_config.json"
+    if adapters.is_file():
+        return _load_adapters(config, adapters, device, dtype)
+    options = _options(config, device, dtype)
+    if device_map is not None:
+        options["device_map"] = device_map
+    settings = _settings(config)
+    implementation = config.attention or family_of(settings).padded_attention
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            _where(config), config=settings, attn_implementation=implementation, output_loading_info=True, **options
+        )
+        model, info = loaded
+    except ImportError as error:
+        raise ModelError(f"model.attention = {implementation!r}: {_first_line(error)}") from error
+    except _BROKEN as error:
+        raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({_first_line(error)})") from error
+    if info["missing_keys"] or info["mismatched_keys"]:
+        lacking = sorted(str(k) for k in (*info["missing_keys"], *info["mismatched_keys"]))
+        raise ModelError(f"model.path = {config.path!r}: {len(lacking)} weights are missing or misshapen, e.g. {lacking[0]}")
+    if "device_map" not in options:
+        model = model.to(device)
+    freeze(model, config.freeze)
+    return model.eval()
+
+
+def _load_adapters(config: ModelConfig, file: Path, device: torch.device | str, dtype: torch.dtype | None) -> PreTrainedModel:
+    from peft import PeftModel
+
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"model.path = {config.path!r}: its adapter_config.json does not name a base model")
+    model = load_model(config.model_copy(update={"path": base}), device=device, dtype=dtype)
+    try:
+        return PeftModel.from_pretrained(model, file.parent, is_trainable=True).eval()  # ty: ignore[invalid-explicit-return]
+    except _BROKEN as error:
+        raise ModelError(f"model.path = {config.path!r}: the adapters cannot be read ({_first_line(error)})") from error
+
+
+def _where(config: ModelConfig) -> str:
+    """Folder or hub name. Raises ``ModelError`` for what can be neither."""
+    path = config.path
+    if not path:
+        raise ModelError("model.path is not set: give a Hugging Face folder or name")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model.path = {path!r}: not a model folder, since it has no config.json")
+        return str(folder)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
+        raise ModelError(f"model.path = {path!r}: there is no such folder")
+    return path
+
+
+def _settings(config: ModelConfig) -> PreTrainedConfig:
+    where = _where(config)
+    try:
+        return AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except _BROKEN as error:
+        if Path(where).is_dir():
+            raise ModelError(f"model.path = {config.path!r}: config.json cannot be used ({_first_line(error)})") from error
+        raise ModelError(
+            f"model.path = {config.path!r}: there is no folder of that name here, and the model hub did not give it either "
+            f"({_first_line(error)}). Give a folder, or check the name and the network"
+        ) from error
+
+
+def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | None) -> dict[str, Any]:
+    kind = dtype or ("auto" if config.dtype == "auto" else getattr(torch, config.dtype))
+    options: dict[str, Any] = {"dtype": kind, "revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if config.load_in_4bit:
+        if find_spec("bitsandbytes") is None:
+            raise ModelError("model.load_in_4bit needs bitsandbytes: pip install 'lightrft[quant]'")
+        from transformers import BitsAndBytesConfig
+
+        compute = kind if isinstance(kind, torch.dtype) else torch.bfloat16
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, bnb_4bit_use_double_quant=True
+        )
+        options["device_map"] = {"": str(device)}
+    return options
+
+
+def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
+    """No gradient for parameters whose name, with or without a leading ``model.``, starts with one of ``prefixes``.
+
+    Raises ``ModelError`` for a prefix that names none.
+    """
+    names = dict(model.named_parameters())
+    for prefix in prefixes:
+        hit = [p for name, p in names.items() if name.startswith(prefix) or name.removeprefix("model.").startswith(prefix)]
+        if not hit:
+            tops = sorted({".".join(name.split(".")[:2]) for name in names})
+            raise ModelError(f"model.freeze = {prefix!r} names no parameter; names start with {', '.join(tops)}")
+        for parameter in hit:
+            parameter.requires_grad_(False)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``config.tokenizer`` or ``config.path``, padding on the left with a token of its own where there is one.
+
+    Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, a chat template that cannot be read.
+    """
+    where = config.tokenizer or (_where(config) if not _is_adapter(config.path) else config.path)
+    name = "model.tokenizer" if config.tokenizer else "model.path"
+    folder = Path(where).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelError(f"{name} = {where!r}: the folder holds no tokenizer; set model.tokenizer")
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            where, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
+    except (*_BROKEN, TypeError, AttributeError, ImportError) as error:
+        raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({_first_line(error)})") from error
+    rows = None if _is_adapter(config.path) or not config.path else _settings(config).get_text_config().vocab_size
+    if rows is not None and len(tokenizer) > rows:
+        raise ModelError(
+            f"the tokenizer {where!r} has {len(tokenizer)} tokens, the model {config.path!r} only {rows}: "
+            "they do not belong together"
+        )
+    tokenizer.padding_side = "left"
+    _own_pad(tokenizer, rows)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template(config.chat_template)
+    return tokenizer
+
+
+def _is_adapter(path: str) -> bool:
+    return (Path(path).expanduser() / "adapter_config.json").is_file()
+
+
+def _own_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> None:
+    """Give the tokenizer a pad token that is not its end token, without growing the model."""
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return
+    was = "no pad token" if tokenizer.pad_token_id is None else "its end token as pad"
+    vocabulary = tokenizer.get_vocab()
+    taken = {tokenizer.eos_token, tokenizer.bos_token}
+    free = next((token for token in _PADS if token in vocabulary and token not in taken), None)
+    if free is None and rows is not None and len(tokenizer) < rows:
+        free = "<|pad|>"
+    if free is not None:
+        tokenizer.add_special_tokens({"pad_token": free})
+        _log.warning("the tokenizer has %s: using %s to pad", was, free)
+        return
+    tokenizer.pad_token = tokenizer.eos_token
+    _log.warning("the tokenizer has %s and no token is free: padding with the end token. Masks come from lengths, so a real "
+                 "end token is still trained", was)  # fmt: skip
+
+
+def _template(text: str) -> str:
+    """A chat template given as such, or as a file that holds one."""
+    if "{%" in text or "{{" in text:
+        return text
+    file = Path(text).expanduser()
+    if not file.is_file():
+        raise ModelError(f"model.chat_template = {text!r} is neither a Jinja template nor a file")
+    return file.read_text(encoding="utf-8")
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ``ModelError`` when ``tokenizer`` can yield ids that ``model`` has no embedding for."""
+    embeddings: Any = base_model(model).get_input_embeddings()
+    rows = embeddings.num_embeddings
+    if len(tokenizer) > rows:
+        raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model only {rows}: they do not belong together")
+
+
+def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, path: str | Path, *, merge: bool = True) -> None:
+    """Write a folder that ``from_pretrained`` loads. ``model`` may be an actor.
+
+    Adapters are added into the weights that are written; those in memory stay. With ``merge`` off, only adapters are written."""
+    inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
+    if is_adapted(inner) and not merge:
+        inner.save_pretrained(str(path))
+    else:
+        base = base_model(inner)
+        implementation = base.config._attn_implementation
+        state = merged_state(inner) if is_adapted(inner) else None
+        base.save_pretrained(str(path), state_dict=state)
+        base.config._attn_implementation = implementation
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(path))
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,0 +1,226 @@
+"""Log-probabilities and entropy of tokens from hidden states, without the matrix of all logits.
+
+Logits exist for a few rows at a time and are computed again in the backward pass, unless all of them fit in the bound: then
+they are kept instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class _Bend:
+    """From a head's output to logits: times ``scale``, bent by ``softcap * tanh(x / softcap)``, over ``temperature``."""
+
+    scale: float | None
+    softcap: float | None
+    temperature: float
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """``x`` (changed in place) as logits, and their slope in ``x`` where it is not constant."""
+        if self.scale is not None:
+            x = x.mul_(self.scale)
+        slope = None
+        if self.softcap is not None:
+            bent = x.div_(self.softcap).tanh_()
+            slope = 1 - bent * bent
+            x = bent.mul_(self.softcap)
+        if self.temperature != 1.0:
+            x = x.div_(self.temperature)
+        return x, slope
+
+    def backward(self, grad: Tensor, slope: Tensor | None) -> Tensor:
+        """The gradient (changed in place) in the head's output."""
+        factor = (1.0 if self.scale is None else self.scale) / self.temperature
+        if slope is not None:
+            grad = grad.mul_(slope)
+        return grad if factor == 1.0 else grad.mul_(factor)
+
+
+def bend_logits(x: Tensor, scale: float | None, softcap: float | None, temperature: float = 1.0) -> Tensor:
+    """A head's output ``x [..., V]`` as logits, by plain autograd: what ``token_logprobs`` does to each chunk in place."""
+    x = x if scale is None else x * scale
+    x = x if softcap is None else softcap * (x / softcap).tanh()
+    return x if temperature == 1.0 else x / temperature
+
+
+def token_logprobs(
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    entropy: bool = False,
+    chunk_mb: float = 64,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs ``[N]`` of ``targets [N]`` under ``softmax(logits / temperature)``, and the entropy ``[N]`` of that softmax.
+
+    ``hidden [N, H]`` are the states that predict the targets; ``head`` maps them to logits. Softmax and sums are in float32
+    (float64 for float64 states). At most ``chunk_mb`` MiB of logits exist at a time. Both results carry gradient.
+    """
+    bend = _Bend(scale, softcap, temperature)
+    if type(head) is nn.Linear:
+        rows = _rows_per_chunk(hidden, head.out_features, chunk_mb)
+        logprobs, entropies = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, bend, entropy, rows)
+        return logprobs, entropies if entropy else None
+    return _generic(hidden, head, targets, bend, entropy, chunk_mb)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _rows_per_chunk(hidden: Tensor, vocabulary: int, chunk_mb: float) -> int:
+    return max(1, int(chunk_mb * 2**20) // (vocabulary * _wide(hidden.dtype).itemsize))
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, bend: _Bend, entropy: bool, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        n, wide = hidden.shape[0], _wide(hidden.dtype)
+        logprobs = hidden.new_empty(n, dtype=wide)
+        entropies = hidden.new_empty(n if entropy else 0, dtype=wide)
+        log_sums = hidden.new_empty(n, dtype=wide)
+        kept = None
+        for start in range(0, n, rows):
+            part = slice(start, start + rows)
+            logits, slope = bend.forward(F.linear(hidden[part], weight, bias).to(wide))
+            log_sums[part] = logits.logsumexp(-1)
+            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_sums[part]
+            keep = n <= rows and slope is None and any(ctx.needs_input_grad[:3])
+            if entropy or keep:
+                logits -= log_sums[part, None]
+            if entropy:
+                entropies[part] = -_expected(logits.exp(), logits.clone() if keep else logits)
+            kept = logits if keep else None
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies, kept)
+        ctx.bend, ctx.rows = bend, rows
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_sums, entropies, kept = ctx.saved_tensors
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        on_logprob, on_entropy = grads
+        d_hidden = torch.empty_like(hidden) if need_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if need_weight else None
+        d_bias = torch.zeros_like(bias, dtype=log_sums.dtype) if need_bias else None
+        for start in range(0, hidden.shape[0], ctx.rows):
+            part = slice(start, start + ctx.rows)
+            if kept is None:
+                logp, slope = ctx.bend.forward(F.linear(hidden[part], weight, bias).to(log_sums.dtype))
+                logp -= log_sums[part, None]
+            else:
+                logp, slope = kept.clone(), None  # a graph that is kept may be walked again
+            d = _logit_gradient(
+                logp,
+                targets[part],
+                None if on_logprob is None else on_logprob[part],
+                None if on_entropy is None or not on_entropy.numel() else (on_entropy[part], entropies[part]),
+            )
+            d = ctx.bend.backward(d, slope)
+            if d_bias is not None:
+                d_bias += d.sum(0)
+            d = d.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(d, weight, out=d_hidden[part])
+            if d_weight is not None:
+                if d_weight.dtype == d.dtype:
+                    d_weight.addmm_(d.T, hidden[part])
+                else:
+                    d_weight += d.T @ hidden[part]
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+
+
+def _logit_gradient(logp: Tensor, targets: Tensor, on_logprob: Tensor | None, on_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
+    """``d logprob = onehot - p`` and ``d entropy = -p (log p + H)``, each times its incoming gradient. ``logp`` is used up."""
+    if on_entropy is None:
+        if on_logprob is None:
+            return torch.zeros_like(logp)
+        d = logp.exp_().mul_(-on_logprob[:, None])
+    else:
+        grad, entropy = on_entropy
+        p = logp.exp()
+        d = logp.add_(entropy[:, None]).mul_(-grad[:, None])
+        if on_logprob is not None:
+            d -= on_logprob[:, None]
+        d = _times_probability(d, p)
+    if on_logprob is not None:
+        d.scatter_add_(1, targets[:, None], on_logprob[:, None])
+    return d
+
+
+def _times_probability(x: Tensor, p: Tensor) -> Tensor:
+    """``x * p`` where an impossible token (log-prob of minus infinity) counts as 0."""
+    return p.mul_(x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+
+
+def _expected(p: Tensor, logp: Tensor) -> Tensor:
+    return _times_probability(logp, p).sum(-1)
+
+
+def _generic(
+    hidden: Tensor, head: nn.Module, targets: Tensor, bend: _Bend, entropy: bool, chunk_mb: float
+) -> tuple[Tensor, Tensor | None]:
+    """Any other head (with adapters, quantised): plain autograd, chunk by chunk, recomputed in the backward pass."""
+
+    def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+        logp = bend_logits(head(h).to(_wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
+        return logp.gather(1, t[:, None])[:, 0], (-(logp.exp() * logp).sum(-1) if entropy else logp.new_zeros(0))
+
+    rows = _rows_per_chunk(hidden, _width(head, hidden), chunk_mb)
+    starts = range(0, max(1, hidden.shape[0]), rows)
+    parts = [checkpoint(chunk, hidden[s : s + rows], targets[s : s + rows], use_reentrant=False) for s in starts]
+    return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy else None
+
+
+def _width(head: nn.Module, hidden: Tensor) -> int:
+    known = getattr(head, "out_features", None)
+    if isinstance(known, int):
+        return known
+    with torch.no_grad():
+        return head(hidden.new_zeros(1, hidden.shape[-1])).shape[-1]
+
+
+def log_probs_from_logits(logits: Tensor, labels: Tensor, disable_logprobs_flashattn: bool = False) -> Tensor:
+    """Log-probs ``[...]`` of ``labels [...]`` under the softmax of ``logits [..., V]``, in float32 (float64 for float64 logits).
+
+    Half-precision logits go row by row, so that no float32 copy of all of them exists. ``disable_logprobs_flashattn`` keeps
+    to PyTorch where flash-attn's fused cross entropy would be used: CUDA, with flash-attn installed.
+    """
+    flat, picks = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    if flat.is_cuda and not disable_logprobs_flashattn:
+        fused = _fused_cross_entropy()
+        if fused is not None:
+            return -fused(flat, picks)[0].reshape(labels.shape)
+    if flat.dtype in (torch.bfloat16, torch.float16):
+        rows = [row.float().log_softmax(-1)[pick] for row, pick in zip(flat, picks, strict=True)]
+        return torch.stack(rows).reshape(labels.shape) if rows else flat.new_zeros(labels.shape, dtype=torch.float32)
+    return (flat.gather(1, picks[:, None])[:, 0] - flat.logsumexp(-1)).reshape(labels.shape)
+
+
+def _fused_cross_entropy() -> Any:
+    try:
+        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[import-not-found]
+    except ImportError:
+        return None
+    return cross_entropy_loss
+
+
+def entropy_from_logits(logits: Tensor) -> Tensor:
+    """Entropy ``[...]`` in nats of the softmax of ``logits [..., V]``: ``logsumexp - sum(p * logits)``."""
+    wide = logits.to(_wide(logits.dtype))
+    return wide.logsumexp(-1) - (wide.softmax(-1) * wide).sum(-1)

@@ -1,0 +1,124 @@
+"""Low-rank adapters by peft, and the sum of adapters and weights without touching either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lightrft.models.settings import LoRAConfig
+from lightrft.utils.errors import ModelError
+
+# Projections between a tower and the language model, and towers themselves: trained only when asked for.
+_TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
+_CONNECTORS = ("multi_modal_projector", "merger", "embed_vision", "embed_audio")
+
+
+def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterable[str] = ()) -> nn.Module:
+    """``model`` with trainable adapters and everything else frozen. Module paths that contain a name of ``exclude`` get none.
+
+    Raises ``ModelError`` when ``config.targets`` names no module.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    exclude = tuple(exclude)
+    everything = config.targets == "all-linear" and exclude
+    targets = find_all_linear_modules(model, exclude) if everything else config.targets
+    try:
+        return get_peft_model(
+            model,
+            LoraConfig(
+                r=config.rank,
+                lora_alpha=config.alpha,  # ty: ignore[invalid-argument-type]
+                lora_dropout=config.dropout,
+                use_dora=config.dora,
+                target_modules=targets if isinstance(targets, str) else list(targets),
+                task_type="CAUSAL_LM",
+                bias="none",
+            ),
+        )
+    except ValueError as error:
+        raise ModelError(f"lora.targets = {config.targets!r}: {error}") from None
+
+
+def find_all_linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
+    """Full names of the linear layers that adapters go on: not the output head, and none below a path of ``exclude``."""
+    head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    skipped = {"lm_head", "output_layer", *exclude}
+    return [
+        name
+        for name, module in model.named_modules()
+        if (isinstance(module, nn.Linear) or "Linear" in type(module).__name__)
+        and module is not head
+        and not skipped & set(name.split("."))
+    ]
+
+
+def apply_lora_configuration(
+    model: PreTrainedModel,
+    lora_rank: int,
+    lora_alpha: float,
+    lora_dropout: float,
+    target_modules: str | list[str] | None = None,
+    freeze_vision_tower: bool = True,
+) -> nn.Module:
+    """``model`` with LoRA adapters of rank ``lora_rank``, scaled by ``lora_alpha / lora_rank``, as a peft model.
+
+    ``target_modules`` of ``None`` means every linear layer but the output head and the connectors of towers; towers too when
+    ``freeze_vision_tower``. Raises ``ModelError`` for a rank or an alpha below which adapters could not learn, and for targets
+    that name no module.
+    """
+    if lora_rank < 1 or lora_alpha <= 0:
+        raise ModelError(f"lora_rank = {lora_rank} and lora_alpha = {lora_alpha}: both must be positive for adapters to learn")
+    targets = "all-linear" if target_modules is None else target_modules
+    config = LoRAConfig(
+        rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, targets=targets if isinstance(targets, str) else tuple(targets)
+    )
+    model.enable_input_require_grads()
+    return add_adapters(model, config, exclude=_CONNECTORS + (_TOWERS if freeze_vision_tower else ()))
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether ``model`` is a peft model."""
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def base_model(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside; its layers keep the adapters that were put into them."""
+    return model.get_base_model() if is_adapted(model) else model  # ty: ignore[not-callable, invalid-explicit-return]
+
+
+def plain_name(name: str) -> str | None:
+    """A parameter's name in the model without adapters; ``None`` for a parameter of the adapters themselves."""
+    name = name.removeprefix("base_model.model.")
+    if any(part in name for part in (".lora_", ".modules_to_save.")):
+        return None
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+@torch.no_grad()
+def merged_state(model: nn.Module) -> dict[str, Tensor]:
+    """Weights with adapters added in, under the names of the model without adapters. ``model`` is left bit for bit as it was."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    state = {plain: value for name, value in model.state_dict().items() if (plain := plain_name(name)) is not None}
+    for name, layer in model.named_modules():
+        if isinstance(layer, BaseTunerLayer):
+            weight = layer.get_base_layer().weight
+            if not torch.is_floating_point(weight):
+                raise ModelError(f"{name} is quantised, so adapters cannot be added in: save the adapters alone")
+            before = weight.detach().clone()
+            layer.merge()
+            state[f"{plain_name(f'{name}.')}weight"] = weight.detach().clone()
+            layer.unmerge()
+            weight.copy_(before)
+    return state
+
+
+def trainable_summary(model: nn.Module) -> dict[str, Any]:
+    """Counts of trainable and of all parameters."""
+    parameters = list(model.parameters())
+    return {"trainable": sum(p.numel() for p in parameters if p.requires_grad), "all": sum(p.numel() for p in parameters)}

@@ -1,0 +1,199 @@
+"""How a batch becomes one model call, in three layouts that give the same numbers.
+
+The last token of an answer is not run unless ``final`` asks for it: nobody reads the state after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lightrft.models.segment_attention import Run, SegmentPlan
+from lightrft.models.settings import Layout
+from lightrft.types import Batch
+
+
+@dataclass(slots=True)
+class Packed:
+    """One model call: ``input_ids``/``position_ids [S, T]``, and where its ``[S * T]`` hidden states are read.
+
+    ``gather [N]``: the state that predicts each response token; ``final [B]``: the state after each answer's last token
+    (only when asked for). ``plan`` is what the flat layouts attend to; ``None`` means rows of their own (``padded``).
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    plan: SegmentPlan | None
+    gather: Tensor
+    final: Tensor | None
+
+    @property
+    def inputs(self) -> dict[str, Tensor | SegmentPlan]:
+        """Keywords of the model's forward."""
+        plan = {} if self.plan is None else {"attention_plan": self.plan}
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, **plan}
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Lengths as lists: prompts' and answers', tokens of each answer that are run, and the rows that are run at all."""
+
+    prompts: list[int]
+    answers: list[int]
+    run: list[int]
+    prompt_of: list[int]
+    needed: list[int]
+
+
+@dataclass(slots=True)
+class _Flat:
+    """Runs of tokens copied into a flat row: from ``source``, ``length`` long, at position ``first`` of their sequence."""
+
+    source: list[int] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    end: int = 0
+
+    def add(self, source: int, length: int, first: int) -> Run:
+        """The run's place in the row."""
+        self.source.append(source)
+        self.length.append(length)
+        self.first.append(first)
+        self.end += length
+        return self.end - length, length
+
+
+def pack(batch: Batch, layout: Layout, *, final: bool = False, pad: int = 0) -> Packed:
+    """``batch`` as one model call. Rows of length 0 and empty batches are fine: nothing is read from them.
+
+    Raises ``ValueError`` for a prompt of length 0: nothing would predict the first token of its answers.
+    """
+    rows = _rows(batch, final)
+    empty = [rows.prompt_of[b] for b in rows.needed if rows.prompts[rows.prompt_of[b]] == 0]
+    if empty:
+        raise ValueError(f"prompt {empty[0]} of the batch has no tokens, so nothing predicts the first token of its answers")
+    if not rows.needed:
+        return _nothing(batch, layout, final)
+    make = {"prefix_shared": _prefix_shared, "packed": _packed, "padded": _padded}[layout]
+    return make(batch, rows, final, pad)
+
+
+def _rows(batch: Batch, final: bool) -> _Rows:
+    prompts, answers, prompt_of = batch.prompts.lengths.tolist(), batch.lengths.tolist(), batch.prompt_of.tolist()
+    run = [n if final else max(0, n - 1) for n in answers]
+    needed = [b for b, n in enumerate(answers) if n or final]
+    return _Rows(prompts, answers, run, prompt_of, needed)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    starts, total = [], 0
+    for n in lengths:
+        starts.append(total)
+        total += n
+    return starts
+
+
+def _nothing(batch: Batch, layout: Layout, final: bool) -> Packed:
+    """One token that nobody reads: every rank of a job makes its model call, and gradients of zero flow."""
+    device = batch.responses.tokens.device
+    one = torch.zeros(1, 1, dtype=torch.long, device=device)
+    none = torch.zeros(0, dtype=torch.long, device=device)
+    plan = None if layout == "padded" else SegmentPlan([(0, 1)], [], one[0])
+    return Packed(one, one.clone(), plan, none, none.clone() if final else None)
+
+
+def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
+    """Per group: the prompt once, then each answer; an answer's positions go on from its prompt's."""
+    groups: dict[int, list[int]] = {}
+    for b in rows.needed:
+        groups.setdefault(rows.prompt_of[b], []).append(b)
+    prompt_at, answer_at = _starts(rows.prompts), _sources(batch, rows)
+    flat, runs, shared = _Flat(), [], []
+    last, start = [0] * len(rows.answers), [0] * len(rows.answers)
+    for p, members in groups.items():
+        head = flat.add(prompt_at[p], rows.prompts[p], 0)
+        answers = []
+        for b in members:
+            last[b] = head[0] + head[1] - 1
+            if rows.run[b]:
+                answers.append(flat.add(answer_at[b], rows.run[b], rows.prompts[p]))
+                start[b] = answers[-1][0]
+        runs += [head, *answers]
+        if answers:
+            shared.append((head, answers))
+    return _flat_row(batch, rows, flat, runs, shared, last, start, final)
+
+
+def _packed(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
+    """Prompt and answer of every sample end to end; positions restart with each."""
+    prompt_at, answer_at = _starts(rows.prompts), _sources(batch, rows)
+    flat, runs = _Flat(), []
+    last, start = [0] * len(rows.answers), [0] * len(rows.answers)
+    for b in rows.needed:
+        n = rows.prompts[rows.prompt_of[b]]
+        head = flat.add(prompt_at[rows.prompt_of[b]], n, 0)
+        last[b], start[b] = head[0] + n - 1, head[0] + n
+        if rows.run[b]:
+            flat.add(answer_at[b], rows.run[b], n)
+        runs.append((head[0], n + rows.run[b]))
+    return _flat_row(batch, rows, flat, runs, [], last, start, final)
+
+
+def _sources(batch: Batch, rows: _Rows) -> list[int]:
+    """Where each answer starts among the prompts' tokens followed by the answers'."""
+    offset = batch.prompts.tokens.numel()
+    return [offset + s for s in _starts(rows.answers)]
+
+
+def _flat_row(
+    batch: Batch,
+    rows: _Rows,
+    flat: _Flat,
+    runs: list[Run],
+    shared: list[tuple[Run, list[Run]]],
+    last: list[int],
+    start: list[int],
+    final: bool,
+) -> Packed:
+    device = batch.responses.tokens.device
+    length = torch.tensor(flat.length)
+    within = torch.arange(int(length.sum())) - torch.repeat_interleave(length.cumsum(0) - length, length)
+    source = torch.repeat_interleave(torch.tensor(flat.source), length) + within
+    positions = (torch.repeat_interleave(torch.tensor(flat.first), length) + within).to(device)
+    tokens = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source.to(device)]
+    plan = SegmentPlan(runs, shared, positions)
+    gather, after = _reads(rows, torch.tensor(last), torch.tensor(start))
+    return Packed(tokens[None], positions[None], plan, gather.to(device), after.to(device) if final else None)
+
+
+def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
+    """A rectangle, filled up on the right: no real token sees what comes after it, so no mask is needed."""
+    device = batch.responses.tokens.device
+    prompts, answers = batch.prompts.tokens.split(rows.prompts), batch.responses.tokens.split(rows.answers)
+    of = rows.prompt_of
+    width = max(rows.prompts[of[b]] + rows.run[b] for b in rows.needed)
+    ids = torch.full((len(rows.needed), width), pad, dtype=torch.long, device=device)
+    last, start = torch.zeros(len(rows.answers), dtype=torch.long), torch.zeros(len(rows.answers), dtype=torch.long)
+    for s, b in enumerate(rows.needed):
+        n = rows.prompts[of[b]]
+        ids[s, :n] = prompts[of[b]]
+        ids[s, n : n + rows.run[b]] = answers[b][: rows.run[b]]
+        last[b], start[b] = s * width + n - 1, s * width + n
+    gather, after = _reads(rows, last, start)
+    positions = torch.arange(width, device=device).expand(len(rows.needed), -1)
+    return Packed(ids, positions, None, gather.to(device), after.to(device) if final else None)
+
+
+def _reads(rows: _Rows, last: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the states that predict response tokens lie, and the states after the last tokens.
+
+    The first token of an answer is predicted by its prompt's ``last [B]`` token, the next ones from ``start [B]`` on.
+    """
+    length = torch.tensor(rows.answers, dtype=torch.long)
+    row = torch.repeat_interleave(torch.arange(len(length)), length)
+    step = torch.arange(len(row)) - (length.cumsum(0) - length)[row]
+    gather = torch.where(step == 0, last[row], start[row] + step - 1)
+    return gather, torch.where(length == 0, last, start + length - 1)

@@ -1,0 +1,307 @@
+"""Exact attention over runs of tokens laid end to end, where an answer sees its prompt and itself.
+
+Each query's softmax is taken apart into parts: causal attention inside its own run, and full attention to the run before it.
+Every part yields an output and the log of its softmax denominator; the parts are joined by those denominators (as in
+arXiv 2310.01889), and the backward pass of a part is exact when it is given the joined output and denominator. So a prompt's
+keys are never copied per answer, all answers of a group read them in one call, and no mask of the whole row exists.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.models import varlen
+
+Run = tuple[int, int]
+"""Start and length of tokens that lie side by side in the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Runs of nearly equal length that each attend to themselves, causally, in one call.
+
+    ``index [G * L]`` are their positions, filled up to the longest by repeating position 0; ``real [G, L]`` tells them apart
+    and is ``None`` when nothing was filled up. ``index`` is ``None`` for a single run, ``start`` long ``length``.
+    """
+
+    start: int
+    length: int
+    index: Tensor | None
+    real: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Queries that see keys of an earlier run: a slice of the row, or ``index [n]``; ``mask [n, m]`` where not all of them."""
+
+    query: slice | Tensor
+    key: slice
+    mask: Tensor | None
+
+
+@dataclass(slots=True)
+class SegmentPlan:
+    """``runs`` attend to themselves; in ``shared``, several runs (side by side) also see all of an earlier one.
+
+    ``shared`` holds pairs of the key run and the query runs. ``positions [T]`` are the tokens' places in their own sequence.
+    """
+
+    runs: Sequence[Run]
+    shared: Sequence[tuple[Run, Sequence[Run]]]
+    positions: Tensor
+    _parts: dict[int | None, tuple[list[Own], list[Before]]] = field(default_factory=dict)
+    _varlen: dict[str, varlen.Keys] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        """``query [1, H, T, d]``, ``key``/``value [1, H_kv, T, d]`` to ``[1, T, H, d]``."""
+        if varlen.usable(query, value, softcap):
+            if "keys" not in self._varlen:
+                self._varlen["keys"] = varlen.gather_keys(self.runs, self.shared, query.device)
+            return varlen.attend(query, key, value, self._varlen["keys"], scale, window)
+        own, before = self.parts(window)
+        return _Joined.apply(query, key, value, own, before, scale, softcap)
+
+    def parts(self, window: int | None) -> tuple[list[Own], list[Before]]:
+        """The parts of the softmax under a sliding window of ``window`` keys; made once, since all layers share them."""
+        longest = max((length for _, length in self.runs), default=0)
+        reach = max((length + max(n for _, n in queries) for (_, length), queries in self.shared), default=0)
+        if window is not None and window >= max(longest, reach):
+            window = None
+        if window not in self._parts:
+            self._parts[window] = self._make_parts(window)
+        return self._parts[window]
+
+    def _make_parts(self, window: int | None) -> tuple[list[Own], list[Before]]:
+        chunks = [chunk for run in self.runs for chunk in _chunks(run, window)]
+        own = [_own(bucket, self.positions.device) for bucket in _buckets(chunks)]
+        if window is None:
+            whole = [(slice(runs[0][0], runs[-1][0] + runs[-1][1]), slice(k, k + m)) for (k, m), runs in self.shared]
+            return own, [Before(query, key, None) for query, key in whole]
+        reach = window - 1  # how far before itself a query sees
+        before = []
+        for run in self.runs:
+            pieces = list(_chunks(run, window))
+            for (k, m), (q, n) in itertools.pairwise(pieces):
+                before.append(self._masked(slice(q, q + min(n, reach)), slice(k, k + m), window))
+        for (k, m), runs in self.shared:
+            heads = [torch.arange(q, q + min(n, reach), device=self.positions.device) for q, n in runs]
+            before.append(self._masked(torch.cat(heads), slice(k + max(0, m - reach), k + m), window))
+        return own, [b for b in before if b.mask is None or b.mask.numel()]
+
+    def _masked(self, query: slice | Tensor, key: slice, window: int) -> Before:
+        seen = self.positions[key][None, :] > self.positions[query][:, None] - window
+        return Before(query, key, None if bool(seen.all()) and seen.numel() else seen)
+
+
+def _chunks(run: Run, window: int | None) -> Iterator[Run]:
+    """``run`` in pieces within which a window of ``window`` hides nothing that is not in the future."""
+    start, length = run
+    step = window or max(length, 1)
+    for offset in range(0, length, step):
+        yield start + offset, min(step, length - offset)
+
+
+def _buckets(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs grouped so that filling each up to its group's longest adds little."""
+    buckets: list[list[Run]] = []
+    for run in sorted(runs, key=lambda r: (r[1], r[0])):
+        if buckets and run[1] <= 8 + buckets[-1][0][1] * 5 // 4:
+            buckets[-1].append(run)
+        else:
+            buckets.append([run])
+    return buckets
+
+
+def _own(runs: Sequence[Run], device: torch.device) -> Own:
+    if len(runs) == 1:
+        return Own(*runs[0], None, None)
+    longest = runs[-1][1]
+    starts = torch.tensor([s for s, _ in runs], device=device)
+    lengths = torch.tensor([n for _, n in runs], device=device)
+    steps = torch.arange(longest, device=device)
+    real = steps[None, :] < lengths[:, None]
+    index = torch.where(real, starts[:, None] + steps[None, :], 0)
+    return Own(0, longest, index.reshape(-1), None if runs[0][1] == longest else real)
+
+
+class _Joined(torch.autograd.Function):
+    """Attention from parts, all with their own kernel call, joined by the logs of their denominators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        own: list[Own],
+        before: list[Before],
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        q, k, v = query[0], key[0], value[0]  # [H, T, d], [H_kv, T, d]
+        heads, tokens, repeat = q.shape[0], q.shape[1], q.shape[0] // k.shape[0]
+        out = q.new_empty(heads, tokens, v.shape[-1])
+        lse = q.new_empty(heads, tokens, dtype=torch.promote_types(q.dtype, torch.float32))
+        for part in own:
+            o, log = _forward(
+                _take(q, part), _repeat(_take(k, part), repeat), _repeat(_take(v, part), repeat), None, True, scale, softcap
+            )
+            _put(out, part, o)
+            _put(lse.unsqueeze(-1), part, log.unsqueeze(-1))
+        for part in before:
+            at, keys = part.query, part.key
+            o, log = _forward(
+                _fold(q[:, at], repeat), k[None, :, keys], v[None, :, keys], _tile(part.mask, repeat), False, scale, softcap
+            )
+            o, log = _unfold(o, heads), _unfold(log, heads)
+            joined = torch.logaddexp(lse[:, at], log)
+            out[:, at] = (out[:, at] * (lse[:, at] - joined).exp().unsqueeze(-1) + o * (log - joined).exp().unsqueeze(-1)).to(
+                out.dtype
+            )
+            lse[:, at] = joined
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.parts = own, before, scale, softcap
+        return out.transpose(0, 1).unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        own, before, scale, softcap = ctx.parts
+        q, k, v, grad = query[0], key[0], value[0], grads[0][0].transpose(0, 1)
+        heads, repeat = q.shape[0], q.shape[0] // k.shape[0]
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for part in own:
+            inputs = _take(q, part), _repeat(_take(k, part), repeat), _repeat(_take(v, part), repeat)
+            log, g = _take(lse.unsqueeze(-1), part).squeeze(-1), _take(grad, part)
+            if part.real is not None:  # a filled-up place has no gradient and must not overflow: its probabilities become 0
+                log, g = log.masked_fill(~part.real[:, None], 1e30), g * part.real[:, None, :, None]
+            a, b, c = _backward(g, *inputs, _take(out, part), log, None, True, scale, softcap)
+            _add(dq, part, a)
+            _add(dk, part, _collect(b, repeat))
+            _add(dv, part, _collect(c, repeat))
+        for part in before:
+            at, keys = part.query, part.key
+            inputs = _fold(q[:, at], repeat), k[None, :, keys], v[None, :, keys]
+            sums = _fold(grad[:, at], repeat), *inputs, _fold(out[:, at], repeat), _fold(lse[:, at], repeat)
+            a, b, c = _backward(*sums, _tile(part.mask, repeat), False, scale, softcap)
+            dq[:, at] += _unfold(a, heads)
+            dk[:, keys] += b[0]
+            dv[:, keys] += c[0]
+        return dq[None], dk[None], dv[None], None, None, None, None
+
+
+def _take(x: Tensor, part: Own) -> Tensor:
+    """The runs of ``part`` from ``x [H, T, d]`` as ``[G, H, L, d]``."""
+    if part.index is None:
+        return x[None, :, part.start : part.start + part.length]
+    rows = x.index_select(1, part.index)
+    return rows.reshape(x.shape[0], -1, part.length, x.shape[-1]).transpose(0, 1)
+
+
+def _put(x: Tensor, part: Own, rows: Tensor) -> None:
+    """Write ``rows [G, H, L, d]`` at the places of ``part`` in ``x [H, T, d]``; what filled up is dropped."""
+    if part.index is None:
+        x[:, part.start : part.start + part.length] = rows[0]
+    else:
+        flat = rows.transpose(0, 1).reshape(x.shape[0], -1, x.shape[-1])
+        at, flat = (
+            (part.index, flat) if part.real is None else (part.index[part.real.reshape(-1)], flat[:, part.real.reshape(-1)])
+        )
+        x[:, at] = flat
+
+
+def _add(x: Tensor, part: Own, rows: Tensor) -> None:
+    """Add ``rows [G, H, L, d]`` at the places of ``part``; what filled up is exactly zero."""
+    if part.index is None:
+        x[:, part.start : part.start + part.length] += rows[0]
+    else:
+        x.index_add_(1, part.index, rows.transpose(0, 1).reshape(x.shape[0], -1, x.shape[-1]))
+
+
+def _repeat(x: Tensor, times: int) -> Tensor:
+    """Key heads ``[G, H_kv, L, d]`` once for every query head that reads them."""
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
+
+
+def _collect(x: Tensor, times: int) -> Tensor:
+    return x if times == 1 else x.unflatten(1, (-1, times)).sum(2)
+
+
+def _fold(x: Tensor, times: int) -> Tensor:
+    """Query heads ``[H, n, ...]`` that read one key head, laid end to end as more queries: ``[1, H_kv, times * n, ...]``."""
+    return x.unflatten(0, (-1, times)).flatten(1, 2).unsqueeze(0)
+
+
+def _unfold(x: Tensor, heads: int) -> Tensor:
+    return x[0].unflatten(1, (heads // x.shape[1], -1)).flatten(0, 1)
+
+
+def _tile(mask: Tensor | None, times: int) -> Tensor | None:
+    return mask if mask is None or times == 1 else mask.repeat(times, 1)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output ``[G, H, n, d]`` and log denominators ``[G, H, n]`` of one part."""
+    if softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
+        )
+    scores, _ = _scores(q, k, mask, causal, scale, softcap)
+    log = scores.logsumexp(-1)
+    return ((scores - log.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), log
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one part, given the joined output and log denominators."""
+    if softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, log, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
+        )
+    scores, slope = _scores(q, k, mask, causal, scale, softcap)
+    p = (scores - log.unsqueeze(-1)).exp()
+    wide = p.dtype
+    centre = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+    ds = p * (grad.to(wide) @ v.to(wide).transpose(-1, -2) - centre) * scale
+    if slope is not None:
+        ds = ds * slope
+    dq, dk = ds @ k.to(wide), ds.transpose(-1, -2) @ q.to(wide)
+    return dq.to(q.dtype), dk.to(k.dtype), (p.transpose(-1, -2) @ grad.to(wide)).to(v.dtype)
+
+
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled, capped and masked scores ``[G, H, n, m]``, and the slope of the cap."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores, slope = (q @ k.transpose(-1, -2)).to(wide) * scale, None
+    if softcap is not None:
+        bent = (scores / softcap).tanh()
+        scores, slope = softcap * bent, 1 - bent * bent
+    if causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)), slope
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if mask is None else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)

@@ -1,0 +1,157 @@
+"""Public helpers over rectangles ``[B, L]`` and packed rows, for code that keeps tensors of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightrft.models.logprobs import entropy_from_logits, log_probs_from_logits
+from lightrft.models.lora import apply_lora_configuration, find_all_linear_modules
+
+__all__ = [
+    "apply_lora_configuration",
+    "compute_approx_kl",
+    "compute_reward",
+    "create_high_entropy_mask",
+    "entropy_from_logits",
+    "find_all_linear_modules",
+    "log_probs_from_logits",
+    "masked_mean",
+    "pad_to_length",
+    "process_sequences",
+    "reset_position_ids",
+    "unpacking_samples",
+]
+
+
+def reset_position_ids(attention_mask: Tensor) -> Tensor:
+    """Positions ``[B, L]`` of packed rows, from 0 in each sample.
+
+    ``attention_mask [B, L]`` holds 1..n for the samples of a row and 0 for padding, whose position is 0.
+    """
+    steps = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
+    starts = torch.ones_like(attention_mask, dtype=torch.bool)
+    starts[:, 1:] = attention_mask[:, 1:] != attention_mask[:, :-1]
+    start_of = torch.where(starts, steps, 0).cummax(1).values
+    return torch.where(attention_mask != 0, steps - start_of, 0)
+
+
+def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
+    """Mean of ``tensor`` where ``mask`` is set, over ``dim`` or all of it; 0 where nothing is set."""
+    if mask is None:
+        return tensor.mean() if dim is None else tensor.mean(dim)
+    kept = torch.where(mask.bool(), tensor, 0)
+    total, count = (kept.sum(), mask.bool().sum()) if dim is None else (kept.sum(dim), mask.bool().sum(dim))
+    return total / count.clamp(min=1)
+
+
+def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Tensor]:
+    """``values [sum]`` or ``[1, sum]`` in pieces of ``packed_seqlens``. Raises ``ValueError`` when these do not add up to it."""
+    flat = values.squeeze(0) if values.dim() > 1 else values
+    if sum(packed_seqlens) != flat.shape[0]:
+        raise ValueError(f"packed_seqlens add up to {sum(packed_seqlens)}, the values have {flat.shape[0]} places")
+    return list(flat.split(list(packed_seqlens)))
+
+
+def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) -> Tensor:
+    """``tensor`` filled up on the left of ``dim`` to ``length`` places; longer ones stay."""
+    missing = length - tensor.shape[dim]
+    if missing <= 0:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat([tensor.new_full(shape, pad_value), tensor], dim=dim)
+
+
+def compute_approx_kl(
+    log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_estimator: str = "k1"
+) -> Tensor:
+    """Estimate of KL(policy || base) at each token, from the tokens sampled by the policy; 0 where ``action_mask`` is not set.
+
+    With d = log_probs - log_probs_base: ``k1`` = d, ``k2`` = d^2 / 2, ``k3`` = exp(-d) - 1 + d (Schulman, "Approximating KL
+    divergence", 2020). Raises ``ValueError`` for another name.
+    """
+    d = log_probs.float() - log_probs_base.float() if log_probs.dtype != torch.float64 else log_probs - log_probs_base
+    if action_mask is not None:
+        d = torch.where(action_mask.bool(), d, 0)
+    if kl_estimator == "k1":
+        return d
+    if kl_estimator == "k2":
+        return d.square() / 2
+    if kl_estimator == "k3":
+        return torch.expm1(-d) + d
+    raise ValueError(f"kl_estimator = {kl_estimator!r}: must be k1, k2 or k3")
+
+
+def compute_reward(
+    r: Tensor | float,
+    kl_coef: float,
+    kl: Tensor | Sequence[Tensor],
+    action_mask: Tensor | None = None,
+    num_actions: Sequence[int] | None = None,
+    reward_clip_range: tuple[float, float] | None = None,
+) -> Tensor | list[Tensor]:
+    """Token rewards: ``-kl_coef * kl``, plus ``r [B]`` (clipped) at each row's last action. A ``kl_coef`` below 0 counts as 0.
+
+    With ``action_mask [B, L]``, ``kl`` and the result are ``[B, L]``; a row without actions gets nothing. Without it they are
+    lists, one tensor per sample, of ``num_actions`` places. Raises ``ValueError`` when those lengths do not fit.
+    """
+    kl_coef = max(kl_coef, 0.0)
+    rows = action_mask.shape[0] if action_mask is not None else len(kl)
+    outcome = torch.as_tensor(r)
+    outcome = outcome.clamp(*reward_clip_range) if reward_clip_range is not None else outcome
+    outcome = outcome.reshape(-1).expand(rows) if outcome.numel() == 1 else outcome.reshape(rows)
+    if action_mask is not None:
+        assert isinstance(kl, Tensor)
+        mask = action_mask.bool()
+        rewards = torch.where(mask, -kl_coef * kl, 0.0)
+        last = mask.shape[1] - 1 - mask.flip(1).long().argmax(1)
+        given = torch.where(mask.any(1), outcome.to(rewards), 0.0)
+        return rewards.scatter_add(1, last[:, None], given[:, None])
+    if num_actions is not None and [len(k) for k in kl] != list(num_actions):
+        raise ValueError(f"num_actions = {list(num_actions)} but kl has rows of {[len(k) for k in kl]}")
+    pieces = []
+    for row, value in zip(kl, outcome, strict=True):
+        piece = -kl_coef * row
+        piece[-1:] += value.to(piece)
+        pieces.append(piece)
+    return pieces
+
+
+def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor, high_entropy_ratio: float = 0.2) -> Tensor:
+    """``[B, L]``: of each row's actions, the fraction of highest entropy, at least one (arXiv 2506.01939).
+
+    A ratio outside (0, 1) keeps all actions; a row without actions keeps none.
+    """
+    if not 0 < high_entropy_ratio < 1:
+        return action_mask
+    mask = action_mask.bool()
+    counts = mask.sum(1)
+    keep = torch.where(counts > 0, (counts * high_entropy_ratio).long().clamp(min=1), 0)
+    order = torch.where(mask, entropy.detach().to(torch.float64), -torch.inf).argsort(dim=1, descending=True, stable=True)
+    rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    return (mask & (rank < keep[:, None])).to(action_mask.dtype)
+
+
+def process_sequences(sequences: Tensor, input_len: int, eos_token_id: int, pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Masks of generated rows: ``(sequences, attention_mask [B, L], action_mask [B, L - input_len])``.
+
+    The row ends one place after its last token that is neither end nor pad, and an end token is put there. So a row cut by the
+    length limit, whose last place is a real token, has that token replaced by an end token. Ends and pads inside the text stay
+    attended. An action counts when the token before it is neither end nor pad; the first action always counts. So the end token
+    itself is trained. ``sequences`` is not changed in place.
+    """
+    length = sequences.shape[1]
+    real = (sequences != eos_token_id) & (sequences != pad_token_id)
+    ends = length - real.long().flip(1).argmax(1, keepdim=True).clamp(min=1)
+    sequences = sequences.scatter(1, ends, eos_token_id)
+    first = real.long().argmax(1, keepdim=True)
+    steps = torch.arange(length, device=sequences.device).expand_as(sequences)
+    attention_mask = ((steps >= first) & (steps <= ends)).long()
+    states = sequences[:, input_len - 1 : -1]
+    action_mask = ((states != eos_token_id) & (states != pad_token_id)).long()
+    if action_mask.shape[1]:
+        action_mask[:, 0] = 1
+    return sequences, attention_mask, action_mask

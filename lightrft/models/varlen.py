@@ -1,0 +1,74 @@
+"""Variable-length attention kernels of CUDA devices: each run's queries against the keys that it sees, gathered per run."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Run = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    """``index [K]`` of the keys of every run, one run after another; where runs start among queries and keys; the longest."""
+
+    query_index: Tensor
+    key_index: Tensor
+    query_starts: Tensor
+    key_starts: Tensor
+    longest_query: int
+    longest_key: int
+
+
+@cache
+def kernel() -> Callable[..., Any] | None:
+    """``torch.nn.attention.varlen.varlen_attn`` if this torch has one that takes a scale, a window and grouped heads."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    known = inspect.signature(varlen_attn).parameters
+    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
+
+
+def usable(query: Tensor, value: Tensor, softcap: float | None) -> bool:
+    """Whether the kernel takes these inputs: half precision on CUDA, no soft-cap, one width of heads that it knows."""
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    fits = query.shape[-1] == value.shape[-1] <= 256
+    return query.is_cuda and half and softcap is None and fits and kernel() is not None
+
+
+def gather_keys(runs: Sequence[Run], shared: Sequence[tuple[Run, Sequence[Run]]], device: torch.device) -> Keys:
+    """Each run of ``runs`` with the run before it that it sees, if any."""
+    earlier = {run: key for key, queries in shared for run in queries}
+    pieces = [((earlier[run], run) if run in earlier else (run,)) for run in runs]
+    queries = [n for _, n in runs]
+    keys = [sum(n for _, n in piece) for piece in pieces]
+
+    def positions(parts: Sequence[Run]) -> Tensor:
+        return torch.cat([torch.arange(s, s + n) for s, n in parts]).to(device)
+
+    def starts(lengths: Sequence[int]) -> Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+    flat = [part for piece in pieces for part in piece]
+    return Keys(positions(runs), positions(flat), starts(queries), starts(keys), max(queries), max(keys))
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, keys: Keys, scale: float, window: int | None) -> Tensor:
+    """``query [1, H, T, d]`` to ``[1, T, H, d]``: causal from the lower right, at most ``window`` keys back."""
+    run = kernel()
+    assert run is not None
+    q = query[0].transpose(0, 1).index_select(0, keys.query_index)
+    k, v = (x[0].transpose(0, 1).index_select(0, keys.key_index) for x in (key, value))
+    bounds = keys.query_starts, keys.key_starts, keys.longest_query, keys.longest_key
+    back = -1 if window is None else window - 1
+    out = run(q, k, v, *bounds, scale=scale, window_size=(back, 0), enable_gqa=q.shape[1] != k.shape[1])
+    rows = torch.empty_like(out).index_copy(0, keys.query_index, out)
+    return rows.unsqueeze(0)

@@ -1,0 +1,72 @@
+"""From what a reward function returns to named numbers, or to the reason why it is not a reward."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence, Sized
+from typing import Any
+
+VALUE = ""
+"""The key of the number that counts in ``terms_of``'s result; the others are only logged."""
+
+
+class NotAReward(Exception):
+    """What a function returned is no reward; the message says what it was."""
+
+
+def number_of(value: Any) -> float:
+    """``value`` as a finite float. Raises ``NotAReward``."""
+    shape = getattr(value, "shape", None)
+    if shape is not None and tuple(shape) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, numbers.Real):
+        of_shape = f" of shape {tuple(shape)}" if shape is not None else ""
+        raise NotAReward(f"returned {type(value).__name__}{of_shape}, not a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        raise NotAReward("returned an integer too large for a float") from None
+    if not math.isfinite(number):
+        raise NotAReward(f"returned {number}")
+    return number
+
+
+def terms_of(result: Any) -> dict[str, float]:
+    """The value under ``VALUE`` and, for a dict, each other named term.
+
+    A dict's value is its ``"reward"`` where it has one, else the sum of its values. Raises ``NotAReward``.
+    """
+    if not isinstance(result, Mapping):
+        return {VALUE: number_of(result)}
+    if not result:
+        raise NotAReward("returned an empty dict")
+    terms = {}
+    for key, value in result.items():
+        if not isinstance(key, str) or not key:
+            raise NotAReward(f"returned a dict with the key {key!r}, not a name")
+        try:
+            terms[key] = number_of(value)
+        except NotAReward as error:
+            raise NotAReward(f"{error} for {key!r}") from None
+    value = terms.pop("reward") if "reward" in terms else number_of(math.fsum(terms.values()))
+    return {VALUE: value, **terms}
+
+
+def rows_of(result: Any, count: int) -> list[Any]:
+    """A batched function's result as one result per rollout. Raises ``NotAReward`` when there are not ``count``."""
+    if isinstance(result, Mapping):
+        columns = {key: _row(column, count, f" for {key!r}") for key, column in result.items()}
+        if not columns:
+            raise NotAReward("returned an empty dict")
+        return [{key: column[i] for key, column in columns.items()} for i in range(count)]
+    return _row(result, count, "")
+
+
+def _row(column: Any, count: int, where: str) -> list[Any]:
+    listed = isinstance(column, Sequence) and not isinstance(column, str | bytes)
+    if not listed and not (hasattr(column, "shape") and len(column.shape) >= 1 and isinstance(column, Sized)):
+        raise NotAReward(f"returned {type(column).__name__}{where}, not a list of {count}")
+    if len(column) != count:
+        raise NotAReward(f"returned {len(column)} values{where} for {count} rollouts")
+    return list(column)

@@ -1,0 +1,95 @@
+"""Files that are either whole or not there: written under a temporary name, then renamed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Replace ``path`` by ``data``: whoever reads it, even after a crash, sees the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data.encode("utf-8") if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """``value`` as indented JSON, atomically; numbers that are not finite become ``null``."""
+    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames inside ``folder`` survive a power cut, where the system can open folders."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def json_line(value: Any) -> str:
+    """``value`` as one line of strict JSON; dataclasses become objects, numbers that are not finite ``null``."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_as_mapping)
+    except ValueError:  # a number that is not finite: rare, so the copy is made only now
+        return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def finite(value: Any) -> Any:
+    """A copy of a tree in which numbers that are not finite are ``None`` and dataclasses are dictionaries."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [finite(item) for item in value]
+    return value if value is None or isinstance(value, str | int) else finite(_as_mapping(value))
+
+
+def _as_mapping(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "tolist"):  # arrays and tensors
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is not JSON: {value!r}")
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether ``error`` or a cause of it says that no space is left; some libraries put this in words only."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        if "No space left on device" in str(seen) or "os error 28" in str(seen):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def human_bytes(count: float) -> str:
+    """``1536`` as ``1.5 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,41 @@
+"""Where the program's log goes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+ROOT = "lightrft"
+FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+
+def log_to_file(path: Path) -> logging.Handler:
+    """Append everything of this package from INFO up to ``path``; undo with ``stop_logging``."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter(FORMAT))
+    handler.setLevel(logging.INFO)
+    return _attach(handler)
+
+
+def log_to_terminal(level: int = logging.WARNING) -> logging.Handler:
+    """Show messages from ``level`` up on standard error, where they do not tear a live display apart."""
+    from rich.console import Console
+    from rich.logging import RichHandler
+
+    handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False, markup=False)
+    handler.setLevel(level)
+    return _attach(handler)
+
+
+def stop_logging(handler: logging.Handler) -> None:
+    """Detach and close a handler of this module."""
+    logging.getLogger(ROOT).removeHandler(handler)
+    handler.close()
+
+
+def _attach(handler: logging.Handler) -> logging.Handler:
+    logger = logging.getLogger(ROOT)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    return handler

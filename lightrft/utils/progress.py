@@ -1,0 +1,129 @@
+"""What a person sees while a run goes on: a live line in a terminal, plain lines anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import IO, Any, Self
+
+SHOWN: tuple[tuple[str, str, str], ...] = (
+    ("loss", "loss", ".4f"),
+    ("reward/mean", "reward", ".3f"),
+    ("eval/accuracy", "held-out", ".1%"),
+    ("response/length", "length", ".0f"),
+    ("tokens_per_second", "tok/s", ",.0f"),
+)
+"""Metric, its label, its format. What a row lacks keeps its last value: held-out accuracy is not measured at every step."""
+
+RECENT = 20  # steps whose mean time predicts the rest
+
+
+class Progress:
+    """Progress of ``total`` steps of one phase, shown on standard error (or ``stream``) while entered.
+
+    In a terminal: one live line. Elsewhere, so that a log stays readable: a line for the first step, the last, each that was
+    evaluated, and otherwise at most one per ``interval`` seconds.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        title: str = "",
+        *,
+        done: int = 0,
+        enabled: bool = True,
+        interval: float = 10.0,
+        stream: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from rich.console import Console
+
+        self.total = total
+        self.done = done
+        self._title = title
+        self._enabled = enabled
+        self._interval = interval
+        self._clock = clock
+        self._console = Console(file=stream, stderr=stream is None, highlight=False)
+        self._live: Any = None
+        self._task: Any = None
+        self._values: dict[str, float] = {}
+        self._times: deque[float] = deque([clock()], maxlen=RECENT + 1)
+        self._spoke = -float("inf")
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """One more step is done; ``row`` is its metrics, with ``step``."""
+        self.done = int(row["step"])
+        self._times.append(self._clock())
+        self._values |= {name: row[name] for name, _, _ in SHOWN if isinstance(row.get(name), int | float)}
+        if not self._enabled:
+            return
+        if self._live is not None:
+            self._live.update(self._task, completed=self.done, details=self.details(), left=clock_time(self.seconds_left()))
+        elif self._is_due(row):
+            self._spoke = self._times[-1]
+            self._console.print(self.line(), markup=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """A line of its own, above the live one."""
+        if self._enabled:
+            self._console.print(text, markup=False, soft_wrap=True)
+
+    def details(self) -> str:
+        """The newest values, e.g. ``reward 0.512 · held-out 61.0%``."""
+        return " · ".join(f"{label} {self._values[name]:{form}}" for name, label, form in SHOWN if name in self._values)
+
+    def line(self) -> str:
+        """What a plain log shows for the newest step."""
+        parts = [f"{self._title} {self.done}/{self.total}".strip(), self.details(), f"{clock_time(self.seconds_left())} left"]
+        return " · ".join(part for part in parts if part)
+
+    def seconds_left(self) -> float | None:
+        """From the mean of the recent steps; ``None`` before the first."""
+        steps = len(self._times) - 1
+        if not steps:
+            return None
+        return max(0, self.total - self.done) * (self._times[-1] - self._times[0]) / steps
+
+    def _is_due(self, row: Mapping[str, Any]) -> bool:
+        evaluated = any(name.startswith("eval/") for name in row)
+        return evaluated or self.done >= self.total or self._times[-1] - self._spoke >= self._interval
+
+    def __enter__(self) -> Self:
+        self._times = deque([self._clock()], maxlen=RECENT + 1)
+        if self._enabled and self._console.is_terminal:
+            self._live = self._make_live()
+            self._live.start()
+            self._task = self._live.add_task(self._title, total=self.total, completed=self.done, details="", left="--:--")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _make_live(self) -> Any:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Live
+
+        narrow = self._console.width < 100
+        columns: list[Any] = [TextColumn("[bold]{task.description}")]
+        if not narrow:
+            columns.append(BarColumn(bar_width=24))
+        columns += [
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[details]}", markup=False),
+            TextColumn("[dim]{task.fields[left]} left"),
+        ]
+        return Live(*columns, console=self._console, refresh_per_second=4)
+
+
+def clock_time(seconds: float | None) -> str:
+    """``75`` as ``1:15``, ``3675`` as ``1:01:15``, what is not known as ``--:--``."""
+    if seconds is None:
+        return "--:--"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,0 +1,246 @@
+"""``runs/<name>/``: everything that a run leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.files import write_atomic, write_json
+from lightrft.utils.logs import log_to_file, stop_logging
+from lightrft.utils.rollout_writer import RolloutWriter
+from lightrft.utils.settings import Settings, dotted, to_yaml
+from lightrft.utils.trackers import JsonLines, Row, TensorBoard, Tracker, Wandb
+
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
+OURS = (
+    *("checkpoints", "rollouts", "tensorboard", "wandb", "wandb_id"),
+    *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "config.yaml"),
+)
+"""What a run writes, and all that ``overwrite`` ever removes; the config goes last, as the sign that the folder is a run's."""
+
+
+class RunFolder:
+    """The folder of one run, held by one process at a time. Made by ``open``, closed by ``with``.
+
+    ``fresh`` is true when the run starts from nothing. ``checkpoint`` is the checkpoint that the user named, if any; a folder
+    that is not fresh and has none named goes on from its newest one. Whoever resumes calls ``rewind`` with the step it took up.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None, lock: int | None) -> None:
+        self.path = path
+        self.fresh = fresh
+        self.checkpoint = checkpoint
+        self._lock = lock
+        self._changed: dict[str, Any] = {}
+        self._tensorboard = False
+        self._trackers: list[Tracker] = []
+        self._names: set[str] = set()
+        (path / "rollouts").mkdir(exist_ok=True)
+        for torn in (path / "rollouts").glob(".*.jsonl.tmp"):
+            torn.unlink()
+        self.metrics = JsonLines(path / "metrics.jsonl")
+        self._writer = RolloutWriter(path / "rollouts")
+        self._log = log_to_file(path / "log.txt")
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        config: Settings,
+        *,
+        resume: str,
+        overwrite: bool,
+        tensorboard: bool = False,
+        wandb: str | None = None,
+        ignore: Collection[str] = (),
+    ) -> RunFolder:
+        """Make the folder, or take one up again.
+
+        ``resume``: ``never`` refuses a folder that holds a run, ``auto`` goes on with it, a path goes on from that checkpoint.
+        ``overwrite`` removes an earlier run first. ``ignore``: dotted keys, or branches, in which a resumed run may differ.
+
+        Raises ``ConfigError`` for a folder that is not a run's, is in use, may not be resumed, or has another config (the
+        differing keys are listed).
+        """
+        checkpoint = None if resume in ("auto", "never") else Path(resume).expanduser()
+        if checkpoint is not None and not checkpoint.is_dir():
+            raise ConfigError(f"run.resume = {resume!r}: there is no such checkpoint; use auto, never, or a checkpoint's folder")
+        _make(path)
+        lock = _take(path)
+        try:
+            fresh = _settle(path, config, resume, overwrite, ignore)
+            folder = cls(path, fresh=fresh, checkpoint=checkpoint, lock=lock)
+        except BaseException:
+            _release(lock)
+            raise
+        try:
+            folder._changed = dict(dotted(config.model_dump(mode="json", exclude_defaults=True)))
+            folder._tensorboard = tensorboard
+            if wandb:
+                folder._trackers.append(Wandb(wandb, path, path.name, config.model_dump(mode="json")))
+        except BaseException:
+            folder.close()
+            raise
+        log.info("%s %s", "started" if fresh else "resumed", path)
+        return folder
+
+    def rewind(self, step: int, phase: str = "") -> None:
+        """Forget what was written after ``step`` of ``phase``: rows of metrics, rollouts, and every later phase."""
+        self.metrics.rewind(step, phase)
+        last = 0 if phase == SUPERVISED else step
+        for file in (self.path / "rollouts").glob("*.jsonl"):
+            match = re.fullmatch(r"[a-z]+_(\d+)\.jsonl", file.name)
+            if match and int(match[1]) > last:
+                file.unlink()
+
+    def log(self, row: Row) -> None:
+        """Write one step's numbers everywhere. ``row`` has ``step``, and ``phase`` when the run has several."""
+        if self._tensorboard:
+            self._trackers.append(TensorBoard(self.path / "tensorboard", self.metrics.last_steps()))
+            self._tensorboard = False
+        self.metrics.log(row)
+        for tracker in self._trackers:
+            tracker.log(row)
+
+    def write_rollouts(self, step: int, rollouts: Sequence[Any], *, name: str = "step", **columns: Sequence[Any]) -> None:
+        """Queue ``rollouts/<name>_000012.jsonl``: a line per rollout with all its fields and its entry of each of ``columns``
+        (``advantages``, say: a list of floats per rollout). Raises what an earlier write failed with.
+
+        Raises ``ValueError`` when that file was written before.
+        """
+        file = f"{name}_{step:06d}.jsonl"
+        if file in self._names:
+            raise ValueError(f"{file} was written before")
+        self._names.add(file)
+        self._writer.write(self.path / "rollouts" / file, rollouts, columns)
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Write ``summary.json``: ``values``, and under ``changed`` the settings that are not at their default."""
+        write_json(self.path / "summary.json", {**values, "changed": self._changed})
+
+    def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+        """Write ``samples.json``: answers to the same prompts, each with ``prompt``, ``text``, ``label``, ``correct``."""
+        write_json(self.path / "samples.json", {"before": list(before), "after": list(after)})
+
+    def flush(self) -> None:
+        """Wait until every rollout is on disk. Raises what a write failed with."""
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is queued and let go of the folder. Raises what a write failed with, after letting go."""
+        try:
+            self._writer.close()
+        finally:
+            for tracker in [*self._trackers, self.metrics]:
+                tracker.close()
+            stop_logging(self._log)
+            _release(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+            return
+        log.error("ended by %s: %s", type(error).__name__, error)
+        try:
+            self.close()
+        except Exception as second:  # the first error is the one to show
+            error.add_note(f"and while closing the run folder: {second}")
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir/run.name: cannot make {path}: {error.strerror}; choose another") from None
+
+
+def _settle(path: Path, config: Settings, resume: str, overwrite: bool, ignore: Collection[str]) -> bool:
+    """Leave ``path`` with the config of this run in it; true when the run starts from nothing."""
+    saved = path / "config.yaml"
+    found = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
+    if found and "config.yaml" not in found:
+        raise ConfigError(f"{path} exists and is not a run's folder (it holds {min(found)}); choose another run.name or run.dir")
+    if overwrite:
+        _clear(path)
+    elif found:
+        if resume == "never":
+            raise ConfigError(
+                f"{path} holds a run already; set another run.name, run.resume=auto to go on with it, "
+                "or run.overwrite=true to start anew"
+            )
+        _compare(saved, config, ignore)
+    write_atomic(saved, to_yaml(config))
+    return overwrite or not found
+
+
+def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
+    try:
+        old = dict(dotted(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise ConfigError(f"{saved} is not YAML: {error}; choose another run.name") from None
+    new = dict(dotted(yaml.safe_load(to_yaml(config))))
+    missing = object()
+    differing = [
+        f"  {key}: {_shown(old.get(key, missing), missing)} in the folder, {_shown(new.get(key, missing), missing)} now"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key, missing) != new.get(key, missing)
+        and not any(key == name or key.startswith(f"{name}.") for name in ignore)
+    ]
+    if differing:
+        raise ConfigError(
+            f"{saved.parent} holds a run of another config; set another run.name, run.overwrite=true to start anew, or give the "
+            "same settings. They differ in:\n" + "\n".join(differing)
+        )
+
+
+def _shown(value: Any, missing: object) -> str:
+    return "not set" if value is missing else repr(value)
+
+
+def _clear(path: Path) -> None:
+    """Remove an earlier run, and nothing that a run does not write."""
+    for name in OURS:
+        entry = path / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def _take(path: Path) -> int | None:
+    """Lock the folder against other processes, where the system can; the lock dies with the process."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return None
+    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not held on by a forked worker that outlives us
+    except OSError:
+        holder = os.read(handle, 20).decode("ascii", "replace").strip()
+        os.close(handle)
+        raise ConfigError(f"{path} is in use by process {holder or 'unknown'}; stop it, or choose another run.name") from None
+    os.truncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+def _release(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)

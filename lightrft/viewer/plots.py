@@ -1,0 +1,136 @@
+"""The plots of a report: which metrics, in which order, on which axis."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+
+from lightrft.viewer.run_data import Points, RunData
+from lightrft.viewer.svg import Series, compact, line_plot, percent, smooth, stacked_bars
+
+NOISY = 40  # with more points than this, a smoothed line goes over the raw one
+PHASES = ("generate", "reward", "logprobs", "reference", "update", "eval", "checkpoint", "other")
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """One metric's plot. ``zero``: the axis starts at 0."""
+
+    metric: str
+    title: str
+    note: str
+    form: Callable[[float], str] = compact
+    zero: bool = False
+    color: int = 0
+
+
+PLAIN = (
+    Plot("response/length", "Answer length", "tokens, mean of a step", zero=True, color=7),
+    Plot("response/truncated", "Cut answers", "share that reached the length limit", percent, zero=True, color=4),
+    Plot("policy/kl", "KL to the reference", "nats per token", color=3),
+    Plot("policy/entropy", "Entropy", "nats per token", zero=True, color=2),
+    Plot("policy/clip_fraction", "Clipped tokens", "share of tokens outside the trust region", percent, zero=True, color=6),
+    Plot("policy/grad_norm", "Gradient norm", "before clipping", zero=True, color=5),
+    Plot("loss", "Loss", "nats per token", color=1),
+    Plot(
+        "tokens_per_second",
+        "Tokens per second",
+        "over the whole step",
+        lambda v: f"{v:,.0f}" if v < 1e4 else compact(v),
+        zero=True,
+    ),
+)
+
+
+def plots(run: RunData) -> list[str]:
+    """A figure for each metric that the run has written."""
+    drawn = [_reward(run), _accuracy(run)]
+    drawn += [_plain(plot, run.points(plot.metric)) for plot in PLAIN]
+    drawn += [
+        _time(run),
+        _plain(Plot("loss", "Warm-up loss", "supervised steps, nats per token", color=1), run.points("loss", warm_up=True)),
+    ]
+    return [figure for figure in drawn if figure]
+
+
+def _reward(run: RunData) -> str:
+    points = run.points("reward/mean")
+    if not points:
+        return ""
+    terms = [n for n in run.names("reward/") if n not in ("reward/mean", "reward/std")]
+    series = _lines("reward", points, 0)
+    if len(terms) > 1:  # one term alone is the reward itself, up to its weight
+        for i, name in enumerate(terms[:6]):
+            points_of = run.points(name)
+            trend = smooth(points_of) if len(points_of) > NOISY else points_of
+            series.append(Series(name.removeprefix("reward/"), trend, i + 1))
+    return _figure("Reward", "mean of a step", line_plot("Reward", series), compact(points[-1][1]), series)
+
+
+def _accuracy(run: RunData) -> str:
+    points = run.points("eval/accuracy")
+    if not points:
+        return ""
+    series = [Series("held-out accuracy", points, 2, dots=len(points) <= NOISY)]
+    sources = [n for n in run.names("eval/") if n.count("/") == 2 and n.endswith("/accuracy")]
+    if len(sources) > 1:
+        series += [Series(n.split("/")[1], run.points(n), 3 + i, dots=True) for i, n in enumerate(sources[:5])]
+    before = run.summary.get("heldout_before")
+    if isinstance(before, int | float) and len(points) > 1:
+        series.append(Series("before", [(points[0][0], before), (points[-1][0], before)], 5, dashed=True))
+    svg = line_plot("Held-out accuracy", series, y_format=percent, y_range=(0.0, 1.0))
+    return _figure("Held-out accuracy", "on problems that were not trained on", svg, percent(points[-1][1]), series)
+
+
+def _plain(plot: Plot, points: Points) -> str:
+    if not points:
+        return ""
+    if plot.form is percent and not any(y for _, y in points):
+        return ""  # nothing was ever cut or clipped: no news
+    svg = line_plot(plot.title, _lines(plot.title.lower(), points, plot.color), y_format=plot.form, zero=plot.zero)
+    return _figure(plot.title, plot.note, svg, plot.form(points[-1][1]))
+
+
+def _lines(name: str, points: Points, color: int) -> list[Series]:
+    if len(points) <= NOISY:
+        return [Series(name, points, color)]
+    return [Series(name, points, color, faint=True), Series(f"{name}, smoothed", smooth(points), color)]
+
+
+def _time(run: RunData) -> str:
+    rows = [row for row in run.rows if any(f"time/{phase}" in row for phase in PHASES)]
+    columns = {phase: [row.get(f"time/{phase}") or 0.0 for row in rows] for phase in PHASES}
+    columns = {phase: values for phase, values in columns.items() if any(values)}
+    if not columns:
+        return ""
+    total = sum(map(sum, columns.values()))
+    svg = stacked_bars("Where the time goes", [row["step"] for row in rows], columns)
+    shares = [Series(f"{phase} {_share(sum(values) / total)}", [], i) for i, (phase, values) in enumerate(columns.items())]
+    return _figure("Where the time goes", "seconds per step", svg, f"{compact(total / len(rows))} s", shares)
+
+
+def _share(value: float) -> str:
+    return percent(round(value, 2)) if value >= 0.005 else "<1%"
+
+
+def _figure(title: str, note: str, svg: str, now: str, series: list[Series] | None = None) -> str:
+    named = [s for s in series or [] if not s.faint]
+    legend = ""
+    if len(named) > 1:
+        items = "".join(f"<li>{_key(s)}{escape(s.name)}</li>" for s in named)
+        legend = f'<ul class="legend">{items}</ul>'
+    return (
+        f'<figure class="card"><figcaption><span class="now">{escape(now)}</span><h3>{escape(title)}</h3>'
+        f"<p>{escape(note)}</p>{legend}</figcaption>{svg}</figure>"
+    )
+
+
+def _key(series: Series) -> str:
+    dashed = " dashed" if series.dashed else ""
+    mark = (
+        f'<rect class="f{series.color % 8}" width="14" height="8" rx="2"/>'
+        if not series.points
+        else f'<path class="line s{series.color % 8}{dashed}" d="M1 4H13"/>'
+    )
+    return f'<svg viewBox="0 0 14 8" aria-hidden="true">{mark}</svg>'

@@ -1,0 +1,256 @@
+"""One page about one run, in one file: no script from elsewhere, no fonts, no requests, whatever the run's texts hold."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightrft.utils.files import write_atomic
+from lightrft.viewer.plots import plots
+from lightrft.viewer.run_data import Answer, RunData, read_run
+from lightrft.viewer.svg import compact, percent, share_bar
+
+ANSWERS = 5
+
+
+def write_report(folder: Path) -> Path:
+    """Write ``report.html`` into a run folder, from whatever the run has written so far.
+
+    Raises ``DataError`` when ``folder`` is not a run's, or when a file of it is malformed.
+    """
+    path = folder / "report.html"
+    write_atomic(path, render(read_run(folder)))
+    return path
+
+
+def render(run: RunData) -> str:
+    """The page. Every text of the run is escaped, and a content policy allows this page's own style and script only."""
+    style, script = _asset("report.css"), _asset("report.js")
+    sections = [_header(run), _hero(run), _curves(run), _answers(run), _settings(run), _next(run)]
+    policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
+        f"<title>{escape(run.name)}: run report</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(part for part in sections if part)
+        + "\n<footer>Written by lightrft from the files beside this page.</footer>\n</main>\n"
+        + f"<script>{script}</script>\n</body>\n</html>\n"
+    )
+
+
+def _asset(name: str) -> str:
+    return files("lightrft.viewer").joinpath(name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
+
+
+def _header(run: RunData) -> str:
+    if run.summary:
+        seconds = run.summary.get("seconds")
+        lede = f"Finished in {duration(seconds)}." if isinstance(seconds, int | float) else "Finished."
+    elif run.rows:
+        lede = f"Not finished: these are the numbers up to step {run.rows[-1]['step']:.0f}."
+    else:
+        lede = "No step has been written yet."
+    return f'<header>\n<p class="eyebrow">Run report</p>\n<h1>{escape(run.name)}</h1>\n<p class="lede">{lede}</p>\n</header>'
+
+
+def _hero(run: RunData) -> str:
+    headline = _headline(run)
+    facts = "".join(
+        f"<div><dt>{escape(label)}</dt><dd>{escape(value)}{f'<small>{escape(note)}</small>' if note else ''}</dd></div>"
+        for label, value, note in _facts(run)
+    )
+    facts = f'<dl class="facts card">{facts}</dl>' if facts else ""
+    return f'<div class="hero">{headline}{facts}</div>' if headline or facts else ""
+
+
+def _headline(run: RunData) -> str:
+    """Held-out accuracy, before and after."""
+    measured = run.points("eval/accuracy")
+    before = run.summary.get("heldout_before", measured[0][1] if len(measured) > 1 else None)
+    after = run.summary.get("heldout_after", measured[-1][1] if measured else None)
+    if after is None:
+        return ""
+    value = f'<span class="to">{percent(after)}</span>'
+    delta = ""
+    if before is not None:
+        value = f'<span class="from">{percent(before)}</span><span class="arrow" aria-label="to">→</span>{value}'
+        points = (after - before) * 100
+        css = "good" if points > 0 else "bad" if points < 0 else ""
+        delta = f'<p class="delta {css}">{points:+.1f} points</p>'.replace("-", "−", 1)
+    return (
+        f'<div class="headline card"><p class="label">Held-out accuracy{", before and after" if before is not None else ""}</p>'
+        f'<p class="value">{value}</p>{delta}</div>'
+    )
+
+
+def _facts(run: RunData) -> list[tuple[str, str, str]]:
+    """(label, value, note) of what the run has."""
+    facts = []
+    if run.rows:
+        warm = f"after {len(run.warm_up):,} supervised" if run.warm_up else ""
+        facts.append(("Steps", f"{run.summary.get('steps', len(run.rows)):,}", warm))
+    seconds = run.summary.get("seconds", run.rows[-1].get("seconds") if run.rows else None)
+    if seconds is not None:
+        step = run.points("time/step")
+        note = f"{compact(sum(y for _, y in step) / len(step))} s per step" if step else ""
+        facts.append(("Wall clock", duration(seconds), note))
+    tokens = run.summary.get("tokens", run.total("rollout/tokens"))
+    if tokens is not None:
+        facts.append(
+            (
+                "Tokens",
+                compact(tokens) if tokens >= 1e6 else f"{tokens:,.0f}",
+                "prompts and answers" if run.points("rollout/tokens") else "",
+            )
+        )
+    for label, name, form in (
+        ("Tokens per second", "tokens_per_second", lambda v: f"{v:,.0f}"),
+        ("Reward", "reward/mean", compact),
+        ("Answer length", "response/length", compact),
+    ):
+        facts += _first_and_last(label, run.points(name), form)
+    return facts
+
+
+def _first_and_last(
+    label: str, points: Sequence[tuple[float, float]], form: Callable[[float], str]
+) -> list[tuple[str, str, str]]:
+    """A value averaged over the last tenth of the run, and what it was over the first."""
+    if not points:
+        return []
+    few = max(1, len(points) // 10)
+    first, last = (sum(y for _, y in part) / few for part in (points[:few], points[-few:]))
+    return [(label, form(last), f"{form(first)} at the start" if len(points) > 1 else "")]
+
+
+def _curves(run: RunData) -> str:
+    drawn = plots(run)
+    account = _account(run)
+    if not drawn and not account:
+        return ""
+    figures = f'<div class="plots">{"".join(drawn)}</div>'
+    return f'<section aria-labelledby="curves">\n<h2 id="curves">How it went</h2>\n{figures}\n{account}</section>'
+
+
+def _account(run: RunData) -> str:
+    """Where each sampled token went."""
+    sampled = run.total("rollout/sampled")
+    if not sampled:
+        return ""
+    parts = {name: run.total(f"rollout/{name}") or 0.0 for name in ("trained", "filtered", "failed")}
+    missing = sampled - sum(parts.values())
+    classes = ["f2", "f5", "f1"]
+    verdict = "every one accounted for"
+    if missing:
+        parts["not accounted for"] = abs(missing)
+        classes.append("fbad")
+        verdict = f"{missing:,.0f} not accounted for"
+    legend = "".join(
+        f"<li>{_swatch(css)}{escape(name)} {value:,.0f} ({percent(value / sampled)})</li>"
+        for (name, value), css in zip(parts.items(), classes, strict=True)
+    )
+    return (
+        f'<div class="account card"><h3>{sampled:,.0f} tokens sampled <span>{verdict}</span></h3>'
+        f'{share_bar("Where the sampled tokens went", parts, classes)}<ul class="legend">{legend}</ul></div>'
+    )
+
+
+def _swatch(css: str) -> str:
+    return f'<svg viewBox="0 0 14 8" aria-hidden="true"><rect class="{css}" width="14" height="8" rx="2"/></svg>'
+
+
+def _answers(run: RunData) -> str:
+    pairs = list(zip(run.before, run.after))
+    if not pairs:
+        return ""
+    paired = all(a.prompt == b.prompt for a, b in pairs)
+    shown = pairs[:ANSWERS]
+    head = "Answers, before and after" if paired else "Answers at the first step and at the last"
+    of = f"The first {len(shown)} of {len(pairs)} held-out problems that were kept." if paired and len(pairs) > len(shown) else ""
+    items = "".join(_pair(before, after, paired) for before, after in shown)
+    return (
+        f'<section aria-labelledby="answers">\n<h2 id="answers">{head}</h2>\n{f"<p>{of}</p>" if of else ""}'
+        f'<ol class="answers">{items}</ol>\n</section>'
+    )
+
+
+def _pair(before: Answer, after: Answer, paired: bool) -> str:
+    ask = _ask(before) if paired else ""
+    left, right = ("Before", "After") if paired else ("First step", "Last step")
+    return f'<li class="card">{ask}<div class="pair">{_answer(left, before, paired)}{_answer(right, after, paired)}</div></li>'
+
+
+def _ask(answer: Answer) -> str:
+    expected = f'<p class="expected">expected <code>{escape(answer.label)}</code></p>' if answer.label else ""
+    return f'<div class="ask"><p class="prompt">{escape(answer.prompt)}</p>{expected}</div>'
+
+
+def _answer(title: str, answer: Answer, paired: bool) -> str:
+    if answer.correct is not None:
+        mark = '<span class="mark good">✓ right</span>' if answer.correct else '<span class="mark bad">✗ wrong</span>'
+    else:
+        mark = f'<span class="mark">reward {compact(answer.reward)}</span>' if answer.reward is not None else ""
+    text = f"<pre>{escape(answer.text)}</pre>" if answer.text.strip() else '<p class="empty">no text</p>'
+    return f'<div class="answer"><header><span>{title}</span>{mark}</header>{"" if paired else _ask(answer)}{text}</div>'
+
+
+def _settings(run: RunData) -> str:
+    changed: Mapping[str, Any] = run.summary.get("changed") or {}
+    if not changed and not run.config:
+        return ""
+    body = _table(changed) if changed else "<p>Every setting is at its default.</p>" if run.summary else ""
+    every = f"<details><summary>All {len(run.config)} settings</summary>{_table(run.config)}</details>" if run.config else ""
+    head = "Settings that were changed" if changed else "Settings"
+    return f'<section aria-labelledby="settings">\n<h2 id="settings">{head}</h2>\n{body}{every}\n</section>'
+
+
+def _table(settings: Mapping[str, Any]) -> str:
+    rows = "".join(
+        f'<tr><th scope="row">{escape(key)}</th><td>{escape(_value(value))}</td></tr>' for key, value in settings.items()
+    )
+    return f'<table class="settings"><tbody>{rows}</tbody></table>'
+
+
+def _value(value: Any) -> str:
+    """As one would write it in YAML, on one line."""
+    return (
+        yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9).removesuffix("\n").removesuffix("\n...")
+    )
+
+
+def _next(run: RunData) -> str:
+    commands = run.summary.get("next") or []
+    if not commands:
+        return ""
+    items = ""
+    for command in commands:
+        line, _, why = str(command).partition("  # ")
+        caption = f"<p>{escape(why.strip())}</p>" if why else ""
+        items += (
+            f'<li>{caption}<div class="command card"><pre tabindex="0">{escape(line.strip())}</pre>'
+            '<button type="button" hidden>Copy</button></div></li>'
+        )
+    return f'<section aria-labelledby="next">\n<h2 id="next">What to type next</h2>\n<ol class="next">{items}</ol>\n</section>'
+
+
+def duration(seconds: float) -> str:
+    """``222`` as ``3 min 42 s``."""
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, second = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {second} s"
+    return f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,137 @@
+"""What a run folder holds, read for showing. Anything may be missing: a run can be looked at while it is going on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightrft.utils.errors import DataError
+from lightrft.utils.settings import dotted
+from lightrft.utils.trackers import read_rows
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One answer to show. ``correct`` is ``None`` where only a reward is known."""
+
+    prompt: str
+    text: str
+    label: str = ""
+    correct: bool | None = None
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """``rows`` of the phase that the report is about, ``warm_up`` those of supervised steps before it."""
+
+    name: str
+    rows: list[dict[str, Any]]
+    warm_up: list[dict[str, Any]]
+    summary: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    before: list[Answer] = field(default_factory=list)
+    after: list[Answer] = field(default_factory=list)
+
+    def points(self, name: str, warm_up: bool = False) -> Points:
+        """(step, value) where the metric ``name`` was written and is a number."""
+        rows = self.warm_up if warm_up else self.rows
+        return [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
+
+    def total(self, name: str) -> float | None:
+        """The metric added over the steps; ``None`` when it was never written."""
+        values = [y for _, y in self.points(name)]
+        return sum(values) if values else None
+
+    def names(self, prefix: str) -> list[str]:
+        """Metrics that begin with ``prefix``, in the order in which they were first written."""
+        return list(dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix)))
+
+
+def read_run(folder: Path) -> RunData:
+    """Read a run folder. Raises ``DataError`` when it is not one, or when a file of it is malformed."""
+    if not (folder / "config.yaml").is_file() and not (folder / "metrics.jsonl").is_file():
+        raise DataError(f"{folder} is not a run's folder: it has neither config.yaml nor metrics.jsonl")
+    rows = read_rows(folder / "metrics.jsonl")
+    supervised = [row for row in rows if row.get("phase") == "sft"]
+    others = [row for row in rows if row.get("phase") != "sft"]
+    before, after = _answers(folder)
+    return RunData(
+        name=folder.resolve().name,
+        rows=others or supervised,
+        warm_up=supervised if others else [],
+        summary=_mapping(_json(folder / "summary.json"), folder / "summary.json"),
+        config=dict(dotted(_mapping(_yaml(folder / "config.yaml"), folder / "config.yaml"))),
+        before=before,
+        after=after,
+    )
+
+
+def _answers(folder: Path) -> tuple[list[Answer], list[Answer]]:
+    """From ``samples.json``, or else the first and the last answers that were sampled in training."""
+    path = folder / "samples.json"
+    samples = _mapping(_json(path), path)
+    if samples:
+        return [_sample(s) for s in samples.get("before", [])], [_sample(s) for s in samples.get("after", [])]
+    files = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    return (_sampled(files[0]), _sampled(files[-1])) if len(files) > 1 else ([], [])
+
+
+def _sample(sample: Mapping[str, Any]) -> Answer:
+    correct = sample.get("correct")
+    return Answer(
+        _text(sample.get("prompt")),
+        _text(sample.get("text")),
+        _text(sample.get("label")),
+        None if correct is None else bool(correct),
+    )
+
+
+def _sampled(path: Path, most: int = 5) -> list[Answer]:
+    """One answer for each of the first few prompts of a file of rollouts."""
+    found: dict[str, Answer] = {}
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if len(found) == most:
+                break
+            row = json.loads(line)
+            prompt = row["prompt"]
+            found.setdefault(
+                prompt["id"], Answer(_text(prompt["text"]), _text(row["text"]), _text(prompt["label"]), None, row["reward"])
+            )
+    return list(found.values())
+
+
+def _text(value: Any) -> str:
+    return "" if value is None else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from None
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except yaml.YAMLError as error:
+        raise DataError(f"{path} is not YAML: {error}") from None
+
+
+def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
+    if value is not None and not isinstance(value, Mapping):
+        raise DataError(f"{path} must hold an object")
+    return value or {}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

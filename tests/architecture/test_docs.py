@@ -1,0 +1,129 @@
+"""What the documents say can be typed: verbs, commands, settings, make targets and links exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli.main import VERBS
+from lightrft.utils.settings import dotted, load_settings
+from tests.architecture.tree import ROOT
+from tests.architecture.verbs import CONFIG_OF
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<body>.*?)^```", re.S | re.M)
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\((?P<target>[^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: ``kind`` is what stands behind the fence."""
+
+    page: Path
+    kind: str
+    body: str
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    for found in FENCE.finditer(page.read_text(encoding="utf-8")):
+        yield Block(page, found["kind"].strip(), found["body"])
+
+
+def commands(page: Path) -> Iterator[list[str]]:
+    """Words of every line in a shell block, without comments."""
+    for block in blocks(page):
+        if block.kind in {"bash", "sh", "console"}:
+            for line in block.body.replace("\\\n", " ").splitlines():
+                yield shlex.split(line, comments=True)
+
+
+def prose(page: Path) -> str:
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def anchors(page: Path) -> set[str]:
+    """What GitHub makes of the headings."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.M)
+    return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
+
+
+def by_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def test_each_verb_has_a_page_and_each_page_a_verb() -> None:
+    assert {p.stem for p in (ROOT / "docs" / "verbs").glob("*.md")} == set(VERBS)
+
+
+def test_the_index_names_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / m["target"].partition("#")[0]).resolve() for m in LINK.finditer(prose(index))}
+    missing = [
+        by_name(p) for p in PAGES if p.parent in (ROOT / "docs", ROOT / "docs" / "verbs") and p != index and p not in linked
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_links_lead_somewhere(page: Path) -> None:
+    broken = []
+    for found in LINK.finditer(prose(page)):
+        target, _, anchor = found["target"].partition("#")
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        to = (page.parent / target).resolve() if target else page
+        if not to.exists() or (anchor and anchor not in anchors(to)):
+            broken.append(found["target"])
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_commands_name_verbs_and_settings_that_exist(page: Path) -> None:
+    for words in commands(page):
+        if not words or words[0] != "lightrft" or words[1].startswith(("-", "<")):
+            continue
+        verb, *rest = words[1:]
+        assert verb in VERBS
+        shown = [w for w in rest if w.endswith(".yaml") and w.startswith(("recipes/", "lightrft/"))]
+        assert [w for w in shown if not (ROOT / w).is_file()] == []
+        load_settings(CONFIG_OF[verb], [], [w for w in rest if "=" in w])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_make_targets_exist(page: Path) -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M))
+    used = {words[words.index("make") + 1] for words in commands(page) if "make" in words}
+    used |= set(re.findall(r"`make ([a-z]+)", prose(page)))
+    assert sorted(used - targets) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_configs_in_documents_parse_as_the_verb_that_they_name(page: Path, tmp_path: Path) -> None:
+    """A YAML block says behind its fence which verb reads it: ``yaml rl``."""
+    for block in blocks(page):
+        kind, _, verb = block.kind.partition(" ")
+        if kind == "yaml":
+            file = tmp_path / "shown.yaml"
+            file.write_text(block.body, encoding="utf-8")
+            assert isinstance(load_settings(CONFIG_OF[verb], [file]).settings, CONFIG_OF[verb])
+
+
+@pytest.mark.parametrize("verb", sorted(VERBS))
+def test_settings_named_in_a_verbs_table_exist(verb: str) -> None:
+    """The first column of ``Settings that matter``."""
+    table = prose(ROOT / "docs" / "verbs" / f"{verb}.md").partition("## Settings that matter")[2].partition("\n## ")[0]
+    named = [name for row in re.findall(r"^\|(.+?)\|", table, re.M) for name in re.findall(r"`([\w.]+)`", row)]
+    leaves = [key.split(".") for key, _ in dotted(CONFIG_OF[verb]().model_dump())]
+    known = {".".join(leaf[: i + 1]) for leaf in leaves for i in range(len(leaf))}
+    assert sorted(set(named) - known) == []
+
+
+def test_the_readme_names_the_layout_that_is_there() -> None:
+    tree = next(b.body for b in blocks(ROOT / "README.md") if b.kind == "" and b.body.startswith("lightrft/"))
+    inside = [f"lightrft/{name}" for name in re.findall(r"^  (\S+)", tree, re.M)]
+    assert [n for n in inside + re.findall(r"^(\S+)", tree, re.M) if not (ROOT / n).exists()] == []

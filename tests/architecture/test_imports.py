@@ -1,0 +1,89 @@
+"""What happens when the package is imported: little, quickly, with no optional package and no accelerator."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from tests.architecture.test_layers import HEAVY
+from tests.architecture.tree import PACKAGE, ROOT, modules
+
+# Not optional: dependencies of the package that are only too slow to import at start-up.
+INSTALLED = {"peft", "datasets", "tensorboard", "math_verify"}
+
+IMPORT_ALL = """
+import importlib, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        frame = sys._getframe(1)
+        while "importlib" in frame.f_code.co_filename:
+            frame = frame.f_back
+        asked_by = frame.f_globals.get("__name__", "").partition(".")[0]
+        if asked_by == "{package}" and name.partition(".")[0] in {hidden}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+
+import torch
+
+def watched(name, real):
+    def call(*args, **kwargs):
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.partition(".")[0] == "{package}":
+            raise AssertionError(f"{{caller}} calls torch.cuda.{{name}} as it is imported")
+        return real(*args, **kwargs)
+    return call
+
+for name in ("is_available", "device_count", "current_device", "get_device_properties", "get_device_capability", "mem_get_info"):
+    setattr(torch.cuda, name, watched(name, getattr(torch.cuda, name)))
+
+for name in {names}:
+    importlib.import_module(name)
+assert not torch.cuda.is_initialized(), "importing the package initialises CUDA"
+late = sorted({heavy} & {{name.partition(".")[0] for name in sys.modules}})
+print("loaded too early:", late)
+"""
+
+
+def run(code: str) -> str:
+    """What a fresh interpreter that sees no accelerator prints for ``code``."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def names_of_modules() -> list[str]:
+    return [".".join((PACKAGE, *m.name)) for m in modules() if m.part != "__main__"]
+
+
+def test_importing_the_package_takes_under_half_a_second_and_loads_no_torch() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import lightrft; seconds = time.perf_counter() - start;"
+        "print(seconds, *sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+    runs = [run(code).split() for _ in range(3)]
+    assert min(float(r[0]) for r in runs) < 0.5
+    assert [r[1:] for r in runs] == [[], [], []]
+
+
+def test_every_module_imports_with_no_optional_package_and_without_touching_cuda() -> None:
+    code = IMPORT_ALL.format(
+        hidden=sorted(HEAVY - INSTALLED), package=PACKAGE, names=names_of_modules(), heavy={"peft", "tensorboard", "math_verify"}
+    )
+    assert "loaded too early: []" in run(code)
+
+
+def test_each_module_imports_alone_whatever_the_order() -> None:
+    """A cycle between two modules shows only when the wrong one comes first."""
+    code = (
+        "import importlib, sys\n"
+        f"for name in {list(reversed(names_of_modules()))}:\n"
+        f"    for old in [n for n in sys.modules if n == '{PACKAGE}' or n.startswith('{PACKAGE}.')]:\n"
+        "        del sys.modules[old]\n"
+        "    importlib.import_module(name)\n"
+        "print('all')\n"
+    )
+    assert run(code).strip() == "all"

@@ -1,0 +1,102 @@
+"""Imports point down only, and heavy packages are imported where they are wrapped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from tests.architecture.tree import PACKAGE, Import, Module, imports, modules
+
+# Lowest first; names that share a level never import one another.
+LEVELS = (
+    ("utils",),
+    ("types",),
+    ("datasets", "models", "strategy"),
+    ("config",),
+    ("trainer",),
+    ("viewer",),
+    ("cli",),
+    ("__main__",),
+)
+# The run page reads folders, so it needs nothing that computes.
+ALLOWED = {"viewer": {"utils", "types", "viewer"}}
+# Optional, or slow to import: inside the function that needs them only.
+HEAVY = {
+    *("vllm", "sglang", "deepspeed", "ray", "flash_attn", "bitsandbytes", "wandb"),
+    *("peft", "datasets", "tensorboard", "math_verify", "fastapi", "uvicorn"),
+}
+MODALITY = re.compile(r"\b\w*(?:pixel_values|image|video|audio)\w*\b", re.I)
+
+
+def level_of(part: str) -> int | None:
+    return next((i for i, parts in enumerate(LEVELS) if part in parts), None)
+
+
+def upward(module: Module) -> Iterator[str]:
+    """Imports of ``module`` that do not point down."""
+    mine = level_of(module.part)
+    for found in imports(module):
+        package, _, rest = found.name.partition(".")
+        theirs_part = rest.partition(".")[0]
+        theirs = level_of(theirs_part)
+        if package != PACKAGE or theirs is None or mine is None or theirs_part == module.part:
+            continue
+        if theirs >= mine or theirs_part not in ALLOWED.get(module.part, {theirs_part}):
+            yield f"{module.where}:{found.line} {module.part} imports {theirs_part}"
+
+
+def heavy(module: Module) -> list[str]:
+    at_top = [i for i in imports(module) if i.at_top and is_heavy(i)]
+    return [f"{module.where}:{i.line} imports {i.name} at module level" for i in at_top]
+
+
+def is_heavy(found: Import) -> bool:
+    return found.name.partition(".")[0] in HEAVY or found.name.startswith("torch.utils.tensorboard")
+
+
+def all_of(lines: Iterable[Iterable[str]]) -> list[str]:
+    return [line for some in lines for line in some]
+
+
+def fake(text: str, *name: str) -> Module:
+    return Module(name, "/".join(name) + ".py", text)
+
+
+def test_imports_point_down_only() -> None:
+    assert all_of(upward(m) for m in modules()) == []
+
+
+def test_an_upward_import_inside_a_function_is_seen() -> None:
+    assert list(upward(fake("def f():\n    from lightrft.trainer import ppo\n", "models", "actor")))
+    assert list(upward(fake("from ..trainer.ppo import step\n", "models", "actor")))
+    assert list(upward(fake("from lightrft import cli\n", "trainer", "ppo")))
+    assert not list(upward(fake("from lightrft.utils import errors\n", "models", "actor")))
+
+
+def test_siblings_of_one_level_may_not_import_one_another() -> None:
+    assert list(upward(fake("import lightrft.models.actor\n", "strategy", "single")))
+    assert list(upward(fake("from lightrft.trainer import ppo\n", "viewer", "page")))
+    assert not list(upward(fake("from .base import Strategy\n", "strategy", "single")))
+
+
+def test_every_module_belongs_to_a_layer() -> None:
+    homeless = [m.where for m in modules() if m.part and level_of(m.part) is None]
+    assert homeless == []
+
+
+def test_heavy_packages_are_imported_only_inside_functions() -> None:
+    assert all_of(heavy(m) for m in modules()) == []
+
+
+def test_a_heavy_import_under_a_condition_or_in_a_class_is_seen() -> None:
+    assert heavy(fake("if True:\n    import ray\n", "trainer", "x"))
+    assert heavy(fake("class A:\n    from peft import LoraConfig\n", "models", "x"))
+    assert heavy(fake("from torch.utils.tensorboard import SummaryWriter\n", "utils", "x"))
+    assert not heavy(fake("def f():\n    import ray\n", "trainer", "x"))
+
+
+def test_what_composes_and_what_trains_never_speaks_of_a_modality() -> None:
+    silent = [m for m in modules() if m.part in {"trainer", "strategy", "types"}]
+    assert silent
+    spoken = {m.where: sorted(set(MODALITY.findall(m.text))) for m in silent}
+    assert {where: words for where, words in spoken.items() if words} == {}

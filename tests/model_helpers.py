@@ -1,0 +1,86 @@
+"""Ragged batches, and arithmetic in true float64, for tests of models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from lightrft.models.actor import Actor
+from lightrft.models.settings import ModelConfig
+from lightrft.models.tiny import tiny_model
+from lightrft.types import Batch, Segments
+
+NO_HEAD_DIM = ("qwen2", "phi3", "olmo2")  # their head width is always hidden size over heads
+
+
+class Float64(TorchFunctionMode):
+    """transformers rounds to float32 inside norms, softmax and routers. Here a float64 tensor stays float64 when asked to
+    become float32, so that what differs between two layouts is summation order alone."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        first = args[0] if args else None
+        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
+            asked = torch.float32 in args[1:] or kwargs.get("dtype") is torch.float32
+            if func is torch.Tensor.float or (func is torch.Tensor.to and asked):
+                return first
+            if asked and "dtype" in kwargs:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def small_model(family: str, dtype: torch.dtype = torch.float32, **overrides: Any) -> Any:
+    """Four query heads over two key heads; the window of sliding layers is 16."""
+    sizes: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    if family not in NO_HEAD_DIM:
+        sizes["head_dim"] = 16
+    model = tiny_model(family, dtype=dtype, **{**sizes, **overrides})
+    if family == "qwen3_moe" and dtype == torch.float64:
+        model.set_experts_implementation("eager")  # the grouped kernel knows no float64
+    return model
+
+
+def small_actor(family: str, dtype: torch.dtype = torch.float32, layout: str = "prefix_shared", **overrides: Any) -> Actor:
+    return Actor(small_model(family, dtype, **overrides), ModelConfig(layout=layout))
+
+
+def ragged_batch(prompts: list[int], answers: list[int], prompt_of: list[int], seed: int = 0) -> Batch:
+    """Random tokens of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rows(lengths: list[int]) -> list[list[int]]:
+        return [torch.randint(4, 99, (n,), generator=generator).tolist() for n in lengths]
+
+    return Batch(Segments.of(rows(prompts)), Segments.of(rows(answers)), torch.tensor(prompt_of, dtype=torch.long))
+
+
+def hard_batch() -> Batch:
+    """Groups of 4, 1, 2 and 0 answers, out of order; answers of length 0 and 1; prompts and answers beyond a window of 16."""
+    return ragged_batch([37, 5, 1, 8], [0, 41, 1, 20, 19, 7, 33], [0, 0, 2, 0, 1, 2, 0])
+
+
+def weights(n: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.sin(torch.arange(n, dtype=dtype) + 1)
+
+
+def gradients(actor: Actor, batch: Batch, **options: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs, and the gradient of a fixed weighting of them (and of entropies, if asked for) in every parameter."""
+    actor.zero_grad()
+    scores = actor.score(batch, **options)
+    loss = (scores.logprobs * weights(len(scores.logprobs), scores.logprobs.dtype)).sum()
+    if scores.entropy is not None:
+        loss = loss + (scores.entropy * weights(len(scores.entropy), scores.entropy.dtype).flip(0)).sum()
+    loss.backward()
+    found = {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
+    return scores.logprobs.detach(), found
+
+
+def gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Largest difference of a parameter's gradient, over that gradient's largest entry (over a millionth of the largest of all
+    where that is more: a gradient that is zero in theory has no scale of its own)."""
+    assert found.keys() == expected.keys()
+    floor = 1e-6 * max(float(g.abs().max()) for g in expected.values())
+    pairs = ((found[name] - g, g) for name, g in expected.items())
+    return max(float(d.abs().max() / g.abs().max().clamp(min=floor)) for d, g in pairs)

@@ -1,0 +1,383 @@
+"""The scorer with real processes: what bad reward functions do, and that nothing is lost."""
+
+import importlib
+import os
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from lightrft.config import RewardConfig
+from lightrft.trainer.reward import REWARDS, Scorer
+from lightrft.types import Prompt, Rollout
+from lightrft.utils.errors import RewardError
+
+FUNCTIONS = Path(__file__).with_name("reward_functions.py")
+
+
+def rollout(text="1", **prompt):
+    asked = Prompt(**{"id": "p0", "token_ids": [1, 2], "text": "Q?", **prompt})
+    return Rollout(asked, [5, 6], [True, False], [-0.5, 0.0], [1, 1], "stop", seed=0, text=text)
+
+
+def config(*functions, **settings):
+    terms = [
+        {"function": f"{FUNCTIONS}:{f}"} if isinstance(f, str) else {**f, "function": f"{FUNCTIONS}:{f['function']}"}
+        for f in functions
+    ]
+    return RewardConfig.model_validate({"terms": terms, "deadline": 0.5, "memory_mb": 256, **settings})
+
+
+def score(texts, *functions, **settings):
+    """Each rollout by its index, and the scorer's counts."""
+    rollouts = [rollout(t) for t in texts]
+    with Scorer(config(*functions, **settings)) as scorer:
+        for r in rollouts:
+            scorer.submit(r)
+        back = list(scorer.results(wait=True))
+        assert scorer.pending == 0
+    assert sorted(map(id, back)) == sorted(map(id, rollouts))
+    return rollouts, scorer
+
+
+@pytest.mark.parametrize(
+    ("text", "failed", "kind"),
+    [
+        ("raise", "raised ValueError: no such luck (plain)", "raised"),
+        ("loop", "deadline 0.5 s (plain)", "deadline"),
+        ("stubborn", "deadline 0.5 s (plain)", "deadline"),
+        ("c-loop", "deadline 0.5 s (plain)", "deadline"),
+        ("memory", "memory 256 MiB (plain)", "memory"),
+        ("leak", "memory 256 MiB (plain)", "memory"),
+        ("exit", "ended its process with status 3 (plain)", "died"),
+        ("sys.exit", "raised SystemExit: 4 (plain)", "raised"),
+        ("segv", "ended its process by signal 11 (plain)", "died"),
+        ("sigkill", "killed from outside, as when the machine runs out of memory (plain)", "memory"),
+        ("hang up", "cut its worker off (plain)", "died"),
+        ("nan", "returned nan (plain)", "value"),
+        ("inf", "returned inf (plain)", "value"),
+        ("str", "returned str, not a number (plain)", "value"),
+        ("none", "returned NoneType, not a number (plain)", "value"),
+        ("list", "returned list, not a number (plain)", "value"),
+        ("huge", "returned an integer too large for a float (plain)", "value"),
+        ("dict", "returned an empty dict (plain)", "value"),
+    ],
+)
+def test_a_call_that_fails_in_any_way_fails_its_own_sample_only(text, failed, kind):
+    rollouts, scorer = score(["1", "2", text, "3", "4"], "plain", deadline=0.5 if kind == "deadline" else 5)
+    assert [r.reward for r in rollouts] == [1, 2, None, 3, 4]
+    assert [r.failed for r in rollouts] == ["", "", failed, "", ""]
+    assert rollouts[2].terms == {} and rollouts[1].terms == {"plain": 2.0}
+    assert dict(scorer.counts) == {"scored": 4, kind: 1}
+
+
+def test_an_endless_python_loop_costs_its_deadline_but_no_process():
+    _, scorer = score(["loop", "1"], "plain")
+    assert scorer.restarts == 0
+
+
+def test_what_a_function_prints_forks_or_reads_disturbs_nothing():
+    rollouts, scorer = score(["print", "fork", "stdin", "true", "5"], "plain")
+    assert [r.reward for r in rollouts] == [1, 1, 0, 1, 5]
+    assert scorer.counts["scored"] == 5
+
+
+@pytest.mark.parametrize("function", ["batched", "batched_async", "asynchronous"])
+@pytest.mark.parametrize("guilty", ["raise", "nan", "loop", "memory", "exit"])
+def test_one_guilty_rollout_does_not_fail_those_that_share_its_call(function, guilty):
+    rollouts, _ = score(["1", "2", guilty, "3"] * 2, function)
+    assert [r.reward for r in rollouts] == [1, 2, None, 3] * 2
+    assert all(r.failed for r in rollouts[2::4])
+
+
+def test_a_batched_function_gets_many_rollouts_at_one_time():
+    rollouts, _ = score(["1"] * 50, "batch_size")
+    assert max(r.reward for r in rollouts) >= 16
+
+
+def test_a_batch_of_the_wrong_length_is_a_failure_that_says_so():
+    rollouts, _ = score(["1"] * 3, "batched_short")
+    assert {r.failed for r in rollouts} == {"returned 2 values for 1 rollouts (batched_short)"}
+
+
+def test_an_async_call_that_waits_for_ever_is_overdue_and_the_others_are_not():
+    rollouts, scorer = score(["1", "sleep", "2"], "asynchronous")
+    assert [r.failed for r in rollouts] == ["", "deadline 0.5 s (asynchronous)", ""]
+    assert scorer.restarts == 0
+
+
+def test_async_calls_wait_together():
+    with Scorer(config("slow_async", deadline=5)) as scorer:
+        scorer.submit(rollout())
+        list(scorer.results(wait=True))
+        began = time.monotonic()
+        for _ in range(40):
+            scorer.submit(rollout())
+        assert len(list(scorer.results(wait=True))) == 40
+        assert time.monotonic() - began < 3  # 12 s one after another
+
+
+def test_the_reward_is_the_weighted_sum_of_terms_and_each_is_kept_unweighted():
+    terms = [
+        {"function": "plain", "weight": 2},
+        {"function": "terms", "weight": 0.5, "options": {"scale": 10}, "name": "style"},
+        "counted",
+    ]
+    (scored,), _ = score(["3"], *terms)
+    assert scored.reward == pytest.approx(2 * 3 + 0.5 * 30 + 0.5)
+    assert scored.terms == {"plain": 3, "style": 30, "style/a": 10, "style/b": 20, "counted": 0.5, "counted/steps": 7}
+
+
+def test_a_rollout_with_one_failed_term_has_no_reward():
+    (bad, good), scorer = score(["nan", "1"], "plain", "terms")
+    assert (bad.reward, bad.terms, bad.failed) == (None, {}, "returned nan (plain)")
+    assert good.reward == 4
+    assert sum(scorer.counts.values()) == 2
+
+
+def test_each_data_source_has_its_own_terms():
+    per_source = {"algebra": [f"{FUNCTIONS}:terms"]}
+    with Scorer(config("plain", per_source=per_source)) as scorer:
+        a, b = rollout("7", data_source="algebra"), rollout("7", data_source="other")
+        scorer.submit(a)
+        scorer.submit(b)
+        list(scorer.results(wait=True))
+    assert a.terms == {"terms": 3, "terms/a": 1, "terms/b": 2} and b.terms == {"plain": 7}
+
+
+def test_a_data_source_without_terms_is_an_error_that_names_it():
+    with Scorer(RewardConfig.model_validate({"per_source": {"algebra": f"{FUNCTIONS}:plain"}})) as scorer:
+        scorer.check_sources(["algebra"])
+        with pytest.raises(RewardError, match=r"'poetry'.*'algebra'"):
+            scorer.check_sources(["algebra", "poetry"])
+        with pytest.raises(RewardError, match="'poetry'"):
+            scorer.submit(rollout(data_source="poetry"))
+        assert scorer.pending == 0
+
+
+def test_a_function_sees_the_whole_rollout():
+    seen = rollout(label="gold", reference="why", data_source="here", columns={"bonus": 0.25})
+    with Scorer(config("columns")) as scorer:
+        scorer.submit(seen)
+        list(scorer.results(wait=True))
+    assert (seen.reward, seen.failed) == (0.25, "")
+
+
+def test_a_rollout_that_cannot_be_sent_fails_alone():
+    stuck, fine = rollout(columns={"key": lambda: 0}), rollout("2")
+    with Scorer(config("plain")) as scorer:
+        scorer.submit(stuck)
+        scorer.submit(fine)
+        list(scorer.results(wait=True))
+    assert stuck.failed.startswith("cannot be sent to a worker: ") and fine.reward == 2
+
+
+def test_a_rollout_too_large_for_a_worker_fails_alone():
+    rollouts = [rollout(str(i), columns={"blob": bytes(80 * 2**20) if i == 2 else bytes(3 * 2**20)}) for i in range(8)]
+    with Scorer(config("batched", memory_mb=64)) as scorer:
+        for r in rollouts:
+            scorer.submit(r)
+        list(scorer.results(wait=True))
+    assert [r.reward for r in rollouts] == [0, 1, None, 3, 4, 5, 6, 7]
+    assert rollouts[2].failed == "memory 64 MiB (batched)"
+
+
+def test_a_function_that_another_module_registers_is_found_by_workers(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "from lightrft.trainer.rewards import REWARDS\n"
+        "@REWARDS.register('mine')\ndef mine(rollout): return 4.0\n"
+        "REWARDS.register('hidden')(lambda rollout: 1.0)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("my_rewards")
+    scored = rollout()
+    with Scorer(RewardConfig.model_validate({"terms": ["mine"]})) as scorer:
+        scorer.submit(scored)
+        list(scorer.results(wait=True))
+    assert (scored.reward, scored.terms) == (4.0, {"mine": 4.0})
+    REWARDS["hidden"].__module__ = "__main__"
+    with pytest.raises(RewardError, match=r"use file\.py:function"):
+        Scorer(RewardConfig.model_validate({"terms": ["hidden"]}))
+
+
+def test_a_worker_is_light_and_warmed_up():
+    rollouts, _ = score(["1"], "loaded")
+    assert rollouts[0].failed == "" and rollouts[0].reward != os.getpid()
+
+
+def test_submitting_does_not_wait_for_slow_rewards():
+    with Scorer(config("sleeps", deadline=5)) as scorer:
+        began = time.monotonic()
+        for _ in range(4):
+            scorer.submit(rollout("0.3"))
+        assert time.monotonic() - began < 0.2
+        assert list(scorer.results(wait=False)) == []
+        assert scorer.pending == 4
+        deadline = time.monotonic() + 20
+        back = []
+        while len(back) < 4 and time.monotonic() < deadline:
+            back += scorer.results(wait=False)
+            time.sleep(0.02)
+        assert len(back) == 4 and all(r.reward == 1 for r in back)
+        assert scorer.seconds["busy"] >= 1.2 and scorer.seconds["queue"] > 0.3
+
+
+def test_every_rollout_comes_back_once_whatever_happens_to_the_workers():
+    dice = random.Random(7)
+    choices = ["raise", "exit", "nan", "memory", "loop", "print", "segv", "fork"]
+    texts = [dice.choice(choices) if dice.random() < 0.12 else str(dice.randrange(100)) for _ in range(120)]
+    rollouts, scorer = score(texts, "plain", "asynchronous", "batched", workers=2, deadline=1)
+    for text, r in zip(texts, rollouts):
+        good = text.isdigit() or text in ("print", "fork")
+        assert (r.reward is not None) == good == (not r.failed)
+        assert not text.isdigit() or r.reward == 3 * int(text)
+    assert sum(scorer.counts.values()) == len(texts)
+
+
+def test_closing_leaves_no_process_and_gives_back_what_was_not_scored():
+    before = set(psutil.Process().children(recursive=True))
+    scorer = Scorer(config("sleeps", deadline=100, workers=2))
+    rollouts = [rollout("50") for _ in range(5)]
+    for r in rollouts:
+        scorer.submit(r)
+    time.sleep(0.5)
+    assert len(set(psutil.Process().children(recursive=True)) - before) == 2
+    began = time.monotonic()
+    scorer.close()
+    assert time.monotonic() - began < 5
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert {id(r) for r in scorer.results(wait=True)} == {id(r) for r in rollouts}
+    assert {r.failed for r in rollouts} == {"the scorer was closed"}
+    scorer.close()
+    with pytest.raises(RewardError, match="closed"):
+        scorer.submit(rollout())
+
+
+def test_what_a_function_started_ends_with_its_worker():
+    started = rollout()
+    with Scorer(config("child")) as scorer:
+        scorer.submit(started)
+        list(scorer.results(wait=True))
+        assert psutil.pid_exists(int(started.reward))
+    ends = time.monotonic() + 5
+    while psutil.pid_exists(int(started.reward)) and psutil.Process(int(started.reward)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < ends
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help that this tests exists on Linux only")
+def test_workers_do_not_outlive_a_killed_parent():
+    program = textwrap.dedent(f"""
+        import sys, time
+        sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+        from lightrft.config import RewardConfig
+        from lightrft.trainer.reward import REWARDS, Scorer
+        from lightrft.types import Prompt, Rollout
+        scorer = Scorer(RewardConfig.model_validate({{"terms": ["{FUNCTIONS}:plain"], "workers": 2, "deadline": 100}}))
+        for text in ("1", "c-loop"):
+            scorer.submit(Rollout(Prompt("p", []), [], [], [], [], "stop", 0, text=text))
+        next(scorer.results(wait=True))
+        time.sleep(0.3)
+        print("ready", flush=True)
+        time.sleep(100)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
+    workers = psutil.Process(parent.pid).children(recursive=True)
+    assert len(workers) == 2
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(workers, timeout=5)
+    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        ({"function": "mth"}, "did you mean 'math'"),
+        ({"function": f"{FUNCTIONS}:plian"}, "did you mean 'plain'"),
+        ({"function": "nowhere.py:reward"}, "there is no file"),
+        ({"function": "no_such_package:reward"}, "cannot import no_such_package"),
+        ({"function": f"{FUNCTIONS}:takes_nothing"}, "first parameter must take the rollout"),
+        ({"function": f"{FUNCTIONS}:only_keyword"}, "first parameter must take the rollout"),
+        ({"function": f"{FUNCTIONS}:NOT_A_FUNCTION"}, "is int, not a function"),
+        ({"function": f"{FUNCTIONS}:terms", "options": {"scael": 1}}, "scael"),
+        ({"function": "length"}, "limit"),
+        ({"function": "__main__:reward"}, "use file.py:function"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_an_error_before_anything_starts(term, message):
+    if term["function"].startswith("__main__"):
+        sys.modules["__main__"].reward = lambda rollout: 1.0
+    with pytest.raises(RewardError, match=message):
+        Scorer(RewardConfig.model_validate({"terms": [term]}))
+
+
+def test_no_terms_and_terms_of_one_name_are_errors():
+    with pytest.raises(RewardError, match="at least one reward"):
+        Scorer(RewardConfig())
+    with pytest.raises(RewardError, match="two terms are called 'math'"):
+        Scorer(RewardConfig.model_validate({"terms": ["math", "math"]}))
+
+
+def test_a_file_that_only_the_worker_cannot_import_stops_the_run(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    import no_such_thing\ndef reward(rollout): return 1.0\n")
+    settings = RewardConfig.model_validate({"terms": [f"{file}:reward"]})
+    with Scorer(settings) as scorer, pytest.raises(RewardError, match="no_such_thing"):
+        scorer.submit(rollout())
+        list(scorer.results(wait=True))
+
+
+def test_a_worker_that_never_starts_stops_the_run(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    os._exit(5)\ndef reward(rollout): return 1.0\n")
+    settings = RewardConfig.model_validate({"terms": [f"{file}:reward"]})
+    with Scorer(settings) as scorer, pytest.raises(RewardError, match="cannot run"):
+        scorer.submit(rollout())
+        list(scorer.results(wait=True))
+
+
+def test_a_pattern_that_backtracks_for_ever_costs_its_deadline():
+    rollouts = [rollout("a" * 40 + "b"), rollout("aa")]
+    terms = [{"function": "format", "options": {"pattern": "(a+)+"}}]
+    with Scorer(RewardConfig.model_validate({"terms": terms, "deadline": 0.5})) as scorer:
+        for r in rollouts:
+            scorer.submit(r)
+        list(scorer.results(wait=True))
+    assert [r.reward for r in rollouts] == [None, 1.0] and rollouts[0].failed == "deadline 0.5 s (format)"
+
+
+def test_built_in_rules_grade_in_a_worker():
+    graded = [rollout(r"\boxed{\frac{x^2-1}{x-1}}", label="x+1"), rollout("#### 5", label="5"), rollout("#### 5", label="???")]
+    with Scorer(RewardConfig.model_validate({"terms": ["math"]})) as scorer:
+        for r in graded:
+            scorer.submit(r)
+        list(scorer.results(wait=True))
+    assert [r.reward for r in graded] == [1.0, 1.0, None]
+    assert graded[2].failed.startswith("raised ValueError: label '???' cannot be read as mathematics")
+
+
+def test_cheap_rewards_run_by_the_thousand():
+    rollouts, scorer = score(["1"] * 3000, "plain", deadline=10)
+    assert all(r.reward == 1 for r in rollouts)
+    assert scorer.seconds["busy"] < 3
+
+
+def test_a_relative_file_name_holds_even_after_the_program_changes_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "import os\ndef reward(rollout):\n    if rollout.text == 'exit': os._exit(1)\n    return 2.0\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    rollouts = [rollout("exit"), rollout()]
+    with Scorer(RewardConfig.model_validate({"terms": ["mine.py:reward"]})) as scorer:
+        monkeypatch.chdir("/")
+        for r in rollouts:
+            scorer.submit(r)
+        list(scorer.results(wait=True))
+    assert [r.reward for r in rollouts] == [None, 2.0]

@@ -1,0 +1,289 @@
+import math
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from importlib.resources import files
+
+import pytest
+
+from lightrft.types import Prompt, Rollout
+from lightrft.utils.errors import DataError
+from lightrft.utils.run_folder import RunFolder
+from lightrft.utils.settings import Settings
+from lightrft.viewer.report import duration, write_report
+
+HOSTILE = (
+    "</pre></script><script>document.title='owned'</script>"
+    "<img src=//evil.example/x onerror=\"document.title='owned'\"> ' & {{7*7}}"
+)
+
+
+class Inner(Settings):
+    lr: float = 0.1
+
+
+class Config(Settings):
+    name: str = "run"
+    optimizer: Inner = Inner()
+
+
+def rl_row(step, steps=60):
+    share = 1 / (1 + math.exp(-8 * (step / steps - 0.5)))
+    row = {
+        "phase": "rl",
+        "step": step,
+        "reward/mean": 0.3 + 0.6 * share,
+        "reward/correct": share,
+        "reward/format": 0.9,
+        "response/length": 30 - 10 * share,
+        "response/truncated": 0.0,
+        "policy/kl": 0.1 * share,
+        "policy/entropy": 0.8 - 0.5 * share,
+        "rollout/tokens": 150,
+        "rollout/sampled": 100,
+        "rollout/trained": 80,
+        "rollout/filtered": 15,
+        "rollout/failed": 5,
+        "time/step": 2.0,
+        "time/generate": 1.2,
+        "time/update": 0.7,
+        "time/other": 0.1,
+        "tokens_per_second": 1500.0,
+        "seconds": 2.0 * step,
+    }
+    return row | ({"eval/accuracy": 0.4 + 0.55 * share} if step % 10 == 0 else {})
+
+
+def answer(prompt, text, correct):
+    return {"prompt": prompt, "text": text, "label": "5", "correct": correct}
+
+
+def make_run(path, text="2+3", config=None):
+    with RunFolder.open(path, config or Config(optimizer=Inner(lr=0.5)), resume="auto", overwrite=False) as folder:
+        for step in range(1, 31):
+            folder.log({"phase": "sft", "step": step, "loss": 2.0 / step})
+        for step in range(1, 61):
+            folder.log(rl_row(step))
+        folder.write_samples(
+            [answer(f"{text} #{i}", f"before {text}", False) for i in range(7)],
+            [answer(f"{text} #{i}", f"after {text}", True) for i in range(7)],
+        )
+        folder.write_summary(
+            {
+                "heldout_before": 0.412,
+                "heldout_after": 0.968,
+                "seconds": 222.0,
+                "steps": 60,
+                "tokens": 9000,
+                "next": [f"lightrft chat '{text}'  # {text}", "lightrft explain grpo"],
+            }
+        )
+    return path
+
+
+class Page(HTMLParser):
+    """Tags with their attributes, and the text that a reader sees."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.text, self._open = [], "", []
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        self._open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag in self._open:
+            while self._open.pop() != tag:
+                pass
+
+    def handle_data(self, data):
+        if not {"style", "script", "title"} & set(self._open):
+            self.text += data
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.tags if name == tag]
+
+
+def page_of(path):
+    return Page(write_report(path).read_text(encoding="utf-8"))
+
+
+def test_the_report_tells_the_whole_run(tmp_path):
+    text = page_of(make_run(tmp_path / "demo")).text
+    for part in ("41.2%", "96.8%", "+55.6 points", "3 min 42 s", "60", "after 30 supervised", "9,000", "1,500"):
+        assert part in text
+    for title in ("Reward", "Held-out accuracy", "Answer length", "KL to the reference", "Entropy", "Where the time goes"):
+        assert title in text
+    assert "generate 60%" in text
+    assert "6,000 tokens sampled every one accounted for" in text
+    assert text.count("✗ wrong") == text.count("✓ right") == 5
+    assert "first 5 of 7" in text
+    assert "optimizer.lr0.5" in text
+    assert "lightrft explain grpo" in text
+
+
+def test_every_plot_has_words_for_those_who_cannot_see_it(tmp_path):
+    page = page_of(make_run(tmp_path / "demo"))
+    plots = [svg for svg in page.all("svg") if svg.get("class") == "plot"]
+    assert len(plots) >= 8
+    assert all(svg["role"] == "img" and len(svg["aria-label"]) > 30 for svg in plots)
+    assert page.all("html") == [{"lang": "en"}]
+    assert len(page.all("h1")) == 1
+
+
+def test_nothing_is_asked_of_the_outside(tmp_path):
+    html = write_report(make_run(tmp_path / "demo")).read_text(encoding="utf-8")
+    page = Page(html)
+    assert "default-src 'none'" in page.all("meta")[1]["content"]
+    assert page.all("link") == [{"rel": "icon", "href": "data:,"}]
+    assert not [a for _, a in page.tags if "src" in a or "srcset" in a or "style" in a]
+    assert not re.search(r"url\(|@import|https?://", html)
+
+
+def test_hostile_text_stays_text(tmp_path):
+    page = page_of(make_run(tmp_path / "demo", HOSTILE, Config(name=HOSTILE)))
+    assert len(page.all("script")) == 1
+    assert not page.all("img")
+    assert not [a for _, a in page.tags for name in a if name.startswith("on")]
+    assert page.text.count(HOSTILE) == 5 + 10 + 3 + 1  # prompts, answers, commands and the settings (changed and all: quoted)
+
+
+def test_lost_tokens_are_said(tmp_path):
+    with RunFolder.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
+        folder.log({"step": 1, "rollout/sampled": 100, "rollout/trained": 90})
+    assert "10 not accounted for" in page_of(tmp_path / "a").text
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        None,
+        {"step": 1, "reward/mean": 0.5},
+        {"step": 1, "reward/mean": None, "loss": None},
+        {"phase": "sft", "step": 1, "loss": 0.5, "eval/accuracy": 0.5},
+        {"step": 1, "time/generate": 0.0, "rollout/sampled": 0},
+        {"step": 0, "eval/accuracy": 0},
+    ],
+)
+def test_a_run_that_has_little_is_shown_all_the_same(tmp_path, row):
+    with RunFolder.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
+        if row:
+            folder.log(row)
+    text = page_of(tmp_path / "a").text
+    assert "Not finished" in text if row else "No step has been written yet" in text
+
+
+def test_without_samples_the_sampled_answers_are_shown(tmp_path):
+    with RunFolder.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
+        for step in (1, 2):
+            prompts = [Prompt(id=f"{step}.{i}", token_ids=[1], text=f"ask {step}.{i}", label=5) for i in range(2)]
+            folder.write_rollouts(
+                step,
+                [
+                    Rollout(p, [1], [True], [-0.5], [0], "stop", 0, text=f"say {p.id}", reward=0.25 * step)
+                    for p in prompts
+                    for _ in "ab"
+                ],
+            )
+    text = page_of(tmp_path / "a").text
+    assert text.count("say 1.0") == 1
+    assert text.count("say 2.1") == 1
+    assert "reward 0.5" in text
+
+
+def test_what_is_not_a_run_is_refused(tmp_path):
+    with pytest.raises(DataError, match="not a run's folder"):
+        write_report(tmp_path)
+    make_run(tmp_path / "a")
+    (tmp_path / "a/summary.json").write_text("{")
+    with pytest.raises(DataError, match=r"summary\.json is not JSON"):
+        write_report(tmp_path / "a")
+
+
+def test_durations_read_well():
+    assert [duration(s) for s in (1.25, 42, 222, 7500)] == ["1.2 s", "42 s", "3 min 42 s", "2 h 5 min"]
+
+
+def luminance(color):
+    channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_stand_out_enough(scheme):
+    """WCAG 2.2: text at least 4.5 to 1 (success criterion 1.4.3), lines and bars 3 to 1 (1.4.11)."""
+    css = files("lightrft.viewer").joinpath("report.css").read_text(encoding="utf-8")
+    palette = dict(re.findall(r"--([\w-]+): (#\w{6});", css.split("prefers-color-scheme: dark")[scheme]))
+
+    def contrast(a, b):
+        low, high = sorted([luminance(palette[a]), luminance(palette[b])])
+        return (high + 0.05) / (low + 0.05)
+
+    for ground in ("bg", "card", "soft"):
+        for text in ("ink", "muted", "good", "bad", "accent"):
+            assert contrast(text, ground) >= 4.5, (text, ground)
+    for i in range(8):
+        assert contrast(f"s{i}", "card") >= 3
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+def browse(page, profile, width=1280):
+    """The page's document after its script ran in a real browser, and what the browser's console said."""
+    command = [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    command += [
+        "--disable-component-update",
+        "--allow-file-access-from-files",
+        "--enable-logging=stderr",
+        f"--user-data-dir={profile}",
+    ]
+    command += [f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+def test_a_real_browser_shows_it_without_a_complaint_at_any_width(tmp_path):
+    report = write_report(make_run(tmp_path / "demo", HOSTILE, Config(name=HOSTILE)))
+    (tmp_path / "frames.html").write_text(
+        "<body>"
+        + "".join(
+            f'<iframe width={width} height=900 src="demo/report.html" onload="this.title = '
+            "['ran ' + !this.contentDocument.querySelector('.command button').hidden, "
+            "'wide ' + this.contentDocument.documentElement.scrollWidth, "
+            "'plot ' + Math.round(this.contentDocument.querySelector('svg.plot').getBoundingClientRect().width), "
+            "this.contentDocument.title].join('; ')\"></iframe>"
+            for width in (320, 375, 1280)
+        )
+    )
+    dom, console = browse(tmp_path / "frames.html", tmp_path / "profile")
+    assert console == []  # an outside request or a script that is not ours would be refused aloud by the page's own policy
+    titles = re.findall(r'title="(ran[^"]*)"', dom)
+    assert len(titles) == 3
+    for title, width in zip(titles, (320, 375, 1280)):
+        ran, wide, plot, name = title.split("; ")
+        assert ran == "ran true"
+        assert int(wide.split()[1]) <= width
+        assert int(plot.split()[1]) > 240
+        assert name == "demo: run report"
+    assert report.stat().st_size < 2**20
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+def test_the_browser_would_have_complained(tmp_path):
+    """The check above can fail: a script and a picture from elsewhere, put into the page, are refused aloud."""
+    report = write_report(make_run(tmp_path / "demo"))
+    html = report.read_text(encoding="utf-8")
+    report.write_text(
+        html.replace("</main>", "<img src='https://example.invalid/x.png'><script>document.title='owned'</script></main>")
+    )
+    dom, console = browse(report, tmp_path / "profile")
+    assert len(console) >= 2
+    assert "<title>owned" not in dom
