@@ -17,7 +17,7 @@ from lightrft.trainer.advantages import ADVANTAGES, whiten
 from lightrft.trainer.batching import micro_batches
 from lightrft.trainer.collate import collate
 from lightrft.trainer.kl import KLController
-from lightrft.trainer.roles import Roles
+from lightrft.trainer.roles import Roles, settle_layout
 from lightrft.trainer.rollout import Collected, collect
 from lightrft.trainer.rows import Rows
 from lightrft.trainer.shaping import shape, token_rewards
@@ -51,6 +51,8 @@ def rl_step(
     if not collected.groups:
         return StepResult(collected, None, metrics)
     batch = collate(collected.groups)
+    with timers("layout"):
+        settle_layout(roles.policy, batch)
     with timers("logprobs"):
         batch = with_policy(batch, roles, config)
     with timers("reference"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -13,6 +14,8 @@ from lightrft.models.critic import Critic
 from lightrft.strategy.base import Strategy, TrainState
 from lightrft.strategy.engine.base import Engine
 from lightrft.types import Batch, Rollout
+
+log = logging.getLogger(__name__)
 
 
 class Scoring(Protocol):
@@ -48,6 +51,17 @@ class Trained:
 
     model: Any
     state: TrainState
+    layout_settled: bool = False
+
+
+def settle_layout(policy: Trained, batch: Batch) -> None:
+    """On a run's first batch, compare the layout with the model's own padded forward; where they differ, fall back and say why."""
+    actor: Actor = policy.model
+    if actor.config.check_layout and not policy.layout_settled and len(batch):
+        reason = actor.check_layout(batch)
+        if reason:
+            log.warning("model.layout: %s", reason)
+    policy.layout_settled = True
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import torch
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.batching import micro_batches
-from lightrft.trainer.roles import Trained
+from lightrft.trainer.roles import Trained, settle_layout
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch, Segments
 from lightrft.utils.metrics import Max, Mean, Metrics, Sum
@@ -39,6 +39,7 @@ def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_toke
     rows = Rows.of(batch)
     batch = batch.replace(loss_weights=AGGREGATIONS["token"](rows, 1))
     metrics = Metrics({"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))})
+    settle_layout(policy, batch)
     policy.model.train()
     indices = micro_batches(batch, micro_batch_tokens, policy.model.layout)
     for i, index in enumerate(indices):
