@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lightrft.utils.errors import ModelError
 
 PAD, UNK, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
+ROLES = ("system", "user", "assistant")
 PRINTABLE = "\n" + "".join(chr(c) for c in range(32, 127))
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -23,11 +24,13 @@ CHAT_TEMPLATE = (
 def tiny_tokenizer(extra_chars: str = "", *, chars: str = PRINTABLE) -> PreTrainedTokenizerFast:
     """A tokenizer of one token per character of ``chars`` and ``extra_chars``; any other character is ``<unk>``.
 
+    A role's name right after ``<|im_start|>`` is one token too: it stands in every prompt.
+
     Token 0 pads, ``<|im_end|>`` ends an answer, and the chat template takes system, user and assistant messages.
     """
-    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars])
+    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars, *ROLES])
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"^(?:{'|'.join(ROLES)})(?=\n)|[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -129,7 +132,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
     ``vocab_size`` among ``overrides`` is that of ``tiny_tokenizer`` unless given.
     """
-    overrides.setdefault("vocab_size", len(PRINTABLE) + 4)
+    overrides.setdefault("vocab_size", len(PRINTABLE) + 4 + len(ROLES))
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
