@@ -158,11 +158,15 @@ def main() -> None:
         speeds = [speed(side, threads) for _, side, threads in chosen]
         rounds.append({"native": speeds[0], "transformers": speeds[1], "ratio": speeds[0] / speeds[1]})
         print("  round: " + ", ".join(f"{k} {v:,.2f}" for k, v in rounds[-1].items()))
-    report(args, lengths, chosen, rounds)
+    report(args, str(model.config._attn_implementation), lengths, chosen, rounds)
 
 
 def report(
-    args: argparse.Namespace, lengths: torch.Tensor, chosen: list[tuple[str, Side, int]], rounds: list[dict[str, float]]
+    args: argparse.Namespace,
+    attention: str,
+    lengths: torch.Tensor,
+    chosen: list[tuple[str, Side, int]],
+    rounds: list[dict[str, float]],
 ) -> None:
     ratios = sorted(r["ratio"] for r in rounds)
     command = " ".join(["python", "benchmarks/generate.py", *sys.argv[1:]])
@@ -170,7 +174,7 @@ def report(
         "command": command,
         "machine": f"{args.machine}, {platform.system()}, {os.cpu_count()} cores",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__, "python": platform.python_version()},
-        "model": f"{args.family}, {args.layers} layers of {args.hidden}, vocabulary {args.vocabulary}, float32",
+        "model": f"{args.family}, {args.layers} layers of {args.hidden}, vocabulary {args.vocabulary}, float32 (transformers: {attention})",
         "work": f"{args.prompts} prompts of {args.prompt_tokens} tokens x {args.answers} answers; answer lengths lognormal, "
         f"median {args.median:g}, sigma {args.sigma:g}: mean {lengths.float().mean():.0f}, longest {int(lengths.max())}",
         "sides": {name: f"{threads} threads" for name, _, threads in chosen},

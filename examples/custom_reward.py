@@ -7,7 +7,7 @@ target, between <answer> and </answer>. A data row looks like
 
 and the run's YAML names this function, with its options:
 
-    rewards:
+    reward:
       terms:
         - function: examples/custom_reward.py:reward
           weight: 1.0

@@ -194,7 +194,7 @@ class AlgorithmConfig(Settings):
             return tree
         if name not in PRESETS:
             near = difflib.get_close_matches(str(name), PRESETS, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"unknown preset {name!r}{hint} Known: {', '.join(sorted(PRESETS))}")
         return deep_merge(PRESETS[name], tree)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -144,14 +144,14 @@ class Actor(Backbone):
         return is_adapted(self.model)
 
     @contextmanager
-    def reference(self) -> Iterator[Actor]:
+    def reference(self) -> Generator[Actor, None, None]:
         """Adapters off: the model is bit for bit its base until the block is left, by an exception too.
 
         Raises ``ModelError`` when there are no adapters to turn off.
         """
         if not self.has_adapters:
             raise ModelError("the policy has no adapters (model.lora is not set), so it cannot be its own reference")
-        with self.model.disable_adapter():  # ty: ignore[call-non-callable]
+        with self.model.disable_adapter():  # ty: ignore[not-callable]
             yield self
 
     def merge(self) -> dict[str, Tensor]:

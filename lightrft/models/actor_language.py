@@ -21,7 +21,7 @@ from lightrft.models.segment_attention import SegmentPlan
 from lightrft.models.settings import ModelConfig
 from lightrft.utils.errors import ModelError
 
-_GENERATE = {
+_GENERATE: dict[str, Any] = {
     "attention_mask": None,
     "do_sample": True,
     "early_stopping": None,
@@ -105,7 +105,7 @@ class ActorLanguage(nn.Module):
         logprobs = None if scores is None or at is None else scores.logprobs.reshape(at.shape)
         if not return_output:
             return logprobs
-        output = CausalLMOutputWithPast(logits=self.actor.logits(states))  # ty: ignore[invalid-argument-type]
+        output = CausalLMOutputWithPast(logits=self.actor.logits(states))
         if scores is not None and at is not None and scores.entropy is not None:
             output["action_entropy"] = scores.entropy.reshape(at.shape)
         return output if logprobs is None else (logprobs, output)
@@ -132,7 +132,8 @@ class ActorLanguage(nn.Module):
         if eos is None:
             raise ModelError("generate() needs eos_token_id: the model's generation config has none")
         self.actor.use_attention("padded")
-        sequences = self.actor.base.generate(input_ids=input_ids, **{**options, "pad_token_id": pad})
+        base: Any = self.actor.base
+        sequences = base.generate(input_ids=input_ids, **{**options, "pad_token_id": pad})
         return self.process_sequences(sequences, input_ids.shape[1], eos, pad)
 
     def process_sequences(
@@ -154,7 +155,7 @@ class ActorLanguage(nn.Module):
     def print_trainable_parameters(self) -> None:
         """Write the counts of trainable and of all parameters to standard output, as peft does."""
         if is_adapted(self.model):
-            self.model.print_trainable_parameters()  # ty: ignore[call-non-callable]
+            self.model.print_trainable_parameters()  # ty: ignore[not-callable]
             return
         counts = trainable_summary(self.model)
         share = 100 * counts["trainable"] / max(1, counts["all"])
@@ -244,7 +245,7 @@ class _Loader:
         device_map: str | dict[str, Any] | None,
         load_in_4bit: bool,
     ) -> None:
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "attention": "flash_attention_2" if use_flash_attention_2 else None,
             "dtype": "bfloat16" if bf16 else "auto",
             "load_in_4bit": load_in_4bit,

@@ -71,7 +71,7 @@ def decoder_of(model: nn.Module, family: Family) -> nn.Module:
     try:
         return model.get_submodule(family.decoder)
     except AttributeError:
-        return model.get_decoder()  # ty: ignore[call-non-callable]
+        return model.get_decoder()  # ty: ignore[not-callable]
 
 
 def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | None, float | None]:

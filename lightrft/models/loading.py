@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|fim_pad|>", "<|vision_pad|>", "<unk>")
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
 _BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 
 
@@ -52,9 +53,10 @@ def load_model(
     settings = _settings(config)
     implementation = config.attention or family_of(settings).padded_attention
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             _where(config), config=settings, attn_implementation=implementation, output_loading_info=True, **options
         )
+        model, info = loaded
     except ImportError as error:
         raise ModelError(f"model.attention = {implementation!r}: {_first_line(error)}") from error
     except _BROKEN as error:
@@ -76,7 +78,7 @@ def _load_adapters(config: ModelConfig, file: Path, device: torch.device | str, 
         raise ModelError(f"model.path = {config.path!r}: its adapter_config.json does not name a base model")
     model = load_model(config.model_copy(update={"path": base}), device=device, dtype=dtype)
     try:
-        return PeftModel.from_pretrained(model, file.parent, is_trainable=True).eval()  # ty: ignore[invalid-return-type]
+        return PeftModel.from_pretrained(model, file.parent, is_trainable=True).eval()  # ty: ignore[invalid-explicit-return]
     except _BROKEN as error:
         raise ModelError(f"model.path = {config.path!r}: the adapters cannot be read ({_first_line(error)})") from error
 
@@ -146,10 +148,15 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, a chat template that cannot be read.
     """
     where = config.tokenizer or (_where(config) if not _is_adapter(config.path) else config.path)
+    name = "model.tokenizer" if config.tokenizer else "model.path"
+    folder = Path(where).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelError(f"{name} = {where!r}: the folder holds no tokenizer; set model.tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            where, revision=config.revision, trust_remote_code=config.trust_remote_code
+        )
     except (*_BROKEN, TypeError, AttributeError, ImportError) as error:
-        name = "model.tokenizer" if config.tokenizer else "model.path"
         raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({_first_line(error)})") from error
     rows = None if _is_adapter(config.path) or not config.path else _settings(config).get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:
@@ -199,7 +206,8 @@ def _template(text: str) -> str:
 
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises ``ModelError`` when ``tokenizer`` can yield ids that ``model`` has no embedding for."""
-    rows = base_model(model).get_input_embeddings().num_embeddings
+    embeddings: Any = base_model(model).get_input_embeddings()
+    rows = embeddings.num_embeddings
     if len(tokenizer) > rows:
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model only {rows}: they do not belong together")
 
@@ -208,13 +216,13 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, path
     """Write a folder that ``from_pretrained`` loads. ``model`` may be an actor.
 
     Adapters are added into the weights that are written; those in memory stay. With ``merge`` off, only adapters are written."""
-    inner = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
-    if is_adapted(inner) and not merge:  # ty: ignore[invalid-argument-type]
-        inner.save_pretrained(str(path))  # ty: ignore[call-non-callable]
+    inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
+    if is_adapted(inner) and not merge:
+        inner.save_pretrained(str(path))
     else:
-        base = base_model(inner)  # ty: ignore[invalid-argument-type]
+        base = base_model(inner)
         implementation = base.config._attn_implementation
-        state = merged_state(inner) if is_adapted(inner) else None  # ty: ignore[invalid-argument-type]
+        state = merged_state(inner) if is_adapted(inner) else None
         base.save_pretrained(str(path), state_dict=state)
         base.config._attn_implementation = implementation
     if tokenizer is not None:

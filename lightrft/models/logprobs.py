@@ -214,7 +214,7 @@ def log_probs_from_logits(logits: Tensor, labels: Tensor, disable_logprobs_flash
 
 def _fused_cross_entropy() -> Any:
     try:
-        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[unresolved-import]
+        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss  # ty: ignore[import-not-found]
     except ImportError:
         return None
     return cross_entropy_loss

@@ -32,7 +32,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterabl
             model,
             LoraConfig(
                 r=config.rank,
-                lora_alpha=config.alpha,
+                lora_alpha=config.alpha,  # ty: ignore[invalid-argument-type]
                 lora_dropout=config.dropout,
                 use_dora=config.dora,
                 target_modules=targets if isinstance(targets, str) else list(targets),
@@ -88,7 +88,7 @@ def is_adapted(model: nn.Module) -> bool:
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside; its layers keep the adapters that were put into them."""
-    return model.get_base_model() if is_adapted(model) else model  # ty: ignore[call-non-callable, invalid-return-type]
+    return model.get_base_model() if is_adapted(model) else model  # ty: ignore[not-callable, invalid-explicit-return]
 
 
 def plain_name(name: str) -> str | None:
@@ -111,9 +111,9 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
             if not torch.is_floating_point(weight):
                 raise ModelError(f"{name} is quantised, so adapters cannot be added in: save the adapters alone")
             before = weight.detach().clone()
-            layer.merge()  # ty: ignore[call-non-callable]
+            layer.merge()
             state[f"{plain_name(f'{name}.')}weight"] = weight.detach().clone()
-            layer.unmerge()  # ty: ignore[call-non-callable]
+            layer.unmerge()
             weight.copy_(before)
     return state
 

@@ -67,7 +67,7 @@ class SegmentPlan:
                 self._varlen["keys"] = varlen.gather_keys(self.runs, self.shared, query.device)
             return varlen.attend(query, key, value, self._varlen["keys"], scale, window)
         own, before = self.parts(window)
-        return _Joined.apply(query, key, value, own, before, scale, softcap)  # ty: ignore[invalid-return-type]
+        return _Joined.apply(query, key, value, own, before, scale, softcap)
 
     def parts(self, window: int | None) -> tuple[list[Own], list[Before]]:
         """The parts of the softmax under a sliding window of ``window`` keys; made once, since all layers share them."""

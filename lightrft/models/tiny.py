@@ -120,7 +120,8 @@ def tiny_config(family: str, *, vocab_size: int, **overrides: Any) -> PreTrained
     derived = {**sizes, "head_dim": sizes.get("head_dim", max(1, sizes["hidden_size"] // sizes["num_attention_heads"]))}
     # Initial weights are wider than transformers' 0.02: at this size the model would otherwise start almost uniform and flat.
     tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3, "initializer_range": 0.1}
-    return CONFIG_MAPPING[model_type](**{"vocab_size": vocab_size, **tokens, **special(derived), **sizes})
+    fields: dict[str, Any] = {"vocab_size": vocab_size, **tokens, **special(derived), **sizes}
+    return CONFIG_MAPPING[model_type](**fields)
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:

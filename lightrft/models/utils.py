@@ -130,7 +130,7 @@ def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor, high_entropy_
     mask = action_mask.bool()
     counts = mask.sum(1)
     keep = torch.where(counts > 0, (counts * high_entropy_ratio).long().clamp(min=1), 0)
-    order = torch.where(mask, entropy.detach().to(torch.float64), -torch.inf).argsort(1, descending=True, stable=True)
+    order = torch.where(mask, entropy.detach().to(torch.float64), -torch.inf).argsort(dim=1, descending=True, stable=True)
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
     return (mask & (rank < keep[:, None])).to(action_mask.dtype)
 

@@ -107,6 +107,7 @@ def _numbers(config: RLConfig, sources: Mapping[str, str]) -> Iterator[Number]:
         ("train.updates", config.train.updates),
         ("train.mini_batches", config.train.mini_batches),
         ("sampling.temperature", config.sampling.temperature),
+        ("sampling.max_new_tokens", config.sampling.max_new_tokens),
     ):
         yield Number(full, value, sources.get(full, "default"))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lightrft.config import AlgorithmConfig, Part
@@ -25,42 +25,51 @@ def check_parts(algorithm: AlgorithmConfig) -> None:
 
 
 def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    named: list[tuple[str, Registry[Any], str]] = [
-        ("algorithm.advantage.name", ADVANTAGES, algorithm.advantage.name),
-        ("algorithm.loss.name", POLICY_LOSSES, algorithm.loss.name),
-        ("algorithm.aggregation", AGGREGATIONS, algorithm.aggregation),
-        ("algorithm.kl.estimator", KL_ESTIMATORS, algorithm.kl.estimator),
+    named: list[tuple[str, Registry[Any], str, int]] = [
+        ("algorithm.advantage.name", ADVANTAGES, algorithm.advantage.name, 3),
+        ("algorithm.loss.name", POLICY_LOSSES, algorithm.loss.name, 5),
+        ("algorithm.aggregation", AGGREGATIONS, algorithm.aggregation, 2),
+        ("algorithm.kl.estimator", KL_ESTIMATORS, algorithm.kl.estimator, 2),
     ]
-    for key, registry, name in named:
-        yield from _unknown(key, registry, name)
+    for key, registry, name, arguments in named:
+        yield from _misfit(key, registry, Part(name=name), arguments)
+    for key, registry, part in (
+        ("algorithm.advantage", ADVANTAGES, algorithm.advantage),
+        ("algorithm.loss", POLICY_LOSSES, algorithm.loss),
+    ):
+        if part.options and part.name in registry:
+            yield f"{key}.options are for functions of your own: {part.name!r} reads none"
     for i, part in enumerate(algorithm.shaping):
-        yield from _options(f"algorithm.shaping.{i}", SHAPINGS, part, max_new_tokens=1)
+        yield from _misfit(f"algorithm.shaping.{i}", SHAPINGS, part, 2, "max_new_tokens")
     for i, part in enumerate(algorithm.filters):
-        yield from _options(f"algorithm.filters.{i}", FILTERS, part)
+        yield from _misfit(f"algorithm.filters.{i}", FILTERS, part, 1)
 
 
-def _unknown(key: str, registry: Registry[Any], name: str) -> Iterator[str]:
+def _misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given: str) -> Iterator[str]:
+    """Why ``part`` cannot be called with ``arguments`` values, the keywords ``given`` and its own options."""
     try:
-        registry[name]
+        function = registry[part.name]
     except ConfigError as error:
         yield f"{key}: {error}"
-
-
-def _options(key: str, registry: Registry[Any], part: Part, **given: Any) -> Iterator[str]:
-    problems = list(_unknown(key, registry, part.name))
-    yield from problems
-    if not problems:
-        yield from _misfit(key, registry[part.name], part, given)
-
-
-def _misfit(key: str, function: Callable[..., Any], part: Part, given: dict[str, Any]) -> Iterator[str]:
-    parameters = inspect.signature(function).parameters.values()
-    takes = [p for p in parameters if p.kind is p.KEYWORD_ONLY and p.name not in given]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    known = {p.name for p in takes}
-    for name in part.options.keys() - known:
-        yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}"
-    for p in takes:
-        if p.default is p.empty and p.name not in part.options:
+    if not callable(function):
+        yield f"{key}: {part.name!r} is not a function"
+        return
+    parameters = list(inspect.signature(function).parameters.values())
+    kinds = {p.kind for p in parameters}
+    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(ordered) < arguments and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
+    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p not in ordered[:arguments]]
+    known = {p.name for p in named} - set(given)
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        for name in sorted(set(given) - {p.name for p in named}):
+            yield f"{key}: {part.name!r} must take the keyword {name}"
+        for name in sorted(part.options.keys() - known):
+            yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}"
+    for p in named:
+        if p.default is p.empty and p.name not in part.options and p.name not in given:
             yield f"{key}.options.{p.name} is missing: {part.name!r} needs it"
+    for p in ordered[arguments:]:
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+            yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"

@@ -34,6 +34,7 @@ __all__ = ["REWARDS", "Scorer"]
 GROUP = 64  # rollouts in one batched call or one event loop
 SLICE_SECONDS = 0.05  # of plain calls sent at one time: long enough to hide the sending, short enough to share them out
 SLICE = 256
+FRAME_BYTES = 8 * 2**20  # sent at one time, beyond which one more call is not added
 GRACE_SECONDS = 1.0  # past the deadline, before a worker whose alarm did not ring is killed
 LISTEN_SECONDS = 0.002  # between looks at a busy worker, so that cheap rewards do not wake this process once per call
 STARTS = 3  # tries in a row before a worker that cannot serve ends the run
@@ -90,10 +91,10 @@ class Scorer:
         self.seconds = {"queue": 0.0, "busy": 0.0}
         self.restarts = 0
         self._terms: list[_Term] = []
-        self._default = self._load("rewards.terms", config.terms)
-        self._per_source = {s: self._load(f"rewards.per_source.{s}", terms) for s, terms in config.per_source.items()}
+        self._default = self._load("reward.terms", config.terms)
+        self._per_source = {s: self._load(f"reward.per_source.{s}", terms) for s, terms in config.per_source.items()}
         if not self._terms:
-            raise RewardError("rewards.terms is empty: name at least one reward, e.g. rewards.terms=[math]")
+            raise RewardError("reward.terms is empty: name at least one reward, e.g. reward.terms=[math]")
         self._lock = threading.Condition()
         self._alone: deque[_Call] = deque()
         self._done: queue.SimpleQueue[Rollout | None] = queue.SimpleQueue()
@@ -125,8 +126,8 @@ class Scorer:
         unknown = sorted({s for s in sources if not self._terms_of(s)})
         if unknown:
             raise RewardError(
-                f"no reward for data source {', '.join(map(repr, unknown))}: rewards.per_source has "
-                f"{', '.join(map(repr, sorted(self._per_source))) or 'none'} and rewards.terms, which serves all others, is empty"
+                f"no reward for data source {', '.join(map(repr, unknown))}: reward.per_source has "
+                f"{', '.join(map(repr, sorted(self._per_source))) or 'none'} and reward.terms, which serves all others, is empty"
             )
 
     def submit(self, rollout: Rollout) -> None:
@@ -294,6 +295,9 @@ class Scorer:
             worker.send(Work(calls[0].term, views))
             for message in self._listen(worker, left):
                 begun = True
+                if "full" in message:
+                    self._too_large(list(left.values()))
+                    return False
                 if "i" in message and not self._hear(left.pop(message["i"]), message):
                     self._again(left.values(), alone=grouped)
                     return False
@@ -322,9 +326,20 @@ class Scorer:
             elif time.monotonic() - heard >= patience:
                 raise _Silent("it fell silent")
 
+    def _too_large(self, calls: list[_Call]) -> None:
+        """A worker could not even hold what it was sent."""
+        if len(calls) == 1:
+            self._fail(calls[0], "memory", "")
+        else:
+            self._again(calls, alone=True)
+
     def _pickled(self, calls: list[_Call]) -> tuple[list[_Call], list[bytes]]:
+        """The first of ``calls``, up to ``FRAME_BYTES``, ready to be sent; the others are queued again."""
         kept, views = [], []
-        for call in calls:
+        for number, call in enumerate(calls):
+            if sum(map(len, views)) > FRAME_BYTES:
+                self._again(calls[number:], alone=False)
+                break
             try:
                 views.append(pickle.dumps(view_of(call.pending.rollout), protocol=pickle.HIGHEST_PROTOCOL))
             except Exception as error:  # columns hold whatever the data set does

@@ -14,6 +14,7 @@ from lightrft.config import Part
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
 
 Shaping = Callable[..., Tensor]
@@ -41,7 +42,9 @@ def reward_scale(batch: Batch, rewards: Tensor, *, max_new_tokens: int, scale: f
     paper="DAPO, arXiv 2503.14476, eq. 13",
 )
 def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: int, penalty: float = 1.0) -> Tensor:
-    """Soft punishment that grows over the last ``buffer`` tokens before the length limit."""
+    """Soft punishment that grows over the last ``buffer`` tokens before the length limit. Raises ``ConfigError`` without a buffer."""
+    if buffer < 1:
+        raise ConfigError(f"shaping overlong: options.buffer is {buffer}; it counts tokens and must be at least 1")
     over = (max_new_tokens - buffer - batch.lengths.to(rewards.dtype)) / buffer
     return rewards + penalty * over.clamp(-1, 0)
 

@@ -50,7 +50,8 @@ class Registry(Generic[T]):
         """What ``name`` is; for a user's own function, its name and the first line of its docstring."""
         if name in self._about:
             return self._about[name]
-        return About(f"{name}: {(self[name].__doc__ or 'no docstring').strip().splitlines()[0]}")
+        docstring = (self[name].__doc__ or "").strip() or "no docstring"
+        return About(f"{name}: {docstring.splitlines()[0]}")
 
     def __getitem__(self, name: str) -> T:
         """The function called ``name``. Raises ``ConfigError`` with the nearest names when there is none."""
@@ -59,7 +60,7 @@ class Registry(Generic[T]):
         if ":" in name:
             return resolve(name, self.kind)
         near = difflib.get_close_matches(name, self._entries, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(
             f"unknown {self.kind} {name!r}{hint} Known: {', '.join(sorted(self._entries))}; or package.module:function"
         )
@@ -117,3 +118,5 @@ def _from_package(where: str, name: str, kind: str) -> ModuleType:
         return importlib.import_module(where)
     except ImportError as error:
         raise ConfigError(f"{kind} {name!r}: cannot import {where}: {error}") from error
+    except Exception as error:
+        raise ConfigError(f"{kind} {name!r}: importing {where} raised {type(error).__name__}: {error}") from error

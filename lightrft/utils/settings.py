@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +22,9 @@ Tree = dict[str, Any]
 class Settings(BaseModel):
     """A branch of the tree. ``shorthand`` names the field that a bare string or number stands for."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), ser_json_inf_nan="constants"
+    )
     shorthand: ClassVar[str | None] = None
 
 
@@ -45,7 +48,12 @@ def load_settings(cls: type[S], files: Sequence[str | Path] = (), overrides: Seq
     sources: dict[str, str] = {}
     problems: list[str] = []
     for file in files:
-        _merge(tree, expand_shorthand(cls, _read_yaml(Path(file))), str(file), sources)
+        try:
+            branch = _read_yaml(Path(file))
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        _merge(tree, expand_shorthand(cls, branch), str(file), sources)
     for override in overrides:
         try:
             branch = _parse_override(override)
@@ -71,7 +79,12 @@ def build(cls: type[S], tree: Tree, sources: Mapping[str, str] | None = None, pr
 
 def to_yaml(settings: Settings) -> str:
     """The resolved tree as YAML that ``load_settings`` reads back equal."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(settings.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that ``text`` stands for, as in files and on the command line. Raises ``yaml.YAMLError``."""
+    return yaml.load(text, Loader=_Loader)
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -104,6 +117,20 @@ def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
     return full
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads ``1e-6`` as text; people mean the number."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that ``_Loader`` would read as a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+    )
+
+
 def _branch(cls: type[Settings], key: str) -> type[Settings] | None:
     """The ``Settings`` class of field ``key``, if it is a branch (optional ones included)."""
     if key not in cls.model_fields:
@@ -130,7 +157,7 @@ def _read_yaml(path: Path) -> Tree:
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise ConfigError(f"there is no config file {path}{hint}")
     try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from None
     if not isinstance(tree, dict):
@@ -143,37 +170,42 @@ def _parse_override(text: str) -> Tree:
     if not equals or not key:
         raise ConfigError(f"{text!r} is neither a .yaml file nor key=value")
     try:
-        branch: Any = yaml.safe_load(value) if value else None
+        branch: Any = parse_yaml(value) if value else None
     except yaml.YAMLError as error:
         raise ConfigError(f"{key}: {value!r} is not a YAML value: {error}") from None
-    if isinstance(branch, str):
-        branch = _number(branch)
     for part in reversed(key.split(".")):
         branch = {part: branch}
     return branch
 
 
-def _number(text: str) -> str | float:
-    """YAML 1.1 reads ``1e-6`` as text; people mean the number."""
-    try:
-        return float(text) if text.lower().lstrip("+-")[:1].isdigit() else text
-    except ValueError:
-        return text
+def _held(owner: type[Settings], part: str) -> type[Settings]:
+    """The ``Settings`` class that one more ``part`` of a path leads to; places in lists and keys of tables stay with theirs."""
+    if part not in owner.model_fields:
+        return owner
+    waiting = [owner.model_fields[part].annotation]
+    while waiting:
+        kind = waiting.pop(0)
+        if isinstance(kind, type) and issubclass(kind, Settings):
+            return kind
+        waiting += typing.get_args(kind)
+    return owner
 
 
 def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, str]) -> str:
     path = [str(p) for p in error["loc"]]
     name = ".".join(path)
-    origin = next((s for key, s in sources.items() if key == name or key.startswith(f"{name}.")), "")
+    origin = next((s for key, s in sources.items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")), "")
     where = f" (from {origin})" if origin else ""
     if error["type"] == "extra_forbidden":
-        owner: type[Settings] | None = cls
+        owner = cls
         for part in path[:-1]:
-            owner = _branch(owner, part) if owner else None
-        names = list(owner.model_fields) if owner else []
+            owner = _held(owner, part)
+        names = list(owner.model_fields)
         near = difflib.get_close_matches(path[-1], names, n=1)
         hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"known here: {', '.join(names)}"
         return f"unknown setting {name}{where}; {hint}"
     message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        message += f"; to give it as text, put quotes inside the quotes: {name}='\"...\"'"
     given = "" if error["type"] in {"missing", "value_error"} else f" = {error['input']!r}"
     return f"{name or 'config'}{given}{where}: {message}"

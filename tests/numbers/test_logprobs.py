@@ -46,7 +46,10 @@ def backward(results, hidden, head):
 
 @pytest.mark.parametrize("rows", [1, 4, 23, 1000])
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize(("temperature", "softcap", "scale", "bias"), [(1.0, None, None, False), (0.6, 1.5, 0.25, True), (2.0, None, 3.0, True), (1.0, 0.7, None, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("temperature", "softcap", "scale", "bias"),
+    [(1.0, None, None, False), (0.6, 1.5, 0.25, True), (2.0, None, 3.0, True), (1.0, 0.7, None, False)],
+)
 def test_chunked_equals_full_in_value_and_gradient(rows, entropy, temperature, softcap, scale, bias):
     hidden, head, targets = case(bias)
     want = full(hidden, head, targets, temperature, softcap, scale)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.config import Part
 from lightrft.trainer.shaping import SHAPINGS, shape, token_rewards
+from lightrft.utils.errors import ConfigError
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, tensor
 from tests.numbers.oracles import Case
@@ -37,6 +38,7 @@ def test_the_overlong_penalty(limit: int, buffer: int, penalty: float, case: Cas
     assert_equal(found, expected)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 40), st.integers(1, 20), st.integers(0, 20))
 def test_the_overlong_penalty_at_any_length(length: int, buffer: int, more: int) -> None:
     batch = batch_of(plain_case([[True] * length], [0], [0.25]))
@@ -61,3 +63,9 @@ def test_parts_apply_in_the_order_given() -> None:
     assert shape(batch, [clip, scale], 8).tolist() == [4.0, -2.0]
     assert shape(batch, [scale, clip], 8).tolist() == [1.0, -1.0]
     assert_equal(batch.rewards, tensor([4.0, -4.0]).tolist())  # type: ignore[arg-type]
+
+
+def test_an_overlong_penalty_without_a_buffer_is_refused() -> None:
+    batch = batch_of(plain_case([[True] * 4], [0], [1.0]))
+    with pytest.raises(ConfigError, match=r"options\.buffer is 0"):
+        SHAPINGS["overlong"](batch, batch.rewards, max_new_tokens=4, buffer=0)

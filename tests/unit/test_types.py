@@ -60,6 +60,7 @@ def groups(batch: Batch) -> set[frozenset[float]]:
     }
 
 
+@settings(deadline=None)
 @given(ROWS, st.data())
 def test_rows_of_are_the_places_of_the_runs_asked_for(rows: Rows, data: st.DataObject) -> None:
     index = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=8))
@@ -68,6 +69,7 @@ def test_rows_of_are_the_places_of_the_runs_asked_for(rows: Rows, data: st.DataO
     assert found.tolist() == [t for i in index for t in rows[i]]
 
 
+@settings(deadline=None)
 @given(ROWS, SEEDS, st.data())
 def test_segments_select_in_the_order_of_the_index_with_their_media(rows: Rows, seed: int, data: st.DataObject) -> None:
     whole = segments(rows, seed)
@@ -77,6 +79,7 @@ def test_segments_select_in_the_order_of_the_index_with_their_media(rows: Rows, 
     assert found.media["pixels"].values.shape[1:] == (3, 2)
 
 
+@settings(deadline=None)
 @given(ROWS, SEEDS, st.data())
 def test_segments_split_and_joined_are_the_same(rows: Rows, seed: int, data: st.DataObject) -> None:
     whole = segments(rows, seed)

@@ -204,8 +204,10 @@ class _Rows:
     def evict(self, moves: list[tuple[int, int]], rows: int) -> None:
         for dst, src in moves:
             self.requests[dst], self.groups[dst] = self.requests[src], self.groups[src]
+        if moves:
+            to, of = (list(side) for side in zip(*moves))
             for column in (self.keys, self.limits, self.steps, self.tokens, self.logprobs, self.versions):
-                column[dst] = column[src]
+                column[to] = column[of]
         del self.requests[rows:], self.groups[rows:]
         self.keys, self.limits, self.steps = self.keys[:rows], self.limits[:rows], self.steps[:rows]
         self.tokens, self.logprobs, self.versions = self.tokens[:rows], self.logprobs[:rows], self.versions[:rows]
@@ -376,12 +378,11 @@ class _Run:
         moves = list(zip(finished[finished < kept].tolist(), staying.tolist()))
         self._session.evict(moves, kept)
         self._rows.evict(moves, kept)
-        for dst, src in moves:
-            self._last[dst] = self._last[src]
-            if self._seen is not None:
-                self._seen[dst] = self._seen[src]
-        self._last = self._last[:kept]
-        self._seen = None if self._seen is None else self._seen[:kept]
+        left = np.arange(kept)
+        left[[dst for dst, _ in moves]] = [src for _, src in moves]
+        index = torch.from_numpy(left).to(self._device)
+        self._last = self._last[index]
+        self._seen = None if self._seen is None else self._seen[index]
         for group in groups.values():
             if not group.rows and not group.waiting:
                 self._session.release(group.handle)

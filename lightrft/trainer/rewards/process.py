@@ -84,19 +84,20 @@ class WorkerProcess:
         return [json.loads(line) for line in lines]
 
     def interrupt(self) -> None:
-        """Kill, from another thread, whatever runs in the worker's session."""
+        """Kill, from any thread, whatever runs in the worker's session."""
         with self.reaping:
             if self.process.returncode is None:
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.process.pid, signal.SIGKILL)
+                self._kill_session()
 
     def status(self, patience: float) -> int | None:
         """How a worker ended that ends by itself within ``patience`` seconds: its exit status, or minus the signal's number."""
         ends = time.monotonic() + patience
-        while True:  # looking without reaping: the id stays ours until the whole session is killed
-            ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None:
-                return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        while True:
+            with self.reaping:
+                status = self.process.poll()
+                if status is not None:
+                    self._kill_session()
+                    return status
             if time.monotonic() >= ends:
                 return None
             time.sleep(0.001)
@@ -107,3 +108,7 @@ class WorkerProcess:
         with self.reaping:
             self.process.wait()
         self.connection.close()
+
+    def _kill_session(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # nothing is left of it
+            os.killpg(self.process.pid, signal.SIGKILL)

@@ -72,11 +72,11 @@ def _portable_name(name: str, function: Callable[..., Any]) -> str:
         if name.startswith("__main__:"):
             raise RewardError(f"reward {name!r}: workers cannot import the running program; use file.py:function")
         return name
-    module = function.__module__
+    module, qualified = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", ".")
     if module.startswith("lightrft.trainer.rewards."):
         return name
-    if module == "__main__":
+    if module == "__main__" or "." in qualified:
         raise RewardError(
-            f"reward {name!r} was registered by the running program, which workers cannot import; use file.py:function"
+            f"reward {name!r} was registered by the running program, where workers cannot find it; use file.py:function"
         )
-    return f"{module}:{getattr(function, '__name__', name)}"
+    return f"{module}:{qualified}"

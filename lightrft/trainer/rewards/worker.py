@@ -76,8 +76,16 @@ def main(fd: int) -> None:
         worker.tell(error=f"a reward worker could not start: {describe(error)}")
         return
     worker.tell(ready=True)
-    while (frame := _receive(connection)) is not None:
-        worker.serve(pickle.loads(frame))
+    while True:
+        try:
+            frame = _receive(connection)
+            work = None if frame is None else pickle.loads(frame)
+        except MemoryError:
+            worker.tell(full=True)
+            return
+        if work is None:
+            return
+        worker.serve(work)
 
 
 class Worker:
@@ -209,6 +217,7 @@ def failure(error: BaseException) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
+    """The class and the message of ``error``, cut to a length that suits a log."""
     try:
         text = str(error)
     except Exception:  # a broken __str__ of a user's own class must not hide which class it was
@@ -216,23 +225,30 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}"
 
 
-def _receive(connection: socket.socket) -> bytes | None:
-    """The next frame, or nothing when the parent has gone."""
+def _receive(connection: socket.socket) -> bytearray | None:
+    """The next frame, or nothing when the parent has gone. Raises ``MemoryError`` when it is too large, having read past it."""
     header = _exactly(connection, HEADER.size)
     return None if header is None else _exactly(connection, HEADER.unpack(header)[0])
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes | None:
-    parts = bytearray()
-    while len(parts) < count:
+def _exactly(connection: socket.socket, count: int) -> bytearray | None:
+    held: bytearray | None = bytearray()
+    while count:
         try:
-            part = connection.recv(min(count - len(parts), 1 << 20))
+            part = connection.recv(min(count, 1 << 18))
         except ConnectionError:
             return None
         if not part:
             return None
-        parts += part
-    return bytes(parts)
+        count -= len(part)
+        try:
+            if held is not None:
+                held += part
+        except MemoryError:
+            held = None
+    if held is None:
+        raise MemoryError
+    return held
 
 
 def _die_with(parent: int) -> None:

@@ -1,5 +1,6 @@
 """The scorer with real processes: what bad reward functions do, and that nothing is lost."""
 
+import importlib
 import os
 import random
 import subprocess
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from lightrft.config import RewardConfig
-from lightrft.trainer.reward import Scorer
+from lightrft.trainer.reward import REWARDS, Scorer
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import RewardError
 
@@ -68,7 +69,7 @@ def score(texts, *functions, **settings):
     ],
 )
 def test_a_call_that_fails_in_any_way_fails_its_own_sample_only(text, failed, kind):
-    rollouts, scorer = score(["1", "2", text, "3", "4"], "plain")
+    rollouts, scorer = score(["1", "2", text, "3", "4"], "plain", deadline=0.5 if kind == "deadline" else 5)
     assert [r.reward for r in rollouts] == [1, 2, None, 3, 4]
     assert [r.failed for r in rollouts] == ["", "", failed, "", ""]
     assert rollouts[2].terms == {} and rollouts[1].terms == {"plain": 2.0}
@@ -176,6 +177,34 @@ def test_a_rollout_that_cannot_be_sent_fails_alone():
     assert stuck.failed.startswith("cannot be sent to a worker: ") and fine.reward == 2
 
 
+def test_a_rollout_too_large_for_a_worker_fails_alone():
+    rollouts = [rollout(str(i), columns={"blob": bytes(80 * 2**20) if i == 2 else bytes(3 * 2**20)}) for i in range(8)]
+    with Scorer(config("batched", memory_mb=64)) as scorer:
+        for r in rollouts:
+            scorer.submit(r)
+        list(scorer.results(wait=True))
+    assert [r.reward for r in rollouts] == [0, 1, None, 3, 4, 5, 6, 7]
+    assert rollouts[2].failed == "memory 64 MiB (batched)"
+
+
+def test_a_function_that_another_module_registers_is_found_by_workers(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(
+        "from lightrft.trainer.rewards import REWARDS\n"
+        "@REWARDS.register('mine')\ndef mine(rollout): return 4.0\n"
+        "REWARDS.register('hidden')(lambda rollout: 1.0)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.import_module("my_rewards")
+    scored = rollout()
+    with Scorer(RewardConfig.model_validate({"terms": ["mine"]})) as scorer:
+        scorer.submit(scored)
+        list(scorer.results(wait=True))
+    assert (scored.reward, scored.terms) == (4.0, {"mine": 4.0})
+    REWARDS["hidden"].__module__ = "__main__"
+    with pytest.raises(RewardError, match=r"use file\.py:function"):
+        Scorer(RewardConfig.model_validate({"terms": ["hidden"]}))
+
+
 def test_a_worker_is_light_and_warmed_up():
     rollouts, _ = score(["1"], "loaded")
     assert rollouts[0].failed == "" and rollouts[0].reward != os.getpid()
@@ -202,7 +231,7 @@ def test_every_rollout_comes_back_once_whatever_happens_to_the_workers():
     dice = random.Random(7)
     choices = ["raise", "exit", "nan", "memory", "loop", "print", "segv", "fork"]
     texts = [dice.choice(choices) if dice.random() < 0.12 else str(dice.randrange(100)) for _ in range(120)]
-    rollouts, scorer = score(texts, "plain", "asynchronous", "batched", workers=2, deadline=0.3)
+    rollouts, scorer = score(texts, "plain", "asynchronous", "batched", workers=2, deadline=1)
     for text, r in zip(texts, rollouts):
         good = text.isdigit() or text in ("print", "fork")
         assert (r.reward is not None) == good == (not r.failed)
@@ -247,7 +276,7 @@ def test_workers_do_not_outlive_a_killed_parent():
         import sys, time
         sys.path.insert(0, {str(Path(__file__).parents[3])!r})
         from lightrft.config import RewardConfig
-        from lightrft.trainer.reward import Scorer
+        from lightrft.trainer.reward import REWARDS, Scorer
         from lightrft.types import Prompt, Rollout
         scorer = Scorer(RewardConfig.model_validate({{"terms": ["{FUNCTIONS}:plain"], "workers": 2, "deadline": 100}}))
         for text in ("1", "c-loop"):

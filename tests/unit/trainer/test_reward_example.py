@@ -32,8 +32,8 @@ def test_the_example_grades_as_its_yaml_says(monkeypatch):
     monkeypatch.chdir(ROOT)
     text = ast.get_docstring(ast.parse(EXAMPLE.read_text()), clean=False)
     assert text is not None
-    block = text[text.index("    rewards:") : text.index("What a reward function may rely on")]
-    config = RewardConfig.model_validate(yaml.safe_load(textwrap.dedent(block))["rewards"])
+    block = text[text.index("    reward:") : text.index("What a reward function may rely on")]
+    config = RewardConfig.model_validate(yaml.safe_load(textwrap.dedent(block))["reward"])
     prompt = Prompt("c", [1], r"Reach 24. <answer>8 * 3</answer>", label=24, columns={"numbers": [3, 8, 4, 2]})
     rollouts = [Rollout(prompt, [1], [True], [0.0], [0], "stop", i, i, text) for i, text in enumerate(ANSWERS)]
     with Scorer(config) as scorer:

@@ -1,0 +1,195 @@
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3NextConfig, StableLmConfig
+
+from lightrft.models import attention
+from lightrft.models.actor import Actor
+from lightrft.models.critic import Critic
+from lightrft.models.families import family_of
+from lightrft.models.loading import load_model, save_model
+from lightrft.models.lora import apply_lora_configuration, find_all_linear_modules
+from lightrft.models.settings import LoRAConfig, ModelConfig
+from lightrft.models.tiny import FAMILIES, tiny_tokenizer
+from lightrft.utils.errors import ModelError
+from tests.model_helpers import gradients, hard_batch, small_actor, small_model
+
+
+def folder(path, family="qwen2", **overrides):
+    save_model(small_model(family, **overrides), tiny_tokenizer(), path)
+    return str(path)
+
+
+def trained_adapters(path, dora=False):
+    """An actor whose adapters do something."""
+    actor = Actor.load(ModelConfig(path=path, lora=LoRAConfig(rank=4, dora=dora)))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, p in actor.named_parameters():
+            if "lora_" in name:
+                p.add_(0.2 * torch.randn(p.shape, generator=generator))
+    return actor
+
+
+@pytest.mark.parametrize("layout", ["prefix_shared", "packed", "padded"])
+@pytest.mark.parametrize("dora", [False, True])
+def test_the_reference_is_the_base_model_bit_for_bit(tmp_path, dora, layout):
+    path, batch = folder(tmp_path), hard_batch()
+    base, actor = Actor.load(ModelConfig(path=path, layout=layout)), trained_adapters(path, dora)
+    actor.layout = layout
+    expected, adapted = base.score(batch).logprobs, actor.score(batch).logprobs
+    assert (expected - adapted).abs().max() > 0.1
+    with actor.reference():
+        assert torch.equal(actor.score(batch).logprobs, expected)
+    assert torch.equal(actor.score(batch).logprobs, adapted)
+    with pytest.raises(KeyError), actor.reference():
+        raise KeyError
+    assert torch.equal(actor.score(batch).logprobs, adapted)
+
+
+def test_only_adapters_are_trained_and_get_gradient(tmp_path):
+    actor = trained_adapters(folder(tmp_path))
+    _, grads = gradients(actor, hard_batch())
+    assert grads
+    assert all("lora_" in name for name in grads)
+    assert grads.keys() == {name for name, p in actor.named_parameters() if p.requires_grad}
+
+
+def test_a_model_without_adapters_cannot_be_its_own_reference():
+    with pytest.raises(ModelError, match=r"model\.lora"), small_actor("qwen2").reference():
+        pass
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_export_adds_adapters_into_the_weights_and_leaves_memory_alone(tmp_path, dora):
+    actor, batch = trained_adapters(folder(tmp_path / "base"), dora), hard_batch()
+    before = {name: p.clone() for name, p in actor.state_dict().items()}
+    expected = actor.score(batch).logprobs
+    save_model(actor, tiny_tokenizer(), tmp_path / "merged")
+    save_model(actor, None, tmp_path / "adapters", merge=False)
+    assert all(torch.equal(p, before[name]) for name, p in actor.state_dict().items())
+    assert torch.equal(actor.score(batch).logprobs, expected)
+    merged = Actor.load(ModelConfig(path=str(tmp_path / "merged")))
+    assert not merged.has_adapters
+    assert (merged.score(batch).logprobs - expected).abs().max() < 1e-4
+    again = Actor.load(ModelConfig(path=str(tmp_path / "adapters")))
+    assert again.has_adapters
+    assert torch.equal(again.score(batch).logprobs, expected)
+    assert actor.merge().keys() == load_model(ModelConfig(path=str(tmp_path / "base"))).state_dict().keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_exports_what_it_loads(tmp_path, family):
+    path, batch = folder(tmp_path, family), hard_batch()
+    actor = Actor.load(ModelConfig(path=path))
+    assert actor.check_layout(batch) == ""
+    assert actor.layout == "prefix_shared"
+    save_model(actor, tiny_tokenizer(), tmp_path / "again")
+    assert torch.equal(Actor.load(ModelConfig(path=str(tmp_path / "again"))).score(batch).logprobs, actor.score(batch).logprobs)
+
+
+def test_lora_targets_that_name_nothing_are_an_error(tmp_path):
+    config = ModelConfig(path=folder(tmp_path), lora=LoRAConfig(targets=("nosuch_proj",)))
+    with pytest.raises(ModelError, match=r"lora\.targets.*nosuch_proj"):
+        Actor.load(config)
+
+
+def test_the_public_lora_helper_leaves_the_output_head_and_named_paths_alone():
+    model = small_model("qwen2", tie_word_embeddings=False)
+    names = find_all_linear_modules(model, ["mlp"])
+    assert "model.layers.1.self_attn.q_proj" in names
+    assert not any("mlp" in name or "lm_head" in name for name in names)
+    adapted = apply_lora_configuration(model, 2, 4, 0.0)
+    changed = {name.split(".lora_")[0] for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(changed) == 2 * 7
+    with pytest.raises(ModelError, match="lora_alpha = 0"):
+        apply_lora_configuration(small_model("qwen2"), 2, 0, 0.0)
+
+
+def test_the_layout_check_falls_back_where_a_plan_is_ignored(monkeypatch):
+    """An attention that is not told of the plan; transformers' own sees by the positions where a new sample starts."""
+    actor, batch = small_actor("qwen2"), hard_batch()
+    expected = actor.score(batch).logprobs
+    monkeypatch.setattr(attention, "NAME", "sdpa")
+    reason = actor.check_layout(batch)
+    assert actor.layout == "packed"
+    assert "layout prefix_shared differs" in reason
+    assert "using packed instead" in reason
+    assert torch.allclose(actor.score(batch).logprobs, expected, atol=1e-5)
+
+
+def test_the_layout_check_falls_back_to_padded_for_recurrent_layers():
+    kinds = {"layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 32, "head_dim": 16}
+    widths = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts": 4}
+    more = {"num_key_value_heads": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "vocab_size": 100}
+    torch.manual_seed(0)
+    actor = Actor(AutoModelForCausalLM.from_config(Qwen3NextConfig(**kinds, **widths, **sizes, **more, initializer_range=0.2)))
+    assert actor.layout == "padded"
+    actor.layout = "prefix_shared"
+    reason = actor.check_layout(hard_batch())
+    assert actor.layout == "padded"
+    assert "layout prefix_shared differs" in reason
+    assert "layout packed differs" in reason
+
+
+def test_the_layout_check_refuses_a_head_it_does_not_know(monkeypatch):
+    actor = small_actor("gemma2", final_logit_softcapping=1.0)
+    monkeypatch.setattr("lightrft.models.actor.head_transform", lambda config, family: (None, None))
+    with pytest.raises(ModelError, match="gemma2"):
+        actor.check_layout(hard_batch())
+
+
+def test_a_recurrent_family_starts_padded_and_an_unknown_one_shared():
+    assert family_of(Qwen3NextConfig()).layout == "padded"
+    assert family_of(StableLmConfig()).layout == "prefix_shared"
+    unknown = StableLmConfig()
+    unknown.layer_types = ["full_attention", "chunked_attention"]
+    assert family_of(unknown).layout == "padded"
+
+
+def test_values_are_read_before_each_token_and_after_the_last():
+    batch = hard_batch()
+    critic = Critic(small_model("qwen3", torch.float64))
+    values, final = critic.values(batch, final=True)
+    again, none = critic.values(batch)
+    assert none is None
+    assert values.shape == (batch.tokens,)
+    assert final.shape == (len(batch),)
+    assert torch.allclose(values, again, atol=1e-5)
+    prompts = batch.prompts.tokens.split(batch.prompts.lengths.tolist())
+    start = 0
+    critic.use_attention("padded")
+    for row, answer in enumerate(batch.responses.tokens.split(batch.lengths.tolist())):
+        prompt = prompts[int(batch.prompt_of[row])]
+        states = critic.base.model(input_ids=torch.cat([prompt, answer])[None]).last_hidden_state[0]
+        expected = (states @ critic.value_head.weight[0])[len(prompt) - 1 :]
+        assert torch.allclose(values[start : start + len(answer)], expected[:-1], atol=1e-5)
+        assert torch.allclose(final[row], expected[-1], atol=1e-5)
+        start += len(answer)
+
+
+@pytest.mark.parametrize("layout", ["prefix_shared", "packed", "padded"])
+def test_the_value_head_is_seeded_trained_and_saved(tmp_path, layout):
+    path = folder(tmp_path / "base")
+    critic, other = Critic.load(ModelConfig(path=path, layout=layout), seed=1), Critic.load(ModelConfig(path=path), seed=2)
+    assert not torch.equal(critic.value_head.weight, other.value_head.weight)
+    assert critic.value_head.weight.std() < 3 / 65
+    assert critic.value_head.bias is None
+    values, final = critic.values(hard_batch(), final=True)
+    (values.sum() + final.sum()).backward()
+    assert critic.value_head.weight.grad.any()
+    assert critic.base.model.layers[0].mlp.up_proj.weight.grad.any()
+    critic.save(tiny_tokenizer(), tmp_path / "saved")
+    again = Critic.load(ModelConfig(path=str(tmp_path / "saved"), layout=layout), seed=3)
+    assert torch.equal(again.values(hard_batch(), final=True)[0], values)
+
+
+def test_temperature_and_entropy_are_those_of_the_tempered_softmax():
+    actor, batch = small_actor("qwen2", torch.float64), hard_batch()
+    states, _ = actor.hidden(batch)
+    logits = actor.base.lm_head(states) / 0.5
+    scores = actor.score(batch, temperature=0.5, entropy=True)
+    expected = torch.distributions.Categorical(logits=logits)
+    assert torch.allclose(scores.logprobs, expected.log_prob(batch.responses.tokens))
+    assert torch.allclose(scores.entropy, expected.entropy())
+    assert actor.score(batch).entropy is None

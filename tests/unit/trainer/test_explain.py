@@ -1,0 +1,125 @@
+"""What ``explain`` says is what is in force."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config import PRESETS, RLConfig
+from lightrft.trainer.advantages import ADVANTAGES
+from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.explain import Explanation, explain, to_latex, to_text
+from lightrft.trainer.policy_loss import POLICY_LOSSES
+from lightrft.utils.settings import dotted, load_settings
+
+
+def explained(*overrides: str, files: tuple[Path, ...] = ()) -> tuple[RLConfig, Explanation]:
+    loaded = load_settings(RLConfig, files, overrides)
+    return loaded.settings, explain(loaded.settings, loaded.sources)
+
+
+def value_of(config: RLConfig, key: str) -> Any:
+    """The number that the loop itself reads under a dotted key."""
+    found: Any = config.model_dump(mode="json")
+    for part in key.split("."):
+        found = found[part]
+    return found
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_the_numbers_are_those_of_the_config_with_their_sources(preset: str) -> None:
+    config, found = explained(f"algorithm={preset}", "train.updates=3")
+    assert {n.key: n.value for n in found.numbers} == {n.key: value_of(config, n.key) for n in found.numbers}
+    sources = {n.key: n.source for n in found.numbers}
+    given = {f"algorithm.{key}": value for key, value in dotted(PRESETS[preset])}
+    assert {k: v for k, v in sources.items() if v == f"preset {preset}"}.keys() == given.keys()
+    assert {n.key: n.value for n in found.numbers if n.key in given} == given
+    assert sources["algorithm.preset"] == "command line"
+    assert sources["train.updates"] == "command line"
+    assert sources["algorithm.entropy_coef"] == "default"
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_number_that_an_algorithm_has_is_shown(preset: str) -> None:
+    config, found = explained(f"algorithm={preset}")
+    every = {f"algorithm.{k}" for k, v in dotted(config.algorithm.model_dump(mode="json")) if v not in (None, {}, [])}
+    assert every <= {n.key for n in found.numbers}
+    text = to_text(found)
+    for n in found.numbers:
+        assert any(line.split() == [n.key, *str(n.value).split(), *n.source.split()] for line in text.splitlines()), n
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_the_formulas_are_those_of_the_functions_that_run(preset: str) -> None:
+    config, found = explained(f"algorithm={preset}")
+    text, latex = to_text(found), to_latex(found)
+    algorithm = config.algorithm
+    for table, name in ((ADVANTAGES, algorithm.advantage.name), (POLICY_LOSSES, algorithm.loss.name)):
+        assert table.about(name).formula in text
+        assert table.about(name).paper in text
+        assert table.about(name).latex in latex
+    assert AGGREGATIONS.about(algorithm.aggregation).paper in text
+    assert f"{algorithm.kl.coef:g} kl_t" in text
+    assert latex.startswith("\\begin{align*}")
+    assert latex.endswith("\\end{align*}")
+    assert latex.count("{") == latex.count("}")
+
+
+def test_what_stands_beside_a_preset_wins_and_names_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm: {preset: ppo, kl: {coef: 0.5}, advantage: {lam: 1.0}}\n", encoding="utf-8")
+    _, found = explained("algorithm.advantage.lam=0.9", files=(file,))
+    numbers = {n.key: (n.value, n.source) for n in found.numbers}
+    assert numbers["algorithm.kl.coef"] == (0.5, str(file))
+    assert numbers["algorithm.advantage.lam"] == (0.9, "command line")
+    assert numbers["algorithm.advantage.gamma"] == (1.0, "preset ppo")
+    assert numbers["algorithm.kl.target"] == (6.0, "default")
+
+
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
+def test_terms_in_the_loss_stand_in_the_objective_of_every_aggregation(aggregation: str) -> None:
+    _, found = explained(f"algorithm.aggregation={aggregation}", "algorithm.entropy_coef=0.01")
+    assert "(L_it + 0.04 kl_t - 0.01 H_t)" in found.objective
+    assert r"\big(L_{i,t}+0.04\,k_{i,t}-0.01\,H_{i,t}\big)" in found.latex
+    _, plain = explained(f"algorithm.aggregation={aggregation}", "algorithm.kl.where=none", "algorithm.kl.coef=0")
+    assert "kl_t" not in plain.objective + to_text(plain).split("numbers in force")[0]
+    assert "L_it" in plain.objective
+
+
+def test_the_length_limit_is_shown_where_a_formula_reads_it() -> None:
+    config, found = explained("algorithm.aggregation=constant", "sampling.max_new_tokens=77")
+    assert {n.key: n.value for n in found.numbers}["sampling.max_new_tokens"] == 77
+    assert config.algorithm.constant_length is None
+    assert "77" in to_text(found)
+
+
+def test_shaping_and_filters_are_shown() -> None:
+    _, found = explained("algorithm.shaping=[{name: overlong, options: {buffer: 5}}]", "algorithm.filters=zero_variance")
+    named = [(line.part, line.name) for line in found.lines]
+    assert ("shaping", "overlong") in named
+    assert ("filter", "zero_variance") in named
+    assert "'buffer': 5" in to_text(found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["train.updates=1"], "Each batch gets one update, on policy"),
+        (["train.updates=2", "train.mini_batches=3"], "Each batch gets 6 optimizer steps"),
+        (["algorithm=grpo"], "Rows with advantage 0 still get gradient"),
+        (["algorithm=reinforce++"], "Rows whose advantages are all 0 get no gradient"),
+        (["algorithm=ppo"], "The critic is trained on the returns"),
+        (["algorithm=grpo", "algorithm.kl.coef=0"], "No KL term: no reference model is loaded or run."),
+    ],
+)
+def test_where_gradient_goes_is_said(overrides: list[str], said: str) -> None:
+    _, found = explained(*overrides)
+    assert any(line.startswith(said) for line in found.gradient)
+
+
+def test_a_preset_of_ones_own_making_is_custom() -> None:
+    _, found = explained("algorithm.preset=null")
+    assert found.title == "custom"
+    assert {n.source for n in found.numbers} == {"default"}

@@ -1,0 +1,115 @@
+"""Every misfit between a config and the functions that it names is listed before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config import AlgorithmConfig
+from lightrft.trainer.parts import check_parts
+from lightrft.utils.errors import ConfigError
+
+MINE = """
+def shaped(batch, rewards, *, max_new_tokens, power=1.0): return rewards
+def ordinary(batch, rewards, max_new_tokens, power=1.0): return rewards
+def open_shaped(batch, rewards, *, needed, **options): return rewards
+def deaf(batch, rewards, *, power=1.0): return rewards
+def short(rewards, *, max_new_tokens): return rewards
+def advantage(batch, token_rewards, settings): return token_rewards, token_rewards
+def narrow_advantage(batch, token_rewards): return token_rewards, token_rewards
+def wide_loss(logprobs, old, advantages, rows, settings, extra): return logprobs, {}
+NUMBER = 3
+"""
+
+
+def problems(**tree: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check_parts(AlgorithmConfig.model_validate(tree))
+    return str(caught.value).splitlines()
+
+
+def accepted(**tree: Any) -> bool:
+    check_parts(AlgorithmConfig.model_validate(tree))
+    return True
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> str:
+    (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
+    return f"{tmp_path}/mine.py"
+
+
+def test_every_problem_is_listed_at_once() -> None:
+    found = problems(
+        advantage={"name": "gropo"},
+        loss={"name": "ppo_clp", "options": {"x": 1}},
+        aggregation="tokens",
+        kl={"estimator": "k4"},
+        shaping=[{"name": "overlong", "options": {"bufer": 3}}, "overlogn"],
+        filters=[{"name": "zero_variance", "options": {"low": 1}}],
+    )
+    assert [line.split(":")[0].split(" is ")[0] for line in found] == [
+        "algorithm.advantage.name",
+        "algorithm.loss.name",
+        "algorithm.aggregation",
+        "algorithm.kl.estimator",
+        "algorithm.shaping.0.options.bufer",
+        "algorithm.shaping.0.options.buffer",
+        "algorithm.shaping.1",
+        "algorithm.filters.0.options.low",
+    ]
+    assert "did you mean 'grpo'?" in found[0]
+    assert "did you mean 'ppo_clip'?" in found[1]
+    assert "did you mean 'token'?" in found[2]
+    assert found[4].endswith("is not an option of 'overlong'; it takes buffer, penalty")
+    assert found[5].endswith("is missing: 'overlong' needs it")
+    assert "did you mean 'overlong'?" in found[6]
+    assert found[7].endswith("is not an option of 'zero_variance'; it takes none")
+
+
+def test_what_fits_passes(mine: str) -> None:
+    assert accepted()
+    assert accepted(
+        advantage={"name": f"{mine}:advantage", "options": {"anything": 1}},
+        shaping=[
+            {"name": "overlong", "options": {"buffer": 3}},
+            {"name": f"{mine}:shaped", "options": {"power": 2}},
+            {"name": f"{mine}:ordinary", "options": {"power": 2}},
+            {"name": f"{mine}:open_shaped", "options": {"needed": 1, "whatever": 2}},
+        ],
+        filters=["zero_variance", {"name": "reward_bounds", "options": {"low": 0.1}}],
+    )
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"name": "deaf"}, "'{0}:deaf' must take the keyword max_new_tokens"),
+        ({"name": "short"}, "'{0}:short' takes 1 arguments; it is called with 2"),
+        ({"name": "open_shaped"}, "options.needed is missing"),
+        ({"name": "shaped", "options": {"max_new_tokens": 3}}, "options.max_new_tokens is not an option"),
+        ({"name": "NUMBER"}, "'{0}:NUMBER' is not a function"),
+        ({"name": "shapde"}, "did you mean 'shaped'?"),
+    ],
+)
+def test_a_function_of_ones_own_is_held_to_its_signature(mine: str, part: dict[str, Any], message: str) -> None:
+    found = problems(shaping=[{**part, "name": f"{mine}:{part['name']}"}])
+    assert len(found) == 1
+    assert message.format(mine) in found[0]
+
+
+def test_advantages_and_losses_are_held_to_their_number_of_arguments(mine: str) -> None:
+    found = problems(advantage={"name": f"{mine}:narrow_advantage"}, loss={"name": f"{mine}:wide_loss"})
+    assert len(found) == 2
+    assert found[0].endswith("takes 2 arguments; it is called with 3")
+    assert found[1].endswith("options.extra is missing: " + repr(f"{mine}:wide_loss") + " needs it")
+
+
+def test_options_that_nothing_reads_are_refused() -> None:
+    found = problems(advantage={"name": "grpo", "options": {"x": 1}}, loss={"name": "ppo_clip", "options": {"tau": 1}})
+    assert found == [
+        "algorithm.advantage.options are for functions of your own: 'grpo' reads none",
+        "algorithm.loss.options are for functions of your own: 'ppo_clip' reads none",
+    ]
