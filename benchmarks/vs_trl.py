@@ -1,9 +1,9 @@
 """A step of GRPO here against the same step of TRL's ``GRPOTrainer``: whole step, generation, update, peak memory.
 
 Both sides train the same model folder on the same prompts: 4 prompts x 8 answers of 64 new tokens, one optimizer step per
-generation, no reference, the same AdamW. The end token lies outside the model's vocabulary, so every answer has its full length
-on both sides and neither pays for suppressing it. Every round of a side is a process of its own; rounds are interleaved; each
-side runs with the thread count (and TRL with the way of generating and the micro-batch) that a calibration round found best.
+generation, no reference, the same AdamW; the end token is suppressed, so that every answer has its full length. Every round of a
+side is a process of its own; rounds are interleaved; each side runs with the thread count (and TRL with the way of generating and
+the micro-batch) that a calibration round found best.
 
     python benchmarks/vs_trl.py [--rounds 3] [--cases step32 step512 memory32] [--machine NAME]
 
@@ -89,16 +89,15 @@ def arguments() -> argparse.Namespace:
 
 
 def make_folder(folder: Path, vocabulary: int) -> None:
-    """A Qwen2 of ``vocabulary`` characters whose end token comes after the last of them."""
-    from lightrft.models.tiny import END, PRINTABLE, tiny_model, tiny_tokenizer
+    """A Qwen2 whose vocabulary is ``vocabulary`` - 4 characters and the four special tokens."""
+    from lightrft.models.tiny import PRINTABLE, tiny_model, tiny_tokenizer
 
     printable = [c for c in PRINTABLE if not c.isspace()]
-    wanted = vocabulary - 3 - len(printable)  # <pad>, <unk> and <|im_start|> are the others that the model has
+    wanted = vocabulary - 4 - len(printable)
     letters = (chr(c) for c in range(0x4E00, 0x30000) if not 0xD800 <= c <= 0xF8FF and (c & 0xFFFE) != 0xFFFE)
     chars = "".join(printable) + "".join(c for c, _ in zip(letters, range(wanted), strict=False))
     tokenizer = tiny_tokenizer(chars=chars)
-    tokenizer = _end_last(tokenizer, END)
-    assert tokenizer.convert_tokens_to_ids(END) == vocabulary == len(tokenizer) - 1
+    assert len(tokenizer) == vocabulary
     model = tiny_model(
         "qwen2",
         seed=0,
@@ -109,7 +108,6 @@ def make_folder(folder: Path, vocabulary: int) -> None:
         num_key_value_heads=HIDDEN // 64,
         intermediate_size=HIDDEN * 11 // 4,
         tie_word_embeddings=True,
-        eos_token_id=None,
         initializer_range=0.02 if vocabulary > 10_000 else 0.1,
     )
     model.save_pretrained(folder)
@@ -117,25 +115,11 @@ def make_folder(folder: Path, vocabulary: int) -> None:
     (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
 
 
-def _end_last(tokenizer: Any, end: str) -> Any:
-    """The same tokenizer with the end token's id moved behind all others."""
-    tree = json.loads(tokenizer.backend_tokenizer.to_str())
-    vocabulary = tree["model"]["vocab"]
-    order = [token for token in sorted(vocabulary, key=vocabulary.get) if token != end] + [end]
-    tree["model"]["vocab"] = {token: i for i, token in enumerate(order)}
-    for added in tree["added_tokens"]:
-        added["id"] = tree["model"]["vocab"][added["content"]]
-    from tokenizers import Tokenizer
+def load_tokenizer(folder: Path) -> Any:
+    """Not by ``AutoTokenizer``, which replaces the pre-tokenizer of this model type."""
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer.from_str(json.dumps(tree)),
-        pad_token=tokenizer.pad_token,
-        unk_token=tokenizer.unk_token,
-        eos_token=end,
-        padding_side="left",
-        clean_up_tokenization_spaces=False,
-    )
+    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def make_prompts(folder: Path, tokenizer: Any, case: Case, count: int) -> list[str]:
@@ -171,11 +155,9 @@ def worker(order: dict[str, Any]) -> None:
         return
     case, variant = CASES[order["case"]], Variant(**order["variant"])
     torch.set_num_threads(variant.threads)
-    from transformers import AutoTokenizer
 
     with tempfile.TemporaryDirectory() as scratch:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        texts = make_prompts(Path(scratch), tokenizer, case, PROMPTS * (order["steps"] + 1))
+        texts = make_prompts(Path(scratch), load_tokenizer(folder), case, PROMPTS * (order["steps"] + 1))
         side = {"lightrft": run_lightrft, "trl": run_trl, "check": check, "profile": profile}[kind]
         result = side(folder, Path(scratch), texts, order["steps"], variant)
     print("RESULT " + json.dumps(result))
@@ -190,7 +172,7 @@ def rl_config(folder: Path, scratch: Path, steps: int) -> Any:
         "model": {"path": str(folder), "dtype": "float32"},
         "data": {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": False},
         "rollout": {"prompts": PROMPTS, "samples": ANSWERS},
-        "sampling": {"max_new_tokens": NEW_TOKENS},
+        "sampling": {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS},
         "reward": {"terms": [f"{folder / 'rewards.py'}:mean_code"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
@@ -266,7 +248,7 @@ def mean_code(completions: list[str], **_: Any) -> list[float]:
 
 def trl_trainer(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, **over: Any) -> Any:
     from datasets import Dataset
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
 
     whole = PROMPTS * ANSWERS
@@ -276,6 +258,7 @@ def trl_trainer(folder: Path, scratch: Path, texts: list[str], steps: int, varia
         "gradient_accumulation_steps": whole // variant.rows,
         "num_generations": ANSWERS,
         "max_completion_length": NEW_TOKENS,
+        "generation_kwargs": {"min_new_tokens": NEW_TOKENS},
         "max_steps": steps,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
@@ -300,7 +283,7 @@ def trl_trainer(folder: Path, scratch: Path, texts: list[str], steps: int, varia
         reward_funcs=mean_code,
         args=GRPOConfig(**options),
         train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
-        processing_class=AutoTokenizer.from_pretrained(folder),
+        processing_class=load_tokenizer(folder),
     )
     assert trainer.ref_model is None
     return trainer
@@ -451,7 +434,9 @@ def profile(folder: Path, scratch: Path, texts: list[str], steps: int, variant: 
     with open_run(rl_config(folder, scratch, steps + 2)) as (session, run):
         phases: dict[str, list[float]] = {}
         for step in range(steps + 1):
-            values = session.record(step + 1, rl_step(run.roles, run.config, step, run.kl, run.stream.draw, session.timers).metrics)
+            values = session.record(
+                step + 1, rl_step(run.roles, run.config, step, run.kl, run.stream.draw, session.timers).metrics
+            )
             for name, value in values.items():
                 if step and name.startswith("time/"):
                     phases.setdefault(name, []).append(value)
@@ -490,7 +475,12 @@ def one_round(case: str, variant: Variant, folder: Path, steps: int) -> dict[str
     got = call(variant.side, variant.threads, case=case, variant=vars(variant), folder=str(folder), steps=steps)
     middle = {name: statistics.median(row[name] for row in got["rows"]) for name in ("step", "update", "generate")}
     total = got["peak_mb"] + got["reward_worker_mb"]
-    return {**middle, "peak_mb": total, "growth_mb": got["peak_mb"] - got["before_mb"], "reward_worker_mb": got["reward_worker_mb"]}
+    return {
+        **middle,
+        "peak_mb": total,
+        "growth_mb": got["peak_mb"] - got["before_mb"],
+        "reward_worker_mb": got["reward_worker_mb"],
+    }
 
 
 def calibrate(case: str, folder: Path) -> list[Variant]:
@@ -548,7 +538,14 @@ def main() -> None:
             call("make", 1, folder=str(folders[size]), vocabulary=size)
         if args.profile:
             for case in args.cases:
-                shown = call("profile", 2, case=case, variant=vars(Variant("lightrft", 2)), folder=str(folders[CASES[case].vocabulary]), steps=5)
+                shown = call(
+                    "profile",
+                    2,
+                    case=case,
+                    variant=vars(Variant("lightrft", 2)),
+                    folder=str(folders[CASES[case].vocabulary]),
+                    steps=5,
+                )
                 print(json.dumps(shown, indent=1))
             return
         same = {}
@@ -566,7 +563,10 @@ def main() -> None:
 def versions() -> dict[str, str]:
     from importlib.metadata import version
 
-    return {"python": platform.python_version(), **{name: version(name) for name in ("torch", "transformers", "trl", "accelerate")}}
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "trl", "accelerate")},
+    }
 
 
 def report(args: argparse.Namespace, results: dict[str, Any], same: dict[str, Any]) -> None:
@@ -585,7 +585,13 @@ def report(args: argparse.Namespace, results: dict[str, Any], same: dict[str, An
     print("\n".join(markdown(tree)))
 
 
-UNITS = {"step": "whole step, s", "update": "update, s", "generate": "generation, s", "peak_mb": "peak memory, MiB", "growth_mb": "memory grown by steps, MiB"}
+UNITS = {
+    "step": "whole step, s",
+    "update": "update, s",
+    "generate": "generation, s",
+    "peak_mb": "peak memory, MiB",
+    "growth_mb": "memory grown by steps, MiB",
+}
 
 
 def markdown(tree: dict[str, Any]) -> list[str]:
@@ -607,7 +613,9 @@ def markdown(tree: dict[str, Any]) -> list[str]:
         for name, title in UNITS.items():
             a, b = (statistics.median(r[side][name] for r in found["rounds"]) for side in ("lightrft", "trl"))
             digits, s = (3 if name in ("step", "update", "generate") else 0), found["ratio"][name]
-            lines.append(f"| {title} | {a:,.{digits}f} | {b:,.{digits}f} | **{s['median']:.2f}** | {s['lowest']:.2f} | {s['highest']:.2f} |")
+            lines.append(
+                f"| {title} | {a:,.{digits}f} | {b:,.{digits}f} | **{s['median']:.2f}** | {s['lowest']:.2f} | {s['highest']:.2f} |"
+            )
     return lines
 
 
