@@ -21,16 +21,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(extra_chars: str = "", *, chars: str = PRINTABLE) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(extra_chars: str = "", *, chars: str = PRINTABLE, whole_roles: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer of one token per character of ``chars`` and ``extra_chars``; any other character is ``<unk>``.
 
-    A role's name right after ``<|im_start|>`` is one token too: it stands in every prompt.
+    With ``whole_roles`` the name of a role, right after ``<|im_start|>``, is one token too: it stands in every prompt.
 
     Token 0 pads, ``<|im_end|>`` ends an answer, and the chat template takes system, user and assistant messages.
     """
-    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars, *ROLES])
+    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars, *(ROLES if whole_roles else ())])
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(rf"^(?:{'|'.join(ROLES)})(?=\n)|[\s\S]"), "isolated")
+    role = rf"^(?:{'|'.join(ROLES)})(?=\n)|" if whole_roles else ""
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(role + r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -132,7 +133,7 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
     ``vocab_size`` among ``overrides`` is that of ``tiny_tokenizer`` unless given.
     """
-    overrides.setdefault("vocab_size", len(PRINTABLE) + 4 + len(ROLES))
+    overrides.setdefault("vocab_size", len(PRINTABLE) + 4)
     config = tiny_config(family, **overrides)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
