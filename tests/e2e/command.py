@@ -1,0 +1,56 @@
+"""The command line as a user meets it: in this process where that will do, in one of its own where it matters."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from lightrft.cli.main import main
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a command left: its exit status and what it wrote."""
+
+    status: int
+    out: str
+    err: str
+
+
+def command(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Outcome:
+    """``lightrft words...`` in this process. An exception that ``main`` lets through fails the test."""
+    capsys.readouterr()
+    status = main([str(w) for w in words])
+    captured = capsys.readouterr()
+    return Outcome(status, captured.out, captured.err)
+
+
+def process(*words: str | Path, cwd: Path, stdin: str = "", prelude: str = "", timeout: float = 300) -> Outcome:
+    """``lightrft words...`` as a process of its own in ``cwd``; ``prelude`` is Python that runs first in it."""
+    start = f"import sys\n{prelude}\nfrom lightrft.cli.main import main\nsys.exit(main())"
+    done = subprocess.run(
+        [sys.executable, "-c", start, *(str(w) for w in words)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
+        cwd=cwd,
+        input=stdin,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+def refused(outcome: Outcome, *said: str) -> None:
+    """The command ended with status 2 and a message, without traceback, in which every one of ``said`` occurs."""
+    assert outcome.status == 2, outcome
+    assert "Traceback" not in outcome.err, outcome.err
+    assert outcome.err.startswith("lightrft "), outcome.err
+    missing = [s for s in said if s not in outcome.err]
+    assert not missing, f"{missing} not in: {outcome.err}"
