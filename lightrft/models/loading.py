@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from lightrft.models.families import family_of
 from lightrft.models.lora import base_model, is_adapted, merged_state
@@ -25,6 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|fim_pad|>", "<|vision_pad|>", "<unk>")
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # newer and older name of the same
 _BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 
 
@@ -153,9 +162,12 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
         raise ModelError(f"{name} = {where!r}: the folder holds no tokenizer; set model.tokenizer")
     try:
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            where, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        said = get_tokenizer_config(where, revision=config.revision)
+        plain = said.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in said
+        # For some model types transformers takes a class of its own choice, which puts another pre-tokenizer in the place of the
+        # file's: characters get lost. A tokenizer that was saved by the plain class is loaded by it.
+        loader: Any = PreTrainedTokenizerFast if plain else AutoTokenizer
+        tokenizer: Any = loader.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except (*_BROKEN, TypeError, AttributeError, ImportError) as error:
         raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({_first_line(error)})") from error
     rows = None if _is_adapter(config.path) or not config.path else _settings(config).get_text_config().vocab_size

@@ -13,6 +13,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from lightrft.utils.errors import ModelError
 
 PAD, UNK, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
+ROLES = ("system", "user", "assistant")
 PRINTABLE = "\n" + "".join(chr(c) for c in range(32, 127))
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -20,14 +21,17 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(extra_chars: str = "", *, chars: str = PRINTABLE) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(extra_chars: str = "", *, chars: str = PRINTABLE, whole_roles: bool = False) -> PreTrainedTokenizerFast:
     """A tokenizer of one token per character of ``chars`` and ``extra_chars``; any other character is ``<unk>``.
+
+    With ``whole_roles`` the name of a role, right after ``<|im_start|>``, is one token too: it stands in every prompt.
 
     Token 0 pads, ``<|im_end|>`` ends an answer, and the chat template takes system, user and assistant messages.
     """
-    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars])
+    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars, *(ROLES if whole_roles else ())])
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    role = rf"^(?:{'|'.join(ROLES)})(?=\n)|" if whole_roles else ""
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(role + r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -39,7 +39,7 @@ def make_start(config: DemoConfig, folder: Path) -> None:
     temporary = folder.with_name(".start.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
-    tokenizer = tiny_tokenizer()
+    tokenizer = tiny_tokenizer(whole_roles=True)
     sizes: dict[str, Any] = {**config.model, "vocab_size": len(tokenizer)}
     tiny_model(config.family, seed=config.run.seed, **sizes).save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)

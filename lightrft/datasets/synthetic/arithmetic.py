@@ -35,7 +35,7 @@ def rows(
     operators: str | None = None,
     largest: int | None = None,
     negative: bool = False,
-    steps: bool = True,
+    steps: bool | float = True,
     mistakes: float = 0.0,
     heldout: float = 0.2,
     distinct: bool = True,
@@ -44,7 +44,8 @@ def rows(
 
     ``difficulty`` sets ``operands`` (smallest and largest), ``operations`` (how many, or fewest and most) and ``operators``,
     each of which can be given by itself. Numbers beside a ``*`` come from ``factors``. No number of the working exceeds
-    ``largest``, nor is below 0 unless ``negative``. ``steps`` writes the working out, a line for each operation.
+    ``largest``, nor is below 0 unless ``negative``. ``steps`` writes the working out, a line for
+    each operation, in all rows, none, or this share of them.
     ``mistakes`` is the share of responses with one wrong step and what follows from it: a poor teacher, for something to be
     left to learn; labels are always right. ``heldout`` is the share of all problems that are held out.
 
@@ -62,6 +63,8 @@ def rows(
     }
     if not knobs["operators"] or set(knobs["operators"]) - set("+-*"):
         raise ConfigError(f"arithmetic: operators {operators!r} must be some of + - *")
+    if not 0 <= steps <= 1:
+        raise ConfigError(f"arithmetic: steps {steps} must be true, false or a share within [0, 1]")
     if not 0 < heldout < 1 or not 0 <= mistakes <= 1:
         raise ConfigError(f"arithmetic: heldout {heldout} must lie inside (0, 1), mistakes {mistakes} within [0, 1]")
     return _rows(count, seed, split, knobs, largest, negative, steps, mistakes, heldout, distinct)
@@ -74,7 +77,7 @@ def _rows(
     knobs: dict[str, Any],
     largest: int | None,
     negative: bool,
-    steps: bool,
+    steps: float,
     mistakes: float,
     heldout: float,
     distinct: bool,
@@ -105,7 +108,7 @@ def _rows(
         seen.add(problem)
         wrong = chance.random() < mistakes
         slip = (chance.randrange(len(working)), chance.choice((-10, -2, -1, 1, 2, 10))) if wrong else None
-        yield _row(problem, numbers, signs, steps, slip)
+        yield _row(problem, numbers, signs, chance.random() < steps, slip)
 
 
 def is_heldout(problem: str, share: float) -> bool:

@@ -6,7 +6,7 @@ import torch
 from lightrft.models.actor import Actor
 from lightrft.models.loading import check_vocabulary, load_model, load_tokenizer, save_model
 from lightrft.models.settings import ModelConfig
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.models.tiny import FAMILIES, tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ModelError
 
 
@@ -109,6 +109,15 @@ def test_a_tokenizer_of_its_own_comes_back_padding_on_the_left(folder):
     tokenizer = load_tokenizer(config(folder))
     assert tokenizer.padding_side == "left"
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_character_survives_saving_and_loading_a_tokenizer(family, tmp_path):
+    save_model(tiny_model(family), tiny_tokenizer(), tmp_path)
+    text = "1 + 2 =\n<tag> x"
+    loaded = load_tokenizer(config(tmp_path))
+    assert loaded(text)["input_ids"] == tiny_tokenizer()(text)["input_ids"]
+    assert loaded.decode(loaded(text)["input_ids"]) == text
 
 
 def test_a_folder_without_tokenizer_is_an_error(tmp_path):

@@ -1,0 +1,623 @@
+"""A step of GRPO here against the same step of TRL's ``GRPOTrainer``: whole step, generation, update, peak memory.
+
+Both sides train the same model folder on the same prompts: 4 prompts x 8 answers of 64 new tokens, one optimizer step per
+generation, no reference, the same AdamW; the end token is suppressed, so that every answer has its full length. Every round of a
+side is a process of its own; rounds are interleaved; each side runs with the thread count (and TRL with the way of generating and
+the micro-batch) that a calibration round found best.
+
+    python benchmarks/vs_trl.py [--rounds 3] [--cases step32 step512 memory32] [--machine NAME]
+
+Needs ``pip install trl``. Compare ratios only: absolute times belong to the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PROMPTS, ANSWERS, NEW_TOKENS = 4, 8, 64
+LAYERS, HIDDEN = 4, 256
+LEARNING_RATE = 1e-5
+
+REWARD = '''"""Kept apart from the benchmark, since the reward runs in a worker process."""
+
+
+def mean_code(rollout):
+    """The mean code point of the answer's characters: cheap, and different for the answers of a group."""
+    return sum(map(ord, rollout.text)) / max(1, len(rollout.text)) / 1000
+'''
+
+
+@dataclass(frozen=True)
+class Case:
+    """``seconds``: whether the case is about time (then calibration pays), or about memory."""
+
+    prompt_tokens: int
+    vocabulary: int
+    steps: int
+    seconds: bool
+
+
+CASES = {
+    "step32": Case(32, 1024, 8, True),
+    "step512": Case(512, 1024, 4, True),
+    "memory32": Case(32, 151_936, 2, False),
+    "memory512": Case(512, 151_936, 2, False),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How one side runs: ``threads``, and for TRL the rows of a micro-batch and the way of generating."""
+
+    side: str
+    threads: int
+    rows: int = PROMPTS * ANSWERS
+    generation: str = "generate"
+
+    def __str__(self) -> str:
+        more = f", micro-batches of {self.rows}, {self.generation}" if self.side == "trl" else ""
+        return f"{self.threads} thread{'s' * (self.threads > 1)}{more}"
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["step32", "step512", "memory32"])
+    parser.add_argument("--machine", default="", help="name in the result files; the CPU model and the cores without it")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--check", action="store_true", help="only compare log-probs and gradients of one batch")
+    parser.add_argument("--profile", action="store_true", help="only profile this side's step")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+# ---------------------------------------------------------------- the same model and prompts for both sides
+
+
+def make_folder(folder: Path, vocabulary: int) -> None:
+    """A Qwen2 whose vocabulary is ``vocabulary`` - 4 characters and the four special tokens."""
+    from lightrft.models.tiny import PRINTABLE, tiny_model, tiny_tokenizer
+
+    printable = [c for c in PRINTABLE if not c.isspace()]
+    wanted = vocabulary - 4 - len(printable)
+    letters = (chr(c) for c in range(0x4E00, 0x30000) if not 0xD800 <= c <= 0xF8FF and (c & 0xFFFE) != 0xFFFE)
+    chars = "".join(printable) + "".join(c for c, _ in zip(letters, range(wanted), strict=False))
+    tokenizer = tiny_tokenizer(chars=chars)
+    assert len(tokenizer) == vocabulary
+    model = tiny_model(
+        "qwen2",
+        seed=0,
+        vocab_size=vocabulary,
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HIDDEN // 32,
+        num_key_value_heads=HIDDEN // 64,
+        intermediate_size=HIDDEN * 11 // 4,
+        tie_word_embeddings=True,
+        initializer_range=0.02 if vocabulary > 10_000 else 0.1,
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """Not by ``AutoTokenizer``, which replaces the pre-tokenizer of this model type."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def make_prompts(folder: Path, tokenizer: Any, case: Case, count: int) -> list[str]:
+    """Random characters; written as JSON lines too."""
+    import random
+
+    draw = random.Random(0)
+    letters = [c for c in tokenizer.get_vocab() if len(c) == 1]
+    texts = ["".join(draw.choices(letters, k=case.prompt_tokens)) for _ in range(count)]
+    assert all(len(ids) == case.prompt_tokens for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+    lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+    (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
+    return texts
+
+
+# ---------------------------------------------------------------- workers: one side, one case, one process
+
+
+def peak_mb() -> float:
+    """The largest resident memory of this process so far, MiB."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
+
+
+def worker(order: dict[str, Any]) -> None:
+    import torch
+
+    torch.manual_seed(0)
+    folder, kind = Path(order["folder"]), order["kind"]
+    if kind == "make":
+        make_folder(folder, order["vocabulary"])
+        return
+    case, variant = CASES[order["case"]], Variant(**order["variant"])
+    torch.set_num_threads(variant.threads)
+
+    with tempfile.TemporaryDirectory() as scratch:
+        texts = make_prompts(Path(scratch), load_tokenizer(folder), case, PROMPTS * (order["steps"] + 1))
+        side = {"lightrft": run_lightrft, "trl": run_trl, "check": check, "profile": profile}[kind]
+        result = side(folder, Path(scratch), texts, order["steps"], variant)
+    print("RESULT " + json.dumps(result))
+
+
+def rl_config(folder: Path, scratch: Path, steps: int) -> Any:
+    from lightrft.config import RLConfig
+    from lightrft.utils.settings import build
+
+    tree = {
+        "run": {"dir": str(scratch), "name": "run", "progress": False},
+        "model": {"path": str(folder), "dtype": "float32"},
+        "data": {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": False},
+        "rollout": {"prompts": PROMPTS, "samples": ANSWERS},
+        "sampling": {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS},
+        "reward": {"terms": [f"{folder / 'rewards.py'}:mean_code"]},
+        "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
+        "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
+        "train": {"steps": steps},
+        "eval": {"at_start": False},
+        "log": {"tensorboard": False, "rollouts_every": 0},
+    }
+    return build(RLConfig, tree)
+
+
+def open_run(config: Any) -> Any:
+    """A session and the run that ``lightrft rl`` would make of ``config``."""
+    from contextlib import contextmanager
+
+    from lightrft.trainer.rl import check as check_config
+    from lightrft.trainer.rl import prepare
+    from lightrft.trainer.session import Nobody, open_session
+
+    @contextmanager
+    def opened() -> Any:
+        check_config(config)
+        with open_session(config, config.run, config.checkpoint, config.log, "rl", Nobody()) as session:
+            run = prepare(config, session)
+            try:
+                yield session, run
+            finally:
+                run.roles.close()
+
+    return opened()
+
+
+def run_lightrft(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant) -> dict[str, Any]:
+    from lightrft.trainer.ppo import rl_step
+
+    rows = []
+    with open_run(rl_config(folder, scratch, steps + 1)) as (session, run):
+        before = peak_mb()
+        for step in range(steps + 1):  # the first one warms up
+            start = time.perf_counter()
+            result = rl_step(run.roles, run.config, step, run.kl, run.stream.draw, session.timers)
+            values = session.record(step + 1, result.metrics)
+            seconds = time.perf_counter() - start
+            assert result.collected.tokens["trained"] == PROMPTS * ANSWERS * NEW_TOKENS
+            assert values["policy/active_rows"] == 1
+            rows.append({"step": seconds, "update": values["time/update"], "generate": values["time/generate"]})
+        worker_mb = sum(peak_of(p) for p in children())
+        peak = peak_mb()
+    return {"rows": rows[1:], "peak_mb": peak, "before_mb": before, "reward_worker_mb": worker_mb}
+
+
+def children() -> list[Path]:
+    """The folders of this process's descendants under /proc."""
+    found, mine = [], {os.getpid()}
+    for path in sorted((p for p in Path("/proc").iterdir() if p.name.isdigit()), key=lambda p: int(p.name)):
+        try:
+            parent = int(path.joinpath("stat").read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # it has ended
+            continue
+        if parent in mine:
+            mine.add(int(path.name))
+            found.append(path)
+    return found
+
+
+def peak_of(process: Path) -> float:
+    found = re.search(r"VmHWM:\s+(\d+) kB", process.joinpath("status").read_text())
+    return int(found[1]) / 1024 if found else 0.0
+
+
+def mean_code(completions: list[str], **_: Any) -> list[float]:
+    return [sum(map(ord, text)) / max(1, len(text)) / 1000 for text in completions]
+
+
+def trl_trainer(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, **over: Any) -> Any:
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM
+    from trl import GRPOConfig, GRPOTrainer
+
+    whole = PROMPTS * ANSWERS
+    options: dict[str, Any] = {
+        "output_dir": str(scratch / "trl"),
+        "per_device_train_batch_size": variant.rows,
+        "gradient_accumulation_steps": whole // variant.rows,
+        "num_generations": ANSWERS,
+        "max_completion_length": NEW_TOKENS,
+        "generation_kwargs": {"min_new_tokens": NEW_TOKENS},
+        "max_steps": steps,
+        "learning_rate": LEARNING_RATE,
+        "lr_scheduler_type": "constant",
+        "adam_beta2": 0.999,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "temperature": 1.0,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_cpu": True,
+        "report_to": "none",
+        "logging_strategy": "no",
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_num_workers": 0,
+        "use_transformers_continuous_batching": variant.generation == "continuous",
+        **over,
+    }
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=mean_code,
+        args=GRPOConfig(**options),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
+        processing_class=load_tokenizer(folder),
+    )
+    assert trainer.ref_model is None
+    return trainer
+
+
+class Stopwatch:
+    """Seconds spent in wrapped methods since the last ``take``."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def wrap(self, owner: Any, method: str, name: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, method)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
+
+        setattr(owner, method, timed)
+
+    def take(self) -> dict[str, float]:
+        found, self.seconds = self.seconds, {}
+        return found
+
+
+def run_trl(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant) -> dict[str, Any]:
+    from transformers import TrainerCallback
+
+    trainer = trl_trainer(folder, scratch, texts, steps + 1, variant)
+    watch = Stopwatch()
+    watch.wrap(trainer, "_prepare_inputs", "prepare")
+    watch.wrap(trainer, "_generate_single_turn", "generate")
+    rows: list[dict[str, float]] = []
+    marks = {"end": 0.0, "begin": 0.0}
+    lengths: list[list[int]] = []
+    generate = trainer._generate_single_turn
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        out = generate(*args, **kwargs)
+        lengths.append([len(row) for row in out[0]])
+        return out
+
+    trainer._generate_single_turn = counted
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            marks["end"] = time.perf_counter()
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            marks["begin"] = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            now, spent = time.perf_counter(), watch.take()
+            update = now - marks["begin"] - spent["prepare"]
+            rows.append({"step": now - marks["end"], "update": update, "generate": spent["generate"]})
+            marks["end"] = now
+
+    trainer.add_callback(Clock())
+    before = peak_mb()
+    trainer.train()
+    assert lengths == [[NEW_TOKENS] * (PROMPTS * ANSWERS)] * (steps + 1), lengths
+    return {"rows": rows[1:], "peak_mb": peak_mb(), "before_mb": before, "reward_worker_mb": 0.0}
+
+
+# ---------------------------------------------------------------- do both sides compute the same?
+
+
+def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant) -> dict[str, Any]:
+    """TRL's batch of one step through both: log-probs, loss and gradients."""
+    import torch
+    from transformers import TrainerCallback
+
+    from lightrft.models.actor import Actor
+    from lightrft.models.settings import ModelConfig
+    from lightrft.trainer.update import Objective, weighted
+    from lightrft.types import Batch, Segments
+
+    trainer = trl_trainer(folder, scratch, texts, 1, variant, max_grad_norm=1e9)
+    seen: dict[str, Any] = {}
+    score, loss_of = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
+
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        out = score(*args, **kwargs)
+        seen["logprobs"] = out[0].detach()
+        return out
+
+    def computed(model: Any, inputs: dict[str, Any]) -> Any:
+        out = loss_of(model, inputs)
+        seen["inputs"], seen["loss"] = inputs, float(out)
+        return out
+
+    class Keep(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            seen["grads"] = {n: p.grad.clone() for n, p in trainer.model.named_parameters() if p.grad is not None}
+
+    trainer._get_per_token_logps_and_entropies, trainer._compute_loss = scored, computed
+    trainer.add_callback(Keep())
+    trainer.train()
+
+    inputs = seen["inputs"]
+    prompts, prompt_of = torch.unique(inputs["prompt_ids"], dim=0, return_inverse=True)
+    answers = inputs["completion_ids"]
+    batch = Batch(
+        Segments.of(prompts.tolist()),
+        Segments.of(answers.tolist()),
+        prompt_of,
+        sampled=torch.ones(answers.numel(), dtype=torch.bool),
+        advantages=inputs["advantages"].repeat_interleave(NEW_TOKENS),
+    )
+    config = rl_config(folder, scratch, 1)
+    actor = Actor.load(ModelConfig(path=str(folder), dtype="float32"))
+    batch = weighted(batch, config)
+    scores = actor.score(batch, entropy=True)
+    loss, _ = Objective(config.algorithm, 0.0)(batch, scores)
+    loss.backward()
+    grads = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}
+    assert grads.keys() == seen["grads"].keys() and len(prompts) == PROMPTS
+    norm = torch.nn.utils.get_total_norm(list(seen["grads"].values()))
+    gap = torch.nn.utils.get_total_norm([grads[n] - g for n, g in seen["grads"].items()])
+    result = {
+        "logprob_gap": float((scores.logprobs.detach() - seen["logprobs"].reshape(-1)).abs().max()),
+        "loss": [float(loss), seen["loss"]],
+        "gradient_norm": [float(torch.nn.utils.get_total_norm(list(grads.values()))), float(norm)],
+        "gradient_gap": float(gap / norm),
+    }
+    assert result["logprob_gap"] < 1e-4 and result["gradient_gap"] < 1e-3, result
+    return result
+
+
+def profile(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant) -> dict[str, Any]:
+    """Where a step goes: phases, then operators of generation and of the update; and what the machine could do."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    from lightrft.trainer.ppo import rl_step
+
+    a, b = torch.randn(2048, HIDDEN), torch.randn(HIDDEN, 3 * HIDDEN)
+    for _ in range(20):
+        a @ b
+    start = time.perf_counter()
+    for _ in range(100):
+        a @ b
+    gemm = 100 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - start) / 1e9
+    with open_run(rl_config(folder, scratch, steps + 2)) as (session, run):
+        phases: dict[str, list[float]] = {}
+        for step in range(steps + 1):
+            values = session.record(
+                step + 1, rl_step(run.roles, run.config, step, run.kl, run.stream.draw, session.timers).metrics
+            )
+            for name, value in values.items():
+                if step and name.startswith("time/"):
+                    phases.setdefault(name, []).append(value)
+        with profiler(activities=[ProfilerActivity.CPU]) as traced:
+            rl_step(run.roles, run.config, steps + 1, run.kl, run.stream.draw, session.timers)
+    print(traced.key_averages().table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=60))
+    return {"gemm_gflops": gemm, "phases": {k: statistics.median(v) for k, v in phases.items()}}
+
+
+# ---------------------------------------------------------------- the driver: never imports torch, so that it stays small
+
+
+def call(kind: str, threads: int, **order: Any) -> dict[str, Any]:
+    """Run one worker; what it says beside its result goes to the terminal if it fails."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",  # two spinning threads make small models far slower
+        "GOMP_SPINCOUNT": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    command = [sys.executable, __file__, "--worker", json.dumps({"kind": kind, **order})]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{kind} failed\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
+    if kind == "profile":
+        print(done.stdout)
+    found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    return json.loads(found[-1].removeprefix("RESULT ")) if found else {}
+
+
+def one_round(case: str, variant: Variant, folder: Path, steps: int) -> dict[str, Any]:
+    """Medians over the steps of one process."""
+    got = call(variant.side, variant.threads, case=case, variant=vars(variant), folder=str(folder), steps=steps)
+    middle = {name: statistics.median(row[name] for row in got["rows"]) for name in ("step", "update", "generate")}
+    total = got["peak_mb"] + got["reward_worker_mb"]
+    return {
+        **middle,
+        "peak_mb": total,
+        "growth_mb": got["peak_mb"] - got["before_mb"],
+        "reward_worker_mb": got["reward_worker_mb"],
+    }
+
+
+def calibrate(case: str, folder: Path) -> list[Variant]:
+    """The fastest variant of each side by the whole step, each tried once."""
+    threads = sorted({1, os.cpu_count() or 1})
+    whole = PROMPTS * ANSWERS
+    if not CASES[case].seconds:
+        return [Variant("lightrft", threads[-1]), Variant("trl", threads[-1])]
+    ours = [Variant("lightrft", n) for n in threads]
+    theirs = [Variant("trl", n, rows, way) for n in threads for rows, way in ((whole, "generate"), (whole // 4, "generate"))]
+    chosen = []
+    for variants in (ours, theirs):
+        tried = {v: one_round(case, v, folder, 2)["step"] for v in variants}
+        if variants is theirs:  # the other way of generating, with the best of the rest
+            best = min(tried, key=lambda v: tried[v])
+            other = Variant("trl", best.threads, best.rows, "continuous")
+            tried[other] = one_round(case, other, folder, 2)["step"]
+        for variant, seconds in tried.items():
+            print(f"  {case}: {variant.side}, {variant}: {seconds:.2f} s a step", flush=True)
+        chosen.append(min(tried, key=lambda v: tried[v]))
+    return chosen
+
+
+def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
+    ours, theirs = calibrate(case, folder)
+    found = []
+    for i in range(rounds):
+        a, b = (one_round(case, v, folder, CASES[case].steps) for v in (ours, theirs))
+        ratio = {name: b[name] / a[name] for name in ("step", "update", "generate", "peak_mb", "growth_mb")}
+        found.append({"lightrft": a, "trl": b, "ratio": ratio, "load": os.getloadavg()[0]})
+        shown = ", ".join(f"{k} {v:.2f}" for k, v in ratio.items())
+        print(f"  {case} round {i + 1}: TRL over lightrft: {shown}; load {os.getloadavg()[0]:.1f}", flush=True)
+    spread = {}
+    for name in ("step", "update", "generate", "peak_mb", "growth_mb"):
+        values = [r["ratio"][name] for r in found]
+        spread[name] = {"lowest": min(values), "median": statistics.median(values), "highest": max(values)}
+    return {"sides": {"lightrft": str(ours), "trl": str(theirs)}, "rounds": found, "ratio": spread}
+
+
+def cpu_model() -> str:
+    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return found[1].strip() if found else platform.machine()
+
+
+def main() -> None:
+    args = arguments()
+    if args.worker:
+        worker(json.loads(args.worker))
+        return
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = {}
+        for size in dict.fromkeys(CASES[c].vocabulary for c in args.cases):
+            folders[size] = Path(scratch) / str(size)
+            call("make", 1, folder=str(folders[size]), vocabulary=size)
+        if args.profile:
+            for case in args.cases:
+                shown = call(
+                    "profile",
+                    2,
+                    case=case,
+                    variant=vars(Variant("lightrft", 2)),
+                    folder=str(folders[CASES[case].vocabulary]),
+                    steps=5,
+                )
+                print(json.dumps(shown, indent=1))
+            return
+        same = {}
+        for case in ("step32", "step512"):
+            if case in args.cases:
+                same[case] = call("check", 2, case=case, variant=vars(Variant("trl", 2)), folder=str(folders[1024]), steps=1)
+                print(f"  {case}: one batch through both: {same[case]}", flush=True)
+        if args.check:
+            return
+        for case in args.cases:
+            results[case] = measure(case, folders[CASES[case].vocabulary], args.rounds)
+    report(args, results, same)
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import version
+
+    return {
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "transformers", "trl", "accelerate")},
+    }
+
+
+def report(args: argparse.Namespace, results: dict[str, Any], same: dict[str, Any]) -> None:
+    machine = f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}"
+    name = args.machine or re.sub(r"[^a-z0-9]+", "-", f"{cpu_model()}-{os.cpu_count()}cores".lower()).strip("-")
+    work = (
+        f"qwen2, {LAYERS} layers of {HIDDEN}, tied embeddings, float32; {PROMPTS} prompts x {ANSWERS} answers of {NEW_TOKENS} new "
+        "tokens, one optimizer step per generation, grpo without a reference"
+    )
+    command = " ".join(["python", "benchmarks/vs_trl.py", *sys.argv[1:]])
+    tree = {"command": command, "machine": machine, "versions": versions(), "work": work, "same": same, "cases": results}
+    args.out.mkdir(parents=True, exist_ok=True)
+    stem = args.out / f"vs_trl-{name}"
+    stem.with_suffix(".json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    stem.with_suffix(".md").write_text("\n".join(markdown(tree)) + "\n", encoding="utf-8")
+    print("\n".join(markdown(tree)))
+
+
+UNITS = {
+    "step": "whole step, s",
+    "update": "update, s",
+    "generate": "generation, s",
+    "peak_mb": "peak memory, MiB",
+    "growth_mb": "memory grown by steps, MiB",
+}
+
+
+def markdown(tree: dict[str, Any]) -> list[str]:
+    lines = ["# A GRPO step against TRL's GRPOTrainer", "", f"`{tree['command']}`", ""]
+    lines += [f"* machine: {tree['machine']}", f"* versions: {', '.join(f'{k} {v}' for k, v in tree['versions'].items())}"]
+    lines += [f"* work: {tree['work']}", ""]
+    for case, same in tree["same"].items():
+        lines.append(
+            f"One batch through both ({CASES[case].prompt_tokens}-token prompts): log-probs differ by at most {same['logprob_gap']:.1e}, "
+            f"gradients by {same['gradient_gap']:.1e} of their norm."
+        )
+    for case, found in tree["cases"].items():
+        about = CASES[case]
+        lines += ["", f"## {about.prompt_tokens}-token prompts, vocabulary {about.vocabulary:,}", ""]
+        lines += [f"* lightrft: {found['sides']['lightrft']}", f"* TRL: {found['sides']['trl']}"]
+        load = ", ".join(f"{r['load']:.1f}" for r in found["rounds"])
+        lines += [f"* {len(found['rounds'])} rounds, medians of {about.steps} steps each; load average after each: {load}", ""]
+        lines += ["| | lightrft | TRL | TRL / lightrft: median | lowest | highest |", "|---|---|---|---|---|---|"]
+        for name, title in UNITS.items():
+            a, b = (statistics.median(r[side][name] for r in found["rounds"]) for side in ("lightrft", "trl"))
+            digits, s = (3 if name in ("step", "update", "generate") else 0), found["ratio"][name]
+            lines.append(
+                f"| {title} | {a:,.{digits}f} | {b:,.{digits}f} | **{s['median']:.2f}** | {s['lowest']:.2f} | {s['highest']:.2f} |"
+            )
+    return lines
+
+
+if __name__ == "__main__":
+    main()
