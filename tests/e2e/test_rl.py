@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from lightrft.utils.trackers import read_rows
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.trackers import read_rows
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
