@@ -11,10 +11,10 @@ export UV_COMPILE_BYTECODE ?= 1
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format constraints clean
+.PHONY: help install demo test check format docs constraints clean
 
 help:
-	@echo "make demo | test | check | format | install | constraints | clean"
+	@echo "make demo | test | check | format | docs | install | constraints | clean"
 
 install: $(VENV)/installed
 
@@ -45,6 +45,10 @@ check: install
 format: install
 	"$(BIN)/ruff" format .
 	"$(BIN)/ruff" check --fix .
+
+# The reference pages that are made from the code.
+docs: install
+	"$(BIN)/python" docs/generate.py
 
 # The newest versions that pyproject.toml allows; torch is moved by hand, since every other pin follows from it.
 constraints:

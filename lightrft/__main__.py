@@ -1,6 +1,6 @@
 """``python -m lightrft`` is the command ``lightrft``."""
 
-from lightrft.cli.main import main
+import runpy
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    runpy.run_module("lightrft.cli.main", run_name="__main__")

@@ -15,7 +15,7 @@ from lightrft.utils.settings import Settings, deep_merge
 
 class RewardTerm(Settings):
     """One term of a reward. ``function``: a registered name, ``package.module:function`` or ``file.py:function``;
-    ``options`` are passed to it as keywords. The reward of an answer is the weighted sum of its terms."""
+    ``options`` are passed to it as keywords. The reward of an answer is the weighted sum of its terms, each logged by ``name``."""
 
     shorthand: ClassVar[str | None] = "function"
 
@@ -280,7 +280,7 @@ class EvalConfig(Settings):
 
 
 class RLConfig(Settings):
-    """Everything that ``lightrft rl`` reads."""
+    """Everything that ``lightrft rl`` reads. ``reference`` is the model of the KL term, where that is not the start of training."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -298,6 +298,14 @@ class RLConfig(Settings):
     strategy: StrategyConfig = StrategyConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """Whether log-probs are read before the update: by the KL, or by a ratio that leaves 1. A batch that gets exactly one
+        update, on policy, needs none for the ratio: there the new ones, detached, are the old ones."""
+        kl = self.algorithm.kl
+        read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
+        return read_by_kl or self.train.updates * self.train.mini_batches > 1
 
 
 class SFTConfig(Settings):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import asked_for_help, memory_errors, parse, set_threads
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.config import ChatConfig
 
 
 def run(arguments: Sequence[str]) -> int:
     """Read lines, answer each; ``/clear`` starts anew, ``/exit`` or the end of input leaves."""
-    if asked_for_help("chat", ChatConfig, arguments, "Talk to a model. /clear starts anew, /exit leaves."):
+    config = settings_of("chat", ChatConfig, arguments, "Talk to a model. /clear starts anew, /exit leaves.")
+    if config is None:
         return 0
-    config = parse(ChatConfig, arguments).settings
     set_threads(config.run.threads)
     from lightrft.trainer.inference import Chat
 

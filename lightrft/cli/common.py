@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -22,19 +22,24 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
     return load_settings(cls, files, [a for a in arguments if "=" in a])
 
 
-def asked_for_help(verb: str, cls: type[Settings], arguments: Sequence[str], about: str) -> bool:
-    """Print the verb's purpose and every setting with its value when none is given, if ``--help`` is among the arguments."""
-    if not {"-h", "--help"} & set(arguments):
-        return False
-    rows = list(dotted(cls().model_dump(mode="json")))
+def settings_of(verb: str, cls: type[S], arguments: Sequence[str], about: str, preset: Sequence[str] = ()) -> S | None:
+    """What ``arguments`` say, on top of the files of ``preset``. None if ``--help`` is among them, which is then shown."""
+    if {"-h", "--help"} & set(arguments):
+        show_help(verb, parse(cls, preset).settings, about)
+        return None
+    return parse(cls, [*preset, *arguments]).settings
+
+
+def show_help(verb: str, defaults: Settings, about: str) -> None:
+    """Print the verb's purpose and every setting with its value when none is given."""
+    rows = list(dotted(defaults.model_dump(mode="json")))
     width = max(len(key) for key, _ in rows)
     lines = "\n".join(f"  {key:<{width}}  {value!r}" for key, value in rows)
     sys.stdout.write(f"lightrft {verb} [config.yaml ...] [key=value ...]\n\n{about}\n\nsettings and their defaults\n{lines}\n")
-    return True
 
 
 @contextmanager
-def memory_errors() -> Iterator[None]:
+def memory_errors() -> Generator[None]:
     """Turn a device or host that ran out of memory into an error that says what to lower."""
     try:
         yield

@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from lightrft.cli.common import asked_for_help, memory_errors, parse, set_threads
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.cli.show import closing_lines, watching
 from lightrft.config import DemoConfig
 
 
 def run(arguments: Sequence[str]) -> int:
     """A tiny model learns arithmetic; at the end a report shows how."""
-    if asked_for_help(
-        "demo", DemoConfig, arguments, "From nothing to a model trained by reinforcement learning, and its report."
-    ):
-        return 0
+    about = "From nothing to a model trained by reinforcement learning, and its report."
     with resources.as_file(resources.files("lightrft.cli") / "demo.yaml") as preset:
-        config = parse(DemoConfig, [str(preset), *arguments]).settings
+        config = settings_of("demo", DemoConfig, arguments, about, [str(preset)])
+    if config is None:
+        return 0
     set_threads(config.run.threads)
     from lightrft.trainer.demo import run_demo
 

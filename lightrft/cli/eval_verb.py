@@ -6,15 +6,15 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import asked_for_help, memory_errors, parse, set_threads
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.config import EvaluateConfig
 
 
 def run(arguments: Sequence[str]) -> int:
     """Answer and score held-out prompts, print the metrics as JSON, and keep every answer in the run folder."""
-    if asked_for_help("eval", EvaluateConfig, arguments, "Answer held-out prompts and score the answers."):
+    config = settings_of("eval", EvaluateConfig, arguments, "Answer held-out prompts and score the answers.")
+    if config is None:
         return 0
-    config = parse(EvaluateConfig, arguments).settings
     set_threads(config.run.threads)
     from lightrft.trainer.inference import run_eval
 

@@ -63,3 +63,7 @@ def set_thread_policy() -> None:
     if not any(name.startswith(("OMP_", "GOMP_", "KMP_")) for name in os.environ):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

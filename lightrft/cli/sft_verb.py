@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightrft.cli.common import asked_for_help, memory_errors, parse, set_threads
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.cli.show import finish, watching
 from lightrft.config import SFTConfig
 
 
 def run(arguments: Sequence[str]) -> int:
     """Fine-tune on conversations; the run folder holds everything."""
-    if asked_for_help("sft", SFTConfig, arguments, "Fine-tune a model on conversations, with the loss on assistant tokens."):
+    config = settings_of("sft", SFTConfig, arguments, "Fine-tune a model on conversations, with the loss on assistant tokens.")
+    if config is None:
         return 0
-    config = parse(SFTConfig, arguments).settings
     set_threads(config.run.threads)
     from lightrft.trainer.sft import run_sft
 

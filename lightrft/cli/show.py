@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -29,7 +29,7 @@ class Watch:
 
 
 @contextmanager
-def watching(run: RunConfig) -> Iterator[Watch]:
+def watching(run: RunConfig) -> Generator[Watch]:
     """An observer for the time of one run."""
     with ExitStack() as stack:
         yield Watch(stack, run.progress)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,14 @@ class Sources:
         self.counts["overlong"] += 1
         self.first_problem = self.first_problem or problem
 
+    def read(self, keep: Callable[[int, Sequence[tuple[int, Record]]], list[str]], seed: int) -> tuple[np.ndarray, list[str]]:
+        """Pass the chunks of each source to ``keep(source, chunk)``, which names what it keeps; the order of all that was kept,
+        and a name of its own for each, in that order. Raises ``DataError``."""
+        kept = [[name for chunk in self.chunks(s) for name in keep(s, chunk)] for s in range(len(self.rows))]
+        order = self.order([len(names) for names in kept], seed)
+        names = [name for some in kept for name in some]
+        return order, unique_names([names[k] for k in order])
+
     def order(self, lengths: Sequence[int], seed: int) -> np.ndarray:
         """The blend of what was kept of each source. Raises ``DataError``, with the counts, when a source has nothing left."""
         for spec, kept in zip(self.config.sources, lengths):
@@ -100,15 +108,7 @@ class PromptDataset:
         self._source = array("H")
         self._row = array("Q")
         self._cuts: dict[int, int] = {}
-        names: list[str] = []
-        lengths = []
-        for source in range(len(self._sources.rows)):
-            before = len(names)
-            for chunk in self._sources.chunks(source):
-                names += self._add(source, chunk)
-            lengths.append(len(names) - before)
-        self._order = self._sources.order(lengths, seed)
-        self._ids = unique_names([names[k] for k in self._order])
+        self._order, self._ids = self._sources.read(self._add, seed)
         self.counts["prompts"] = len(self._order)
 
     def __len__(self) -> int:

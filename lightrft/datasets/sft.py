@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.datasets.encoding import Encoder, check_template, prefix_error
-from lightrft.datasets.prompts import Sources, unique_names
+from lightrft.datasets.prompts import Sources
 from lightrft.datasets.records import Message, Record
 from lightrft.datasets.rows import BadRow
 from lightrft.datasets.settings import DataConfig
@@ -66,15 +66,7 @@ class SFTDataset:
         self._marks = self.encoder.chat and bool(GENERATION.search(str(tokenizer.chat_template)))
         self._tokens, self._trained = array("i"), bytearray()
         self._ends, self._split = array("Q"), array("Q")
-        names: list[str] = []
-        lengths = []
-        for source in range(len(self._sources.rows)):
-            before = len(names)
-            for chunk in self._sources.chunks(source):
-                names += self._add(source, chunk)
-            lengths.append(len(names) - before)
-        self._order = self._sources.order(lengths, seed)
-        self._ids = unique_names([names[k] for k in self._order])
+        self._order, self._ids = self._sources.read(self._add, seed)
         self.counts["examples"] = len(self._order)
 
     def __len__(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, overload
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,6 +61,12 @@ class Critic(Backbone):
         """Write a folder that ``load`` reads back, value head included."""
         save_model(self, tokenizer, path)
         save_file({"weight": self.value_head.weight.detach().contiguous()}, Path(path) / VALUE_HEAD)
+
+    @overload
+    def values(self, batch: Batch, final: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def values(self, batch: Batch, final: Literal[False] = False) -> tuple[Tensor, None]: ...
 
     def values(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
         """V of the state before each response token ``[N]``, and with ``final`` of the state after each last token ``[B]``."""

@@ -25,7 +25,10 @@ class LoRAConfig(Settings):
 class ModelConfig(Settings):
     """Where a model comes from and how it runs.
 
-    ``path`` is a Hugging Face folder or name. ``logits_mb`` bounds the logits that exist at one time, in MiB.
+    ``path`` is a Hugging Face folder or name; ``tokenizer`` is another one, where the model's own is not to be used.
+    ``chat_template`` is a Jinja template or a file that holds one. ``attention`` names a transformers implementation for the
+    ``padded`` layout. No parameter whose name starts with one of ``freeze`` is trained. ``logits_mb`` bounds the logits that
+    exist at one time, in MiB.
     ``check_layout`` compares the layout with ``padded`` on a run's first batch and falls back, with a warning, where they differ.
     """
 

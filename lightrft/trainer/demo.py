@@ -40,7 +40,8 @@ def make_start(config: DemoConfig, folder: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     tokenizer = tiny_tokenizer(whole_roles=True)
-    tiny_model(config.family, seed=config.run.seed, vocab_size=len(tokenizer), **config.model).save_pretrained(temporary)
+    sizes: dict[str, Any] = {**config.model, "vocab_size": len(tokenizer)}
+    tiny_model(config.family, seed=config.run.seed, **sizes).save_pretrained(temporary)
     tokenizer.save_pretrained(temporary)
     temporary.rename(folder)
 

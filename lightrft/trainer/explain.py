@@ -15,6 +15,8 @@ from lightrft.trainer.shaping import SHAPINGS
 from lightrft.utils.registry import About
 from lightrft.utils.settings import deep_merge, dotted
 
+WHITENED = r"\hat A\leftarrow\frac{\hat A-\operatorname{mean}\hat A}{\operatorname{std}\hat A+\epsilon}"
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
@@ -77,16 +79,24 @@ def _lines(config: RLConfig) -> Iterator[Line]:
         yield Line("shaping", part.name, SHAPINGS.about(part.name))
     reward = About("r_t = 1[t is the last sampled token] R", r"r_t=\mathbb 1[t=T]\,R")
     if algorithm.kl.used and algorithm.kl.where == "reward":
-        reward = About(f"{reward.formula} - {algorithm.kl.coef:g} kl_t", rf"{reward.latex}-{algorithm.kl.coef:g}\,k_t")
+        reward = About(f"{reward.formula} - {algorithm.kl.coef:g} kl_t", rf"{reward.latex}-{algorithm.kl.coef:g}\,k_{{i,t}}")
     yield Line("token reward", "outcome", reward)
     yield Line("advantage", algorithm.advantage.name, ADVANTAGES.about(algorithm.advantage.name))
     if algorithm.advantage.whiten:
-        yield Line("advantage", "whiten", About("A <- (A - mean A) / (std A + eps), over all trained tokens of the batch", ""))
+        yield Line(
+            "advantage", "whiten", About("A <- (A - mean A) / (std A + eps), over all trained tokens of the batch", WHITENED)
+        )
     yield Line("policy loss", algorithm.loss.name, POLICY_LOSSES.about(algorithm.loss.name))
     if algorithm.kl.used:
         about = KL_ESTIMATORS.about(algorithm.kl.estimator)
         yield Line(
-            f"kl in the {algorithm.kl.where}", algorithm.kl.estimator, About(f"kl_t = {about.formula}", about.latex, about.paper)
+            f"kl in the {algorithm.kl.where}",
+            algorithm.kl.estimator,
+            About(
+                f"kl_t = {about.formula},  d = logp - logp_ref",
+                rf"k_{{i,t}}={about.latex},\quad d=\log\pi_\theta-\log\pi_{{ref}}",
+                about.paper,
+            ),
         )
     yield Line("aggregation", algorithm.aggregation, AGGREGATIONS.about(algorithm.aggregation))
     for part in algorithm.filters:
@@ -116,10 +126,12 @@ def _gradient(config: RLConfig) -> Iterator[str]:
     algorithm, train = config.algorithm, config.train
     yield "Tokens that the policy sampled get gradient; prompt, tool and environment tokens do not."
     if train.updates * train.mini_batches == 1:
-        yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts; old log-probs are not computed."
+        yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts."
     else:
         steps = train.updates * train.mini_batches
         yield f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts."
+    if not config.needs_old_logprobs:
+        yield "Old log-probs are not computed: the new ones, detached, are the old ones."
     if (algorithm.kl.where == "loss" and algorithm.kl.used) or algorithm.entropy_coef:
         yield "Rows with advantage 0 still get gradient from the KL or entropy term."
     else:
@@ -146,7 +158,8 @@ def to_text(explanation: Explanation) -> str:
     return "\n".join(parts)
 
 
-def to_latex(explanation: Explanation) -> str:
-    """An ``align*`` environment with the objective and its parts."""
-    rows = [explanation.latex, *(line.about.latex for line in explanation.lines if line.about.latex)]
-    return "\\begin{align*}\n" + " \\\\\n".join(f"&{row}" for row in rows) + "\n\\end{align*}"
+def to_latex(explanation: Explanation, environment: str = "align*") -> str:
+    """An ``align*`` environment with the objective and its parts; the aggregation is part of the objective."""
+    parts = [line.about.latex for line in explanation.lines if line.about.latex and line.part != "aggregation"]
+    rows = " \\\\\n".join(f"&{row}" for row in [explanation.latex, *parts])
+    return f"\\begin{{{environment}}}\n{rows}\n\\end{{{environment}}}"

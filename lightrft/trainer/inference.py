@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from lightrft.config import ChatConfig, DataConfig, EvaluateConfig, GenerateConfig
 from lightrft.datasets.encoding import Encoder
-from lightrft.strategy.engine.base import Engine
 from lightrft.trainer.evaluate import evaluate
-from lightrft.trainer.launch.local import local_policy
+from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
 from lightrft.trainer.prompts import held_out
-from lightrft.trainer.reward import Scorer
 from lightrft.trainer.rollout import request_seed, requests_for
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError
@@ -31,9 +28,10 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
         path, config, resume="auto", overwrite=config.run.overwrite, ignore=("model", "eval", "run", "reward", "engine")
     )
     with folder:
-        _, _, tokenizer, engine = local_policy(config.model, config.strategy, config.engine)
+        tokenizer = local_tokenizer(config.model)
+        _, _, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
         prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit)
-        scorer = Scorer(config.reward)
+        scorer = local_scorer(config.reward)
         try:
             found = evaluate(engine, scorer, prompts, config.eval, config.run.seed)
         finally:
@@ -53,32 +51,24 @@ def run_generate(config: GenerateConfig) -> int:
     output = Path(config.output).expanduser()
     if output.exists() and not config.run.overwrite:
         raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
-    _, _, tokenizer, engine = local_policy(config.model, config.strategy, config.engine)
+    tokenizer = local_tokenizer(config.model)
+    _, _, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
     prompts = held_out(config.data, tokenizer, config.run.seed, None)
-    scorer = Scorer(config.reward) if config.reward.terms or config.reward.per_source else None
+    scorer = local_scorer(config.reward)
     requests = [r for group in requests_for(prompts, config.samples, config.run.seed, "generate") for r in group]
     order = {r.seed: i for i, r in enumerate(requests)}
     try:
-        rollouts = sorted(_answers(engine, scorer, requests, config), key=lambda r: order[r.seed])
+        for rollout in engine.generate(requests, config.sampling):
+            scorer.submit(rollout)
+        rollouts = sorted(scorer.results(wait=True), key=lambda r: order[r.seed])
     finally:
         engine.close()
-        if scorer is not None:
-            scorer.close()
+        scorer.close()
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.tmp")
     temporary.write_text("".join(json.dumps(_line(r), ensure_ascii=False) + "\n" for r in rollouts), encoding="utf-8")
     temporary.replace(output)
     return len(rollouts)
-
-
-def _answers(engine: Engine, scorer: Scorer | None, requests: Sequence[Request], config: GenerateConfig) -> Iterator[Rollout]:
-    for rollout in engine.generate(requests, config.sampling):
-        if scorer is None:
-            yield rollout
-        else:
-            scorer.submit(rollout)
-    if scorer is not None:
-        yield from scorer.results(wait=True)
 
 
 def _line(rollout: Rollout) -> dict[str, Any]:
@@ -100,8 +90,9 @@ class Chat:
 
     def __init__(self, config: ChatConfig) -> None:
         self.config = config
-        _, _, self.tokenizer, self.engine = local_policy(config.model, config.strategy, config.engine)
-        self.encoder = Encoder(DataConfig(chat=True), self.tokenizer)
+        tokenizer = local_tokenizer(config.model)
+        _, _, self.engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+        self.encoder = Encoder(DataConfig(chat=True), tokenizer)
         self.messages: list[dict[str, str]] = []
         self.turn = 0
         self.clear()

@@ -15,7 +15,7 @@ Estimator = Callable[[Tensor, Tensor], Tensor]
 KL_ESTIMATORS: Registry[Estimator] = Registry("KL estimator")
 
 
-@KL_ESTIMATORS.register("k1", formula="d,  d = logp - logp_ref", latex=r"d", paper="Schulman 2020, Approximating KL Divergence")
+@KL_ESTIMATORS.register("k1", formula="d", latex=r"d", paper="Schulman 2020, Approximating KL Divergence")
 def k1(logprobs: Tensor, ref: Tensor) -> Tensor:
     """Unbiased, of either sign. As a loss its expected gradient is zero."""
     return logprobs - ref

@@ -22,8 +22,9 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 @POLICY_LOSSES.register(
     "ppo_clip",
-    formula="L_t = -min( r_t A_t, clip(r_t, 1 - clip_low, 1 + clip_high) A_t ),  r_t = exp(logp - logp_old)",
-    latex=r"L_t=-\min\!\big(r_t\hat A_t,\ \operatorname{clip}(r_t,1-\epsilon_l,1+\epsilon_h)\hat A_t\big)",
+    formula="L_t = -min( rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t ),  rho_t = exp(logp - logp_old)",
+    latex=r"L_{i,t}=-\min\!\big(\rho_t\hat A_t,\ \operatorname{clip}(\rho_t,1-\epsilon_l,1+\epsilon_h)\hat A_t\big),\quad"
+    r"\rho_t=\pi_\theta/\pi_{old}",
     paper="PPO, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729, eq. 7",
 )
 def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:

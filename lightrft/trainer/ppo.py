@@ -70,10 +70,8 @@ def rl_step(
 
 
 def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """Old log-probs, unless the batch gets exactly one update, on policy: there the new ones, detached, are the old ones."""
-    train, kl = config.train, config.algorithm.kl
-    read_before = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
-    if train.updates == 1 and train.mini_batches == 1 and not read_before:
+    """Old log-probs, when something reads them."""
+    if not config.needs_old_logprobs:
         return batch
 
     def score(part: Batch, index: Tensor) -> Tensor:

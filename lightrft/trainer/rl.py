@@ -1,47 +1,43 @@
-"""A run of reinforcement learning: steps, evaluations and checkpoints, from the first or from where it was stopped."""
+"""A run of reinforcement learning, from the first step or from where it was stopped."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config import RLConfig
-from lightrft.models.loading import save_model
 from lightrft.trainer.advantages import NEEDS_GROUPS
-from lightrft.trainer.evaluate import Evaluation, evaluate, reached
 from lightrft.trainer.kl import KLController
-from lightrft.trainer.launch.local import local_roles, rollout_steps
+from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
+from lightrft.trainer.loop import Training, run_steps, take_up
 from lightrft.trainer.parts import check_parts
 from lightrft.trainer.ppo import StepResult, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
-from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import Interrupted
-from lightrft.trainer.session import Nobody, Observer, Session, close_session, open_session
-from lightrft.types import Prompt
+from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.metrics import Metrics
 
-log = logging.getLogger(__name__)
 
-
-@dataclass(slots=True)
-class Run:
-    """Everything that a step of a run reads."""
+@dataclass(slots=True, kw_only=True)
+class RLRun(Training):
+    """A step draws prompts from ``stream``, and ``kl`` may move its coefficient."""
 
     config: RLConfig
-    session: Session
-    roles: Roles
     stream: PromptStream
-    held_out: Sequence[Prompt]
     kl: KLController
-    steps: int
-    step: int = 0
 
-    @property
-    def trained(self) -> dict[str, Trained]:
-        critic = {"critic": self.roles.critic} if self.roles.critic is not None else {}
-        return {"policy": self.roles.policy, **critic}
+    def advance(self) -> Metrics:
+        config, session, before = self.config, self.session, self.stream.sampler.state_dict()
+        try:
+            result = rl_step(self.roles, config, self.step, self.kl, self.stream.draw, session.timers, lambda: bool(session.stop))
+        except Interrupted:
+            self.stream.sampler.load_state_dict(before)
+            raise
+        done = self.step + 1
+        if config.log.rollouts_every and done % config.log.rollouts_every == 0:
+            session.folder.write_rollouts(done, result.collected.rollouts, advantages=advantages_of(result))
+        return result.metrics
 
     def state(self) -> dict[str, Any]:
         return {"sampler": self.stream.sampler.state_dict(), "kl_coef": self.kl.coef}
@@ -50,6 +46,9 @@ class Run:
         self.stream.sampler.load_state_dict(state["sampler"])
         self.kl.coef = state["kl_coef"]
 
+    def about(self) -> dict[str, Any]:
+        return {"algorithm": self.config.algorithm.preset or "custom"}
+
 
 def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]:
     """Train as ``config`` says, into its run folder; returns what ``summary.json`` holds."""
@@ -57,7 +56,8 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
     with open_session(config, config.run, config.checkpoint, config.log, "rl", observer or Nobody()) as session:
         run = prepare(config, session)
         try:
-            return loop(run)
+            take_up(run)
+            return run_steps(run)
         finally:
             run.roles.close()
 
@@ -78,70 +78,21 @@ def check(config: RLConfig) -> None:
     check_parts(config.algorithm)
 
 
-def prepare(config: RLConfig, session: Session) -> Run:
-    """Roles, data and, in a folder that holds one, the state of the newest checkpoint."""
-    roles = local_roles(config, config.train.steps or 1)
-    stream = PromptStream.of(config.data, roles.tokenizer, config.run.seed)
+def prepare(config: RLConfig, session: Session) -> RLRun:
+    """Data and roles, at step 0."""
+    tokenizer = local_tokenizer(config.model)
+    stream = PromptStream.of(config.data, tokenizer, config.run.seed)
     steps = rollout_steps(config, len(stream.dataset))
-    held = held_out(config.eval.data, roles.tokenizer, config.run.seed, config.eval.limit)
-    run = Run(config, session, roles, stream, held, KLController.of(config.algorithm.kl), steps)
-    run.step, state = session.resume(roles.strategy, run.trained)
-    if state:
-        run.load_state(state)
-    roles.engine.load_weights(roles.strategy.full_parameters(roles.policy.state), run.step)
-    return run
-
-
-def loop(run: Run) -> dict[str, Any]:
-    """Every step that is left, then the summary."""
-    run.session.observer.begin("rl", run.steps, run.step)
-    config, session = run.config, run.session
-    values: dict[str, Any] = {}
-    if run.step == 0 and config.eval.at_start and run.held_out:
-        values = session.record(0, run_evaluation(run).metrics)
-    while run.step < run.steps and not session.stop and not reached(config.eval, values):
-        snapshot = run.stream.sampler.state_dict()
-        try:
-            result = rl_step(run.roles, config, run.step, run.kl, run.stream.draw, session.timers, lambda: bool(session.stop))
-        except Interrupted:
-            run.stream.sampler.load_state_dict(snapshot)
-            session.save_if_due(run.step, False, run.roles.strategy, run.trained, run.state(), values)
-            break
-        run.step += 1
-        values = finish_step(run, result)
-    return summarise(run, values)
-
-
-def finish_step(run: Run, result: StepResult) -> dict[str, Any]:
-    """Write the step's rollouts, evaluate and save if it is time, and record its numbers."""
-    config, session, metrics = run.config, run.session, result.metrics
-    if config.log.rollouts_every and run.step % config.log.rollouts_every == 0:
-        session.folder.write_rollouts(run.step, result.collected.rollouts, advantages=advantages_of(result))
-    last = run.step >= run.steps
-    if run.held_out and (last or (config.eval.every and run.step % config.eval.every == 0)):
-        with session.timers("eval"):
-            metrics.merge(run_evaluation(run).metrics)
-    values = metrics.compute()
-    last = last or reached(config.eval, values)
-    metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state(), values))
-    return session.record(run.step, metrics)
-
-
-def run_evaluation(run: Run) -> Evaluation:
-    """Answer the held-out prompts as the policy is now, and write the answers down."""
-    evaluation = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.config.eval, run.config.run.seed)
-    run.session.folder.write_rollouts(run.step, evaluation.rollouts, name="eval")
-    return evaluation
-
-
-def summarise(run: Run, values: dict[str, Any]) -> dict[str, Any]:
-    """Write ``samples.json`` and ``summary.json``, and export the policy once the run is over."""
-    session, config = run.session, run.config
-    finished = run.step >= run.steps or reached(config.eval, values)
-    if finished:
-        save_model(run.roles.actor, run.roles.tokenizer, session.path / "model")
-    return close_session(
-        session, config.eval.threshold, {"algorithm": config.algorithm.preset or "custom", "finished": finished}, run.step
+    return RLRun(
+        session=session,
+        eval=config.eval,
+        held_out=held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit),
+        roles=local_roles(config, tokenizer, steps),
+        seed=config.run.seed,
+        steps=steps,
+        config=config,
+        stream=stream,
+        kl=KLController.of(config.algorithm.kl),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,23 @@ class Scoring(Protocol):
     def results(self, wait: bool) -> Iterator[Rollout]: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Unscored:
+    """For runs without a reward: every rollout comes out as it went in."""
+
+    _waiting: list[Rollout] = field(default_factory=list)
+
+    def submit(self, rollout: Rollout) -> None:
+        self._waiting.append(rollout)
+
+    def results(self, wait: bool) -> Iterator[Rollout]:
+        while self._waiting:
+            yield self._waiting.pop(0)
+
+    def close(self) -> None:
+        self._waiting.clear()
 
 
 class Reference(Protocol):

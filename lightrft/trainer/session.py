@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,8 +178,8 @@ def open_session(
     checkpoint: CheckpointConfig,
     logs: LogConfig,
     phase: str,
-    observer: Observer = lambda row: None,
-) -> Iterator[Session]:
+    observer: Observer,
+) -> Generator[Session]:
     """Open the run folder, seed every generator, and turn SIGTERM and Ctrl-C into a flag; close all of it on the way out."""
     path = Path(run.dir).expanduser() / run.name
     seed_everything(run.seed)

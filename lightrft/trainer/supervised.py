@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.batching import micro_batches
 from lightrft.trainer.roles import Trained, settle_layout
 from lightrft.trainer.rows import Rows
+from lightrft.trainer.update import optimizer_step, weighted_sum
 from lightrft.types import Batch, Segments
-from lightrft.utils.metrics import Max, Mean, Metrics, Sum
+from lightrft.utils.metrics import Mean, Metrics, Sum
 
 
 class Example(Protocol):
@@ -40,19 +41,11 @@ def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_toke
     batch = batch.replace(loss_weights=AGGREGATIONS["token"](rows, 1))
     metrics = Metrics({"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))})
     settle_layout(policy, batch)
-    policy.model.train()
-    indices = micro_batches(batch, micro_batch_tokens, policy.model.layout)
-    for i, index in enumerate(indices):
-        part = batch.select(index).to(strategy.device)
-        logprobs = policy.model.score(part, temperature=1.0).logprobs
-        assert part.loss_weights is not None
-        kept = part.mask
-        loss = -(logprobs[kept] * part.loss_weights[kept].to(logprobs.dtype)).sum()
-        strategy.backward(policy.state, loss, last=i == len(indices) - 1)
-        metrics.add("loss", Mean.of(-logprobs, kept))
-    policy.model.eval()
-    info = strategy.step(policy.state)
-    metrics.add("policy/grad_norm", Max(info.grad_norm))
-    metrics.add("policy/lr", Max(info.lr))
-    metrics.add("policy/skipped_steps", Sum(1 if info.skipped else 0))
+
+    def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
+        return weighted_sum(-policy.model.score(part, temperature=1.0).logprobs, part), Metrics()
+
+    loss, found = optimizer_step("policy", strategy, policy, batch, micro_batch_tokens, loss_of)
+    metrics.add("loss", Mean(loss))
+    metrics.merge(found)
     return metrics

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,13 +42,15 @@ class Objective:
 
     def __call__(self, batch: Batch, scores: Scores) -> tuple[Tensor, Metrics]:
         """The part of the global loss that ``batch`` holds (0-d), and its metrics. ``batch.loss_weights`` carry the denominator."""
-        algorithm, rows, weights = self.algorithm, Rows.of(batch), _need(batch.loss_weights)
+        algorithm, rows = self.algorithm, Rows.of(batch)
         logprobs = _counted(scores.logprobs, rows)
         old = logprobs.detach() if batch.old_logprobs is None else _counted(batch.old_logprobs, rows)
         advantages = _counted(_need(batch.advantages), rows)
         losses, stats = POLICY_LOSSES[algorithm.loss.name](logprobs, old, advantages, rows, algorithm.loss)
-        policy = _weighted(losses, weights)
+        policy = weighted_sum(losses, batch)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
+        if batch.behavior_logprobs is not None:
+            metrics.add("policy/sampler_gap", Mean.of((old - batch.behavior_logprobs).abs(), rows.mask))
         metrics.add("policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask))
         loss = policy
         if batch.ref_logprobs is not None:
@@ -56,11 +58,11 @@ class Objective:
             kl = KL_ESTIMATORS[algorithm.kl.estimator](logprobs, ref)
             metrics.add("policy/kl", Mean.of(KL_ESTIMATORS["k3"](logprobs.detach(), ref), rows.mask))
             if algorithm.kl.where == "loss" and self.kl_coef:
-                loss = loss + self.kl_coef * _weighted(kl, weights)
+                loss = loss + self.kl_coef * weighted_sum(kl, batch)
         if scores.entropy is not None:
             metrics.add("policy/entropy", Mean.of(scores.entropy, rows.mask))
             if self.wants_entropy:
-                loss = loss - algorithm.entropy_coef * _weighted(scores.entropy, weights)
+                loss = loss - algorithm.entropy_coef * weighted_sum(scores.entropy, batch)
         return loss, metrics
 
 
@@ -88,52 +90,64 @@ def weighted(batch: Batch, config: RLConfig) -> Batch:
 
 def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfig) -> Metrics:
     """One optimizer step of the policy on the rows of ``mini`` that can get gradient."""
-    actor, metrics, total = roles.actor, Metrics(), 0.0
-    actor.train()
+    entropy = objective.wants_entropy or config.log.entropy
+
+    def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
+        return objective(part, roles.actor.score(part, temperature=sampling_temperature(config), entropy=entropy))
+
     active = mini.select(objective.active(mini))
-    for part, last in _parts(active, config.train.micro_batch_tokens, actor.layout):
-        part = part.to(roles.device)
-        entropy = objective.wants_entropy or config.log.entropy
-        loss, part_metrics = objective(part, actor.score(part, temperature=sampling_temperature(config), entropy=entropy))
-        roles.strategy.backward(roles.policy.state, loss, last=last)
-        metrics.merge(part_metrics)
-        total = total + loss.detach()
-    actor.eval()
-    metrics.add("policy/loss", Mean(total))
+    loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, config.train.micro_batch_tokens, loss_of)
+    metrics.add("policy/loss", Mean(loss))
     metrics.add("policy/active_rows", Mean(len(active), max(1, len(mini))))
-    if len(active):
-        metrics.merge(_step_metrics("policy", roles.strategy.step(roles.policy.state)))
     return metrics
 
 
 def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConfig) -> Metrics:
     """One optimizer step of the critic."""
-    metrics, total = Metrics(), 0.0
-    critic.model.train()
-    for part, last in _parts(mini, config.train.micro_batch_tokens, critic.model.layout):
-        part = part.to(strategy.device)
+
+    def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         values, _ = critic.model.values(part)
         losses = value_loss(values, _need(part.values), _need(part.returns), config.algorithm.value.clip)
-        loss = _weighted(losses, _need(part.loss_weights))
-        strategy.backward(critic.state, loss, last=last)
-        total = total + loss.detach()
-        metrics.add("critic/values", Mean.of(values, part.mask))
-        metrics.add("critic/returns", Mean.of(_need(part.returns), part.mask))
-    critic.model.eval()
-    metrics.add("critic/loss", Mean(total))
-    metrics.merge(_step_metrics("critic", strategy.step(critic.state)))
+        metrics = Metrics(
+            {"critic/values": Mean.of(values, part.mask), "critic/returns": Mean.of(_need(part.returns), part.mask)}
+        )
+        return weighted_sum(losses, part), metrics
+
+    loss, metrics = optimizer_step("critic", strategy, critic, mini, config.train.micro_batch_tokens, loss_of)
+    metrics.add("critic/loss", Mean(loss))
     return metrics
+
+
+def optimizer_step(
+    who: str,
+    strategy: Strategy,
+    trained: Trained,
+    batch: Batch,
+    budget: int,
+    loss_of: Callable[[Batch], tuple[Tensor, Metrics]],
+) -> tuple[Tensor, Metrics]:
+    """One optimizer step, in micro-batches of at most ``budget`` tokens; none for a batch without rows.
+
+    ``loss_of`` gives the part of the loss (0-d) that a micro-batch holds, and its metrics. Returns the whole loss and all metrics,
+    with those of the step under ``who/``.
+    """
+    total, metrics = torch.zeros((), device=strategy.device), Metrics()
+    trained.model.train()
+    indices = micro_batches(batch, budget, trained.model.layout)
+    for i, index in enumerate(indices):
+        loss, found = loss_of(batch.select(index).to(strategy.device))
+        strategy.backward(trained.state, loss, last=i == len(indices) - 1)
+        total = total + loss.detach()
+        metrics.merge(found)
+    trained.model.eval()
+    if indices:
+        metrics.merge(_step_metrics(who, strategy.step(trained.state)))
+    return total, metrics
 
 
 def sampling_temperature(config: RLConfig) -> float:
     """Log-probs are those of the distribution that was sampled from; greedy answers are scored at temperature 1."""
     return config.sampling.temperature or 1.0
-
-
-def _parts(batch: Batch, budget: int, layout: str) -> Iterator[tuple[Batch, bool]]:
-    indices = micro_batches(batch, budget, layout)
-    for i, index in enumerate(indices):
-        yield batch.select(index), i == len(indices) - 1
 
 
 def _step_metrics(who: str, info: StepInfo) -> Metrics:
@@ -152,8 +166,10 @@ def _counted(column: Tensor, rows: Rows) -> Tensor:
     return torch.where(rows.mask, column, torch.zeros_like(column))
 
 
-def _weighted(losses: Tensor, weights: Tensor) -> Tensor:
-    """Tokens of weight 0 are left out, not multiplied: what stands there may be anything."""
+def weighted_sum(losses: Tensor, batch: Batch) -> Tensor:
+    """The share of ``losses [N]`` in the loss of the global batch (0-d). Tokens of weight 0 are left out, not multiplied: what
+    stands there may be anything."""
+    weights = _need(batch.loss_weights)
     kept = weights != 0
     return (losses[kept] * weights[kept].to(losses.dtype)).sum()
 

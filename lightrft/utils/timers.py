@@ -57,6 +57,6 @@ class Timers:
         return metrics
 
 
-def tokens_per_second(tokens: int, seconds: float) -> float:
+def tokens_per_second(tokens: float, seconds: float) -> float:
     """Throughput; 0 where no time passed."""
     return tokens / seconds if seconds > 0 else 0.0

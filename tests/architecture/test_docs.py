@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.generate import pages
 from lightrft.cli.main import VERBS
+from lightrft.config import PRESETS
 from lightrft.utils.settings import dotted, load_settings
 from tests.architecture.tree import ROOT
 from tests.architecture.verbs import CONFIG_OF
@@ -63,10 +65,28 @@ def test_each_verb_has_a_page_and_each_page_a_verb() -> None:
 def test_the_index_names_every_page() -> None:
     index = ROOT / "docs" / "index.md"
     linked = {(index.parent / m["target"].partition("#")[0]).resolve() for m in LINK.finditer(prose(index))}
-    missing = [
-        by_name(p) for p in PAGES if p.parent in (ROOT / "docs", ROOT / "docs" / "verbs") and p != index and p not in linked
-    ]
-    assert missing == []
+    folders = [ROOT / "docs", *(ROOT / "docs" / name for name in ("verbs", "algorithms"))]
+    assert [by_name(p) for p in PAGES if p.parent in folders and p != index and p not in linked] == []
+
+
+@pytest.mark.parametrize("page", pages(), ids=str)
+def test_a_page_made_from_the_code_is_up_to_date(page: Path) -> None:
+    """``make docs`` mends it."""
+    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == pages()[page]
+
+
+def test_no_page_is_left_of_a_preset_that_is_gone() -> None:
+    assert {p.stem for p in (ROOT / "docs" / "algorithms").glob("*.md")} == set(PRESETS)
+
+
+def test_the_pages_made_from_the_code_name_every_setting_with_its_default_and_docstring() -> None:
+    text = pages()[Path("configuration.md")]
+    for cls in CONFIG_OF.values():
+        for name in cls.model_fields:
+            assert f"| `{name}` |" in text
+    assert "| `horizon` | int, ≥ 1 | `10000` |" in text
+    assert "| `where` | `none` or `reward` or `loss` | `none` |" in text
+    assert "`temperature` 0 is greedy." in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)

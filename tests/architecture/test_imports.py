@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 from tests.architecture.test_layers import HEAVY
 from tests.architecture.tree import PACKAGE, ROOT, modules
@@ -67,6 +68,23 @@ def test_importing_the_package_takes_under_half_a_second_and_loads_no_torch() ->
     runs = [run(code).split() for _ in range(3)]
     assert min(float(r[0]) for r in runs) < 0.5
     assert [r[1:] for r in runs] == [[], [], []]
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = (
+        "import sys; import lightrft.cli.main; print(*sorted({'torch', 'transformers', 'numpy', 'pydantic'} & set(sys.modules)))"
+    )
+    assert run(code).split() == []
+
+
+def test_help_is_there_in_half_a_second() -> None:
+    def seconds() -> float:
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-m", PACKAGE, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert "usage: lightrft" in done.stdout
+        return time.perf_counter() - start
+
+    assert min(seconds() for _ in range(3)) < 0.5
 
 
 def test_every_module_imports_with_no_optional_package_and_without_touching_cuda() -> None:

@@ -1,14 +1,6 @@
 """Which settings each verb reads."""
 
-from lightrft import config
+from docs.generate import VERBS
 from lightrft.utils.settings import Settings
 
-CONFIG_OF: dict[str, type[Settings]] = {
-    "demo": config.DemoConfig,
-    "rl": config.RLConfig,
-    "sft": config.SFTConfig,
-    "eval": config.EvaluateConfig,
-    "generate": config.GenerateConfig,
-    "chat": config.ChatConfig,
-    "explain": config.RLConfig,
-}
+CONFIG_OF: dict[str, type[Settings]] = {**VERBS, "explain": VERBS["rl"]}

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightrft.strategy.checkpoint import load_state
 from safetensors.torch import load_file
 
 from lightrft.config import RLConfig
+from lightrft.strategy.checkpoint import load_state
 from lightrft.utils.settings import build, deep_merge, to_yaml
 
 KILLING = Path(__file__).with_name("killing.py")

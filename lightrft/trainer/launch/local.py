@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from lightrft.config import EngineConfig, ModelConfig, RLConfig
+from lightrft.config import EngineConfig, ModelConfig, RewardConfig, RLConfig
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding import Decoder
@@ -16,30 +16,41 @@ from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.advantages import NEEDS_CRITIC
 from lightrft.trainer.reward import Scorer
-from lightrft.trainer.roles import AdaptersOff, Reference, Roles, Trained
+from lightrft.trainer.roles import AdaptersOff, Reference, Roles, Scoring, Trained, Unscored
 from lightrft.utils.errors import ConfigError
 
 
-def local_policy(model: ModelConfig, strategy: StrategyConfig, engine: EngineConfig) -> tuple[SingleStrategy, Actor, Any, Engine]:
-    """What every verb needs: a strategy, the policy on its device, the tokenizer and an engine over the same weights."""
+def local_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of ``model``. Raises ``ConfigError`` when no model is named."""
     if not model.path:
         raise ConfigError("model.path is empty; give a Hugging Face folder or name, e.g. model.path=path/to/model")
+    return load_tokenizer(model)
+
+
+def local_policy(
+    model: ModelConfig, strategy: StrategyConfig, engine: EngineConfig, tokenizer: Any
+) -> tuple[SingleStrategy, Actor, Engine]:
+    """What every verb needs: a strategy, the policy on its device, and an engine over the same weights."""
     placed = SingleStrategy(strategy)
-    tokenizer = load_tokenizer(model)
     actor = Actor.load(model, device=placed.device)
-    return placed, actor, tokenizer, NativeEngine(Decoder(actor.model), tokenizer, engine)
+    return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine)
 
 
-def local_roles(config: RLConfig, steps: int) -> Roles:
+def local_scorer(config: RewardConfig) -> Scoring:
+    """Worker processes for the terms of ``config``; without terms, one that scores nothing."""
+    return Scorer(config) if config.terms or config.per_source else Unscored()
+
+
+def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
     """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded."""
-    strategy, actor, tokenizer, engine = local_policy(config.model, config.strategy, config.engine)
+    strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
     optimizer_steps = max(1, steps * config.train.updates * config.train.mini_batches)
     return Roles(
         strategy=strategy,
         reference=local_reference(config, actor, strategy),
         policy=Trained(actor, strategy.prepare(actor, config.optimizer, optimizer_steps)),
         engine=engine,
-        scorer=Scorer(config.reward),
+        scorer=local_scorer(config.reward),
         tokenizer=tokenizer,
         critic=local_critic(config, strategy, optimizer_steps),
     )

@@ -1,0 +1,170 @@
+"""Write the reference pages that the code knows best: ``python docs/generate.py``, or ``make docs``.
+
+``configuration.md`` is made from the settings classes, ``algorithms/*.md`` from what ``lightrft explain`` says of each preset.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from lightrft import config
+from lightrft.trainer.explain import explain, to_latex
+from lightrft.utils.settings import Settings, build, dotted
+
+DOCS = Path(__file__).resolve().parent
+MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it anew. -->\n"
+VERBS: dict[str, type[Settings]] = {
+    "rl": config.RLConfig,
+    "sft": config.SFTConfig,
+    "eval": config.EvaluateConfig,
+    "generate": config.GenerateConfig,
+    "chat": config.ChatConfig,
+    "demo": config.DemoConfig,
+}
+BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+
+
+def pages() -> dict[Path, str]:
+    """Path below ``docs`` to the text of the page."""
+    made = {Path("algorithms", f"{preset}.md"): algorithm_page(preset) for preset in config.PRESETS}
+    return {Path("configuration.md"): configuration_page(), **made}
+
+
+def configuration_page() -> str:
+    """Every setting of every verb: type, bounds, default, and what the docstring of its branch says."""
+    parts = [
+        "# Configuration\n",
+        MADE_BY,
+        "What a YAML file or `a.b=value` on the command line can say. The first part lists the branches that each verb has; the second",
+        "what each branch holds. A bare value may stand for a branch whose *short for* is named: `model=path` is `model.path=path`.\n",
+        "## Verbs\n",
+        *(_verb(verb, cls) for verb, cls in VERBS.items()),
+        "`lightrft explain` reads what `lightrft rl` reads.\n",
+        "## Branches\n",
+        *(_branch(cls) for cls in _branches()),
+    ]
+    return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _verb(verb: str, cls: type[Settings]) -> str:
+    about = f"[`lightrft {verb}`](verbs/{verb}.md): {_prose(cls)}"
+    return f"### {verb}\n\n{about}\n\n{_table(cls)}\n"
+
+
+def _branch(cls: type[Settings]) -> str:
+    short = f"Short for `{cls.shorthand}`.\n\n" if cls.shorthand else ""
+    return f"### {cls.__name__}\n\n{_prose(cls)}\n\n{short}{_table(cls)}\n"
+
+
+def _branches() -> list[type[Settings]]:
+    """Classes that the verbs' trees are made of, in the order in which they are met; those of the verbs themselves left out."""
+    found: list[type[Settings]] = []
+    waiting = list(VERBS.values())
+    while waiting:
+        cls = waiting.pop(0)
+        below = [c for f in cls.model_fields.values() for c in _classes(f.annotation)]
+        fresh = [c for c in dict.fromkeys(below) if c not in found and c not in VERBS.values()]
+        found += fresh
+        waiting += fresh
+    return found
+
+
+def _classes(kind: Any) -> Iterator[type[Settings]]:
+    if isinstance(kind, type) and issubclass(kind, Settings):
+        yield kind
+    for inner in typing.get_args(kind):
+        yield from _classes(inner)
+
+
+def _table(cls: type[Settings]) -> str:
+    rows = [f"| `{name}` | {_kind(f.annotation)}{_bounds(f)} | {_default(f)} |" for name, f in cls.model_fields.items()]
+    return "\n".join(["| setting | type | default |", "|---|---|---|", *rows])
+
+
+def _kind(kind: Any) -> str:
+    origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Settings):
+        verb = next((v for v, c in VERBS.items() if c is kind), None)
+        return f"[{kind.__name__}](#{(verb or kind.__name__).lower()})"
+    if origin is typing.Literal:
+        return " or ".join(f"`{v}`" for v in inner)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("`null`" if k is type(None) else _kind(k) for k in inner)
+    if origin is tuple:
+        return f"list of {_kind(inner[0])}" if inner[-1] is Ellipsis else f"{len(inner)} x {_kind(inner[0])}"
+    if origin is dict:
+        return f"table of {_kind(inner[0])} to {_kind(inner[1])}"
+    return {Any: "anything", str: "text", bool: "true or false"}.get(kind, getattr(kind, "__name__", str(kind)))
+
+
+def _bounds(field: FieldInfo) -> str:
+    found = [f"{sign} {getattr(m, name):g}" for m in field.metadata for name, sign in BOUNDS.items() if hasattr(m, name)]
+    return f", {', '.join(found)}" if found else ""
+
+
+def _default(field: FieldInfo) -> str:
+    """The value; of a branch, only what differs from the branch's own defaults."""
+    if field.is_required():
+        return "must be given"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, Settings):
+        own = dict(dotted(type(value)().model_dump(mode="json")))
+        given = dotted(value.model_dump(mode="json"))
+        return ", ".join(f"{_code(v)} for `{k}`" for k, v in given if own.get(k) != v)
+    return _code(value)
+
+
+def _code(value: Any) -> str:
+    """``value`` as it is written in YAML."""
+    return (
+        f"`{json.dumps(list(value) if isinstance(value, tuple) else value)}`"
+        if not isinstance(value, str) or not value
+        else f"`{value}`"
+    )
+
+
+def _prose(cls: type[Settings]) -> str:
+    return inspect.cleandoc(cls.__doc__ or "").replace("``", "`")
+
+
+def algorithm_page(preset: str) -> str:
+    """What ``lightrft explain`` says of ``preset``, with every other setting at its default."""
+    found = explain(build(config.RLConfig, {"algorithm": {"preset": preset}}), {"algorithm.preset": "given"})
+    lines = [
+        f"| {line.part} | `{line.name}` | `{_cell(line.about.formula)}` | {_cell(line.about.paper)} |" for line in found.lines
+    ]
+    numbers = [f"| `{n.key}` | `{n.value}` | {n.source} |" for n in found.numbers]
+    return "\n".join(
+        [
+            f"# {preset}\n",
+            MADE_BY,
+            f"```bash\nlightrft explain {preset}\n```\n",
+            f"`{found.objective}`\n",
+            "| part | name | formula | from |\n|---|---|---|---|",
+            *lines,
+            f"\n```math\n{to_latex(found, 'aligned')}\n```\n",
+            *(f"* {line}" for line in found.gradient),
+            "\n## Numbers in force\n",
+            "| setting | value | from |\n|---|---|---|",
+            *numbers,
+            "",
+        ]
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        (DOCS / path).parent.mkdir(exist_ok=True)
+        (DOCS / path).write_text(text, encoding="utf-8")

@@ -1,0 +1,100 @@
+"""What every kind of training does around its steps: evaluations, checkpoints, going on, and the summary at the end."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.config import EvalConfig
+from lightrft.models.loading import save_model
+from lightrft.trainer.evaluate import evaluate, reached
+from lightrft.trainer.roles import Roles, Trained
+from lightrft.trainer.rollout import Interrupted
+from lightrft.trainer.session import Session, close_session
+from lightrft.types import Prompt
+from lightrft.utils.metrics import Metrics
+
+
+@dataclass(slots=True, kw_only=True)
+class Training(ABC):
+    """A run and how far it is: ``step`` of ``steps``. A kind of training says what a step is and what the next one reads."""
+
+    session: Session
+    roles: Roles
+    eval: EvalConfig
+    held_out: Sequence[Prompt]
+    seed: int
+    steps: int
+    step: int = 0
+
+    @abstractmethod
+    def advance(self) -> Metrics:
+        """Take one step. Raises ``Interrupted`` when it was left halfway, with everything as it was before it."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What the next step reads besides weights, optimizer and random generators, as plain data."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what ``state`` gave."""
+
+    def about(self) -> dict[str, Any]:
+        """More to say in the summary."""
+        return {}
+
+    @property
+    def trained(self) -> dict[str, Trained]:
+        critic = {"critic": self.roles.critic} if self.roles.critic is not None else {}
+        return {"policy": self.roles.policy, **critic}
+
+
+def take_up(run: Training) -> None:
+    """In a folder that holds one, load the newest checkpoint; then give the engine the weights."""
+    run.step, state = run.session.resume(run.roles.strategy, run.trained)
+    if state:
+        run.load_state(state)
+    run.roles.engine.load_weights(run.roles.strategy.full_parameters(run.roles.policy.state), run.step)
+
+
+def run_steps(run: Training) -> dict[str, Any]:
+    """Every step that is left, then the summary, which is returned."""
+    session = run.session
+    session.observer.begin(session.phase, run.steps, run.step)
+    values: dict[str, Any] = {}
+    if run.step == 0 and run.eval.at_start and run.held_out:
+        values = session.record(0, evaluation(run))
+    while run.step < run.steps and not session.stop and not reached(run.eval, values):
+        try:
+            metrics = run.advance()
+        except Interrupted:
+            session.save_if_due(run.step, False, run.roles.strategy, run.trained, run.state(), values)
+            break
+        run.step += 1
+        values = finish_step(run, metrics)
+    finished = run.step >= run.steps or reached(run.eval, values)
+    if finished:
+        save_model(run.roles.actor, run.roles.tokenizer, session.path / "model")
+    return close_session(session, run.eval.threshold, {**run.about(), "finished": finished}, run.step)
+
+
+def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
+    """Evaluate and save if it is time, and record the step's numbers."""
+    session = run.session
+    last = run.step >= run.steps
+    if run.held_out and (last or (run.eval.every and run.step % run.eval.every == 0)):
+        with session.timers("eval"):
+            metrics.merge(evaluation(run))
+    values = metrics.compute()
+    last = last or reached(run.eval, values)
+    metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state(), values))
+    return session.record(run.step, metrics)
+
+
+def evaluation(run: Training) -> Metrics:
+    """Answer the held-out prompts as the policy is now, and write the answers down."""
+    found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed)
+    run.session.folder.write_rollouts(run.step, found.rollouts, name="eval")
+    return found.metrics
