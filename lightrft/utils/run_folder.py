@@ -26,7 +26,7 @@ LOCK = ".lock"
 SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
 OURS = (
     *("checkpoints", "model", "rollouts", "tensorboard", "wandb", "wandb_id"),
-    *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "config.yaml"),
+    *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "eval.yaml", "config.yaml"),
 )
 """What a run writes, and all that ``overwrite`` ever removes; the config goes last, as the sign that the folder is a run's."""
 
