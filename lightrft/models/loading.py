@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +24,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import logging as transformers_logging
 
 from lightrft.models.families import family_of
 from lightrft.models.lora import base_model, is_adapted, merged_state
@@ -61,10 +65,12 @@ def load_model(
         options["device_map"] = device_map
     settings = _settings(config)
     implementation = config.attention or family_of(settings).padded_attention
+    where = _where(config)
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            _where(config), config=settings, attn_implementation=implementation, output_loading_info=True, **options
-        )
+        with _quiet(local=Path(where).is_dir()):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                where, config=settings, attn_implementation=implementation, output_loading_info=True, **options
+            )
         model, info = loaded
     except ImportError as error:
         raise ModelError(f"model.attention = {implementation!r}: {_first_line(error)}") from error
@@ -134,6 +140,21 @@ def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype
         )
         options["device_map"] = {"": str(device)}
     return options
+
+
+@contextmanager
+def _quiet(*, local: bool) -> Iterator[None]:
+    """What transformers says of its own doings stays out of a program's output; bars of a download stay."""
+    hidden = local and transformers_logging.is_progress_bar_enabled()
+    if hidden:
+        transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if hidden:
+            transformers_logging.enable_progress_bar()
 
 
 def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
@@ -229,14 +250,15 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, path
 
     Adapters are added into the weights that are written; those in memory stay. With ``merge`` off, only adapters are written."""
     inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
-    if is_adapted(inner) and not merge:
-        inner.save_pretrained(str(path))
-    else:
-        base = base_model(inner)
-        implementation = base.config._attn_implementation
-        state = merged_state(inner) if is_adapted(inner) else None
-        base.save_pretrained(str(path), state_dict=state)
-        base.config._attn_implementation = implementation
+    with _quiet(local=True):
+        if is_adapted(inner) and not merge:
+            inner.save_pretrained(str(path))
+        else:
+            base = base_model(inner)
+            implementation = base.config._attn_implementation
+            state = merged_state(inner) if is_adapted(inner) else None
+            base.save_pretrained(str(path), state_dict=state)
+            base.config._attn_implementation = implementation
     if tokenizer is not None:
         tokenizer.save_pretrained(str(path))
 

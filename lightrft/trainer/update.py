@@ -49,6 +49,8 @@ class Objective:
         losses, stats = POLICY_LOSSES[algorithm.loss.name](logprobs, old, advantages, rows, algorithm.loss)
         policy = weighted_sum(losses, batch)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
+        if batch.behavior_logprobs is not None:
+            metrics.add("policy/sampler_gap", Mean.of((old - batch.behavior_logprobs).abs(), rows.mask))
         metrics.add("policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask))
         loss = policy
         if batch.ref_logprobs is not None:

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
 OURS = (
-    *("checkpoints", "rollouts", "tensorboard", "wandb", "wandb_id"),
+    *("checkpoints", "model", "rollouts", "tensorboard", "wandb", "wandb_id"),
     *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "config.yaml"),
 )
 """What a run writes, and all that ``overwrite`` ever removes; the config goes last, as the sign that the folder is a run's."""

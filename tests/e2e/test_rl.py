@@ -95,6 +95,32 @@ def test_a_step_whose_groups_were_all_dropped_changes_no_weight_and_is_counted(r
     assert all(torch.equal(before[k], after[k]) for k in before)
 
 
+def test_a_bfloat16_run_keeps_float32_master_weights_in_its_checkpoint(rl_config, tmp_path):
+    run_rl(rl_config(model={"dtype": "bfloat16"}, optimizer={"lr": 1e-6}))
+    state = load_file(tmp_path / "run" / "checkpoints" / "step_000004" / "policy" / "state.safetensors")
+    assert all(t.dtype == torch.float32 for k, t in state.items() if k.startswith("weights/"))
+    exported = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(t.dtype == torch.bfloat16 for t in exported.values())
+
+
+@pytest.mark.parametrize("preset", ["grpo", "ppo"])
+def test_gradient_checkpointing_and_small_micro_batches_change_no_weight_beyond_rounding(rl_config, tmp_path, preset):
+    run_rl(rl_config(run={"name": "plain"}, algorithm={"preset": preset}))
+    run_rl(
+        rl_config(
+            run={"name": "thrifty"},
+            algorithm={"preset": preset},
+            model={"gradient_checkpointing": True},
+            train={"micro_batch_tokens": 24},
+        )
+    )
+    plain, thrifty = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("plain", "thrifty"))
+    for name, weight in plain.items():
+        torch.testing.assert_close(thrifty[name], weight, rtol=1e-2, atol=1e-4)
+    steps = [[r["reward/mean"] for r in rows_of(tmp_path / name)] for name in ("plain", "thrifty")]
+    assert steps[0] == steps[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", ["grpo", "reinforce++", "ppo"])
 def test_reward_rises_and_a_wrong_sign_makes_it_fall(rl_config, data_folder, tmp_path, preset):

@@ -1,0 +1,144 @@
+"""One process: master weights, clipping, skipped steps, and a checkpoint that is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightrft.strategy.base import TrainState
+from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.strategy.single import STATE_FILE, SingleStrategy
+from lightrft.utils.errors import CheckpointError
+
+
+def make(dtype: torch.dtype = torch.float32, width: int = 8, **config: object) -> tuple[SingleStrategy, TrainState]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.Linear(width, 1)).to(dtype)
+    strategy = SingleStrategy(StrategyConfig(device="cpu"))
+    return strategy, strategy.prepare(model, OptimizerConfig(**config), 100)  # type: ignore[arg-type]
+
+
+def loss_of(state: TrainState, seed: int) -> torch.Tensor:
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(seed)).to(next(state.model.parameters()).dtype)
+    return state.model(x).square().mean()
+
+
+def take(strategy: SingleStrategy, state: TrainState, seed: int) -> None:
+    strategy.backward(state, loss_of(state, seed), last=True)
+    strategy.step(state)
+
+
+def test_a_learning_rate_of_one_millionth_moves_bfloat16_weights() -> None:
+    strategy, state = make(torch.bfloat16, lr=1e-6)
+    before = [p.detach().clone() for p in state.model.parameters()]
+    for seed in range(1000):
+        take(strategy, state, seed)
+    assert all(p.dtype == torch.bfloat16 for p in state.model.parameters())
+    moved = sum(int((p != b).sum()) for p, b in zip(state.model.parameters(), before, strict=True))
+    assert moved > 0.1 * sum(b.numel() for b in before)
+
+
+def test_without_master_weights_such_steps_are_lost() -> None:
+    _, state = make(torch.bfloat16)
+    before = [p.detach().clone() for p in state.model.parameters()]
+    plain = torch.optim.AdamW(state.model.parameters(), lr=1e-6, weight_decay=0.0)
+    for seed in range(200):
+        loss_of(state, seed).backward()
+        plain.step()
+        plain.zero_grad()
+    weights = [(p, b) for p, b in zip(state.model.parameters(), before, strict=True) if p.dim() == 2]
+    assert all(torch.equal(p, b) for p, b in weights)
+
+
+def test_bfloat16_gradients_of_micro_batches_add_up_in_float32() -> None:
+    strategy, state = make(torch.bfloat16)
+    for seed in range(64):
+        strategy.backward(state, loss_of(state, seed) / 64, last=seed == 63)
+    found = {n: m.grad for n, m in state.inner.masters.items()}
+    assert all(g is not None and g.dtype == torch.float32 for g in found.values())
+    singles = []
+    for seed in range(64):
+        _, fresh = make(torch.bfloat16)
+        (loss_of(fresh, seed) / 64).backward()
+        singles.append({n: p.grad.double() for n, p in fresh.model.named_parameters() if p.grad is not None})
+    for name, grad in found.items():
+        assert grad is not None
+        torch.testing.assert_close(grad.double(), sum(s[name] for s in singles), rtol=1e-5, atol=1e-9)
+
+
+def test_the_gradient_norm_is_global_and_reported_before_clipping() -> None:
+    strategy, state = make(max_grad_norm=1e-3)
+    strategy.backward(state, loss_of(state, 0) * 100, last=True)
+    expected = torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None]).norm()
+    clipped: list[float] = []
+    step = state.optimizer.step
+    state.optimizer.step = lambda *a: (  # type: ignore[method-assign, assignment]
+        clipped.append(float(torch.cat([p.grad.flatten() for p in state.model.parameters() if p.grad is not None]).norm())),
+        step(*a),
+    )[1]
+    info = strategy.step(state)
+    assert info.grad_norm == pytest.approx(float(expected), rel=1e-6)
+    assert clipped[0] == pytest.approx(1e-3, rel=1e-4)
+
+
+def test_a_gradient_that_is_not_finite_skips_the_step_and_says_so() -> None:
+    strategy, state = make()
+    before = [p.detach().clone() for p in state.model.parameters()]
+    strategy.backward(state, loss_of(state, 0) * float("nan"), last=True)
+    info = strategy.step(state)
+    assert info.skipped == "gradient not finite"
+    assert all(torch.equal(p, b) for p, b in zip(state.model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in state.model.parameters())
+    assert state.inner.step == 0
+
+
+def test_weight_decay_leaves_vectors_alone() -> None:
+    strategy, state = make(lr=0.1, weight_decay=0.5)
+    vectors = [p.detach().clone() for p in state.model.parameters() if p.dim() == 1]
+    for parameter in state.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    strategy.step(state)
+    assert all(torch.equal(p, b) for p, b in zip([p for p in state.model.parameters() if p.dim() == 1], vectors, strict=True))
+    assert state.optimizer.param_groups[0]["weight_decay"] == 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_saving_and_loading_changes_no_later_step(tmp_path: Path, dtype: torch.dtype) -> None:
+    options = {"lr": 1e-2, "schedule": "cosine", "warmup": 3, "weight_decay": 0.1}
+    strategy, whole = make(dtype, **options)
+    for seed in range(8):
+        take(strategy, whole, seed)
+    strategy, first = make(dtype, **options)
+    for seed in range(4):
+        take(strategy, first, seed)
+    strategy.save(first, tmp_path / "state")
+    strategy, second = make(dtype, **options)
+    for parameter in second.model.parameters():
+        parameter.data.zero_()
+    strategy.load(second, tmp_path / "state")
+    for seed in range(4, 8):
+        take(strategy, second, seed)
+    for a, b in zip(whole.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert whole.optimizer.param_groups[0]["lr"] == second.optimizer.param_groups[0]["lr"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
+    strategy, state = make()
+    strategy.save(state, tmp_path / "state")
+    other = nn.Sequential(nn.Linear(8, 4))
+    there = strategy.prepare(other, OptimizerConfig(), 1)
+    with pytest.raises(CheckpointError, match=r"another model.*model\.path"):
+        strategy.load(there, tmp_path / "state")
+
+
+def test_a_truncated_checkpoint_is_an_error_of_its_own(tmp_path: Path) -> None:
+    strategy, state = make()
+    strategy.save(state, tmp_path / "state")
+    file = tmp_path / "state" / STATE_FILE
+    file.write_bytes(file.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        strategy.load(state, tmp_path / "state")

@@ -1,0 +1,133 @@
+"""What is not needed is not run; and no split of a batch changes a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lightrft.config import RLConfig
+from lightrft.models.actor import Actor
+from lightrft.models.settings import ModelConfig
+from lightrft.models.tiny import tiny_model
+from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.strategy.single import SingleStrategy
+from lightrft.trainer.ppo import with_advantages, with_policy, with_reference
+from lightrft.trainer.roles import Roles, Trained
+from lightrft.trainer.update import update
+from lightrft.types import Batch, Segments
+from lightrft.utils.settings import build, deep_merge
+
+
+def batch_of(groups: int = 3, samples: int = 4, seed: int = 0) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    rows = groups * samples
+    prompts = [torch.randint(4, 99, (5 + p,), generator=g).tolist() for p in range(groups)]
+    answers = [torch.randint(4, 99, (1 + (3 * i) % 7,), generator=g).tolist() for i in range(rows)]
+    tokens = sum(map(len, answers))
+    return Batch(
+        Segments.of(prompts),
+        Segments.of(answers),
+        torch.arange(groups).repeat_interleave(samples),
+        sampled=torch.rand(tokens, generator=g) > 0.1,
+        behavior_logprobs=-torch.rand(tokens, generator=g),
+        rewards=torch.randn(rows, generator=g),
+        truncated=torch.zeros(rows, dtype=torch.bool),
+    )
+
+
+def config_of(**over: Any) -> RLConfig:
+    tree = {"algorithm": {"preset": "grpo", "kl": {"coef": 0.0}}, "sampling": {"max_new_tokens": 8}, "optimizer": {"lr": 1e-2}}
+    return build(RLConfig, deep_merge(tree, over))
+
+
+class Unused:
+    def close(self) -> None: ...
+
+    def submit(self, rollout: Any) -> None: ...
+
+    def results(self, wait: bool) -> Iterator[Any]:
+        yield from ()
+
+
+def roles_of(config: RLConfig, dtype: torch.dtype = torch.float32) -> Roles:
+    strategy = SingleStrategy(StrategyConfig(device="cpu"))
+    actor = Actor(tiny_model("qwen2", seed=3, dtype=dtype), ModelConfig(layout=config.model.layout)).eval()
+    frozen = Actor(tiny_model("qwen2", seed=4, dtype=dtype)).eval()
+    state = strategy.prepare(actor, OptimizerConfig(lr=config.optimizer.lr), 10)
+    return Roles(strategy, Trained(actor, state), Unused(), Unused(), None, reference=frozen)  # type: ignore[arg-type]
+
+
+def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor]:
+    batch = with_reference(with_policy(batch, roles, config), roles, config)
+    batch = with_advantages(batch, config, config.algorithm.kl.coef)
+    update(roles, batch, config, config.algorithm.kl.coef, 0)
+    return {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("over", "computed"),
+    [
+        ({}, False),
+        ({"train": {"mini_batches": 2}}, True),
+        ({"train": {"updates": 2}}, True),
+        ({"algorithm": {"kl": {"where": "reward", "estimator": "k1", "coef": 0.1}}}, True),
+        ({"algorithm": {"kl": {"where": "loss", "coef": 0.1}}}, False),
+    ],
+)
+def test_old_logprobs_are_computed_only_where_a_later_update_or_a_reward_reads_them(over: dict[str, Any], computed: bool) -> None:
+    config = config_of(**over)
+    assert (with_policy(batch_of(), roles_of(config), config).old_logprobs is not None) is computed
+
+
+def test_the_reference_runs_only_where_a_kl_term_reads_it() -> None:
+    without, with_kl = config_of(), config_of(algorithm={"kl": {"coef": 0.1}})
+    assert with_reference(batch_of(), roles_of(without), without).ref_logprobs is None
+    assert with_reference(batch_of(), roles_of(with_kl), with_kl).ref_logprobs is not None
+
+
+def test_rows_without_any_loss_term_are_not_run_and_change_nothing() -> None:
+    config = config_of()
+    batch = batch_of()
+    flat = batch.rewards
+    assert flat is not None
+    batch = batch.replace(rewards=torch.where(batch.prompt_of == 1, torch.ones_like(flat), flat))
+    seen: list[int] = []
+    roles = roles_of(config)
+    score = roles.actor.score
+    roles.actor.score = lambda part, **k: (seen.append(len(part)), score(part, **k))[1]  # type: ignore[method-assign]
+    after = step(config, batch, roles)
+    assert sum(seen) == 8
+    everything = config_of(algorithm={"entropy_coef": 1e-300})
+    same = step(everything, batch, roles_of(config))
+    for name, parameter in after.items():
+        torch.testing.assert_close(parameter, same[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum", "constant", "prompt"])
+@pytest.mark.parametrize("layout", ["prefix_shared", "packed", "padded"])
+def test_neither_micro_batches_nor_layouts_change_a_step(aggregation: str, layout: str) -> None:
+    over = {"algorithm": {"aggregation": aggregation, "kl": {"coef": 0.1}, "entropy_coef": 0.01}}
+    whole = config_of(**over)
+    pieces = config_of(**over, train={"micro_batch_tokens": 16}, model={"layout": layout})
+    batch = batch_of()
+    one = gradients(whole, batch)
+    other = gradients(pieces, batch)
+    for name, grad in one.items():
+        torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def gradients(config: RLConfig, batch: Batch) -> dict[str, torch.Tensor]:
+    """The gradient that the optimizer gets for ``batch``."""
+    roles = roles_of(config)
+    found: dict[str, torch.Tensor] = {}
+
+    def keep(state: Any) -> Any:
+        found.update({n: p.grad.clone() for n, p in roles.actor.named_parameters() if p.grad is not None})
+        return SingleStrategy.step(roles.strategy, state)  # type: ignore[arg-type]
+
+    roles.strategy.step = keep  # type: ignore[method-assign]
+    step(config, batch, roles)
+    return found
