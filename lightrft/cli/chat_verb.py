@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, set_up, settings_of
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.config import ChatConfig
 
 
@@ -14,7 +14,7 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("chat", ChatConfig, arguments, "Talk to a model. /clear starts anew, /exit leaves.")
     if config is None:
         return 0
-    set_up(config.run)
+    set_threads(config.run.threads)
     from lightrft.trainer.inference import Chat
 
     with memory_errors():

@@ -7,7 +7,6 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lightrft.config import RunConfig
 from lightrft.utils.errors import ConfigError, ResourceError
 from lightrft.utils.settings import Loaded, Settings, dotted, load_settings
 
@@ -54,13 +53,9 @@ def memory_errors() -> Generator[None]:
         raise
 
 
-def set_up(run: RunConfig) -> None:
-    """What a verb that loads a model sets for its process: CPU threads, and no bars for files that load in a moment."""
-    import torch
-    from huggingface_hub.utils import enable_progress_bars
-    from transformers.utils.logging import disable_progress_bar
+def set_threads(threads: int) -> None:
+    """The number of CPU threads; 0 leaves torch's own choice."""
+    if threads:
+        import torch
 
-    if run.threads:
-        torch.set_num_threads(run.threads)
-    disable_progress_bar()
-    enable_progress_bars()  # the call above turns off those of downloads too
+        torch.set_num_threads(threads)

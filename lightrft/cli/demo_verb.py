@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 
-from lightrft.cli.common import memory_errors, set_up, settings_of
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.cli.show import closing_lines, watching
 from lightrft.config import DemoConfig
 
@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
         config = settings_of("demo", DemoConfig, arguments, about, [str(preset)])
     if config is None:
         return 0
-    set_up(config.run)
+    set_threads(config.run.threads)
     from lightrft.trainer.demo import run_demo
 
     with memory_errors(), watching(config.run) as observer:

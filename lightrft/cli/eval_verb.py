@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, set_up, settings_of
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.config import EvaluateConfig
 
 
@@ -15,7 +15,7 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("eval", EvaluateConfig, arguments, "Answer held-out prompts and score the answers.")
     if config is None:
         return 0
-    set_up(config.run)
+    set_threads(config.run.threads)
     from lightrft.trainer.inference import run_eval
 
     with memory_errors():

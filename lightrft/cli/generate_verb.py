@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, set_up, settings_of
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.config import GenerateConfig
 
 
@@ -14,7 +14,7 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("generate", GenerateConfig, arguments, "Answer a file of prompts, as JSON lines.")
     if config is None:
         return 0
-    set_up(config.run)
+    set_threads(config.run.threads)
     from lightrft.trainer.inference import run_generate
 
     with memory_errors():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, set_up, settings_of
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.cli.show import finish, watching
 from lightrft.config import RLConfig
 
@@ -14,7 +14,7 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("rl", RLConfig, arguments, "Train a model by reinforcement learning from rewards.")
     if config is None:
         return 0
-    set_up(config.run)
+    set_threads(config.run.threads)
     from lightrft.trainer.rl import run_rl
 
     with memory_errors(), watching(config.run) as observer:

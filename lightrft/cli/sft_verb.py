@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, set_up, settings_of
+from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.cli.show import finish, watching
 from lightrft.config import SFTConfig
 
@@ -14,7 +14,7 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("sft", SFTConfig, arguments, "Fine-tune a model on conversations, with the loss on assistant tokens.")
     if config is None:
         return 0
-    set_up(config.run)
+    set_threads(config.run.threads)
     from lightrft.trainer.sft import run_sft
 
     with memory_errors(), watching(config.run) as observer:
