@@ -161,8 +161,8 @@ def close_session(session: Session, threshold: float, about: Mapping[str, Any], 
 
 def next_commands(session: Session) -> list[str]:
     """What to type next."""
-    model = session.path / "model"
-    return [f"lightrft chat model={model}", f"lightrft eval model={model} {session.path / 'config.yaml'}"]
+    explained = [f"lightrft explain {session.path / 'config.yaml'}"] if session.phase == "rl" else []
+    return [f"lightrft chat model={session.path / 'model'}", *explained]
 
 
 def shapes_digest(model: nn.Module) -> str:
