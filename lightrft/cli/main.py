@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from lightrft import __version__
 from lightrft.utils.errors import UserError
+from lightrft.utils.logs import log_to_terminal, stop_logging
 
 VERBS = {
     "demo": "from nothing to a model trained by reinforcement learning, and its report",
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"lightrft: there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''}\n\n{usage()}")
         return 2
     set_thread_policy()
+    shown = log_to_terminal()
     try:
         return importlib.import_module(f"lightrft.cli.{verb}_verb").run(rest)
     except UserError as error:
@@ -50,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        stop_logging(shown)
 
 
 def usage() -> str:

@@ -6,7 +6,7 @@ import json
 import logging
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -143,7 +143,7 @@ def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype
 
 
 @contextmanager
-def _quiet(*, local: bool) -> Iterator[None]:
+def _quiet(*, local: bool) -> Generator[None]:
     """What transformers says of its own doings stays out of a program's output; bars of a download stay."""
     hidden = local and transformers_logging.is_progress_bar_enabled()
     if hidden:

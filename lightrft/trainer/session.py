@@ -161,9 +161,11 @@ def close_session(session: Session, threshold: float, about: Mapping[str, Any], 
 
 
 def next_commands(session: Session) -> list[str]:
-    """What to type next: talk to the model, and where something was held out, evaluate it by ``eval.yaml``, which is written here."""
+    """What to type next. Where something was held out, ``eval.yaml`` is written, so that it can be evaluated again."""
     model = session.path / "model"
     commands = [f"lightrft chat model={model}"]
+    if session.phase == "rl":
+        commands.append(f"lightrft explain {session.path / 'config.yaml'}")
     tree = parse_yaml((session.path / "config.yaml").read_text(encoding="utf-8"))
     if tree["eval"]["data"]["sources"]:
         shared = {k: tree[k] for k in ("eval", "engine", "reward", "strategy")}

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from lightrft.utils.errors import ConfigError
 
@@ -26,6 +26,19 @@ class Settings(BaseModel):
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), ser_json_inf_nan="constants"
     )
     shorthand: ClassVar[str | None] = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_defaults_of_branches(cls, tree: Any) -> Any:
+        """A branch may have defaults of its own in its place in the tree; they hold for the keys of it that are not given."""
+        if not isinstance(tree, Mapping):
+            return tree
+        full = dict(tree)
+        for name, field_info in cls.model_fields.items():
+            default, given = field_info.default, full.get(name)
+            if isinstance(default, Settings) and isinstance(given, Mapping):
+                full[name] = deep_merge(default.model_dump(exclude_unset=True), given)
+        return full
 
 
 S = TypeVar("S", bound=Settings)

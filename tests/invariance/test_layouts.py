@@ -27,17 +27,22 @@ def plain_rows(actor, batch):
     return torch.stack(out)
 
 
+def check_agreement(actor, batch, layouts, tolerance, **options):
+    """Log-probs and gradients of ``layouts`` are those of ``padded``, relative to the largest."""
+    actor.layout = "padded"
+    expected, expected_grads = gradients(actor, batch, **options)
+    for layout in layouts:
+        actor.layout = layout
+        found, grads = gradients(actor, batch, **options)
+        assert (found - expected).abs().max() < tolerance * expected.abs().max()
+        assert gap(grads, expected_grads) < tolerance
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layouts_agree_in_float64_on_logprobs_entropy_and_every_gradient(family):
     batch, actor = hard_batch(), small_actor(family, torch.float64)
     with Float64():
-        actor.layout = "padded"
-        expected, expected_grads = gradients(actor, batch, entropy=True)
-        for layout in FLAT:
-            actor.layout = layout
-            found, grads = gradients(actor, batch, entropy=True)
-            assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
-            assert gap(grads, expected_grads) < 1e-9
+        check_agreement(actor, batch, FLAT, 1e-9, entropy=True)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -57,13 +62,7 @@ def test_layouts_agree_with_each_row_alone_in_float64(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layouts_agree_in_float32(family):
     batch, actor = hard_batch(), small_actor(family)
-    actor.layout = "padded"
-    expected, expected_grads = gradients(actor, batch)
-    for layout in FLAT:
-        actor.layout = layout
-        found, grads = gradients(actor, batch)
-        assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
-        assert gap(grads, expected_grads) < 2e-6
+    check_agreement(actor, batch, FLAT, 2e-6)
 
 
 @pytest.mark.parametrize("layout", FLAT)
@@ -80,13 +79,7 @@ def test_the_sliding_window_bites(family, layout):
 def test_any_window_agrees_with_padded(window):
     batch, actor = hard_batch(), small_actor("mistral", torch.float64, sliding_window=window)
     with Float64():
-        actor.layout = "padded"
-        expected, expected_grads = gradients(actor, batch)
-        for layout in FLAT:
-            actor.layout = layout
-            found, grads = gradients(actor, batch)
-            assert (found - expected).abs().max() < 1e-9
-            assert gap(grads, expected_grads) < 1e-9
+        check_agreement(actor, batch, FLAT, 1e-9)
 
 
 @pytest.mark.parametrize("layout", FLAT)
@@ -203,12 +196,7 @@ def test_tied_and_untied_heads_agree(layout, tied):
     batch, actor = hard_batch(), small_actor("qwen2", torch.float64, tie_word_embeddings=tied)
     assert (actor.base.lm_head.weight is actor.base.model.embed_tokens.weight) == tied
     with Float64():
-        actor.layout = "padded"
-        expected, expected_grads = gradients(actor, batch)
-        actor.layout = layout
-        found, grads = gradients(actor, batch)
-    assert (found - expected).abs().max() < 1e-9
-    assert gap(grads, expected_grads) < 1e-9
+        check_agreement(actor, batch, [layout], 1e-9)
 
 
 @pytest.mark.parametrize("layout", ALL)

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 
 from lightrft import config as trees
-from lightrft.config import PRESETS, AlgorithmConfig, KLConfig, Part, RewardConfig, RewardTerm, RLConfig
+from lightrft.config import (
+    PRESETS,
+    AlgorithmConfig,
+    ChatConfig,
+    CriticConfig,
+    KLConfig,
+    Part,
+    RewardConfig,
+    RewardTerm,
+    RLConfig,
+    SFTConfig,
+)
 from lightrft.strategy.settings import SamplingConfig
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.settings import Settings, build, load_settings, to_yaml
@@ -184,3 +195,18 @@ def test_presets_are_not_written_into() -> None:
 
 def test_sampling_bounds_may_be_equal() -> None:
     assert SamplingConfig(min_new_tokens=4, max_new_tokens=4).min_new_tokens == 4
+
+
+def test_a_branch_keeps_the_defaults_of_its_place_for_keys_that_are_not_given() -> None:
+    config = build(RLConfig, {"eval": {"sampling": {"max_new_tokens": 5}, "data": {"sources": "a.jsonl"}}})
+    assert (config.eval.sampling.max_new_tokens, config.eval.sampling.temperature) == (5, 0.0)
+    assert not config.eval.data.shuffle
+    assert build(SFTConfig, {"optimizer": {"schedule": "cosine"}}).optimizer.lr == SFTConfig().optimizer.lr
+    assert build(RLConfig, {"critic": {"optimizer": {"eps": 1e-6}}}).critic.optimizer.lr == CriticConfig().optimizer.lr
+    chat = load_settings(ChatConfig, [], ["sampling.temperature=0.2"]).settings.sampling
+    assert chat == ChatConfig().sampling.model_copy(update={"temperature": 0.2})
+
+
+def test_what_is_given_wins_over_the_defaults_of_its_place() -> None:
+    assert build(RLConfig, {"eval": {"sampling": {"temperature": 1.0}}}).eval.sampling.temperature == 1.0
+    assert build(RLConfig, {"eval": {"sampling": SamplingConfig()}}).eval.sampling == SamplingConfig()

@@ -325,20 +325,12 @@ def test_no_terms_and_terms_of_one_name_are_errors():
         Scorer(RewardConfig.model_validate({"terms": ["math", "math"]}))
 
 
-def test_a_file_that_only_the_worker_cannot_import_stops_the_run(tmp_path):
+@pytest.mark.parametrize(("in_the_worker", "said"), [("import no_such_thing", "no_such_thing"), ("os._exit(5)", "cannot run")])
+def test_a_file_that_only_the_worker_cannot_import_stops_the_run(tmp_path, in_the_worker, said):
     file = tmp_path / "mine.py"
-    file.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    import no_such_thing\ndef reward(rollout): return 1.0\n")
+    file.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    {in_the_worker}\ndef reward(rollout): return 1.0\n")
     settings = RewardConfig.model_validate({"terms": [f"{file}:reward"]})
-    with Scorer(settings) as scorer, pytest.raises(RewardError, match="no_such_thing"):
-        scorer.submit(rollout())
-        list(scorer.results(wait=True))
-
-
-def test_a_worker_that_never_starts_stops_the_run(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    os._exit(5)\ndef reward(rollout): return 1.0\n")
-    settings = RewardConfig.model_validate({"terms": [f"{file}:reward"]})
-    with Scorer(settings) as scorer, pytest.raises(RewardError, match="cannot run"):
+    with Scorer(settings) as scorer, pytest.raises(RewardError, match=said):
         scorer.submit(rollout())
         list(scorer.results(wait=True))
 
