@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 ROOT = "lightrft"
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+FILE_ONLY = {"file_only": True}
+"""``extra`` of a message that whoever runs the program is told in another way."""
 
 
 def log_to_file(path: Path) -> logging.Handler:
@@ -18,12 +21,19 @@ def log_to_file(path: Path) -> logging.Handler:
 
 
 def log_to_terminal(level: int = logging.WARNING) -> logging.Handler:
-    """Show messages from ``level`` up on standard error, where they do not tear a live display apart."""
-    from rich.console import Console
-    from rich.logging import RichHandler
+    """Show messages from ``level`` up on standard error, where they do not tear a live display apart; each on lines as it is
+    where that is no terminal. Messages with ``FILE_ONLY`` are left out."""
+    handler: logging.Handler
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.logging import RichHandler
 
-    handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False, markup=False)
+        handler = RichHandler(console=Console(stderr=True), show_path=False, show_time=False, markup=False)
+    else:
+        handler = logging.StreamHandler(sys.stderr)
+        handler.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
     handler.setLevel(level)
+    handler.addFilter(lambda record: not any(hasattr(record, key) for key in FILE_ONLY))
     return _attach(handler)
 
 

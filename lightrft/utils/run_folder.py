@@ -15,7 +15,7 @@ import yaml
 
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.files import write_atomic, write_json
-from lightrft.utils.logs import log_to_file, stop_logging
+from lightrft.utils.logs import FILE_ONLY, log_to_file, stop_logging
 from lightrft.utils.rollout_writer import RolloutWriter
 from lightrft.utils.settings import Settings, dotted, to_yaml
 from lightrft.utils.trackers import JsonLines, Row, TensorBoard, Tracker, Wandb
@@ -156,7 +156,7 @@ class RunFolder:
         if error is None:
             self.close()
             return
-        log.error("ended by %s: %s", type(error).__name__, error)
+        log.error("ended by %s: %s", type(error).__name__, error, extra=FILE_ONLY)
         try:
             self.close()
         except Exception as second:  # the first error is the one to show

@@ -47,7 +47,7 @@ def process(*words: str | Path, cwd: Path, stdin: str = "", prelude: str = "", t
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
-def refused(outcome: Outcome, *said: str) -> None:
+def assert_refused(outcome: Outcome, *said: str) -> None:
     """The command ended with status 2 and a message, without traceback, in which every one of ``said`` occurs."""
     assert outcome.status == 2, outcome
     assert "Traceback" not in outcome.err, outcome.err

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Callable
+import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from lightrft.utils.trackers import read_rows
-from tests.e2e.command import Outcome, command, refused
+from tests.e2e.command import Outcome, assert_refused, command, process
 
 Rl = Callable[..., Outcome]
 
@@ -80,104 +82,104 @@ def copied(folder: Path, to: Path) -> Path:
         ("model.lora.targets=[nope]", ["model.lora.targets", "nope"]),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(rl, tmp_path, word, said):
-    refused(rl(word), *said)
+def test_a_setting_that_cannot_be_is_assert_refused(rl, tmp_path, word, said):
+    assert_refused(rl(word), *said)
     assert not (tmp_path / "runs" / "run" / "model").exists()
 
 
 def test_every_problem_is_told_at_once(rl):
-    refused(rl("sampling.temprature=1", "train.steps=many", "rollout.smaples=3"), "temprature", "'many'", "smaples")
+    assert_refused(rl("sampling.temprature=1", "train.steps=many", "rollout.smaples=3"), "temprature", "'many'", "smaples")
 
 
 def test_a_config_file_that_is_not_yaml_or_holds_a_wrong_key_is_named(rl, tmp_path):
     wrong = tmp_path / "wrong.yaml"
     wrong.write_text("run: [\n")
-    refused(rl(str(wrong)), "wrong.yaml", "not YAML")
+    assert_refused(rl(str(wrong)), "wrong.yaml", "not YAML")
     wrong.write_text("sampling: {temprature: 1}\n")
-    refused(rl(str(wrong)), "unknown setting sampling.temprature", "wrong.yaml", "sampling.temperature")
-    refused(rl(str(tmp_path / "wrongg.yaml")), "wrongg.yaml", "did you mean", "wrong.yaml")
+    assert_refused(rl(str(wrong)), "unknown setting sampling.temprature", "wrong.yaml", "sampling.temperature")
+    assert_refused(rl(str(tmp_path / "wrongg.yaml")), "wrongg.yaml", "did you mean", "wrong.yaml")
 
 
-def test_an_adaptive_kl_that_could_turn_negative_is_refused(rl):
+def test_an_adaptive_kl_that_could_turn_negative_is_assert_refused(rl):
     kl = ["algorithm.kl.controller=adaptive", "algorithm.kl.horizon=4", "rollout.prompts=5", "rollout.samples=4"]
-    refused(rl(*kl), "algorithm.kl.horizon = 4", "rollout.prompts", "20", "above 4")
+    assert_refused(rl(*kl), "algorithm.kl.horizon = 4", "rollout.prompts", "20", "above 4")
 
 
 # data
 
 
 def test_a_data_file_that_does_not_exist_is_named(rl, tmp_path):
-    refused(rl(data__sources="nowhere.jsonl"), "nowhere.jsonl", "data.sources")
-    refused(rl(f"eval.data.sources={tmp_path}/gone.jsonl"), "gone.jsonl")
+    assert_refused(rl(data__sources="nowhere.jsonl"), "nowhere.jsonl", "data.sources")
+    assert_refused(rl(f"eval.data.sources={tmp_path}/gone.jsonl"), "gone.jsonl")
 
 
 def test_a_column_that_does_not_exist_is_named_with_those_there_are(rl):
-    refused(rl("data.columns.prompt=query"), "query", "prompt", "label", "train.jsonl")
-    refused(rl("data.template='{problem}'"), "{problem}", "prompt", "label")
+    assert_refused(rl("data.columns.prompt=query"), "query", "prompt", "label", "train.jsonl")
+    assert_refused(rl("data.template='{problem}'"), "{problem}", "prompt", "label")
 
 
-def test_an_empty_data_set_is_refused(rl, tmp_path):
-    refused(rl(data__sources=jsonl(tmp_path / "empty.jsonl", [])), "empty.jsonl")
+def test_an_empty_data_set_is_assert_refused(rl, tmp_path):
+    assert_refused(rl(data__sources=jsonl(tmp_path / "empty.jsonl", [])), "empty.jsonl")
 
 
 def test_a_malformed_row_is_named_by_file_and_line_and_can_be_skipped(rl, tmp_path):
     data = jsonl(tmp_path / "torn.jsonl", [{"prompt": "1+1=", "label": "2"}, '{"prompt": "2+', {"prompt": "3+3=", "label": "6"}])
-    refused(rl(data__sources=data), "torn.jsonl, line 2", "data.malformed: skip")
+    assert_refused(rl(data__sources=data), "torn.jsonl, line 2", "data.malformed: skip")
     assert rl("data.malformed=skip", data__sources=data).status == 0
 
 
 def test_a_row_without_a_prompt_is_named(rl, tmp_path):
     data = jsonl(tmp_path / "gap.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": None, "label": "2"}])
-    refused(rl(data__sources=data), "gap.jsonl, line 2")
+    assert_refused(rl(data__sources=data), "gap.jsonl, line 2")
 
 
 def test_a_prompt_over_the_limit_is_dropped_and_counted_or_an_error_as_set(rl, tmp_path):
     data = jsonl(tmp_path / "long.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": "9" * 500, "label": "2"}])
     limit = "data.max_prompt_tokens=100"
-    refused(
+    assert_refused(
         rl(limit, "data.overlong=error", data__sources=data), "long.jsonl, line 2", "data.max_prompt_tokens = 100", "overlong"
     )
     assert rl(limit, data__sources=data).status == 0
     log = (tmp_path / "runs" / "run" / "log.txt").read_text()
     assert "1 overlong" in log and "long.jsonl, line 2" in log
     only = jsonl(tmp_path / "only.jsonl", [{"prompt": "9" * 500, "label": "2"}])
-    refused(rl(limit, data__sources=only), "only.jsonl", "nothing is left", "1 overlong")
+    assert_refused(rl(limit, "run.name=other", data__sources=only), "only.jsonl", "nothing is left", "1 overlong")
 
 
 def test_rows_without_an_answer_cannot_be_learned_from(rl, tmp_path):
     data = jsonl(tmp_path / "asked.jsonl", [{"prompt": "1+1="}])
-    refused(rl(verb="sft", data__sources=data, reward__terms=None), "asked.jsonl, line 1", "data.columns.response")
+    assert_refused(rl(verb="sft", data__sources=data, reward__terms=None), "asked.jsonl, line 1", "data.columns.response")
 
 
 def test_a_label_that_a_reward_needs_and_a_row_lacks_is_said(rl, tmp_path):
     data = jsonl(tmp_path / "bare.jsonl", [{"prompt": "1+1="}, {"prompt": "2+2="}])
-    refused(rl(data__sources=data), "every answer", "label")
+    assert_refused(rl(data__sources=data), "every answer", "label")
 
 
 # models
 
 
-def test_a_model_folder_that_is_none_is_refused(rl, tmp_path):
-    refused(rl(model=tmp_path / "gone"), "model.path", "gone", "no such folder")
+def test_a_model_folder_that_is_none_is_assert_refused(rl, tmp_path):
+    assert_refused(rl(model=tmp_path / "gone"), "model.path", "gone", "no such folder")
     (tmp_path / "bare").mkdir()
-    refused(rl(model=tmp_path / "bare"), "model.path", "bare", "config.json")
+    assert_refused(rl(model=tmp_path / "bare"), "model.path", "bare", "config.json")
 
 
-def test_a_model_file_that_is_cut_short_is_refused(rl, model_folder, tmp_path):
+def test_a_model_file_that_is_cut_short_is_assert_refused(rl, model_folder, tmp_path):
     cut = copied(model_folder, tmp_path / "cut")
     weights = cut / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-5000])
-    refused(rl(model=cut), "model.path", "cannot be read")
+    assert_refused(rl(model=cut), "model.path", "cannot be read")
     weights.unlink()
-    refused(rl(model=cut), "model.path", "cut")
+    assert_refused(rl(model=cut), "model.path", "cut")
 
 
-def test_a_tokenizer_of_another_model_is_refused(rl, model_folder, tmp_path):
+def test_a_tokenizer_of_another_model_is_assert_refused(rl, model_folder, tmp_path):
     small = copied(model_folder, tmp_path / "small")
     tokenizer = AutoTokenizer.from_pretrained(small)
     tokenizer.add_tokens([f"word{i}" for i in range(500)])
     tokenizer.save_pretrained(small)
-    refused(rl(model=small), "tokens", "do not belong together")
+    assert_refused(rl(model=small), "tokens", "do not belong together")
 
 
 def test_a_model_without_a_chat_template_says_how_to_give_one(rl, model_folder, tmp_path):
@@ -186,7 +188,7 @@ def test_a_model_without_a_chat_template_says_how_to_give_one(rl, model_folder, 
     tokenizer.chat_template = None
     (plain / "chat_template.jinja").unlink(missing_ok=True)
     tokenizer.save_pretrained(plain)
-    refused(rl("data.chat=true", model=plain), "data.chat", "no chat template", "model.chat_template")
+    assert_refused(rl("data.chat=true", model=plain), "data.chat", "no chat template", "model.chat_template")
     assert rl(model=plain).status == 0
 
 
@@ -201,7 +203,7 @@ def test_an_end_token_that_also_pads_is_still_learned_and_sampled(rl, model_fold
     assert rl(verb="sft", model=same, reward__terms=None, run__name="sft").status == 0
 
 
-def test_several_turns_under_a_template_that_rewrites_earlier_ones_are_refused(rl, model_folder, tmp_path):
+def test_several_turns_under_a_template_that_rewrites_earlier_ones_are_assert_refused(rl, model_folder, tmp_path):
     template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and not loop.last %}"
         "...{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
@@ -212,13 +214,13 @@ def test_several_turns_under_a_template_that_rewrites_earlier_ones_are_refused(r
     data = jsonl(tmp_path / "turns.jsonl", [{"messages": turns}] * 2)
     sft = {"verb": "sft", "data__sources": data, "reward__terms": None}
     word = "model.chat_template=forgetful.jinja"
-    refused(rl(word, **sft), "chat template", "data.turns", "model.chat_template")
+    assert_refused(rl(word, **sft), "chat template", "data.turns", "model.chat_template")
     assert rl(word, "data.turns=each", **sft).status == 0
 
 
 def test_lengths_beyond_what_the_model_was_made_for_are_refused_at_the_start(rl, tmp_path):
-    refused(rl("sampling.max_new_tokens=5000"), "sampling.max_new_tokens = 5000", "max_position_embeddings", "2048")
-    refused(
+    assert_refused(rl("sampling.max_new_tokens=5000"), "sampling.max_new_tokens = 5000", "max_position_embeddings", "2048")
+    assert_refused(
         rl(
             "eval.sampling.max_new_tokens=5000",
             "eval.data.sources=" + str(jsonl(tmp_path / "e.jsonl", [{"prompt": "1", "label": "1"}])),
@@ -227,13 +229,13 @@ def test_lengths_beyond_what_the_model_was_made_for_are_refused_at_the_start(rl,
         "2048",
     )
     long = jsonl(tmp_path / "long.jsonl", [{"prompt": "1+1=", "response": "2" * 3000}])
-    refused(
+    assert_refused(
         rl("max_tokens=4000", verb="sft", data__sources=long, reward__terms=None), "max_tokens = 4000", "2048", "lower max_tokens"
     )
 
 
-def test_an_engine_budget_that_cannot_hold_one_answer_is_refused(rl):
-    refused(rl("engine.token_budget=5"), "engine.token_budget = 5", "raise engine.token_budget")
+def test_an_engine_budget_that_cannot_hold_one_answer_is_assert_refused(rl):
+    assert_refused(rl("engine.token_budget=5"), "engine.token_budget = 5", "raise engine.token_budget")
 
 
 # rewards
@@ -259,10 +261,17 @@ def rewards(tmp_path) -> Path:
 
 @pytest.mark.parametrize(
     ("function", "said"),
-    [("nan", "nan"), ("text", "good"), ("pair", "[1.0, 2.0]"), ("nothing", "None"), ("raises", "no such key"), ("dies", "died")],
+    [
+        ("nan", "nan"),
+        ("text", "returned str, not a number"),
+        ("pair", "returned list, not a number"),
+        ("nothing", "returned NoneType, not a number"),
+        ("raises", "no such key"),
+        ("dies", "ended its process with status 3"),
+    ],
 )
 def test_a_reward_that_fails_every_answer_of_a_step_ends_the_run_and_says_why(rl, rewards, tmp_path, function, said):
-    refused(rl(reward__terms=f"[{rewards}:{function}]"), "every answer", "step 1", said)
+    assert_refused(rl(reward__terms=f"[{rewards}:{function}]"), "every answer", "step 1", said)
     assert not (tmp_path / "runs" / "run" / "model").exists()
 
 
@@ -277,7 +286,7 @@ def test_a_reward_that_fails_some_answers_costs_those_only_and_they_are_counted(
 def test_an_evaluation_in_which_every_answer_fails_is_no_accuracy_of_zero(rl, rewards, data_folder):
     words = {"data__sources": None, "rollout__prompts": None, "rollout__samples": None, "sampling__max_new_tokens": None}
     words |= {"train__steps": None, "log__tensorboard": None, "reward__terms": f"[{rewards}:raises]"}
-    refused(
+    assert_refused(
         rl(f"eval.data.sources={data_folder / 'train.jsonl'}", "eval.sampling.max_new_tokens=4", verb="eval", **words),
         "every answer",
         "no such key",
@@ -296,7 +305,7 @@ def test_steps_taken_before_the_reward_broke_are_not_lost(rl, tmp_path):
         "    return float(rollout.seed % 2)\n"
     )
     words = {"reward__terms": f"[{file}:score]", "train__steps": 4}
-    refused(rl(**words), "every answer", "step 3", "the judge is down", "step 2")
+    assert_refused(rl(**words), "every answer", "step 3", "the judge is down", "step 2")
     (tmp_path / "broken").touch()
     outcome = rl(**words)
     assert outcome.status == 0, outcome.err
@@ -309,8 +318,8 @@ def test_steps_taken_before_the_reward_broke_are_not_lost(rl, tmp_path):
 def test_a_run_folder_that_exists_is_not_touched_unless_asked(rl, tmp_path):
     assert rl().status == 0
     before = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text()
-    refused(rl("run.resume=never"), "runs/run", "run.overwrite=true", "run.name")
-    refused(
+    assert_refused(rl("run.resume=never"), "runs/run", "run.overwrite=true", "run.name")
+    assert_refused(
         rl("optimizer.lr=0.5", "sampling.temperature=0.7"), "optimizer.lr", "0.5", "sampling.temperature", "run.overwrite=true"
     )
     assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_text() == before
@@ -327,13 +336,13 @@ def test_overwriting_removes_what_the_earlier_run_exported(rl, tmp_path):
 def test_a_folder_that_is_no_run_is_not_written_into(rl, tmp_path):
     (tmp_path / "runs" / "run").mkdir(parents=True)
     (tmp_path / "runs" / "run" / "thesis.tex").write_text("everything")
-    refused(rl(), "is not a run's folder", "thesis.tex")
-    refused(rl("run.overwrite=true"), "is not a run's folder", "thesis.tex")
+    assert_refused(rl(), "is not a run's folder", "thesis.tex")
+    assert_refused(rl("run.overwrite=true"), "is not a run's folder", "thesis.tex")
     assert (tmp_path / "runs" / "run" / "thesis.tex").read_text() == "everything"
 
 
-def test_a_checkpoint_that_is_named_and_not_there_is_refused(rl):
-    refused(rl("run.resume=nowhere/step_1"), "run.resume = 'nowhere/step_1'", "no such checkpoint")
+def test_a_checkpoint_that_is_named_and_not_there_is_assert_refused(rl):
+    assert_refused(rl("run.resume=nowhere/step_1"), "run.resume = 'nowhere/step_1'", "no such checkpoint")
 
 
 def test_a_checkpoint_that_is_cut_short_is_refused_and_kept(rl, tmp_path):
@@ -341,24 +350,79 @@ def test_a_checkpoint_that_is_cut_short_is_refused_and_kept(rl, tmp_path):
     state = tmp_path / "runs" / "run" / "checkpoints" / "step_000001" / "policy" / "state.safetensors"
     whole = state.read_bytes()
     state.write_bytes(whole[:-1000])
-    refused(rl("train.steps=2"), "step_000001", "state.safetensors", "earlier checkpoint")
+    assert_refused(rl("train.steps=2"), "step_000001", "state.safetensors", "earlier checkpoint")
     assert state.exists()
     state.write_bytes(whole)
     assert rl("train.steps=2").status == 0
 
 
-def test_a_checkpoint_of_another_model_is_refused(rl, model_folder, tmp_path):
+def test_a_checkpoint_of_another_model_is_assert_refused(rl, model_folder, tmp_path):
     from lightrft.models.tiny import tiny_model
 
     assert rl().status == 0
     other = copied(model_folder, tmp_path / "other")
     tiny_model("qwen2", hidden_size=64).save_pretrained(other)
     checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000001"
-    refused(rl(f"run.resume={checkpoint}", "run.name=second", model=other), "step_000001", "another")
+    assert_refused(
+        rl(f"run.resume={checkpoint}", "run.name=second", model=other), "step_000001", "belongs to something else", "the model"
+    )
 
 
 def test_output_that_exists_is_refused_before_any_work(rl, tmp_path):
     (tmp_path / "answers.jsonl").write_text("mine\n")
     instead = dict.fromkeys(("rollout__prompts", "rollout__samples", "train__steps", "log__tensorboard"))
-    refused(rl(verb="generate", model="nowhere/at/all", **instead), "answers.jsonl", "exists", "run.overwrite=true")
+    assert_refused(rl(verb="generate", model="nowhere/at/all", **instead), "answers.jsonl", "exists", "run.overwrite=true")
     assert (tmp_path / "answers.jsonl").read_text() == "mine\n"
+
+
+# disks and memory
+
+
+@pytest.fixture
+def small_disk(tmp_path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mount = shutil.which("mount")
+    command = [mount or "mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    if mount is None or os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_disk_that_is_full_at_the_end_is_said_and_an_earlier_checkpoint_stays(rl, small_disk, tmp_path):
+    words = {"run__dir": small_disk, "checkpoint__every": 1}
+    assert rl(**words).status == 0
+    checkpoints = small_disk / "run" / "checkpoints"
+    ballast = small_disk / "ballast"
+    free = shutil.disk_usage(small_disk).free
+    ballast.write_bytes(b"x" * (free - 100_000))
+    outcome = rl("train.steps=2", **words)
+    assert_refused(outcome, "disk", "free")
+    assert [c.name for c in checkpoints.iterdir() if not c.name.startswith(".")] == ["step_000001"]
+    ballast.unlink()
+    assert rl("train.steps=2", **words).status == 0
+    assert [r["step"] for r in read_rows(small_disk / "run" / "metrics.jsonl")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_too_little_memory_says_what_to_lower(model_folder, data_folder, tmp_path):
+    """The process gets a few hundred MiB beyond what it holds once torch is loaded, and a step that needs far more."""
+    bound = (
+        "import resource, torch, lightrft.trainer.rl\n"
+        "torch.set_num_threads(1)\n"
+        "held = int(open('/proc/self/statm').read().split()[0]) * 4096\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (held + (700 << 20), resource.RLIM_INFINITY))\n"
+    )
+    many = jsonl(tmp_path / "many.jsonl", [{"prompt": f"{i}+" * 300, "label": "1"} for i in range(64)])
+    words = [f"model={model_folder}", f"data.sources={many}", f"reward.terms=[{data_folder / 'rewards.py'}:ones]"]
+    large = [
+        "rollout.prompts=64",
+        "rollout.samples=16",
+        "sampling.max_new_tokens=400",
+        "train.steps=1",
+        "data.max_prompt_tokens=1600",
+    ]
+    outcome = process("rl", *words, *large, "train.micro_batch_tokens=2000000", cwd=tmp_path, prelude=bound)
+    assert_refused(outcome, "out of memory", "train.micro_batch_tokens", "engine.token_budget")

@@ -12,7 +12,7 @@ import pytest
 
 from lightrft import __version__
 from lightrft.cli.main import VERBS
-from tests.e2e.command import ROOT, command, process, refused
+from tests.e2e.command import ROOT, assert_refused, command, process
 
 
 @pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
@@ -41,12 +41,12 @@ def test_help_wins_over_settings_that_are_wrong(capsys):
 
 @pytest.mark.parametrize(("wrong", "near"), [("evla", "eval"), ("sfft", "sft"), ("generat", "generate")])
 def test_a_verb_that_does_not_exist_names_the_nearest(capsys, wrong, near):
-    refused(command(capsys, wrong), repr(wrong), f"did you mean '{near}'")
+    assert_refused(command(capsys, wrong), repr(wrong), f"did you mean '{near}'")
 
 
 def test_a_verb_like_no_other_shows_all_of_them(capsys):
     outcome = command(capsys, "zzzzz")
-    refused(outcome, *VERBS)
+    assert_refused(outcome, *VERBS)
     assert "did you mean" not in outcome.err
 
 

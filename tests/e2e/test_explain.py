@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightrft.config import PRESETS
-from tests.e2e.command import command, refused
+from tests.e2e.command import assert_refused, command
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -49,4 +49,4 @@ def test_a_function_of_ones_own_is_shown_by_its_name(capsys, tmp_path):
     ],
 )
 def test_what_does_not_exist_is_named(capsys, words, said):
-    refused(command(capsys, "explain", *words), *said)
+    assert_refused(command(capsys, "explain", *words), *said)

@@ -26,6 +26,12 @@ def enter(path, config=None, **options):
     return RunFolder.open(path, config or Config(), **{"resume": "auto", "overwrite": False, **options})
 
 
+def leave_a_row(path, config=None, **options):
+    """A run that has begun."""
+    with enter(path, config, **options) as folder:
+        folder.log({"step": 1, "loss": 0.5})
+
+
 def rows(path):
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
@@ -48,7 +54,7 @@ def test_resuming_an_equal_config_goes_on(tmp_path):
 
 
 def test_another_config_is_refused_and_the_differing_keys_are_listed(tmp_path):
-    enter(tmp_path / "a").close()
+    leave_a_row(tmp_path / "a")
     with pytest.raises(ConfigError) as error:
         enter(tmp_path / "a", Config(steps=11, optimizer=Inner(betas=(0.9, 0.99))))
     text = str(error.value)
@@ -60,13 +66,32 @@ def test_another_config_is_refused_and_the_differing_keys_are_listed(tmp_path):
 
 
 def test_settings_that_may_differ_may_differ(tmp_path):
-    enter(tmp_path / "a").close()
+    leave_a_row(tmp_path / "a")
     enter(tmp_path / "a", Config(steps=11, optimizer=Inner(lr=1)), ignore=("steps", "optimizer")).close()
     assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["steps"] == 11
 
 
+def test_a_run_that_failed_before_its_first_step_may_be_mended(tmp_path):
+    enter(tmp_path / "a").close()
+    with enter(tmp_path / "a", Config(steps=11), resume="never") as folder:
+        assert folder.fresh
+    assert yaml.safe_load((tmp_path / "a/config.yaml").read_text())["steps"] == 11
+
+
+@pytest.mark.parametrize("left", ["checkpoints/step_000001", "rollouts/eval_000000.jsonl", "summary.json"])
+def test_a_run_that_has_left_anything_has_begun(tmp_path, left):
+    enter(tmp_path / "a").close()
+    (tmp_path / "a" / left).parent.mkdir(exist_ok=True)
+    if left.startswith("checkpoints"):
+        (tmp_path / "a" / left).mkdir()
+    else:
+        (tmp_path / "a" / left).write_text("{}\n")
+    with pytest.raises(ConfigError, match="another config"):
+        enter(tmp_path / "a", Config(steps=11))
+
+
 def test_never_refuses_a_folder_that_holds_a_run(tmp_path):
-    enter(tmp_path / "a", resume="never").close()
+    leave_a_row(tmp_path / "a", resume="never")
     with pytest.raises(ConfigError, match=r"run\.resume=auto"):
         enter(tmp_path / "a", resume="never")
 
