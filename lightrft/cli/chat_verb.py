@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from lightrft.cli.common import memory_errors, set_threads, settings_of
 from lightrft.config import ChatConfig
+from lightrft.utils.errors import DataError
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -30,5 +31,8 @@ def run(arguments: Sequence[str]) -> int:
             if text == "/clear":
                 chat.clear()
             elif text:
-                sys.stdout.write(chat.say(text).text.strip() + "\n")
+                try:
+                    sys.stdout.write(chat.say(text).text.strip() + "\n")
+                except DataError as error:
+                    sys.stderr.write(f"{error}; /clear starts anew\n")
                 sys.stdout.flush()

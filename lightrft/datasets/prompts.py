@@ -131,6 +131,16 @@ class PromptDataset:
             columns=record.columns,
         )
 
+    @property
+    def first_problem(self) -> str:
+        """Why the first row that was left out was; empty when none was."""
+        return self._sources.first_problem
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(np.diff(np.asarray(self._ends, dtype=np.int64), prepend=0).max())
+
     def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
         """Encode records and keep those that fit; the names of those kept."""
         shown: list[tuple[int, Record, str]] = []

@@ -84,6 +84,16 @@ class SFTDataset:
             id=self._ids[i],
         )
 
+    @property
+    def first_problem(self) -> str:
+        """Why the first row that was left out was; empty when none was."""
+        return self._sources.first_problem
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example."""
+        return max(end - start for start, end in zip((0, *self._ends), self._ends))
+
     def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
         """Encode records and keep what fits; the names of the examples kept."""
         parts: list[_Part] = []

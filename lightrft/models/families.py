@@ -56,6 +56,19 @@ FAMILIES: dict[str, Family] = {
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 
 
+def context_length(config: PreTrainedConfig) -> int | None:
+    """Tokens that a model of ``config`` was made for, with rotary scaling; ``None`` where it sets no bound."""
+    fields = config.get_text_config(decoder=True).to_dict()
+    bound = fields.get("max_position_embeddings")
+    rope = fields.get("rope_parameters") or {}
+    scaled = [
+        int(part["original_max_position_embeddings"] * part["factor"])
+        for part in (rope, *rope.values())
+        if isinstance(part, dict) and part.get("original_max_position_embeddings") and part.get("factor")
+    ]
+    return None if bound is None else max(bound, *scaled) if scaled else bound
+
+
 def family_of(config: PreTrainedConfig) -> Family:
     """The row of ``config.model_type``, or the generic one: padded where some layer is not plain or sliding attention."""
     known = FAMILIES.get(config.model_type)

@@ -41,7 +41,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterabl
             ),
         )
     except ValueError as error:
-        raise ModelError(f"lora.targets = {config.targets!r}: {error}") from None
+        raise ModelError(f"model.lora.targets = {config.targets!r}: {error}") from None
 
 
 def find_all_linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:

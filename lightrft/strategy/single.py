@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightrft.strategy.base import StepInfo, TrainState
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
-from lightrft.utils.errors import CheckpointError
+from lightrft.utils.errors import CheckpointError, ConfigError
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 STATE_FILE, ABOUT_FILE = "state.safetensors", "state.json"
@@ -35,7 +35,7 @@ class SingleStrategy:
     """``Strategy`` for one process."""
 
     def __init__(self, config: StrategyConfig) -> None:
-        self.device = torch.device(_pick_device() if config.device == "auto" else config.device)
+        self.device = _pick_device() if config.device == "auto" else _device(config.device)
 
     def loading(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -139,6 +139,16 @@ class SingleStrategy:
             group["lr"] = config.lr * lr_factor(inner.step, inner.total, config)
 
 
-def _pick_device() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator.type if accelerator is not None else "cpu"
+def _pick_device() -> torch.device:
+    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+
+
+def _device(name: str) -> torch.device:
+    """Raises ``ConfigError`` for a device that is not there."""
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for a device
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"strategy.device = {name!r} cannot be used ({reason}); set it to auto, cpu or one that is there"
+        ) from None

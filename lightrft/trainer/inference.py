@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from lightrft.config import ChatConfig, DataConfig, EvaluateConfig, GenerateConfig
 from lightrft.datasets.encoding import Encoder
+from lightrft.models.families import context_length
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
+from lightrft.trainer.lengths import check_lengths, longest
 from lightrft.trainer.prompts import held_out
-from lightrft.trainer.rollout import request_seed, requests_for
+from lightrft.trainer.rollout import check_scored, request_seed, requests_for
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.run_folder import RunFolder
 
 
@@ -29,17 +32,17 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
     )
     with folder:
         tokenizer = local_tokenizer(config.model)
-        _, _, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
         prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit)
-        scorer = local_scorer(config.reward)
-        try:
-            found = evaluate(engine, scorer, prompts, config.eval, config.run.seed)
-        finally:
-            scorer.close()
-            engine.close()
+        with closing(local_scorer(config.reward)) as scorer:
+            _, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+            check_lengths(actor, longest(prompts), config.eval.sampling, "eval.sampling", "eval.data")
+            with closing(engine):
+                found = evaluate(engine, scorer, prompts, config.eval, config.run.seed)
         metrics = found.metrics.compute()
         folder.rewind(0)
         folder.write_rollouts(0, found.rollouts, name="eval")
+        folder.flush()
+        check_scored(found.rollouts, "of the evaluation")
         folder.write_summary({"verb": "eval", "model": config.model.path, "prompts": len(prompts), **metrics})
     return metrics
 
@@ -52,18 +55,16 @@ def run_generate(config: GenerateConfig) -> int:
     if output.exists() and not config.run.overwrite:
         raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
     tokenizer = local_tokenizer(config.model)
-    _, _, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
     prompts = held_out(config.data, tokenizer, config.run.seed, None)
-    scorer = local_scorer(config.reward)
     requests = [r for group in requests_for(prompts, config.samples, config.run.seed, "generate") for r in group]
     order = {r.seed: i for i, r in enumerate(requests)}
-    try:
-        for rollout in engine.generate(requests, config.sampling):
-            scorer.submit(rollout)
-        rollouts = sorted(scorer.results(wait=True), key=lambda r: order[r.seed])
-    finally:
-        engine.close()
-        scorer.close()
+    with closing(local_scorer(config.reward)) as scorer:
+        _, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+        check_lengths(actor, longest(prompts), config.sampling, "sampling", "data")
+        with closing(engine):
+            for rollout in engine.generate(requests, config.sampling):
+                scorer.submit(rollout)
+            rollouts = sorted(scorer.results(wait=True), key=lambda r: order[r.seed])
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.tmp")
     temporary.write_text("".join(json.dumps(_line(r), ensure_ascii=False) + "\n" for r in rollouts), encoding="utf-8")
@@ -91,7 +92,8 @@ class Chat:
     def __init__(self, config: ChatConfig) -> None:
         self.config = config
         tokenizer = local_tokenizer(config.model)
-        _, _, self.engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+        _, actor, self.engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+        self.context = context_length(actor.base.config)
         self.encoder = Encoder(DataConfig(chat=True), tokenizer)
         self.messages: list[dict[str, str]] = []
         self.turn = 0
@@ -102,12 +104,20 @@ class Chat:
         self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
 
     def say(self, text: str) -> Rollout:
-        """Add what the user says and the model's answer to the conversation; returns the answer."""
-        self.messages.append({"role": "user", "content": text})
-        shown = self.encoder.render(self.encoder.shielded(self.messages), "the conversation", generate=True)
+        """Add what the user says and the model's answer to the conversation; returns the answer.
+
+        Raises ``DataError``, with the conversation as it was, when no room is left for an answer.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        shown = self.encoder.render(self.encoder.shielded(messages), "the conversation", generate=True)
         prompt = Prompt(id=f"turn-{self.turn}", token_ids=self.encoder.encode_prompts([shown])[0])
-        request = Request(prompt, request_seed(self.config.run.seed, "chat", self.turn))
+        room = self.config.sampling.max_new_tokens
+        if self.context is not None:
+            room = min(room, self.context - len(prompt.token_ids))
+        if room < max(1, self.config.sampling.min_new_tokens):
+            raise DataError(f"{len(prompt.token_ids)} tokens leave no room for an answer: the model was made for {self.context}")
+        request = Request(prompt, request_seed(self.config.run.seed, "chat", self.turn), max_new_tokens=room)
         (answer,) = self.engine.generate([request], self.config.sampling)
-        self.messages.append({"role": "assistant", "content": answer.text})
+        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
         self.turn += 1
         return answer

@@ -10,10 +10,12 @@ from typing import Any
 from lightrft.config import EvalConfig
 from lightrft.models.loading import save_model
 from lightrft.trainer.evaluate import evaluate, reached
+from lightrft.trainer.lengths import check_lengths, longest
 from lightrft.trainer.roles import Roles, Trained
-from lightrft.trainer.rollout import Interrupted
+from lightrft.trainer.rollout import Interrupted, check_scored
 from lightrft.trainer.session import Session, close_session
 from lightrft.types import Prompt
+from lightrft.utils.errors import RewardError
 from lightrft.utils.metrics import Metrics
 
 
@@ -53,6 +55,8 @@ class Training(ABC):
 
 def take_up(run: Training) -> None:
     """In a folder that holds one, load the newest checkpoint; then give the engine the weights."""
+    if run.held_out:
+        check_lengths(run.roles.actor, longest(run.held_out), run.eval.sampling, "eval.sampling", "eval.data")
     run.step, state = run.session.resume(run.roles.strategy, run.trained)
     if state:
         run.load_state(state)
@@ -72,6 +76,8 @@ def run_steps(run: Training) -> dict[str, Any]:
         except Interrupted:
             session.save_if_due(run.step, False, run.roles.strategy, run.trained, run.state(), values)
             break
+        except RewardError as error:
+            raise RewardError(f"{error}{keep(run, values)}") from None
         run.step += 1
         values = finish_step(run, metrics)
     finished = run.step >= run.steps or reached(run.eval, values)
@@ -85,16 +91,30 @@ def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
     session = run.session
     last = run.step >= run.steps
     if run.held_out and (last or (run.eval.every and run.step % run.eval.every == 0)):
-        with session.timers("eval"):
-            metrics.merge(evaluation(run))
+        try:
+            with session.timers("eval"):
+                metrics.merge(evaluation(run))
+        except RewardError as error:
+            kept = keep(run, metrics.compute())
+            session.record(run.step, metrics)
+            raise RewardError(f"{error}{kept}") from None
     values = metrics.compute()
     last = last or reached(run.eval, values)
     metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state(), values))
     return session.record(run.step, metrics)
 
 
+def keep(run: Training, values: dict[str, Any]) -> str:
+    """Save the steps taken so far, ahead of an end that was not asked for; says so, if there are any."""
+    if not run.step:
+        return ""
+    run.session.save_if_due(run.step, True, run.roles.strategy, run.trained, run.state(), values)
+    return f"; the same command then goes on from step {run.step}, which is saved"
+
+
 def evaluation(run: Training) -> Metrics:
     """Answer the held-out prompts as the policy is now, and write the answers down."""
     found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed)
     run.session.folder.write_rollouts(run.step, found.rollouts, name="eval")
+    check_scored(found.rollouts, f"to the held-out prompts at step {run.step}")
     return found.metrics

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from logging import INFO, WARNING, getLogger
 from typing import Any
 
 from lightrft.config import DataConfig
 from lightrft.datasets.prompts import PromptDataset, PromptSampler
 from lightrft.types import Prompt
+
+log = getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -21,6 +24,7 @@ class PromptStream:
     @staticmethod
     def of(config: DataConfig, tokenizer: Any, seed: int) -> PromptStream:
         dataset = PromptDataset(config, tokenizer, seed=seed)
+        report("data", dataset.counts, dataset.first_problem)
         return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
 
     def draw(self, count: int) -> list[Prompt]:
@@ -32,4 +36,12 @@ def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None) -
     if not config.sources:
         return []
     dataset = PromptDataset(config, tokenizer, seed=seed)
+    report("held out", dataset.counts, dataset.first_problem)
     return [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
+
+
+def report(what: str, counts: Mapping[str, int], first: str = "") -> None:
+    """Log what was read of a data set; that rows were left out, or cut, is a warning."""
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    lost = sum(counts.get(name, 0) for name in ("malformed", "overlong", "truncated"))
+    log.log(WARNING if lost else INFO, "%s: %s%s", what, said, f"; the first left out: {first}" if first else "")

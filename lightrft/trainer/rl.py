@@ -9,13 +9,14 @@ from lightrft.config import RLConfig
 from lightrft.trainer.advantages import NEEDS_GROUPS
 from lightrft.trainer.kl import KLController
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
+from lightrft.trainer.lengths import check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
 from lightrft.trainer.parts import check_parts
 from lightrft.trainer.ppo import StepResult, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.rollout import Interrupted
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
-from lightrft.utils.errors import ConfigError
+from lightrft.utils.errors import ConfigError, RewardError
 from lightrft.utils.metrics import Metrics
 
 
@@ -31,7 +32,7 @@ class RLRun(Training):
         config, session, before = self.config, self.session, self.stream.sampler.state_dict()
         try:
             result = rl_step(self.roles, config, self.step, self.kl, self.stream.draw, session.timers, lambda: bool(session.stop))
-        except Interrupted:
+        except (Interrupted, RewardError):
             self.stream.sampler.load_state_dict(before)
             raise
         done = self.step + 1
@@ -56,6 +57,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
     with open_session(config, config.run, config.checkpoint, config.log, "rl", observer or Nobody()) as session:
         run = prepare(config, session)
         try:
+            check_lengths(run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data")
             take_up(run)
             return run_steps(run)
         finally:
@@ -74,6 +76,12 @@ def check(config: RLConfig) -> None:
     if name in NEEDS_GROUPS and config.rollout.samples < 2:
         raise ConfigError(
             f"rollout.samples = {config.rollout.samples}: advantage {name!r} compares answers of a group; set it to 2 or more"
+        )
+    kl, answers = config.algorithm.kl, config.rollout.prompts * config.rollout.samples
+    if kl.used and kl.controller == "adaptive" and answers >= 5 * kl.horizon:
+        raise ConfigError(
+            f"algorithm.kl.horizon = {kl.horizon}: with {answers} answers a step (rollout.prompts x rollout.samples) the adaptive "
+            f"coefficient could turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
 

@@ -14,6 +14,7 @@ from lightrft.trainer.advantages import NEEDS_GROUPS
 from lightrft.trainer.filters import drop_reason
 from lightrft.trainer.roles import Roles, Scoring
 from lightrft.types import Prompt, Request, Rollout
+from lightrft.utils.errors import RewardError
 from lightrft.utils.timers import Timers
 
 
@@ -63,7 +64,19 @@ def collect(
         got.rounds += 1
         for group in groups:
             _account(got, group, config, least)
+    check_scored(got.rollouts, f"of step {step + 1}")
     return got
+
+
+def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
+    """Raises ``RewardError``, with the most common reason, when every one of ``rollouts`` failed: nothing can be learned or said."""
+    reasons = Counter(r.failed for r in rollouts)
+    if rollouts and not reasons[""]:
+        ((reason, times),) = reasons.most_common(1)
+        raise RewardError(
+            f"every answer {which} failed to be scored ({len(rollouts)} in all), {times} of them with: {reason}. "
+            "Mend what reward.terms names, or the rows that it reads"
+        )
 
 
 def requests_for(prompts: Sequence[Prompt], samples: int, *seeds: int | str) -> list[list[Request]]:

@@ -13,15 +13,16 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from lightrft.config import CheckpointConfig, LogConfig, RunConfig
+from lightrft.config import CheckpointConfig, EvaluateConfig, LogConfig, RunConfig
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
 from lightrft.trainer.roles import Trained
 from lightrft.trainer.summary import headline, samples
+from lightrft.utils.files import write_atomic
 from lightrft.utils.metrics import Metrics, Sum
 from lightrft.utils.run_folder import RunFolder
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
-from lightrft.utils.settings import Settings
+from lightrft.utils.settings import Settings, build, parse_yaml, to_yaml
 from lightrft.utils.signals import StopFlag
 from lightrft.utils.timers import Timers, tokens_per_second
 
@@ -160,9 +161,20 @@ def close_session(session: Session, threshold: float, about: Mapping[str, Any], 
 
 
 def next_commands(session: Session) -> list[str]:
-    """What to type next."""
-    explained = [f"lightrft explain {session.path / 'config.yaml'}"] if session.phase == "rl" else []
-    return [f"lightrft chat model={session.path / 'model'}", *explained]
+    """What to type next. Where something was held out, ``eval.yaml`` is written, so that it can be evaluated again."""
+    model = session.path / "model"
+    commands = [f"lightrft chat model={model}"]
+    if session.phase == "rl":
+        commands.append(f"lightrft explain {session.path / 'config.yaml'}")
+    tree = parse_yaml((session.path / "config.yaml").read_text(encoding="utf-8"))
+    if tree["eval"]["data"]["sources"]:
+        shared = {k: tree[k] for k in ("eval", "engine", "reward", "strategy")}
+        run = {**tree["run"], "name": f"{session.path.name}-eval", "resume": "auto", "overwrite": False}
+        whole = {**tree["model"], "path": str(model), "tokenizer": None, "revision": None, "lora": None}
+        file = session.path / "eval.yaml"
+        write_atomic(file, to_yaml(build(EvaluateConfig, {**shared, "run": run, "model": whole})))
+        commands.append(f"lightrft eval {file}")
+    return commands
 
 
 def shapes_digest(model: nn.Module) -> str:

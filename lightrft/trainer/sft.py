@@ -10,8 +10,9 @@ from lightrft.config import SFTConfig
 from lightrft.datasets.prompts import PromptSampler
 from lightrft.datasets.sft import SFTDataset
 from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
+from lightrft.trainer.lengths import check_examples
 from lightrft.trainer.loop import Training, run_steps, take_up
-from lightrft.trainer.prompts import held_out
+from lightrft.trainer.prompts import held_out, report
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.trainer.supervised import examples_to_batch, sft_step
@@ -48,6 +49,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
     with open_session(config, config.run, config.checkpoint, config.log, "sft", observer or Nobody()) as session:
         run = prepare(config, session)
         try:
+            check_examples(run.roles.actor, run.dataset.longest, config.max_tokens)
             take_up(run)
             return run_steps(run)
         finally:
@@ -58,6 +60,7 @@ def prepare(config: SFTConfig, session: Session) -> SFTRun:
     """Data and roles, at step 0."""
     tokenizer = local_tokenizer(config.model)
     dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed)
+    report("data", dataset.counts, dataset.first_problem)
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(dataset) / config.batch_size))
     strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
     return SFTRun(

@@ -26,7 +26,7 @@ LOCK = ".lock"
 SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
 OURS = (
     *("checkpoints", "model", "rollouts", "tensorboard", "wandb", "wandb_id"),
-    *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "config.yaml"),
+    *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "eval.yaml", "config.yaml"),
 )
 """What a run writes, and all that ``overwrite`` ever removes; the config goes last, as the sign that the folder is a run's."""
 
@@ -178,15 +178,23 @@ def _settle(path: Path, config: Settings, resume: str, overwrite: bool, ignore: 
         raise ConfigError(f"{path} exists and is not a run's folder (it holds {min(found)}); choose another run.name or run.dir")
     if overwrite:
         _clear(path)
-    elif found:
+    elif found and _has_begun(path):
         if resume == "never":
             raise ConfigError(
                 f"{path} holds a run already; set another run.name, run.resume=auto to go on with it, "
                 "or run.overwrite=true to start anew"
             )
         _compare(saved, config, ignore)
+    else:
+        found = set()
     write_atomic(saved, to_yaml(config))
     return overwrite or not found
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether there is anything to lose; a run that failed at its start leaves its config and a log, and may be mended."""
+    kept = (*path.glob("checkpoints/step_*"), *path.glob("rollouts/*.jsonl"), path / "summary.json", path / "metrics.jsonl")
+    return any(entry.exists() and (entry.is_dir() or entry.stat().st_size > 0) for entry in kept)
 
 
 def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:

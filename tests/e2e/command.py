@@ -51,6 +51,6 @@ def refused(outcome: Outcome, *said: str) -> None:
     """The command ended with status 2 and a message, without traceback, in which every one of ``said`` occurs."""
     assert outcome.status == 2, outcome
     assert "Traceback" not in outcome.err, outcome.err
-    assert outcome.err.startswith("lightrft "), outcome.err
+    assert outcome.err.startswith(("lightrft ", "lightrft:")), outcome.err
     missing = [s for s in said if s not in outcome.err]
     assert not missing, f"{missing} not in: {outcome.err}"

@@ -43,17 +43,22 @@ def local_scorer(config: RewardConfig) -> Scoring:
 
 def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
     """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded."""
-    strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
-    optimizer_steps = max(1, steps * config.train.updates * config.train.mini_batches)
-    return Roles(
-        strategy=strategy,
-        reference=local_reference(config, actor, strategy),
-        policy=Trained(actor, strategy.prepare(actor, config.optimizer, optimizer_steps)),
-        engine=engine,
-        scorer=local_scorer(config.reward),
-        tokenizer=tokenizer,
-        critic=local_critic(config, strategy, optimizer_steps),
-    )
+    scorer = local_scorer(config.reward)  # first: its processes start while models are read
+    try:
+        strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+        optimizer_steps = max(1, steps * config.train.updates * config.train.mini_batches)
+        return Roles(
+            strategy=strategy,
+            reference=local_reference(config, actor, strategy),
+            policy=Trained(actor, strategy.prepare(actor, config.optimizer, optimizer_steps)),
+            engine=engine,
+            scorer=scorer,
+            tokenizer=tokenizer,
+            critic=local_critic(config, strategy, optimizer_steps),
+        )
+    except BaseException:
+        scorer.close()
+        raise
 
 
 def local_reference(config: RLConfig, actor: Actor, strategy: SingleStrategy) -> Reference | None:

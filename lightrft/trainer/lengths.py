@@ -1,0 +1,42 @@
+"""Whether prompts and answers fit into what a model was made for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lightrft.models.actor import Actor
+from lightrft.models.families import context_length
+from lightrft.strategy.settings import SamplingConfig
+from lightrft.types import Prompt
+from lightrft.utils.errors import ConfigError
+
+
+def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
+    """Raises ``ConfigError`` when an answer to a prompt of ``longest`` tokens could outgrow the model.
+
+    ``key`` and ``data`` are the settings that ``sampling`` and the prompts come from.
+    """
+    context = context_length(actor.base.config)
+    if context is None or longest + sampling.max_new_tokens <= context:
+        return
+    room = context - longest
+    way = f"lower {key}.max_new_tokens to {room} or less" if room > 0 else f"lower {data}.max_prompt_tokens"
+    raise ConfigError(
+        f"{key}.max_new_tokens = {sampling.max_new_tokens}: after a prompt of {longest} tokens, the longest there is, an answer could "
+        f"go on to token {longest + sampling.max_new_tokens}, beyond the model's max_position_embeddings = {context}; {way}"
+    )
+
+
+def longest(prompts: Sequence[Prompt]) -> int:
+    """Tokens of the longest of ``prompts``."""
+    return max((len(prompt.token_ids) for prompt in prompts), default=0)
+
+
+def check_examples(actor: Actor, longest: int, max_tokens: int) -> None:
+    """Raises ``ConfigError`` when an example of ``longest`` tokens is more than the model was made for."""
+    context = context_length(actor.base.config)
+    if context is not None and longest > context:
+        raise ConfigError(
+            f"max_tokens = {max_tokens}: there is an example of {longest} tokens, and the model's max_position_embeddings = {context}; "
+            f"lower max_tokens to {context} or less"
+        )

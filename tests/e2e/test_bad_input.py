@@ -1,0 +1,364 @@
+"""A user's mistakes: a message that names the setting, its value and the way out; status 2; no traceback; nothing lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from lightrft.utils.trackers import read_rows
+from tests.e2e.command import Outcome, command, refused
+
+Rl = Callable[..., Outcome]
+
+
+@pytest.fixture
+def rl(capsys, monkeypatch, model_folder, data_folder, tmp_path) -> Rl:
+    """``rl(overrides...)``: the smallest run, in ``tmp_path/runs/run``."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, verb: str = "rl", **instead: Any) -> Outcome:
+        given = {
+            "model": model_folder,
+            "data.sources": data_folder / "train.jsonl",
+            "reward.terms": "[math]",
+            "rollout.prompts": 2,
+            "rollout.samples": 2,
+            "sampling.max_new_tokens": 4,
+            "train.steps": 1,
+            "log.tensorboard": "false",
+            "run.progress": "false",
+        }
+        if verb == "sft":
+            given = {k: v for k, v in given.items() if not k.startswith(("rollout", "sampling"))} | {"batch_size": 2}
+        given |= {k.replace("__", "."): v for k, v in instead.items()}
+        return command(capsys, verb, *(f"{k}={v}" for k, v in given.items() if v is not None), *words)
+
+    return run
+
+
+def jsonl(path: Path, rows: list[Any]) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+def copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to))
+
+
+# settings
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("sampling.temprature=1", ["unknown setting sampling.temprature", "command line", "did you mean sampling.temperature?"]),
+        ("rollout.smaples=4", ["unknown setting rollout.smaples", "did you mean rollout.samples?"]),
+        ("modl.path=x", ["unknown setting modl", "did you mean model?"]),
+        ("train.steps=many", ["train.steps = 'many'", "integer"]),
+        ("train.steps=-1", ["train.steps = -1", "greater than or equal to 1"]),
+        ("sampling.top_p=1.5", ["sampling.top_p = 1.5", "less than or equal to 1"]),
+        ("sampling.min_new_tokens=9", ["min_new_tokens 9", "max_new_tokens 4"]),
+        ("algorithm.kl.where=nowhere", ["algorithm.kl.where = 'nowhere'", "'loss'"]),
+        ("algorithm=grppo", ["unknown preset 'grppo'", "did you mean 'grpo'?"]),
+        ("run.seed=[1", ["run.seed", "not a YAML value"]),
+        ("no_equals_sign", ["'no_equals_sign'", "neither a .yaml file nor key=value"]),
+        ("nowhere.yaml", ["no config file nowhere.yaml"]),
+        ("data.chat=perhaps", ["data.chat"]),
+        ("model.dtype=float12", ["model.dtype = 'float12'", "'bfloat16'"]),
+        ("strategy.device=cuda:99", ["strategy.device", "cuda:99"]),
+        ("algorithm.filters=[nothing_like_it]", ["algorithm.filters.0", "nothing_like_it"]),
+        ("reward.terms=[no_such_reward]", ["no_such_reward"]),
+        ("reward.terms=[nowhere.py:f]", ["nowhere.py"]),
+        ("reward.terms=[math,math]", ["two terms are called 'math'"]),
+        ("model.freeze=[no.such.part]", ["model.freeze", "no.such.part"]),
+        ("model.lora.targets=[nope]", ["model.lora.targets", "nope"]),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(rl, tmp_path, word, said):
+    refused(rl(word), *said)
+    assert not (tmp_path / "runs" / "run" / "model").exists()
+
+
+def test_every_problem_is_told_at_once(rl):
+    refused(rl("sampling.temprature=1", "train.steps=many", "rollout.smaples=3"), "temprature", "'many'", "smaples")
+
+
+def test_a_config_file_that_is_not_yaml_or_holds_a_wrong_key_is_named(rl, tmp_path):
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("run: [\n")
+    refused(rl(str(wrong)), "wrong.yaml", "not YAML")
+    wrong.write_text("sampling: {temprature: 1}\n")
+    refused(rl(str(wrong)), "unknown setting sampling.temprature", "wrong.yaml", "sampling.temperature")
+    refused(rl(str(tmp_path / "wrongg.yaml")), "wrongg.yaml", "did you mean", "wrong.yaml")
+
+
+def test_an_adaptive_kl_that_could_turn_negative_is_refused(rl):
+    kl = ["algorithm.kl.controller=adaptive", "algorithm.kl.horizon=4", "rollout.prompts=5", "rollout.samples=4"]
+    refused(rl(*kl), "algorithm.kl.horizon = 4", "rollout.prompts", "20", "above 4")
+
+
+# data
+
+
+def test_a_data_file_that_does_not_exist_is_named(rl, tmp_path):
+    refused(rl(data__sources="nowhere.jsonl"), "nowhere.jsonl", "data.sources")
+    refused(rl(f"eval.data.sources={tmp_path}/gone.jsonl"), "gone.jsonl")
+
+
+def test_a_column_that_does_not_exist_is_named_with_those_there_are(rl):
+    refused(rl("data.columns.prompt=query"), "query", "prompt", "label", "train.jsonl")
+    refused(rl("data.template='{problem}'"), "{problem}", "prompt", "label")
+
+
+def test_an_empty_data_set_is_refused(rl, tmp_path):
+    refused(rl(data__sources=jsonl(tmp_path / "empty.jsonl", [])), "empty.jsonl")
+
+
+def test_a_malformed_row_is_named_by_file_and_line_and_can_be_skipped(rl, tmp_path):
+    data = jsonl(tmp_path / "torn.jsonl", [{"prompt": "1+1=", "label": "2"}, '{"prompt": "2+', {"prompt": "3+3=", "label": "6"}])
+    refused(rl(data__sources=data), "torn.jsonl, line 2", "data.malformed: skip")
+    assert rl("data.malformed=skip", data__sources=data).status == 0
+
+
+def test_a_row_without_a_prompt_is_named(rl, tmp_path):
+    data = jsonl(tmp_path / "gap.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": None, "label": "2"}])
+    refused(rl(data__sources=data), "gap.jsonl, line 2")
+
+
+def test_a_prompt_over_the_limit_is_dropped_and_counted_or_an_error_as_set(rl, tmp_path):
+    data = jsonl(tmp_path / "long.jsonl", [{"prompt": "1+1=", "label": "2"}, {"prompt": "9" * 500, "label": "2"}])
+    limit = "data.max_prompt_tokens=100"
+    refused(
+        rl(limit, "data.overlong=error", data__sources=data), "long.jsonl, line 2", "data.max_prompt_tokens = 100", "overlong"
+    )
+    assert rl(limit, data__sources=data).status == 0
+    log = (tmp_path / "runs" / "run" / "log.txt").read_text()
+    assert "1 overlong" in log and "long.jsonl, line 2" in log
+    only = jsonl(tmp_path / "only.jsonl", [{"prompt": "9" * 500, "label": "2"}])
+    refused(rl(limit, data__sources=only), "only.jsonl", "nothing is left", "1 overlong")
+
+
+def test_rows_without_an_answer_cannot_be_learned_from(rl, tmp_path):
+    data = jsonl(tmp_path / "asked.jsonl", [{"prompt": "1+1="}])
+    refused(rl(verb="sft", data__sources=data, reward__terms=None), "asked.jsonl, line 1", "data.columns.response")
+
+
+def test_a_label_that_a_reward_needs_and_a_row_lacks_is_said(rl, tmp_path):
+    data = jsonl(tmp_path / "bare.jsonl", [{"prompt": "1+1="}, {"prompt": "2+2="}])
+    refused(rl(data__sources=data), "every answer", "label")
+
+
+# models
+
+
+def test_a_model_folder_that_is_none_is_refused(rl, tmp_path):
+    refused(rl(model=tmp_path / "gone"), "model.path", "gone", "no such folder")
+    (tmp_path / "bare").mkdir()
+    refused(rl(model=tmp_path / "bare"), "model.path", "bare", "config.json")
+
+
+def test_a_model_file_that_is_cut_short_is_refused(rl, model_folder, tmp_path):
+    cut = copied(model_folder, tmp_path / "cut")
+    weights = cut / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-5000])
+    refused(rl(model=cut), "model.path", "cannot be read")
+    weights.unlink()
+    refused(rl(model=cut), "model.path", "cut")
+
+
+def test_a_tokenizer_of_another_model_is_refused(rl, model_folder, tmp_path):
+    small = copied(model_folder, tmp_path / "small")
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    tokenizer.add_tokens([f"word{i}" for i in range(500)])
+    tokenizer.save_pretrained(small)
+    refused(rl(model=small), "tokens", "do not belong together")
+
+
+def test_a_model_without_a_chat_template_says_how_to_give_one(rl, model_folder, tmp_path):
+    plain = copied(model_folder, tmp_path / "plain")
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    tokenizer.chat_template = None
+    (plain / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(plain)
+    refused(rl("data.chat=true", model=plain), "data.chat", "no chat template", "model.chat_template")
+    assert rl(model=plain).status == 0
+
+
+def test_an_end_token_that_also_pads_is_still_learned_and_sampled(rl, model_folder, tmp_path, capsys):
+    same = copied(model_folder, tmp_path / "same")
+    tokenizer = AutoTokenizer.from_pretrained(same)
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(same)
+    outcome = rl(model=same)
+    assert outcome.status == 0, outcome.err
+    assert "end token as pad" in outcome.err
+    assert rl(verb="sft", model=same, reward__terms=None, run__name="sft").status == 0
+
+
+def test_several_turns_under_a_template_that_rewrites_earlier_ones_are_refused(rl, model_folder, tmp_path):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and not loop.last %}"
+        "...{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    (tmp_path / "forgetful.jinja").write_text(template)
+    turns = [{"role": r, "content": c} for r, c in [("user", "1+1"), ("assistant", "2"), ("user", "2+2"), ("assistant", "4")]]
+    data = jsonl(tmp_path / "turns.jsonl", [{"messages": turns}] * 2)
+    sft = {"verb": "sft", "data__sources": data, "reward__terms": None}
+    word = "model.chat_template=forgetful.jinja"
+    refused(rl(word, **sft), "chat template", "data.turns", "model.chat_template")
+    assert rl(word, "data.turns=each", **sft).status == 0
+
+
+def test_lengths_beyond_what_the_model_was_made_for_are_refused_at_the_start(rl, tmp_path):
+    refused(rl("sampling.max_new_tokens=5000"), "sampling.max_new_tokens = 5000", "max_position_embeddings", "2048")
+    refused(
+        rl(
+            "eval.sampling.max_new_tokens=5000",
+            "eval.data.sources=" + str(jsonl(tmp_path / "e.jsonl", [{"prompt": "1", "label": "1"}])),
+        ),
+        "eval.sampling.max_new_tokens = 5000",
+        "2048",
+    )
+    long = jsonl(tmp_path / "long.jsonl", [{"prompt": "1+1=", "response": "2" * 3000}])
+    refused(
+        rl("max_tokens=4000", verb="sft", data__sources=long, reward__terms=None), "max_tokens = 4000", "2048", "lower max_tokens"
+    )
+
+
+def test_an_engine_budget_that_cannot_hold_one_answer_is_refused(rl):
+    refused(rl("engine.token_budget=5"), "engine.token_budget = 5", "raise engine.token_budget")
+
+
+# rewards
+
+REWARDS = """
+import math, os
+def nan(rollout): return math.nan
+def text(rollout): return "good"
+def pair(rollout): return [1.0, 2.0]
+def nothing(rollout): return None
+def raises(rollout): raise KeyError("no such key")
+def dies(rollout): os._exit(3)
+def half_nan(rollout): return math.nan if rollout.seed % 2 else 1.0
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path) -> Path:
+    file = tmp_path / "rewards.py"
+    file.write_text(REWARDS)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [("nan", "nan"), ("text", "good"), ("pair", "[1.0, 2.0]"), ("nothing", "None"), ("raises", "no such key"), ("dies", "died")],
+)
+def test_a_reward_that_fails_every_answer_of_a_step_ends_the_run_and_says_why(rl, rewards, tmp_path, function, said):
+    refused(rl(reward__terms=f"[{rewards}:{function}]"), "every answer", "step 1", said)
+    assert not (tmp_path / "runs" / "run" / "model").exists()
+
+
+def test_a_reward_that_fails_some_answers_costs_those_only_and_they_are_counted(rl, rewards, tmp_path):
+    outcome = rl("rollout.prompts=4", "rollout.samples=4", reward__terms=f"[{rewards}:half_nan]")
+    assert outcome.status == 0, outcome.err
+    (row,) = read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")
+    assert 0 < row["rollout/failed_answers"] < 16
+    assert row["rollout/trained"] > 0 and row["rollout/failed"] > 0
+
+
+def test_an_evaluation_in_which_every_answer_fails_is_no_accuracy_of_zero(rl, rewards, data_folder):
+    words = {"data__sources": None, "rollout__prompts": None, "rollout__samples": None, "sampling__max_new_tokens": None}
+    words |= {"train__steps": None, "log__tensorboard": None, "reward__terms": f"[{rewards}:raises]"}
+    refused(
+        rl(f"eval.data.sources={data_folder / 'train.jsonl'}", "eval.sampling.max_new_tokens=4", verb="eval", **words),
+        "every answer",
+        "no such key",
+    )
+
+
+def test_steps_taken_before_the_reward_broke_are_not_lost(rl, tmp_path):
+    file = tmp_path / "breaks.py"
+    file.write_text(
+        "from pathlib import Path\n"
+        f"broken = Path({str(tmp_path / 'broken')!r})\ncalls = Path({str(tmp_path / 'calls')!r})\n"
+        "def score(rollout):\n"
+        "    calls.touch()\n"
+        "    with calls.open('a') as f: f.write('x')\n"
+        "    if len(calls.read_text()) > 8 and not broken.exists(): raise OSError('the judge is down')\n"
+        "    return float(rollout.seed % 2)\n"
+    )
+    words = {"reward__terms": f"[{file}:score]", "train__steps": 4}
+    refused(rl(**words), "every answer", "step 3", "the judge is down", "step 2")
+    (tmp_path / "broken").touch()
+    outcome = rl(**words)
+    assert outcome.status == 0, outcome.err
+    assert [r["step"] for r in read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+# run folders and checkpoints
+
+
+def test_a_run_folder_that_exists_is_not_touched_unless_asked(rl, tmp_path):
+    assert rl().status == 0
+    before = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text()
+    refused(rl("run.resume=never"), "runs/run", "run.overwrite=true", "run.name")
+    refused(
+        rl("optimizer.lr=0.5", "sampling.temperature=0.7"), "optimizer.lr", "0.5", "sampling.temperature", "run.overwrite=true"
+    )
+    assert (tmp_path / "runs" / "run" / "metrics.jsonl").read_text() == before
+    assert rl("optimizer.lr=0.5", "run.overwrite=true").status == 0
+
+
+def test_overwriting_removes_what_the_earlier_run_exported(rl, tmp_path):
+    assert rl().status == 0
+    (tmp_path / "runs" / "run" / "model" / "old").touch()
+    assert rl("run.overwrite=true").status == 0
+    assert not (tmp_path / "runs" / "run" / "model" / "old").exists()
+
+
+def test_a_folder_that_is_no_run_is_not_written_into(rl, tmp_path):
+    (tmp_path / "runs" / "run").mkdir(parents=True)
+    (tmp_path / "runs" / "run" / "thesis.tex").write_text("everything")
+    refused(rl(), "is not a run's folder", "thesis.tex")
+    refused(rl("run.overwrite=true"), "is not a run's folder", "thesis.tex")
+    assert (tmp_path / "runs" / "run" / "thesis.tex").read_text() == "everything"
+
+
+def test_a_checkpoint_that_is_named_and_not_there_is_refused(rl):
+    refused(rl("run.resume=nowhere/step_1"), "run.resume = 'nowhere/step_1'", "no such checkpoint")
+
+
+def test_a_checkpoint_that_is_cut_short_is_refused_and_kept(rl, tmp_path):
+    assert rl().status == 0
+    state = tmp_path / "runs" / "run" / "checkpoints" / "step_000001" / "policy" / "state.safetensors"
+    whole = state.read_bytes()
+    state.write_bytes(whole[:-1000])
+    refused(rl("train.steps=2"), "step_000001", "state.safetensors", "earlier checkpoint")
+    assert state.exists()
+    state.write_bytes(whole)
+    assert rl("train.steps=2").status == 0
+
+
+def test_a_checkpoint_of_another_model_is_refused(rl, model_folder, tmp_path):
+    from lightrft.models.tiny import tiny_model
+
+    assert rl().status == 0
+    other = copied(model_folder, tmp_path / "other")
+    tiny_model("qwen2", hidden_size=64).save_pretrained(other)
+    checkpoint = tmp_path / "runs" / "run" / "checkpoints" / "step_000001"
+    refused(rl(f"run.resume={checkpoint}", "run.name=second", model=other), "step_000001", "another")
+
+
+def test_output_that_exists_is_refused_before_any_work(rl, tmp_path):
+    (tmp_path / "answers.jsonl").write_text("mine\n")
+    instead = dict.fromkeys(("rollout__prompts", "rollout__samples", "train__steps", "log__tensorboard"))
+    refused(rl(verb="generate", model="nowhere/at/all", **instead), "answers.jsonl", "exists", "run.overwrite=true")
+    assert (tmp_path / "answers.jsonl").read_text() == "mine\n"

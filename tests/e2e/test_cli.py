@@ -1,0 +1,128 @@
+"""What every verb has in common: help, names, exit statuses, and an output that holds nothing but what was asked for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lightrft import __version__
+from lightrft.cli.main import VERBS
+from tests.e2e.command import ROOT, command, process, refused
+
+
+@pytest.mark.parametrize("words", [(), ("--help",), ("-h",), ("help",)])
+def test_without_a_verb_the_verbs_are_shown(capsys, words):
+    outcome = command(capsys, *words)
+    assert outcome.status == 0
+    assert all(verb in outcome.out for verb in VERBS)
+
+
+def test_the_version_is_said(capsys):
+    assert __version__ in command(capsys, "--version").out
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_verb_says_what_it_takes(capsys, verb, flag):
+    outcome = command(capsys, verb, flag)
+    assert outcome.status == 0
+    assert f"lightrft {verb}" in outcome.out
+    assert "presets:" in outcome.out if verb == "explain" else "run.name" in outcome.out
+
+
+def test_help_wins_over_settings_that_are_wrong(capsys):
+    assert command(capsys, "rl", "no.such=1", "--help").status == 0
+
+
+@pytest.mark.parametrize(("wrong", "near"), [("evla", "eval"), ("sfft", "sft"), ("generat", "generate")])
+def test_a_verb_that_does_not_exist_names_the_nearest(capsys, wrong, near):
+    refused(command(capsys, wrong), repr(wrong), f"did you mean '{near}'")
+
+
+def test_a_verb_like_no_other_shows_all_of_them(capsys):
+    outcome = command(capsys, "zzzzz")
+    refused(outcome, *VERBS)
+    assert "did you mean" not in outcome.err
+
+
+def test_the_settings_and_files_may_come_in_any_order(capsys, tmp_path):
+    one, two = tmp_path / "one.yaml", tmp_path / "two.yaml"
+    one.write_text("rollout: {samples: 3}\nsampling: {temperature: 0.5}\n")
+    two.write_text("rollout: {samples: 5}\n")
+    out = command(capsys, "explain", "sampling.max_new_tokens=9", one, two).out
+    values = {line.split()[0]: line.split()[1] for line in out.splitlines() if line.startswith("  ") and len(line.split()) > 2}
+    assert values["rollout.samples"] == "5"
+    assert values["sampling.temperature"] == "0.5"
+    assert values["sampling.max_new_tokens"] == "9"
+
+
+@pytest.mark.slow
+def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(model_folder, data_folder, tmp_path):
+    words = ["rl", f"model={model_folder}", f"data.sources={data_folder / 'train.jsonl'}", "reward.terms=[math]"]
+    small = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=4", "train.steps=2", "log.tensorboard=false"]
+    outcome = process(*words, *small, cwd=tmp_path)
+    assert outcome.status == 0, outcome.err
+    assert [line.split(" · ")[0] for line in outcome.err.splitlines()] == ["rl 1/2", "rl 2/2"], outcome.err
+    said = outcome.out.splitlines()
+    assert said[0].startswith("finished at step 2") and "runs/run" in said[0]
+    assert said[1:] == ["  lightrft chat model=runs/run/model"]
+
+
+@pytest.mark.slow
+def test_what_a_run_says_to_type_next_works(capsys, monkeypatch, model_folder, data_folder, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    data = f"[{data_folder / 'train.jsonl'}]"
+    words = [f"model={model_folder}", f"data.sources={data}", f"eval.data.sources={data}", "reward.terms=[math]"]
+    small = ["train.steps=1", "eval.sampling.max_new_tokens=4", "log.tensorboard=false", "run.progress=false"]
+    only_rl = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=4"]
+    for verb, more in (("rl", only_rl), ("sft", ["batch_size=2"])):
+        outcome = command(capsys, verb, *words, *small, *more, f"run.name={verb}")
+        assert outcome.status == 0, outcome.err
+        lines = [line.strip() for line in outcome.out.splitlines() if line.startswith("  lightrft ")]
+        (evaluation,) = [line for line in lines if line.startswith("lightrft eval ")]
+        again = command(capsys, *evaluation.split()[1:])
+        assert again.status == 0, again.err
+        assert '"eval/accuracy"' in again.out
+
+
+@pytest.mark.slow
+def test_an_interruption_before_training_begins_ends_with_130_and_no_traceback(tmp_path):
+    outcome = process("explain", "grpo", cwd=tmp_path, prelude=_interrupting("lightrft.trainer.explain", "explain"))
+    assert outcome.status == 130
+    assert "Traceback" not in outcome.err
+
+
+def _interrupting(module: str, name: str) -> str:
+    """Python that makes the process get Ctrl-C inside a function."""
+    return f"import {module} as m, os, signal, time\ndef f(*a):\n    os.kill(os.getpid(), signal.SIGINT); time.sleep(5)\nm.{name} = f"
+
+
+@pytest.mark.slow
+def test_ctrl_c_during_training_saves_and_the_same_command_goes_on(model_folder, data_folder, tmp_path):
+    words = ["rl", f"model={model_folder}", f"data.sources={data_folder / 'train.jsonl'}", "reward.terms=[math]"]
+    small = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=4", "log.tensorboard=false", "run.progress=false"]
+    running = subprocess.Popen(
+        [sys.executable, "-m", "lightrft", *words, *small, "train.steps=2000"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    metrics = tmp_path / "runs" / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and len(metrics.read_text().splitlines()) > 1):
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    out, err = running.communicate(timeout=60)
+    assert running.returncode == 0, err
+    assert "the same command goes on" in out and "Traceback" not in err
+    stopped = len(metrics.read_text().splitlines())
+    outcome = process(*words, *small, f"train.steps={stopped + 1}", cwd=tmp_path)
+    assert outcome.status == 0, outcome.err
+    assert f"finished at step {stopped + 1}" in outcome.out

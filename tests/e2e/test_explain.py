@@ -1,0 +1,52 @@
+"""``lightrft explain``."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.config import PRESETS
+from tests.e2e.command import command, refused
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_is_explained_with_its_numbers_and_papers(capsys, preset):
+    outcome = command(capsys, "explain", preset)
+    assert outcome.status == 0
+    assert PRESETS[preset]["advantage"]["name"] in outcome.out
+    assert "arXiv" in outcome.out and "numbers in force" in outcome.out
+
+
+def test_a_number_says_which_file_or_argument_it_came_from(capsys, tmp_path):
+    config = tmp_path / "mine.yaml"
+    config.write_text("algorithm: {preset: ppo, loss: {clip_low: 0.1}}\n")
+    out = command(capsys, "explain", config, "algorithm.loss.clip_high=0.3").out
+    found = {line.split()[0]: line for line in out.splitlines() if line.strip().startswith("algorithm.")}
+    assert "0.1" in found["algorithm.loss.clip_low"] and "mine.yaml" in found["algorithm.loss.clip_low"]
+    assert "0.3" in found["algorithm.loss.clip_high"] and "command line" in found["algorithm.loss.clip_high"]
+    assert "preset ppo" in found["algorithm.kl.coef"]
+
+
+def test_latex_is_written_where_asked_for(capsys):
+    out = command(capsys, "explain", "grpo", "--latex").out
+    assert ("\\" in out and "pi_" in out) or "\\frac" in out
+
+
+def test_a_function_of_ones_own_is_shown_by_its_name(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def twice(batch, rewards, settings):\n    return 2 * rewards, rewards\n")
+    outcome = command(capsys, "explain", f"algorithm.advantage={file}:twice")
+    assert outcome.status == 0, outcome.err
+    assert "twice" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["grppo"], ["grppo", "did you mean 'grpo'"]),
+        (["algorithm.loss=ppo_clop"], ["ppo_clop", "ppo_clip"]),
+        (["algorithm.advantage=nowhere.py:f"], ["nowhere.py"]),
+        (["nowhere.yaml"], ["no config file", "nowhere.yaml"]),
+    ],
+)
+def test_what_does_not_exist_is_named(capsys, words, said):
+    refused(command(capsys, "explain", *words), *said)
