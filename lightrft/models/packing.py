@@ -111,10 +111,11 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
     for b in rows.needed:
         groups.setdefault(rows.prompt_of[b], []).append(b)
     prompt_at, answer_at = _starts(rows.prompts), _sources(batch, rows)
-    flat, runs, shared = _Flat(), [], []
+    flat, runs, shared, heads = _Flat(), [], [], []
     last, start = [0] * len(rows.answers), [0] * len(rows.answers)
     for p, members in groups.items():
         head = flat.add(prompt_at[p], rows.prompts[p], 0)
+        heads.append(head)
         answers = []
         for b in members:
             last[b] = head[0] + head[1] - 1
@@ -124,7 +125,7 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
         runs += [head, *answers]
         if answers:
             shared.append((head, answers))
-    return _flat_row(batch, rows, flat, runs, shared, last, start, final)
+    return _flat_row(batch, rows, flat, runs, shared, last, start, final, heads)
 
 
 def _packed(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
@@ -157,6 +158,7 @@ def _flat_row(
     last: list[int],
     start: list[int],
     final: bool,
+    heads: Sequence[Run] = (),
 ) -> Packed:
     device = batch.responses.tokens.device
     length = torch.tensor(flat.length)
@@ -164,7 +166,7 @@ def _flat_row(
     source = torch.repeat_interleave(torch.tensor(flat.source), length) + within
     positions = (torch.repeat_interleave(torch.tensor(flat.first), length) + within).to(device)
     tokens = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source.to(device)]
-    plan = SegmentPlan(runs, shared, positions)
+    plan = SegmentPlan(runs, shared, positions, heads)
     gather, after = _reads(rows, torch.tensor(last), torch.tensor(start))
     return Packed(tokens[None], positions[None], plan, gather.to(device), after.to(device) if final else None)
 
