@@ -1,11 +1,14 @@
 """A step of GRPO here against the same step of TRL's ``GRPOTrainer``: whole step, generation, update, peak memory.
 
 Both sides train the same model folder on the same prompts: 4 prompts x 8 answers of 64 new tokens, one optimizer step per
-generation, no reference, the same AdamW; the end token is suppressed, so that every answer has its full length. Every round of a
-side is a process of its own; rounds are interleaved; each side runs with the thread count (and TRL with the way of generating and
-the micro-batch) that a calibration round found best.
+generation, no reference, the same AdamW. Cases ``step`` and ``memory`` suppress the end token, so that every answer has its full
+length; in ``ragged`` a vocabulary of 40 ends answers by itself, at most at 64 tokens.
 
-    python benchmarks/vs_trl.py [--rounds 3] [--cases step32 step512 memory32] [--machine NAME]
+Every round of a side is a process of its own; rounds are interleaved; each side runs with the thread count (and TRL with the way
+of generating and the micro-batch) that a calibration round found fastest. CPU time says what the work costs where other
+programs share the cores.
+
+    python benchmarks/vs_trl.py [--rounds 3] [--cases step32 step512 ragged32 ragged512 memory32] [--machine NAME]
 
 Needs ``pip install trl``. Compare ratios only: absolute times belong to the machine.
 """
@@ -43,19 +46,26 @@ def mean_code(rollout):
 
 @dataclass(frozen=True)
 class Case:
-    """``seconds``: whether the case is about time (then calibration pays), or about memory."""
+    """``full``: the end token is suppressed, so that every answer has its full length; else it is as likely as any other token.
+
+    ``seconds``: whether the case is about time (then calibration pays), or about memory.
+    """
 
     prompt_tokens: int
     vocabulary: int
     steps: int
-    seconds: bool
+    seconds: bool = True
+    full: bool = True
 
 
+COMPARED = ("step", "cpu", "update", "generate", "peak_mb", "growth_mb")
 CASES = {
-    "step32": Case(32, 1024, 8, True),
-    "step512": Case(512, 1024, 4, True),
-    "memory32": Case(32, 151_936, 2, False),
-    "memory512": Case(512, 151_936, 2, False),
+    "step32": Case(32, 4096, 8),
+    "step512": Case(512, 4096, 4),
+    "ragged32": Case(32, 40, 12, full=False),
+    "ragged512": Case(512, 40, 6, full=False),
+    "memory32": Case(32, 151_936, 1, seconds=False),
+    "memory512": Case(512, 151_936, 1, seconds=False),
 }
 
 
@@ -76,7 +86,9 @@ class Variant:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=["step32", "step512", "memory32"])
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), default=["step32", "step512", "ragged32", "ragged512", "memory32"]
+    )
     parser.add_argument("--machine", default="", help="name in the result files; the CPU model and the cores without it")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--check", action="store_true", help="only compare log-probs and gradients of one batch")
@@ -92,7 +104,7 @@ def make_folder(folder: Path, vocabulary: int) -> None:
     """A Qwen2 whose vocabulary is ``vocabulary`` - 4 characters and the four special tokens."""
     from lightrft.models.tiny import PRINTABLE, tiny_model, tiny_tokenizer
 
-    printable = [c for c in PRINTABLE if not c.isspace()]
+    printable = [c for c in PRINTABLE if not c.isspace()][: vocabulary - 4]
     wanted = vocabulary - 4 - len(printable)
     letters = (chr(c) for c in range(0x4E00, 0x30000) if not 0xD800 <= c <= 0xF8FF and (c & 0xFFFE) != 0xFFFE)
     chars = "".join(printable) + "".join(c for c, _ in zip(letters, range(wanted), strict=False))
@@ -108,7 +120,7 @@ def make_folder(folder: Path, vocabulary: int) -> None:
         num_key_value_heads=HIDDEN // 64,
         intermediate_size=HIDDEN * 11 // 4,
         tie_word_embeddings=True,
-        initializer_range=0.02 if vocabulary > 10_000 else 0.1,
+        initializer_range=0.02,  # nearly uniform: every token is about equally likely
     )
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -159,11 +171,11 @@ def worker(order: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         texts = make_prompts(Path(scratch), load_tokenizer(folder), case, PROMPTS * (order["steps"] + 1))
         side = {"lightrft": run_lightrft, "trl": run_trl, "check": check, "profile": profile}[kind]
-        result = side(folder, Path(scratch), texts, order["steps"], variant)
+        result = side(folder, Path(scratch), texts, order["steps"], variant, case.full)
     print("RESULT " + json.dumps(result))
 
 
-def rl_config(folder: Path, scratch: Path, steps: int) -> Any:
+def rl_config(folder: Path, scratch: Path, steps: int, full: bool = True) -> Any:
     from lightrft.config import RLConfig
     from lightrft.utils.settings import build
 
@@ -172,7 +184,7 @@ def rl_config(folder: Path, scratch: Path, steps: int) -> Any:
         "model": {"path": str(folder), "dtype": "float32"},
         "data": {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": False},
         "rollout": {"prompts": PROMPTS, "samples": ANSWERS},
-        "sampling": {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS},
+        "sampling": {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS * full},
         "reward": {"terms": [f"{folder / 'rewards.py'}:mean_code"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
@@ -204,20 +216,23 @@ def open_run(config: Any) -> Any:
     return opened()
 
 
-def run_lightrft(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant) -> dict[str, Any]:
+def run_lightrft(
+    folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True
+) -> dict[str, Any]:
     from lightrft.trainer.ppo import rl_step
 
     rows = []
-    with open_run(rl_config(folder, scratch, steps + 1)) as (session, run):
+    with open_run(rl_config(folder, scratch, steps + 1, full)) as (session, run):
         before = peak_mb()
         for step in range(steps + 1):  # the first one warms up
-            start = time.perf_counter()
+            start, cpu = time.perf_counter(), time.process_time()
             result = rl_step(run.roles, run.config, step, run.kl, run.stream.draw, session.timers)
             values = session.record(step + 1, result.metrics)
-            seconds = time.perf_counter() - start
-            assert result.collected.tokens["trained"] == PROMPTS * ANSWERS * NEW_TOKENS
+            spent = {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
+            tokens = result.collected.tokens["trained"]
+            assert not full or tokens == PROMPTS * ANSWERS * NEW_TOKENS
             assert values["policy/active_rows"] == 1
-            rows.append({"step": seconds, "update": values["time/update"], "generate": values["time/generate"]})
+            rows.append({**spent, "update": values["time/update"], "generate": values["time/generate"], "tokens": tokens})
         worker_mb = sum(peak_of(p) for p in children())
         peak = peak_mb()
     return {"rows": rows[1:], "peak_mb": peak, "before_mb": before, "reward_worker_mb": worker_mb}
@@ -246,7 +261,9 @@ def mean_code(completions: list[str], **_: Any) -> list[float]:
     return [sum(map(ord, text)) / max(1, len(text)) / 1000 for text in completions]
 
 
-def trl_trainer(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, **over: Any) -> Any:
+def trl_trainer(
+    folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True, **over: Any
+) -> Any:
     from datasets import Dataset
     from transformers import AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
@@ -258,7 +275,7 @@ def trl_trainer(folder: Path, scratch: Path, texts: list[str], steps: int, varia
         "gradient_accumulation_steps": whole // variant.rows,
         "num_generations": ANSWERS,
         "max_completion_length": NEW_TOKENS,
-        "generation_kwargs": {"min_new_tokens": NEW_TOKENS},
+        "generation_kwargs": {"min_new_tokens": NEW_TOKENS} if full else None,
         "max_steps": steps,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
@@ -312,15 +329,15 @@ class Stopwatch:
         return found
 
 
-def run_trl(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant) -> dict[str, Any]:
+def run_trl(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True) -> dict[str, Any]:
     from transformers import TrainerCallback
 
-    trainer = trl_trainer(folder, scratch, texts, steps + 1, variant)
+    trainer = trl_trainer(folder, scratch, texts, steps + 1, variant, full)
     watch = Stopwatch()
     watch.wrap(trainer, "_prepare_inputs", "prepare")
     watch.wrap(trainer, "_generate_single_turn", "generate")
     rows: list[dict[str, float]] = []
-    marks = {"end": 0.0, "begin": 0.0}
+    marks = {"end": 0.0, "begin": 0.0, "cpu": 0.0}
     lengths: list[list[int]] = []
     generate = trainer._generate_single_turn
 
@@ -333,28 +350,35 @@ def run_trl(folder: Path, scratch: Path, texts: list[str], steps: int, variant: 
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            marks["end"] = time.perf_counter()
+            marks["end"], marks["cpu"] = time.perf_counter(), time.process_time()
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
             marks["begin"] = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            now, spent = time.perf_counter(), watch.take()
-            update = now - marks["begin"] - spent["prepare"]
-            rows.append({"step": now - marks["end"], "update": update, "generate": spent["generate"]})
-            marks["end"] = now
+            now, cpu, spent = time.perf_counter(), time.process_time(), watch.take()
+            rows.append(
+                {
+                    "step": now - marks["end"],
+                    "cpu": cpu - marks["cpu"],
+                    "update": now - marks["begin"] - spent["prepare"],
+                    "generate": spent["generate"],
+                    "tokens": sum(lengths[-1]),
+                }
+            )
+            marks["end"], marks["cpu"] = now, cpu
 
     trainer.add_callback(Clock())
     before = peak_mb()
     trainer.train()
-    assert lengths == [[NEW_TOKENS] * (PROMPTS * ANSWERS)] * (steps + 1), lengths
+    assert not full or lengths == [[NEW_TOKENS] * (PROMPTS * ANSWERS)] * (steps + 1), lengths
     return {"rows": rows[1:], "peak_mb": peak_mb(), "before_mb": before, "reward_worker_mb": 0.0}
 
 
 # ---------------------------------------------------------------- do both sides compute the same?
 
 
-def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant) -> dict[str, Any]:
+def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True) -> dict[str, Any]:
     """TRL's batch of one step through both: log-probs, loss and gradients."""
     import torch
     from transformers import TrainerCallback
@@ -416,7 +440,7 @@ def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Va
     return result
 
 
-def profile(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant) -> dict[str, Any]:
+def profile(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True) -> dict[str, Any]:
     """Where a step goes: phases, then operators of generation and of the update; and what the machine could do."""
     import torch
     from torch.profiler import ProfilerActivity
@@ -431,7 +455,7 @@ def profile(folder: Path, scratch: Path, texts: list[str], steps: int, variant: 
     for _ in range(100):
         a @ b
     gemm = 100 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - start) / 1e9
-    with open_run(rl_config(folder, scratch, steps + 2)) as (session, run):
+    with open_run(rl_config(folder, scratch, steps + 2, full)) as (session, run):
         phases: dict[str, list[float]] = {}
         for step in range(steps + 1):
             values = session.record(
@@ -473,7 +497,9 @@ def call(kind: str, threads: int, **order: Any) -> dict[str, Any]:
 def one_round(case: str, variant: Variant, folder: Path, steps: int) -> dict[str, Any]:
     """Medians over the steps of one process."""
     got = call(variant.side, variant.threads, case=case, variant=vars(variant), folder=str(folder), steps=steps)
-    middle = {name: statistics.median(row[name] for row in got["rows"]) for name in ("step", "update", "generate")}
+    middle = {
+        name: statistics.median(row[name] for row in got["rows"]) for name in ("step", "cpu", "update", "generate", "tokens")
+    }
     total = got["peak_mb"] + got["reward_worker_mb"]
     return {
         **middle,
@@ -494,7 +520,8 @@ def calibrate(case: str, folder: Path) -> list[Variant]:
     chosen = []
     for variants in (ours, theirs):
         tried = {v: one_round(case, v, folder, 2)["step"] for v in variants}
-        if variants is theirs:  # the other way of generating, with the best of the rest
+        # The other way of generating, with the best of the rest. It cannot suppress the end token.
+        if variants is theirs and not CASES[case].full:
             best = min(tried, key=lambda v: tried[v])
             other = Variant("trl", best.threads, best.rows, "continuous")
             tried[other] = one_round(case, other, folder, 2)["step"]
@@ -509,12 +536,12 @@ def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
     found = []
     for i in range(rounds):
         a, b = (one_round(case, v, folder, CASES[case].steps) for v in (ours, theirs))
-        ratio = {name: b[name] / a[name] for name in ("step", "update", "generate", "peak_mb", "growth_mb")}
+        ratio = {name: b[name] / a[name] for name in COMPARED}
         found.append({"lightrft": a, "trl": b, "ratio": ratio, "load": os.getloadavg()[0]})
         shown = ", ".join(f"{k} {v:.2f}" for k, v in ratio.items())
         print(f"  {case} round {i + 1}: TRL over lightrft: {shown}; load {os.getloadavg()[0]:.1f}", flush=True)
     spread = {}
-    for name in ("step", "update", "generate", "peak_mb", "growth_mb"):
+    for name in COMPARED:
         values = [r["ratio"][name] for r in found]
         spread[name] = {"lowest": min(values), "median": statistics.median(values), "highest": max(values)}
     return {"sides": {"lightrft": str(ours), "trl": str(theirs)}, "rounds": found, "ratio": spread}
@@ -551,7 +578,7 @@ def main() -> None:
         same = {}
         for case in ("step32", "step512"):
             if case in args.cases:
-                same[case] = call("check", 2, case=case, variant=vars(Variant("trl", 2)), folder=str(folders[1024]), steps=1)
+                same[case] = call("check", 2, case=case, variant=vars(Variant("trl", 2)), folder=str(folders[4096]), steps=1)
                 print(f"  {case}: one batch through both: {same[case]}", flush=True)
         if args.check:
             return
@@ -573,8 +600,8 @@ def report(args: argparse.Namespace, results: dict[str, Any], same: dict[str, An
     machine = f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}"
     name = args.machine or re.sub(r"[^a-z0-9]+", "-", f"{cpu_model()}-{os.cpu_count()}cores".lower()).strip("-")
     work = (
-        f"qwen2, {LAYERS} layers of {HIDDEN}, tied embeddings, float32; {PROMPTS} prompts x {ANSWERS} answers of {NEW_TOKENS} new "
-        "tokens, one optimizer step per generation, grpo without a reference"
+        f"qwen2, {LAYERS} layers of {HIDDEN}, tied embeddings, float32; {PROMPTS} prompts x {ANSWERS} answers of at most "
+        f"{NEW_TOKENS} new tokens, one optimizer step per generation, grpo without a reference"
     )
     command = " ".join(["python", "benchmarks/vs_trl.py", *sys.argv[1:]])
     tree = {"command": command, "machine": machine, "versions": versions(), "work": work, "same": same, "cases": results}
@@ -587,6 +614,7 @@ def report(args: argparse.Namespace, results: dict[str, Any], same: dict[str, An
 
 UNITS = {
     "step": "whole step, s",
+    "cpu": "CPU time of a step, s",
     "update": "update, s",
     "generate": "generation, s",
     "peak_mb": "peak memory, MiB",
@@ -605,14 +633,17 @@ def markdown(tree: dict[str, Any]) -> list[str]:
         )
     for case, found in tree["cases"].items():
         about = CASES[case]
-        lines += ["", f"## {about.prompt_tokens}-token prompts, vocabulary {about.vocabulary:,}", ""]
-        lines += [f"* lightrft: {found['sides']['lightrft']}", f"* TRL: {found['sides']['trl']}"]
+        ends = "answers of 64 tokens" if about.full else "answers of up to 64 tokens, ending by themselves"
+        lines += ["", f"## {about.prompt_tokens}-token prompts, {ends}, vocabulary {about.vocabulary:,}", ""]
+        for side, title in (("lightrft", "lightrft"), ("trl", "TRL")):
+            tokens = statistics.mean(r[side]["tokens"] for r in found["rounds"])
+            lines.append(f"* {title}: {found['sides'][side]}; {tokens:,.0f} answer tokens a step")
         load = ", ".join(f"{r['load']:.1f}" for r in found["rounds"])
         lines += [f"* {len(found['rounds'])} rounds, medians of {about.steps} steps each; load average after each: {load}", ""]
         lines += ["| | lightrft | TRL | TRL / lightrft: median | lowest | highest |", "|---|---|---|---|---|---|"]
         for name, title in UNITS.items():
             a, b = (statistics.median(r[side][name] for r in found["rounds"]) for side in ("lightrft", "trl"))
-            digits, s = (3 if name in ("step", "update", "generate") else 0), found["ratio"][name]
+            digits, s = (0 if name.endswith("_mb") else 3), found["ratio"][name]
             lines.append(
                 f"| {title} | {a:,.{digits}f} | {b:,.{digits}f} | **{s['median']:.2f}** | {s['lowest']:.2f} | {s['highest']:.2f} |"
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -48,4 +50,7 @@ def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"held-out accuracy {summary['heldout_before']:.1%} -> {summary['heldout_after']:.1%}")
     state = "finished" if summary.get("finished") else "stopped; the same command goes on"
     lines.append(f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in {run.dir}/{run.name}")
-    return lines + [f"  {command}" for command in summary.get("next", [])]
+    commands = list(summary.get("next", []))
+    if commands and shutil.which("lightrft") is None:
+        commands.insert(0, f"source {os.path.relpath(sys.prefix)}/bin/activate")
+    return lines + [f"  {command}" for command in commands]

@@ -77,6 +77,8 @@ class Backbone(nn.Module):
     def states(self, packed: Packed) -> Tensor:
         """Last hidden states ``[S, T, H]`` of one model call."""
         self.use_attention("padded" if packed.plan is None else "flat")
+        if packed.plan is not None:
+            packed.plan.last_layer = self.base.config.get_text_config().num_hidden_layers - 1
         return self.decoder(**packed.inputs, use_cache=False).last_hidden_state
 
     def use_attention(self, kind: str) -> None:

@@ -111,7 +111,7 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
     for b in rows.needed:
         groups.setdefault(rows.prompt_of[b], []).append(b)
     prompt_at, answer_at = _starts(rows.prompts), _sources(batch, rows)
-    flat, runs, shared = _Flat(), [], []
+    flat, runs, shared, heads = _Flat(), [], [], []
     last, start = [0] * len(rows.answers), [0] * len(rows.answers)
     for p, members in groups.items():
         head = flat.add(prompt_at[p], rows.prompts[p], 0)
@@ -122,6 +122,7 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
                 flat.add(answer_at[b], rows.run[b], rows.prompts[p])
             runs.append((head[0], head[1] + rows.run[b]))
             continue
+        heads.append(head)
         answers = []
         for b in members:
             last[b] = head[0] + head[1] - 1
@@ -131,7 +132,7 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
         runs += [head, *answers]
         if answers:
             shared.append((head, answers))
-    return _flat_row(batch, rows, flat, runs, shared, last, start, final)
+    return _flat_row(batch, rows, flat, runs, shared, last, start, final, heads)
 
 
 def _packed(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
@@ -164,6 +165,7 @@ def _flat_row(
     last: list[int],
     start: list[int],
     final: bool,
+    heads: Sequence[Run] = (),
 ) -> Packed:
     device = batch.responses.tokens.device
     length = torch.tensor(flat.length)
@@ -171,7 +173,7 @@ def _flat_row(
     source = torch.repeat_interleave(torch.tensor(flat.source), length) + within
     positions = (torch.repeat_interleave(torch.tensor(flat.first), length) + within).to(device)
     tokens = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source.to(device)]
-    plan = SegmentPlan(runs, shared, positions)
+    plan = SegmentPlan(runs, shared, positions, heads)
     gather, after = _reads(rows, torch.tensor(last), torch.tensor(start))
     return Packed(tokens[None], positions[None], plan, gather.to(device), after.to(device) if final else None)
 

@@ -50,12 +50,15 @@ class SegmentPlan:
     """``runs`` attend to themselves; in ``shared``, several runs (side by side) also see all of an earlier one.
 
     ``shared`` holds pairs of the key run and the query runs. ``positions [T]`` are the tokens' places in their own sequence.
+    Of the runs in ``heads`` only the last token's final state is read: in ``last_layer`` no other of their queries is computed.
     """
 
     runs: Sequence[Run]
     shared: Sequence[tuple[Run, Sequence[Run]]]
     positions: Tensor
-    _parts: dict[int | None, tuple[list[Own], list[Before]]] = field(default_factory=dict)
+    heads: Sequence[Run] = ()
+    last_layer: int | None = None
+    _parts: dict[tuple[int | None, bool], tuple[list[Own], list[Before]]] = field(default_factory=dict)
     _varlen: dict[str, varlen.Keys] = field(default_factory=dict)
 
     def attend(
@@ -66,24 +69,27 @@ class SegmentPlan:
             if "keys" not in self._varlen:
                 self._varlen["keys"] = varlen.gather_keys(self.runs, self.shared, query.device)
             return varlen.attend(query, key, value, self._varlen["keys"], scale, window)
-        own, before = self.parts(window)
+        own, before = self.parts(window, layer == self.last_layer)
         return _Joined.apply(query, key, value, own, before, scale, softcap)
 
-    def parts(self, window: int | None) -> tuple[list[Own], list[Before]]:
-        """The parts of the softmax under a sliding window of ``window`` keys; made once, since all layers share them."""
+    def parts(self, window: int | None, last: bool = False) -> tuple[list[Own], list[Before]]:
+        """The parts of the softmax under a sliding window of ``window`` keys; made once, since layers share them."""
         longest = max((length for _, length in self.runs), default=0)
         reach = max((length + max(n for _, n in queries) for (_, length), queries in self.shared), default=0)
         if window is not None and window >= max(longest, reach):
             window = None
-        if window not in self._parts:
-            self._parts[window] = self._make_parts(window)
-        return self._parts[window]
+        key = window, last and window is None and bool(self.heads)
+        if key not in self._parts:
+            self._parts[key] = self._make_parts(*key)
+        return self._parts[key]
 
-    def _make_parts(self, window: int | None) -> tuple[list[Own], list[Before]]:
-        chunks = [chunk for run in self.runs for chunk in _chunks(run, window)]
+    def _make_parts(self, window: int | None, last: bool) -> tuple[list[Own], list[Before]]:
+        heads = set(self.heads) if last else set()
+        chunks = [chunk for run in self.runs if run not in heads for chunk in _chunks(run, window)]
         own = [_own(bucket, self.positions.device) for bucket in _buckets(chunks)]
         if window is None:
             whole = [(slice(runs[0][0], runs[-1][0] + runs[-1][1]), slice(k, k + m)) for (k, m), runs in self.shared]
+            whole += [(slice(k + m - 1, k + m), slice(k, k + m)) for k, m in self.runs if (k, m) in heads]
             return own, [Before(query, key, None) for query, key in whole]
         reach = window - 1  # how far before itself a query sees
         before = []
@@ -148,8 +154,8 @@ class _Joined(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = query[0], key[0], value[0]  # [H, T, d], [H_kv, T, d]
         heads, tokens, repeat = q.shape[0], q.shape[1], q.shape[0] // k.shape[0]
-        out = q.new_empty(heads, tokens, v.shape[-1])
-        lse = q.new_empty(heads, tokens, dtype=torch.promote_types(q.dtype, torch.float32))
+        out = q.new_zeros(heads, tokens, v.shape[-1])  # stays 0 where nobody asks
+        lse = q.new_full((heads, tokens), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         for part in own:
             o, log = _forward(
                 _take(q, part), _repeat(_take(k, part), repeat), _repeat(_take(v, part), repeat), None, True, scale, softcap

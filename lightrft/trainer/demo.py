@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config import DemoConfig, RunConfig
+from lightrft.models.loading import save_model
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.session import Observer
@@ -41,8 +42,7 @@ def make_start(config: DemoConfig, folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     tokenizer = tiny_tokenizer(whole_roles=True)
     sizes: dict[str, Any] = {**config.model, "vocab_size": len(tokenizer)}
-    tiny_model(config.family, seed=config.run.seed, **sizes).save_pretrained(temporary)
-    tokenizer.save_pretrained(temporary)
+    save_model(tiny_model(config.family, seed=config.run.seed, **sizes), tokenizer, temporary)
     temporary.rename(folder)
 
 
@@ -67,6 +67,7 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
     for file in ("samples.json", "config.yaml"):
         shutil.copyfile(base / "rl" / file, base / file)
     model = base / "rl" / "model"
+    asked = json.loads((base / "samples.json").read_text(encoding="utf-8"))["before"][0]["prompt"]
     changed = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8")).get("changed", {})
     summary = {
         **result,
@@ -76,7 +77,7 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
         "seconds_rl": result["seconds"],
         "changed": changed,
         "next": [
-            f"lightrft chat model={model}",
+            f"lightrft chat model={model}  # ask {asked}; /clear between questions",
             "lightrft explain grpo",
             "lightrft rl recipes/gsm8k_grpo.yaml model=path/to/your/model",
         ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ def _spread(keys: Sequence[str], before: dict[str, Any], after: dict[str, Any]) 
     return [k for k in keys if k not in wrong][: SHOWN - len(wrong)] + wrong
 
 
+def question(prompt: str) -> str:
+    """What a reader wants to see of a prompt: the last message of the user where it is written in ChatML, else all of it."""
+    asked = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.S)
+    return asked[-1] if asked else prompt
+
+
 def _first_answers(file: Path, threshold: float) -> dict[str, dict[str, Any]]:
     answers: dict[str, dict[str, Any]] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
@@ -50,6 +57,6 @@ def _first_answers(file: Path, threshold: float) -> dict[str, dict[str, Any]]:
         prompt = row["prompt"]
         reward = row["reward"]
         correct = not row["failed"] and reward is not None and reward >= threshold
-        shown = {"prompt": prompt["text"], "text": row["text"], "label": str(prompt["label"]), "correct": correct}
+        shown = {"prompt": question(prompt["text"]), "text": row["text"], "label": str(prompt["label"]), "correct": correct}
         answers.setdefault(prompt["id"], shown)
     return answers

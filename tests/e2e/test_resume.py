@@ -74,6 +74,7 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
     ("where", "nth"),
     [
         ("generation", 7),
+        ("generation", 11),  # while an epoch ends
         ("update", 10),
         ("checkpoint files", 5),
         ("checkpoint manifest", 3),

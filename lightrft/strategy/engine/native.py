@@ -130,6 +130,7 @@ def _limit(request: Request, sampling: SamplingConfig) -> int:
     return sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
 
 
+CHECKSUM_PART = 1 << 22
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -137,7 +138,9 @@ def checksum(tensor: Tensor) -> str:
     """Type, shape and two sums over the raw bits, exact on any device: one over all, one over a sample weighted by place."""
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     sampled = bits[:: max(1, bits.numel() // 4096)].cpu()
-    return f"{tensor.dtype}{list(tensor.shape)}:{int(bits.sum(dtype=torch.int64)):x}:{zlib.crc32(sampled.numpy().tobytes()):x}"
+    # In parts: a sum in another type first converts its input, which for a whole embedding is twice its size.
+    total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(CHECKSUM_PART))
+    return f"{tensor.dtype}{list(tensor.shape)}:{total:x}:{zlib.crc32(sampled.numpy().tobytes()):x}"
 
 
 @dataclass(slots=True, eq=False)

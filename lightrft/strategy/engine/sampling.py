@@ -108,7 +108,7 @@ def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     weights[:, vocabulary:] = 0
     torch.exp(logits - top, out=weights[:, :vocabulary])
     weights = weights.view(rows, blocks, size)
-    outer = torch.cumsum(weights.sum(-1, dtype=wide), dim=-1)
+    outer = torch.cumsum(weights.sum(-1).to(wide), dim=-1)  # a sum straight to float64 would first copy [R, V] to it
     target = u.to(wide).unsqueeze(-1) * outer[:, -1:]
     block = _first_above(outer, target)
     below = torch.where(block > 0, outer.gather(-1, (block - 1).clamp_(min=0)), 0)
