@@ -56,6 +56,7 @@ class Training(ABC):
 def take_up(run: Training) -> None:
     """In a folder that holds one, load the newest checkpoint; then give the engine the weights."""
     if run.held_out:
+        run.roles.scorer.check_sources(prompt.data_source for prompt in run.held_out)
         check_lengths(run.roles.actor, longest(run.held_out), run.eval.sampling, "eval.sampling", "eval.data")
     run.step, state = run.session.resume(run.roles.strategy, run.trained)
     if state:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from logging import INFO, WARNING, getLogger
 from typing import Any
@@ -26,6 +26,10 @@ class PromptStream:
         dataset = PromptDataset(config, tokenizer, seed=seed)
         report("data", dataset.counts, dataset.first_problem)
         return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Each prompt once, in the order of the data set."""
+        return (self.dataset[i] for i in range(len(self.dataset)))
 
     def draw(self, count: int) -> list[Prompt]:
         return [self.dataset[i] for i in self.sampler.next(count)]

@@ -57,6 +57,8 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
     with open_session(config, config.run, config.checkpoint, config.log, "rl", observer or Nobody()) as session:
         run = prepare(config, session)
         try:
+            if not config.reward.terms:  # rows of a source without terms could turn up after hours
+                run.roles.scorer.check_sources(p.data_source for p in run.stream.prompts())
             check_lengths(run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data")
             take_up(run)
             return run_steps(run)

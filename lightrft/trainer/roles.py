@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 class Scoring(Protocol):
     """What a loop needs of a reward: every rollout that goes in comes out once, scored or failed."""
 
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """Raises ``RewardError`` naming the data sources for whose rows there is no reward."""
+        ...
+
     def submit(self, rollout: Rollout) -> None: ...
 
     def results(self, wait: bool) -> Iterator[Rollout]: ...
@@ -33,6 +37,9 @@ class Unscored:
     """For runs without a reward: every rollout comes out as it went in."""
 
     _waiting: list[Rollout] = field(default_factory=list)
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        return
 
     def submit(self, rollout: Rollout) -> None:
         self._waiting.append(rollout)

@@ -1,0 +1,75 @@
+"""``lightrft eval``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.command import assert_refused, command
+
+
+@pytest.fixture
+def evaluate(capsys, monkeypatch, model_folder, data_folder, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words: str, terms: str = "[math]"):
+        given = [f"model={model_folder}", f"eval.data.sources={data_folder / 'train.jsonl'}", "eval.sampling.max_new_tokens=4"]
+        return command(capsys, "eval", *given, f"reward.terms={terms}", *words)
+
+    return run
+
+
+def answers(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "rollouts" / "eval_000000.jsonl").read_text().splitlines()]
+
+
+def test_the_metrics_are_what_the_answers_say(evaluate, data_folder, tmp_path):
+    outcome = evaluate("eval.threshold=0.2", terms=f"[{data_folder / 'rewards.py'}:ones]")
+    assert outcome.status == 0, outcome.err
+    assert outcome.err == ""
+    metrics, rows = json.loads(outcome.out), answers(tmp_path / "runs" / "eval")
+    assert len(rows) == 10
+    assert metrics["eval/accuracy"] == sum(r["reward"] >= 0.2 for r in rows) / 10
+    assert metrics["eval/reward"] == pytest.approx(sum(r["reward"] for r in rows) / 10, abs=1e-12)
+    summary = json.loads((tmp_path / "runs" / "eval" / "summary.json").read_text())
+    assert summary["prompts"] == 10 and summary["eval/accuracy"] == metrics["eval/accuracy"]
+
+
+def test_several_answers_give_the_share_with_one_that_is_right(evaluate, data_folder, tmp_path):
+    sampling = ["eval.samples=3", "eval.sampling.temperature=1.0", "eval.threshold=0.01"]
+    metrics = json.loads(evaluate(*sampling, terms=f"[{data_folder / 'rewards.py'}:ones]").out)
+    rows = answers(tmp_path / "runs" / "eval")
+    by_prompt: dict[str, list[bool]] = {}
+    for row in rows:
+        by_prompt.setdefault(row["prompt"]["id"], []).append(row["reward"] >= 0.01)
+    assert len(rows) == 30 and all(len(right) == 3 for right in by_prompt.values())
+    assert metrics["eval/accuracy"] == pytest.approx(sum(map(sum, by_prompt.values())) / 30, abs=1e-12)
+    assert metrics["eval/pass"] == pytest.approx(sum(map(any, by_prompt.values())) / 10, abs=1e-12)
+
+
+def test_the_first_prompts_only(evaluate, tmp_path):
+    assert evaluate("eval.limit=3").status == 0
+    assert [r["prompt"]["text"].count("+") for r in answers(tmp_path / "runs" / "eval")] == [1, 1, 1]
+
+
+def test_a_second_evaluation_in_the_same_folder_takes_the_place_of_the_first(evaluate, tmp_path):
+    assert evaluate("eval.limit=3").status == 0
+    assert evaluate("eval.limit=5").status == 0
+    assert len(answers(tmp_path / "runs" / "eval")) == 5
+
+
+def test_every_source_has_an_accuracy_of_its_own(evaluate, data_folder):
+    both = f"[{{path: {data_folder / 'train.jsonl'}, name: one, limit: 4}}, {{path: {data_folder / 'train.jsonl'}, name: two}}]"
+    metrics = json.loads(evaluate(f"eval.data.sources={both}").out)
+    assert {"eval/one/accuracy", "eval/two/accuracy", "eval/accuracy"} <= metrics.keys()
+
+
+def test_nothing_to_answer_or_no_reward_is_refused(evaluate):
+    assert_refused(evaluate("eval.data.sources=[]"), "eval.data.sources is empty")
+    assert_refused(evaluate(terms="[]"), "reward.terms is empty")
+
+
+def test_a_source_without_a_reward_is_refused(evaluate):
+    assert_refused(evaluate("reward.per_source={other: [math]}", terms="[]"), "no reward for data source", "other")
