@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
+from functools import cache
 
 from tests.architecture.tree import ROOT
 
@@ -12,12 +13,21 @@ ASSERTING = {"raises", "warns", "assert_close", "assert_allclose", "assert_array
 ASSERTING_PREFIXES = ("assert_", "check_", "expect_")
 
 
-def asserts(function: ast.FunctionDef) -> bool:
+def asserts(function: ast.FunctionDef, helpers: Container[str] = ()) -> bool:
+    """Whether ``function`` asserts something itself or through one of ``helpers``."""
     for node in ast.walk(function):
         name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-        if isinstance(node, ast.Assert) or name in ASSERTING or name.startswith(ASSERTING_PREFIXES):
+        if isinstance(node, ast.Assert) or name in ASSERTING or name in helpers or name.startswith(ASSERTING_PREFIXES):
             return True
     return False
+
+
+@cache
+def asserting_helpers() -> frozenset[str]:
+    """Functions of the tests' own, beside the tests, that assert."""
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "tests").rglob("*.py")]
+    functions = [node for tree in trees for node in tree.body if isinstance(node, ast.FunctionDef)]
+    return frozenset(f.name for f in functions if not f.name.startswith("test_") and asserts(f))
 
 
 def functions_of_tests() -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -28,8 +38,15 @@ def functions_of_tests() -> Iterator[tuple[str, ast.FunctionDef]]:
 
 
 def test_every_test_asserts_something() -> None:
-    silent = [where for where, function in functions_of_tests() if not asserts(function)]
+    silent = [where for where, function in functions_of_tests() if not asserts(function, asserting_helpers())]
     assert silent == []
+
+
+def test_a_test_without_an_assertion_is_seen() -> None:
+    (silent,) = ast.parse("def test_x():\n    helper(1)\n").body
+    assert isinstance(silent, ast.FunctionDef)
+    assert not asserts(silent)
+    assert asserts(silent, {"helper"})
 
 
 def test_no_test_is_skipped_for_good_or_expected_to_fail() -> None:
