@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-import warnings
-from collections.abc import Generator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,10 +21,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
-from transformers.utils import logging as transformers_logging
 
 from lightrft.models.families import family_of
 from lightrft.models.lora import base_model, is_adapted, merged_state
+from lightrft.models.quiet import quiet
 from lightrft.models.settings import ModelConfig
 from lightrft.utils.errors import ModelError
 
@@ -67,7 +64,7 @@ def load_model(
     implementation = config.attention or family_of(settings).padded_attention
     where = _where(config)
     try:
-        with _quiet(local=Path(where).is_dir()):
+        with quiet(local=Path(where).is_dir()):
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 where, config=settings, attn_implementation=implementation, output_loading_info=True, **options
             )
@@ -93,7 +90,8 @@ def _load_adapters(config: ModelConfig, file: Path, device: torch.device | str, 
         raise ModelError(f"model.path = {config.path!r}: its adapter_config.json does not name a base model")
     model = load_model(config.model_copy(update={"path": base}), device=device, dtype=dtype)
     try:
-        return PeftModel.from_pretrained(model, file.parent, is_trainable=True).eval()  # ty: ignore[invalid-explicit-return]
+        with quiet(local=True):
+            return PeftModel.from_pretrained(model, file.parent, is_trainable=True).eval()  # ty: ignore[invalid-explicit-return]
     except _BROKEN as error:
         raise ModelError(f"model.path = {config.path!r}: the adapters cannot be read ({_first_line(error)})") from error
 
@@ -140,21 +138,6 @@ def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype
         )
         options["device_map"] = {"": str(device)}
     return options
-
-
-@contextmanager
-def _quiet(*, local: bool) -> Generator[None]:
-    """What transformers says of its own doings stays out of a program's output; bars of a download stay."""
-    hidden = local and transformers_logging.is_progress_bar_enabled()
-    if hidden:
-        transformers_logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
-            yield
-    finally:
-        if hidden:
-            transformers_logging.enable_progress_bar()
 
 
 def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
@@ -250,7 +233,7 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, path
 
     Adapters are added into the weights that are written; those in memory stay. With ``merge`` off, only adapters are written."""
     inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
-    with _quiet(local=True):
+    with quiet(local=True):
         if is_adapted(inner) and not merge:
             inner.save_pretrained(str(path))
         else:

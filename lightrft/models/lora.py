@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightrft.models.quiet import quiet
 from lightrft.models.settings import LoRAConfig
 from lightrft.utils.errors import ModelError
 
@@ -27,19 +28,18 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterabl
     exclude = tuple(exclude)
     everything = config.targets == "all-linear" and exclude
     targets = find_all_linear_modules(model, exclude) if everything else config.targets
+    settings = LoraConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,  # ty: ignore[invalid-argument-type]
+        lora_dropout=config.dropout,
+        use_dora=config.dora,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        task_type="CAUSAL_LM",
+        bias="none",
+    )
     try:
-        return get_peft_model(
-            model,
-            LoraConfig(
-                r=config.rank,
-                lora_alpha=config.alpha,  # ty: ignore[invalid-argument-type]
-                lora_dropout=config.dropout,
-                use_dora=config.dora,
-                target_modules=targets if isinstance(targets, str) else list(targets),
-                task_type="CAUSAL_LM",
-                bias="none",
-            ),
-        )
+        with quiet(local=True):
+            return get_peft_model(model, settings)
     except ValueError as error:
         raise ModelError(f"model.lora.targets = {config.targets!r}: {error}") from None
 

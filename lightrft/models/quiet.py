@@ -1,0 +1,24 @@
+"""What libraries say of their own doings stays out of a program's output."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from transformers.utils import logging as transformers_logging
+
+
+@contextmanager
+def quiet(*, local: bool) -> Generator[None]:
+    """Without warnings of what will change in a library and, where nothing is downloaded, without its progress bars."""
+    hidden = local and transformers_logging.is_progress_bar_enabled()
+    if hidden:
+        transformers_logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        if hidden:
+            transformers_logging.enable_progress_bar()
