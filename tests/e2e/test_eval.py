@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.trainer.rl import run_rl
+from lightrft.utils.trackers import read_rows
 from tests.e2e.command import assert_refused, command
 
 
@@ -21,8 +23,12 @@ def evaluate(capsys, monkeypatch, model_folder, data_folder, tmp_path):
     return run
 
 
+def lines_of(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def answers(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "rollouts" / "eval_000000.jsonl").read_text().splitlines()]
+    return lines_of(folder / "rollouts" / "eval_000000.jsonl")
 
 
 def test_the_metrics_are_what_the_answers_say(evaluate, data_folder, tmp_path):
@@ -73,3 +79,24 @@ def test_nothing_to_answer_or_no_reward_is_refused(evaluate):
 
 def test_a_source_without_a_reward_is_refused(evaluate):
     assert_refused(evaluate("reward.per_source={other: [math]}", terms="[]"), "no reward for data source", "other")
+
+
+def test_evaluations_go_on_over_a_resume_and_samples_span_the_whole_run(rl_config, data_folder, tmp_path):
+    held = {"data": {"sources": [{"path": str(data_folder / "train.jsonl")}], "shuffle": False}, "every": 2, "threshold": 0.5}
+    held["sampling"] = {"max_new_tokens": 6, "temperature": 0.0}
+    run_rl(rl_config(eval=held, train={"steps": 2}))
+    folder = tmp_path / "run"
+    (folder / "rollouts" / "eval_000004.jsonl").write_text("left by a later step that is taken again\n")
+    summary = run_rl(rl_config(eval=held, train={"steps": 4}))
+    names = ["eval_000000.jsonl", "eval_000002.jsonl", "eval_000004.jsonl"]
+    files = {name: lines_of(folder / "rollouts" / name) for name in names}
+    assert sorted(p.name for p in (folder / "rollouts").glob("eval_*")) == names
+    assert all(len(rows) == 10 for rows in files.values())
+    accuracy = [r["eval/accuracy"] for r in read_rows(folder / "metrics.jsonl") if "eval/accuracy" in r]
+    assert accuracy == [sum(r["reward"] >= 0.5 for r in rows) / 10 for rows in files.values()]
+    assert (summary["heldout_before"], summary["heldout_after"]) == (accuracy[0], accuracy[-1])
+    shown = json.loads((folder / "samples.json").read_text())
+    assert len(shown["before"]) == len(shown["after"]) == 5
+    for side, name in (("before", names[0]), ("after", names[-1])):
+        for sample in shown[side]:
+            assert any(sample["prompt"] in r["prompt"]["text"] and sample["text"] == r["text"] for r in files[name])
