@@ -92,7 +92,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--machine", default="", help="name in the result files; the CPU model and the cores without it")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--check", action="store_true", help="only compare log-probs and gradients of one batch")
-    parser.add_argument("--profile", action="store_true", help="only profile this side's step")
+    parser.add_argument("--steps", type=int, help="steps of a round after the one that warms up; each case has its own number")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -170,7 +170,7 @@ def worker(order: dict[str, Any]) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         texts = make_prompts(Path(scratch), load_tokenizer(folder), case, PROMPTS * (order["steps"] + 1))
-        side = {"lightrft": run_lightrft, "trl": run_trl, "check": check, "profile": profile}[kind]
+        side = {"lightrft": run_lightrft, "trl": run_trl, "check": check}[kind]
         result = side(folder, Path(scratch), texts, order["steps"], variant, case.full)
     print("RESULT " + json.dumps(result))
 
@@ -440,36 +440,6 @@ def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Va
     return result
 
 
-def profile(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True) -> dict[str, Any]:
-    """Where a step goes: phases, then operators of generation and of the update; and what the machine could do."""
-    import torch
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as profiler
-
-    from lightrft.trainer.ppo import rl_step
-
-    a, b = torch.randn(2048, HIDDEN), torch.randn(HIDDEN, 3 * HIDDEN)
-    for _ in range(20):
-        a @ b
-    start = time.perf_counter()
-    for _ in range(100):
-        a @ b
-    gemm = 100 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - start) / 1e9
-    with open_run(rl_config(folder, scratch, steps + 2, full)) as (session, run):
-        phases: dict[str, list[float]] = {}
-        for step in range(steps + 1):
-            values = session.record(
-                step + 1, rl_step(run.roles, run.config, step, run.kl, run.stream.draw, session.timers).metrics
-            )
-            for name, value in values.items():
-                if step and name.startswith("time/"):
-                    phases.setdefault(name, []).append(value)
-        with profiler(activities=[ProfilerActivity.CPU]) as traced:
-            rl_step(run.roles, run.config, steps + 1, run.kl, run.stream.draw, session.timers)
-    print(traced.key_averages().table(sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=60))
-    return {"gemm_gflops": gemm, "phases": {k: statistics.median(v) for k, v in phases.items()}}
-
-
 # ---------------------------------------------------------------- the driver: never imports torch, so that it stays small
 
 
@@ -488,8 +458,6 @@ def call(kind: str, threads: int, **order: Any) -> dict[str, Any]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{kind} failed\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
-    if kind == "profile":
-        print(done.stdout)
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return json.loads(found[-1].removeprefix("RESULT ")) if found else {}
 
@@ -519,23 +487,23 @@ def calibrate(case: str, folder: Path) -> list[Variant]:
     theirs = [Variant("trl", n, rows, way) for n in threads for rows, way in ((whole, "generate"), (whole // 4, "generate"))]
     chosen = []
     for variants in (ours, theirs):
-        tried = {v: one_round(case, v, folder, 2)["step"] for v in variants}
+        tried = {v: one_round(case, v, folder, 1)["step"] for v in variants}
         # The other way of generating, with the best of the rest. It cannot suppress the end token.
         if variants is theirs and not CASES[case].full:
             best = min(tried, key=lambda v: tried[v])
             other = Variant("trl", best.threads, best.rows, "continuous")
-            tried[other] = one_round(case, other, folder, 2)["step"]
+            tried[other] = one_round(case, other, folder, 1)["step"]
         for variant, seconds in tried.items():
             print(f"  {case}: {variant.side}, {variant}: {seconds:.2f} s a step", flush=True)
         chosen.append(min(tried, key=lambda v: tried[v]))
     return chosen
 
 
-def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
+def measure(case: str, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
     ours, theirs = calibrate(case, folder)
     found = []
     for i in range(rounds):
-        a, b = (one_round(case, v, folder, CASES[case].steps) for v in (ours, theirs))
+        a, b = (one_round(case, v, folder, steps) for v in (ours, theirs))
         ratio = {name: b[name] / a[name] for name in COMPARED}
         found.append({"lightrft": a, "trl": b, "ratio": ratio, "load": os.getloadavg()[0]})
         shown = ", ".join(f"{k} {v:.2f}" for k, v in ratio.items())
@@ -544,7 +512,7 @@ def measure(case: str, folder: Path, rounds: int) -> dict[str, Any]:
     for name in COMPARED:
         values = [r["ratio"][name] for r in found]
         spread[name] = {"lowest": min(values), "median": statistics.median(values), "highest": max(values)}
-    return {"sides": {"lightrft": str(ours), "trl": str(theirs)}, "rounds": found, "ratio": spread}
+    return {"sides": {"lightrft": str(ours), "trl": str(theirs)}, "steps": steps, "rounds": found, "ratio": spread}
 
 
 def cpu_model() -> str:
@@ -563,18 +531,6 @@ def main() -> None:
         for size in dict.fromkeys(CASES[c].vocabulary for c in args.cases):
             folders[size] = Path(scratch) / str(size)
             call("make", 1, folder=str(folders[size]), vocabulary=size)
-        if args.profile:
-            for case in args.cases:
-                shown = call(
-                    "profile",
-                    2,
-                    case=case,
-                    variant=vars(Variant("lightrft", 2)),
-                    folder=str(folders[CASES[case].vocabulary]),
-                    steps=5,
-                )
-                print(json.dumps(shown, indent=1))
-            return
         same = {}
         for case in ("step32", "step512"):
             if case in args.cases:
@@ -583,7 +539,7 @@ def main() -> None:
         if args.check:
             return
         for case in args.cases:
-            results[case] = measure(case, folders[CASES[case].vocabulary], args.rounds)
+            results[case] = measure(case, folders[CASES[case].vocabulary], args.rounds, args.steps or CASES[case].steps)
     report(args, results, same)
 
 
@@ -639,7 +595,7 @@ def markdown(tree: dict[str, Any]) -> list[str]:
             tokens = statistics.mean(r[side]["tokens"] for r in found["rounds"])
             lines.append(f"* {title}: {found['sides'][side]}; {tokens:,.0f} answer tokens a step")
         load = ", ".join(f"{r['load']:.1f}" for r in found["rounds"])
-        lines += [f"* {len(found['rounds'])} rounds, medians of {about.steps} steps each; load average after each: {load}", ""]
+        lines += [f"* {len(found['rounds'])} rounds, medians of {found['steps']} steps each; load average after each: {load}", ""]
         lines += ["| | lightrft | TRL | TRL / lightrft: median | lowest | highest |", "|---|---|---|---|---|---|"]
         for name, title in UNITS.items():
             a, b = (statistics.median(r[side][name] for r in found["rounds"]) for side in ("lightrft", "trl"))
