@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from lightrft.trainer.rollout import check_scored, request_seed, requests_for
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
 
 
 def run_eval(config: EvaluateConfig) -> dict[str, float]:
@@ -65,6 +68,9 @@ def run_generate(config: GenerateConfig) -> int:
             for rollout in engine.generate(requests, config.sampling):
                 scorer.submit(rollout)
             rollouts = sorted(scorer.results(wait=True), key=lambda r: order[r.seed])
+    failed = [r.failed for r in rollouts if r.failed]
+    if failed:
+        log.warning("%d of %d answers were not scored, the first: %s", len(failed), len(rollouts), failed[0])
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.tmp")
     temporary.write_text("".join(json.dumps(_line(r), ensure_ascii=False) + "\n" for r in rollouts), encoding="utf-8")

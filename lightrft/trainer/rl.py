@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,8 @@ from lightrft.trainer.rollout import Interrupted
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.utils.errors import ConfigError, RewardError
 from lightrft.utils.metrics import Metrics
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,6 +39,8 @@ class RLRun(Training):
             self.stream.sampler.load_state_dict(before)
             raise
         done = self.step + 1
+        for reason, count in result.collected.failures.most_common(3):
+            log.info("step %d: %d answers were not scored: %s", done, count, reason)
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
             session.folder.write_rollouts(done, result.collected.rollouts, advantages=advantages_of(result))
         return result.metrics

@@ -78,3 +78,11 @@ def test_stop_strings_are_cut_from_the_text(generate, tmp_path):
     rows = lines(tmp_path / "answers.jsonl")
     assert not any(set("aeiou") & set(r["response"]) for r in rows)
     assert any(r["finish_reason"] == "stop" for r in rows)
+
+
+def test_answers_that_could_not_be_scored_are_written_and_told(generate, data_folder, tmp_path):
+    outcome = generate(f"reward.terms=[{data_folder / 'rewards.py'}:sometimes_fails]", "samples=4")
+    rows = lines(tmp_path / "answers.jsonl")
+    failed = [r for r in rows if r["failed"]]
+    assert 0 < len(failed) < len(rows) == 40
+    assert f"{len(failed)} of 40 answers were not scored" in outcome.err and "no score today" in outcome.err
