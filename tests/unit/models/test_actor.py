@@ -61,6 +61,7 @@ def test_a_model_without_adapters_cannot_be_its_own_reference():
 
 @pytest.mark.parametrize("dora", [False, True])
 def test_export_adds_adapters_into_the_weights_and_leaves_memory_alone(tmp_path, dora):
+    torch.manual_seed(0)  # how far float32 rounding carries depends on the adapters drawn
     actor, batch = trained_adapters(folder(tmp_path / "base"), dora), hard_batch()
     before = {name: p.clone() for name, p in actor.state_dict().items()}
     expected = actor.score(batch).logprobs
