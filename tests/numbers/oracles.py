@@ -16,6 +16,8 @@ from dataclasses import dataclass
 
 from tests.numbers.scalars import Rows, Scalar, clip, detach, deviation, exp, greatest, least, leaves, mean, number, sigmoid
 
+Mask = list[list[bool]]
+
 
 @dataclass
 class Case:
@@ -25,7 +27,7 @@ class Case:
 
     lengths: list[int]
     prompt_of: list[int]
-    mask: list[list[bool]]
+    mask: Mask
     logprobs: Rows
     old: Rows
     behavior: Rows
