@@ -424,7 +424,7 @@ def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Va
     actor = Actor.load(ModelConfig(path=str(folder), dtype="float32"))
     batch = weighted(batch, config)
     scores = actor.score(batch, entropy=True)
-    loss, _ = Objective(config.algorithm, 0.0)(batch, scores)
+    loss, _ = Objective(config.algorithm, 0.0, 0.0)(batch, scores)
     loss.backward()
     grads = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}
     assert grads.keys() == seen["grads"].keys() and len(prompts) == PROMPTS

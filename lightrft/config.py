@@ -102,8 +102,8 @@ class Part(Settings):
 
 
 class AdvantageConfig(Settings):
-    """Rewards to advantages. ``whiten`` standardises over all trained tokens of the global batch; ``eps`` guards a division by a
-    standard deviation; ``gamma`` and ``lam`` are the discount and the trace of GAE (arXiv 1506.02438)."""
+    """Rewards to advantages. ``whiten`` standardises over the trained tokens of the global ``batch`` or of each ``group``; ``eps``
+    guards a division by a standard deviation; ``gamma`` and ``lam`` are the discount and the trace of GAE (arXiv 1506.02438)."""
 
     shorthand: ClassVar[str | None] = "name"
 
@@ -111,20 +111,23 @@ class AdvantageConfig(Settings):
     gamma: float = Field(1.0, ge=0, le=1)
     lam: float = Field(0.95, ge=0, le=1)
     eps: float = Field(1e-6, ge=0)
-    whiten: bool = False
+    whiten: Literal["none", "group", "batch"] = "none"
     options: dict[str, Any] = Field(default_factory=dict)
 
 
 class LossConfig(Settings):
-    """The policy loss of a token. The ratio is clipped to ``[1 - clip_low, 1 + clip_high]``; ``dual_clip`` bounds the loss of
-    negative advantages at that multiple (arXiv 1912.09729)."""
+    """The policy loss of a token. The ratio, of a ``token``, of the whole ``sequence`` (arXiv 2507.18071, eq. 7) or of the sequence
+    with the gradient of the token (``sequence_token``, eq. 14), is clipped to ``[1 - clip_low, 1 + clip_high]``; ``dual_clip`` bounds
+    the loss of negative advantages at that multiple (arXiv 1912.09729), ``ratio_cap`` their ratio (arXiv 2505.07291)."""
 
     shorthand: ClassVar[str | None] = "name"
 
     name: str = "ppo_clip"
+    ratio: Literal["token", "sequence", "sequence_token"] = "token"
     clip_low: float = Field(0.2, ge=0)
     clip_high: float = Field(0.2, ge=0)
     dual_clip: float | None = Field(None, gt=1)
+    ratio_cap: float | None = Field(None, gt=1)
     options: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -155,6 +158,12 @@ class KLConfig(Settings):
         return self
 
 
+class EntropyConfig(Settings):
+    """``coef`` times the policy's entropy is taken off the loss."""
+
+    coef: float = 0.0
+
+
 class ValueConfig(Settings):
     """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value."""
 
@@ -165,6 +174,8 @@ class AlgorithmConfig(Settings):
     """An algorithm as a row of settings over shared functions.
 
     A ``preset`` fills in a published row; what stands beside it wins. ``preset: null`` starts from the parts' own defaults.
+    ``proximal`` is where the ratio's old log-probs come from: the policy before the update, or the sampler that drew the tokens.
+    ``corrections`` weight token losses by how far the two are apart, ``gates`` leave tokens of a mini-batch out.
     ``aggregation`` turns token losses into the loss of the global batch; ``constant_length`` is the divisor of ``constant``
     (its default is the longest answer that sampling allows).
     """
@@ -174,10 +185,13 @@ class AlgorithmConfig(Settings):
     preset: str | None = "grpo"
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
+    proximal: Literal["policy", "behavior"] = "policy"
+    corrections: tuple[Part, ...] = ()
+    gates: tuple[Part, ...] = ()
     aggregation: str = "token"
     constant_length: int | None = Field(None, ge=1)
     kl: KLConfig = KLConfig()
-    entropy_coef: float = 0.0
+    entropy: EntropyConfig = EntropyConfig()
     value: ValueConfig = ValueConfig()
     shaping: tuple[Part, ...] = ()
     filters: tuple[Part, ...] = ()
@@ -188,7 +202,7 @@ class AlgorithmConfig(Settings):
         tree = {"preset": tree} if isinstance(tree, str) else tree
         if not isinstance(tree, dict):
             return tree
-        tree = {k: _full_parts(v) if k in ("shaping", "filters") else v for k, v in tree.items()}
+        tree = {k: _full_parts(v) if k in PARTS else v for k, v in tree.items()}
         name = tree.setdefault("preset", "grpo")
         if name is None:
             return tree
@@ -196,7 +210,17 @@ class AlgorithmConfig(Settings):
             near = difflib.get_close_matches(str(name), PRESETS, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(f"unknown preset {name!r}{hint} Known: {', '.join(sorted(PRESETS))}")
-        return deep_merge(PRESETS[name], tree)
+        row = {k: v for k, v in PRESETS[name].items() if not _renamed(v, tree.get(k))}
+        return deep_merge(row, tree)
+
+
+PARTS = ("shaping", "filters", "corrections", "gates")
+
+
+def _renamed(preset: Any, given: Any) -> bool:
+    """Whether ``given`` takes another function than ``preset`` does: that one's numbers are not for it."""
+    name = given.get("name") if isinstance(given, dict) else given if isinstance(given, str) else None
+    return isinstance(preset, dict) and name is not None and preset.get("name") not in (None, name)
 
 
 def _full_parts(parts: Any, key: str = "name") -> Any:
@@ -215,14 +239,14 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     # REINFORCE++, arXiv 2501.03262, section 3
     "reinforce++": {
-        "advantage": {"name": "reinforce", "gamma": 1.0, "whiten": True},
+        "advantage": {"name": "reinforce", "gamma": 1.0, "whiten": "batch"},
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": "token",
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.01},
     },
     # PPO, arXiv 1707.06347; per-token KL in the reward as in arXiv 2203.02155
     "ppo": {
-        "advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95, "whiten": True},
+        "advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95, "whiten": "batch"},
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": "token",
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.02},
@@ -298,14 +322,6 @@ class RLConfig(Settings):
     strategy: StrategyConfig = StrategyConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
-
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """Whether log-probs are read before the update: by the KL, or by a ratio that leaves 1. A batch that gets exactly one
-        update, on policy, needs none for the ratio: there the new ones, detached, are the old ones."""
-        kl = self.algorithm.kl
-        read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
-        return read_by_kl or self.train.updates * self.train.mini_batches > 1
 
 
 class SFTConfig(Settings):

@@ -163,10 +163,15 @@ class Batch:
     behavior_logprobs: Tensor | None = token_column()  # [N] under the distribution that was sampled from
     old_logprobs: Tensor | None = token_column()  # [N] policy before the update
     ref_logprobs: Tensor | None = token_column()  # [N]
+    logprobs: Tensor | None = token_column()  # [N] policy at the start of an optimizer step, without gradient
+    entropy: Tensor | None = token_column()  # [N] of the policy before the update
+    versions: Tensor | None = token_column()  # [N] the policy version that drew the token
     values: Tensor | None = token_column()  # [N] V(state before the token)
     advantages: Tensor | None = token_column()  # [N]
     returns: Tensor | None = token_column()  # [N]
     loss_weights: Tensor | None = token_column()  # [N] share of each token's loss in the loss of the global batch
+    gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 leaves a token out
+    pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens

@@ -1,6 +1,6 @@
 """Rewards to advantages: one function and one equation each.
 
-``ADVANTAGES[name](batch, token_rewards [N], settings) -> (advantages [N], returns [N])``. ``batch.rewards [B]`` is the outcome
+``ADVANTAGES[name](batch, token_rewards [N], settings, **options) -> (advantages [N], returns [N])``. ``batch.rewards [B]`` is the outcome
 reward after shaping; ``token_rewards`` holds it at the last sampled token of each row, with a KL penalty on every one if asked for.
 Tokens that the policy did not sample get 0 and are passed through: the result is that of the rows without them.
 """
@@ -17,10 +17,8 @@ from lightrft.trainer.rows import Rows, compact, group_sum, scatter
 from lightrft.types import Batch
 from lightrft.utils.registry import Registry
 
-Advantage = Callable[[Batch, Tensor, AdvantageConfig], tuple[Tensor, Tensor]]
+Advantage = Callable[..., tuple[Tensor, Tensor]]
 ADVANTAGES: Registry[Advantage] = Registry("advantage")
-NEEDS_GROUPS = {"grpo"}
-NEEDS_CRITIC = {"gae"}
 
 
 def scores(batch: Batch, token_rewards: Tensor, rows: Rows) -> Tensor:
@@ -37,6 +35,8 @@ def scores(batch: Batch, token_rewards: Tensor, rows: Rows) -> Tensor:
     formula="A_i = (R_i - mean_group R) / (std_group R + eps)",
     latex=r"\hat A_i=\frac{R_i-\operatorname{mean}(R)}{\operatorname{std}(R)+\epsilon}",
     paper="DeepSeekMath, arXiv 2402.03300, section 4.1.2",
+    needs=["groups"],
+    reads=["eps"],
 )
 def grpo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """Reward standardised inside its group (unbiased deviation). Exactly 0 where the group is of one answer or of equal rewards."""
@@ -58,6 +58,7 @@ def grpo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     formula="A_t = sum_{s>=t} gamma^(s-t) r_s",
     latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}r_s",
     paper="REINFORCE++, arXiv 2501.03262, section 3 (whitened over the global batch)",
+    reads=["gamma"],
 )
 def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """Discounted return of each token."""
@@ -72,6 +73,8 @@ def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) ->
     formula="delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = A_t + V_t",
     latex=r"\delta_t=r_t+\gamma V_{t+1}-V_t,\quad \hat A_t=\delta_t+\gamma\lambda\hat A_{t+1},\quad \hat R_t=\hat A_t+V_t",
     paper="GAE, arXiv 1506.02438, eq. 16",
+    needs=["critic"],
+    reads=["gamma", "lam"],
 )
 def gae(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation. A truncated row is bootstrapped with the value of the state it was cut in."""
@@ -112,3 +115,21 @@ def whiten(x: Tensor, mask: Tensor, eps: float) -> Tensor:
     whitened = torch.zeros_like(x)
     whitened[mask] = centred / (centred.square().mean().sqrt() + eps)
     return whitened
+
+
+def _as_they_are(x: Tensor, batch: Batch, eps: float) -> Tensor:
+    return x
+
+
+def _by_batch(x: Tensor, batch: Batch, eps: float) -> Tensor:
+    return whiten(x, batch.mask, eps)
+
+
+def _by_group(x: Tensor, batch: Batch, eps: float) -> Tensor:
+    group = batch.prompt_of[batch.row_of]
+    parts = [whiten(x, batch.mask & (group == g), eps) for g in range(len(batch.prompts))]
+    return torch.stack(parts).sum(0) if parts else torch.zeros_like(x)
+
+
+WHITENINGS: dict[str, Callable[[Tensor, Batch, float], Tensor]] = {"none": _as_they_are, "group": _by_group, "batch": _by_batch}
+"""``WHITENINGS[mode](advantages [N], batch, eps) -> advantages [N]``"""

@@ -26,6 +26,7 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         torch.tensor([g for g, group in enumerate(groups) for _ in group], dtype=torch.long),
         sampled=flat([r.sampled for r in rollouts], torch.bool),
         behavior_logprobs=flat([r.logprobs for r in rollouts], dtype),
+        versions=flat([r.versions for r in rollouts], torch.long),
         rewards=torch.tensor([r.reward for r in rollouts], dtype=dtype),
         version=torch.tensor([min(r.versions, default=0) for r in rollouts], dtype=torch.long),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),

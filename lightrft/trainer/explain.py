@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from lightrft.config import PRESETS, RLConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.corrections import CORRECTIONS
 from lightrft.trainer.filters import FILTERS
+from lightrft.trainer.gates import GATES
 from lightrft.trainer.kl import KL_ESTIMATORS
+from lightrft.trainer.parts import needs_of, needs_old_logprobs
 from lightrft.trainer.policy_loss import POLICY_LOSSES
 from lightrft.trainer.shaping import SHAPINGS
 from lightrft.utils.registry import About
@@ -55,9 +58,9 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     if algorithm.kl.used and algorithm.kl.where == "loss":
         terms.append(f"+ {algorithm.kl.coef:g} kl_t")
         latex.append(rf"+{algorithm.kl.coef:g}\,k_{{i,t}}")
-    if algorithm.entropy_coef:
-        terms.append(f"- {algorithm.entropy_coef:g} H_t")
-        latex.append(rf"-{algorithm.entropy_coef:g}\,H_{{i,t}}")
+    if algorithm.entropy.coef:
+        terms.append(f"- {algorithm.entropy.coef:g} H_t")
+        latex.append(rf"-{algorithm.entropy.coef:g}\,H_{{i,t}}")
     aggregation = AGGREGATIONS.about(algorithm.aggregation)
     inner, inner_latex = " ".join(terms), "".join(latex)
     wrap = f"({inner})" if len(terms) > 1 else inner
@@ -82,10 +85,9 @@ def _lines(config: RLConfig) -> Iterator[Line]:
         reward = About(f"{reward.formula} - {algorithm.kl.coef:g} kl_t", rf"{reward.latex}-{algorithm.kl.coef:g}\,k_{{i,t}}")
     yield Line("token reward", "outcome", reward)
     yield Line("advantage", algorithm.advantage.name, ADVANTAGES.about(algorithm.advantage.name))
-    if algorithm.advantage.whiten:
-        yield Line(
-            "advantage", "whiten", About("A <- (A - mean A) / (std A + eps), over all trained tokens of the batch", WHITENED)
-        )
+    if algorithm.advantage.whiten != "none":
+        over = f"over all trained tokens of the {algorithm.advantage.whiten}"
+        yield Line("advantage", "whiten", About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED))
     yield Line("policy loss", algorithm.loss.name, POLICY_LOSSES.about(algorithm.loss.name))
     if algorithm.kl.used:
         about = KL_ESTIMATORS.about(algorithm.kl.estimator)
@@ -98,6 +100,10 @@ def _lines(config: RLConfig) -> Iterator[Line]:
                 about.paper,
             ),
         )
+    for part in algorithm.corrections:
+        yield Line("correction of L", part.name, CORRECTIONS.about(part.name))
+    for part in algorithm.gates:
+        yield Line("gate of L", part.name, GATES.about(part.name))
     yield Line("aggregation", algorithm.aggregation, AGGREGATIONS.about(algorithm.aggregation))
     for part in algorithm.filters:
         yield Line("filter", part.name, FILTERS.about(part.name))
@@ -130,13 +136,13 @@ def _gradient(config: RLConfig) -> Iterator[str]:
     else:
         steps = train.updates * train.mini_batches
         yield f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts."
-    if not config.needs_old_logprobs:
+    if not needs_old_logprobs(config):
         yield "Old log-probs are not computed: the new ones, detached, are the old ones."
-    if (algorithm.kl.where == "loss" and algorithm.kl.used) or algorithm.entropy_coef:
+    if (algorithm.kl.where == "loss" and algorithm.kl.used) or algorithm.entropy.coef:
         yield "Rows with advantage 0 still get gradient from the KL or entropy term."
     else:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
-    if algorithm.advantage.name == "gae":
+    if "critic" in needs_of(algorithm):
         yield "The critic is trained on the returns beside the policy."
     if not algorithm.kl.used:
         yield "No KL term: no reference model is loaded or run."

@@ -6,15 +6,35 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
-from lightrft.config import AlgorithmConfig, Part
+from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, Part, RLConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.corrections import CORRECTIONS
 from lightrft.trainer.filters import FILTERS
+from lightrft.trainer.gates import GATES
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.policy_loss import POLICY_LOSSES
 from lightrft.trainer.shaping import SHAPINGS
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
+
+
+def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
+    """What the parts in force need, by the names that they are registered with: ``groups``, ``critic``, ``behavior``, ``current``,
+    ``entropy``."""
+    named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(algorithm.loss.name)]
+    named += [CORRECTIONS.about(part.name) for part in algorithm.corrections]
+    named += [GATES.about(part.name) for part in algorithm.gates]
+    return frozenset().union(*(about.needs for about in named))
+
+
+def needs_old_logprobs(config: RLConfig) -> bool:
+    """Whether the policy's log-probs are read before the update: by the KL, or by a ratio that leaves 1. A batch that gets exactly
+    one update, on policy, needs none for the ratio: there the new ones, detached, are the old ones."""
+    kl = config.algorithm.kl
+    read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
+    several = config.train.updates * config.train.mini_batches > 1
+    return config.algorithm.proximal == "policy" and (read_by_kl or several)
 
 
 def check_parts(algorithm: AlgorithmConfig) -> None:
@@ -25,24 +45,37 @@ def check_parts(algorithm: AlgorithmConfig) -> None:
 
 
 def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
+    advantage, loss = algorithm.advantage, algorithm.loss
+    yield from _misfit("algorithm.advantage", ADVANTAGES, Part(name=advantage.name, options=advantage.options), 3)
+    yield from _misfit("algorithm.loss", POLICY_LOSSES, Part(name=loss.name, options=loss.options), 5)
     named: list[tuple[str, Registry[Any], str, int]] = [
-        ("algorithm.advantage.name", ADVANTAGES, algorithm.advantage.name, 3),
-        ("algorithm.loss.name", POLICY_LOSSES, algorithm.loss.name, 5),
         ("algorithm.aggregation", AGGREGATIONS, algorithm.aggregation, 2),
         ("algorithm.kl.estimator", KL_ESTIMATORS, algorithm.kl.estimator, 2),
     ]
     for key, registry, name, arguments in named:
         yield from _misfit(key, registry, Part(name=name), arguments)
-    for key, registry, part in (
-        ("algorithm.advantage", ADVANTAGES, algorithm.advantage),
-        ("algorithm.loss", POLICY_LOSSES, algorithm.loss),
-    ):
-        if part.options and part.name in registry:
-            yield f"{key}.options are for functions of your own: {part.name!r} reads none"
+    yield from _unread("algorithm.advantage", ADVANTAGES, advantage, {"eps"} if advantage.whiten != "none" else set())
+    yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set())
+    for i, part in enumerate(algorithm.corrections):
+        yield from _misfit(f"algorithm.corrections.{i}", CORRECTIONS, part, 5)
+    for i, part in enumerate(algorithm.gates):
+        yield from _misfit(f"algorithm.gates.{i}", GATES, part, 2)
     for i, part in enumerate(algorithm.shaping):
         yield from _misfit(f"algorithm.shaping.{i}", SHAPINGS, part, 2, "max_new_tokens")
     for i, part in enumerate(algorithm.filters):
         yield from _misfit(f"algorithm.filters.{i}", FILTERS, part, 1)
+
+
+def _unread(key: str, registry: Registry[Any], settings: AdvantageConfig | LossConfig, also: set[str]) -> Iterator[str]:
+    """Settings that were changed and that the built-in function in force does not read."""
+    if settings.name not in registry:
+        return
+    read = registry.about(settings.name).reads | also | {"name", "options", "whiten"}
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        if name not in read and value != field.default:
+            known = ", ".join(sorted(registry.about(settings.name).reads)) or "none of them"
+            yield f"{key}.{name} = {value} changes nothing: {settings.name!r} reads {known}"
 
 
 def _misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given: str) -> Iterator[str]:

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from lightrft.config import RLConfig
-from lightrft.trainer.advantages import ADVANTAGES, whiten
-from lightrft.trainer.batching import micro_batches
+from lightrft.trainer.advantages import ADVANTAGES, WHITENINGS
 from lightrft.trainer.collate import collate
-from lightrft.trainer.kl import KLController
+from lightrft.trainer.controls import Controls
+from lightrft.trainer.parts import needs_of, needs_old_logprobs
 from lightrft.trainer.roles import Roles, settle_layout
 from lightrft.trainer.rollout import Collected, collect
-from lightrft.trainer.rows import Rows
 from lightrft.trainer.shaping import shape, token_rewards
-from lightrft.trainer.update import sampling_temperature, update
+from lightrft.trainer.update import by_parts, sampling_temperature, update
 from lightrft.types import Batch, Prompt, rows_of
 from lightrft.utils.metrics import Max, Mean, Metrics, Sum
 from lightrft.utils.timers import Timers
@@ -40,13 +39,18 @@ def rl_step(
     roles: Roles,
     config: RLConfig,
     step: int,
-    kl: KLController,
+    controls: Controls,
     draw_prompts: Callable[[int], list[Prompt]],
     timers: Timers,
     stopped: Callable[[], bool] = lambda: False,
 ) -> StepResult:
     """Prompts in, one updated policy out."""
     collected = collect(roles, config, step, draw_prompts, timers, stopped)
+    return learn(roles, config, step, controls, collected, timers)
+
+
+def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collected: Collected, timers: Timers) -> StepResult:
+    """Scored groups in, one updated policy out."""
     metrics = rollout_metrics(collected)
     if not collected.groups:
         return StepResult(collected, None, metrics)
@@ -60,24 +64,33 @@ def rl_step(
     with timers("values"):
         batch = with_values(batch, roles, config)
     with timers("advantages"):
-        batch = with_advantages(batch, config, kl.coef)
+        batch = with_advantages(batch, config, controls)
     with timers("update"):
-        metrics.merge(update(roles, batch, config, kl.coef, step))
-    metrics.merge(steer_kl(batch, kl))
+        metrics.merge(update(roles, batch, config, controls, step))
+    metrics.merge(controls.steer(batch))
     with timers("weights"):
         roles.engine.load_weights(roles.strategy.full_parameters(roles.policy.state), step + 1)
     return StepResult(collected, batch, metrics)
 
 
 def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """Old log-probs, when something reads them."""
-    if not config.needs_old_logprobs:
+    """Old log-probs, and the policy's entropy, when something reads them."""
+    if config.algorithm.proximal == "behavior":
+        batch = batch.replace(old_logprobs=batch.behavior_logprobs)
+    wanted = needs_of(config.algorithm) & {"entropy"}
+    if not wanted and not needs_old_logprobs(config):
         return batch
+    entropies = torch.zeros(batch.tokens)
 
     def score(part: Batch, index: Tensor) -> Tensor:
-        return roles.actor.score(part, temperature=sampling_temperature(config)).logprobs
+        scores = roles.actor.score(part, temperature=sampling_temperature(config), entropy=bool(wanted))
+        if scores.entropy is not None:
+            entropies[rows_of(batch.lengths, index)] = scores.entropy.float().cpu()
+        return scores.logprobs
 
-    return batch.replace(old_logprobs=by_parts(batch, score, roles, config))
+    logprobs = by_parts(batch, score, roles, config)
+    old = logprobs if config.algorithm.proximal == "policy" else batch.old_logprobs
+    return batch.replace(old_logprobs=old, entropy=entropies if wanted else None)
 
 
 def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
@@ -107,36 +120,16 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     return batch.replace(values=by_parts(batch, score, roles, config), final_values=final)
 
 
-def with_advantages(batch: Batch, config: RLConfig, kl_coef: float) -> Batch:
+def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
     """Shaped rewards, rewards of tokens, advantages and returns, in float64."""
     algorithm = config.algorithm
     batch = batch.replace(rewards=shape(batch, algorithm.shaping, config.sampling.max_new_tokens).double())
-    in_reward = kl_coef if algorithm.kl.where == "reward" else 0.0
+    in_reward = controls.kl.coef if algorithm.kl.where == "reward" else 0.0
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
-    advantages, returns = ADVANTAGES[algorithm.advantage.name](batch, rewards, algorithm.advantage)
-    if algorithm.advantage.whiten:
-        advantages = whiten(advantages, batch.mask, algorithm.advantage.eps)
+    settings = algorithm.advantage
+    advantages, returns = ADVANTAGES[settings.name](batch, rewards, settings, **settings.options)
+    advantages = WHITENINGS[settings.whiten](advantages, batch, settings.eps)
     return batch.replace(advantages=advantages.float(), returns=returns.float())
-
-
-def steer_kl(batch: Batch, kl: KLController) -> Metrics:
-    """Report the distance to the reference and let the controller move the coefficient."""
-    metrics = Metrics({"policy/kl_coef": Mean(kl.coef)}) if kl.config.used else Metrics()
-    if batch.old_logprobs is not None and batch.ref_logprobs is not None:
-        distance = Rows.of(batch).sum(batch.old_logprobs - batch.ref_logprobs).mean()
-        metrics.add("policy/kl_per_answer", Mean(distance))
-        kl.update(float(distance), len(batch))
-    return metrics
-
-
-def by_parts(batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig) -> Tensor:
-    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch."""
-    column = torch.zeros(batch.tokens)
-    with torch.no_grad():
-        for index in micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout):
-            values = score(batch.select(index).to(roles.device), index)
-            column[rows_of(batch.lengths, index)] = values.float().cpu()
-    return column
 
 
 def rollout_metrics(collected: Collected) -> Metrics:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config import RLConfig
-from lightrft.trainer.advantages import NEEDS_GROUPS
-from lightrft.trainer.kl import KLController
+from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.lengths import check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
-from lightrft.trainer.parts import check_parts
+from lightrft.trainer.parts import check_parts, needs_of
 from lightrft.trainer.ppo import StepResult, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.rollout import Interrupted
@@ -25,16 +24,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RLRun(Training):
-    """A step draws prompts from ``stream``, and ``kl`` may move its coefficient."""
+    """A step draws prompts from ``stream``, and ``controls`` go from one to the next."""
 
     config: RLConfig
     stream: PromptStream
-    kl: KLController
+    controls: Controls
 
     def advance(self) -> Metrics:
         config, session, before = self.config, self.session, self.stream.sampler.state_dict()
         try:
-            result = rl_step(self.roles, config, self.step, self.kl, self.stream.draw, session.timers, lambda: bool(session.stop))
+            result = rl_step(
+                self.roles, config, self.step, self.controls, self.stream.draw, session.timers, lambda: bool(session.stop)
+            )
         except (Interrupted, RewardError):
             self.stream.sampler.load_state_dict(before)
             raise
@@ -46,11 +47,11 @@ class RLRun(Training):
         return result.metrics
 
     def state(self) -> dict[str, Any]:
-        return {"sampler": self.stream.sampler.state_dict(), "kl_coef": self.kl.coef}
+        return {"sampler": self.stream.sampler.state_dict(), "controls": self.controls.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.stream.sampler.load_state_dict(state["sampler"])
-        self.kl.coef = state["kl_coef"]
+        self.controls.load_state_dict(state["controls"])
 
     def about(self) -> dict[str, Any]:
         return {"algorithm": self.config.algorithm.preset or "custom"}
@@ -79,11 +80,6 @@ def check(config: RLConfig) -> None:
         )
     if not config.data.sources:
         raise ConfigError("data.sources is empty; name what prompts come from, e.g. data.sources=[{path: train.jsonl}]")
-    name = config.algorithm.advantage.name
-    if name in NEEDS_GROUPS and config.rollout.samples < 2:
-        raise ConfigError(
-            f"rollout.samples = {config.rollout.samples}: advantage {name!r} compares answers of a group; set it to 2 or more"
-        )
     kl, answers = config.algorithm.kl, config.rollout.prompts * config.rollout.samples
     if kl.used and kl.controller == "adaptive" and answers >= 5 * kl.horizon:
         raise ConfigError(
@@ -91,6 +87,11 @@ def check(config: RLConfig) -> None:
             f"coefficient could turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
+    if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
+        name = config.algorithm.advantage.name
+        raise ConfigError(
+            f"rollout.samples = {config.rollout.samples}: advantage {name!r} compares answers of a group; set it to 2 or more"
+        )
 
 
 def prepare(config: RLConfig, session: Session) -> RLRun:
@@ -107,7 +108,7 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
         steps=steps,
         config=config,
         stream=stream,
-        kl=KLController.of(config.algorithm.kl),
+        controls=Controls.of(config.algorithm),
     )
 
 

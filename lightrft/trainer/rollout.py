@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from lightrft.config import RLConfig
 from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.settings import SamplingConfig
-from lightrft.trainer.advantages import NEEDS_GROUPS
 from lightrft.trainer.filters import drop_reason
+from lightrft.trainer.parts import needs_of
 from lightrft.trainer.roles import Roles, Scoring
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import RewardError
@@ -55,7 +55,7 @@ def collect(
     """Draw and score until ``rollout.prompts`` groups pass the filters, or ``rollout.max_rounds`` rounds are over."""
     got = Collected()
     wanted = config.rollout.prompts
-    least = 2 if config.algorithm.advantage.name in NEEDS_GROUPS else 1
+    least = 2 if "groups" in needs_of(config.algorithm) else 1
     while len(got.groups) < wanted and got.rounds < config.rollout.max_rounds:
         prompts = draw_prompts(wanted - len(got.groups))
         seeds = (config.run.seed, step, got.rounds)

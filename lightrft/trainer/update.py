@@ -13,29 +13,38 @@ from lightrft.models.actor import Scores
 from lightrft.strategy.base import StepInfo, Strategy
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.batching import micro_batches, mini_batches
+from lightrft.trainer.controls import Controls
+from lightrft.trainer.corrections import correction_weights
+from lightrft.trainer.gates import gated
 from lightrft.trainer.kl import KL_ESTIMATORS
+from lightrft.trainer.parts import needs_of
 from lightrft.trainer.policy_loss import POLICY_LOSSES, value_loss
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import request_seed
 from lightrft.trainer.rows import Rows
-from lightrft.types import Batch
+from lightrft.types import Batch, rows_of
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss in force: ``algorithm`` with the KL coefficient of this step."""
+    """The loss in force: ``algorithm`` with the coefficients of this step."""
 
     algorithm: AlgorithmConfig
     kl_coef: float
+    entropy_coef: float
+
+    @staticmethod
+    def of(algorithm: AlgorithmConfig, controls: Controls) -> Objective:
+        return Objective(algorithm, controls.kl.coef, algorithm.entropy.coef)
 
     @property
     def wants_entropy(self) -> bool:
-        return self.algorithm.entropy_coef != 0
+        return self.entropy_coef != 0
 
     def active(self, batch: Batch) -> Tensor:
         """``[K]``: the rows that can get gradient. A row whose advantages are all 0 has none when there is no KL or entropy term."""
-        everything = self.wants_entropy or (self.algorithm.kl.where == "loss" and self.kl_coef > 0)
+        everything = self.wants_entropy or (self.algorithm.kl.where == "loss" and self.kl_coef > 0) or batch.pull is not None
         rows = Rows.of(batch)
         useful = rows.count() > 0 if everything else rows.sum((_need(batch.advantages) != 0).long()) > 0
         return useful.nonzero()[:, 0]
@@ -46,7 +55,16 @@ class Objective:
         logprobs = _counted(scores.logprobs, rows)
         old = logprobs.detach() if batch.old_logprobs is None else _counted(batch.old_logprobs, rows)
         advantages = _counted(_need(batch.advantages), rows)
-        losses, stats = POLICY_LOSSES[algorithm.loss.name](logprobs, old, advantages, rows, algorithm.loss)
+        settings = algorithm.loss
+        losses, stats = POLICY_LOSSES[settings.name](logprobs, old, advantages, rows, settings, **settings.options)
+        if algorithm.corrections:
+            behavior = _counted(_need(batch.behavior_logprobs), rows)
+            factor = correction_weights(algorithm.corrections, logprobs.detach(), old, behavior, advantages, rows)
+            losses, stats = losses * factor, {**stats, "correction": factor}
+        if batch.gate is not None:
+            losses, stats = losses * batch.gate, {**stats, "gate": batch.gate}
+        if batch.pull is not None:
+            losses = losses + batch.pull * (logprobs - old).abs()
         policy = weighted_sum(losses, batch)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
         if batch.behavior_logprobs is not None:
@@ -62,19 +80,21 @@ class Objective:
         if scores.entropy is not None:
             metrics.add("policy/entropy", Mean.of(scores.entropy, rows.mask))
             if self.wants_entropy:
-                loss = loss - algorithm.entropy_coef * weighted_sum(scores.entropy, batch)
+                loss = loss - self.entropy_coef * weighted_sum(scores.entropy, batch)
         return loss, metrics
 
 
-def update(roles: Roles, batch: Batch, config: RLConfig, kl_coef: float, step: int) -> Metrics:
+def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, step: int) -> Metrics:
     """Train policy and critic on ``batch``: ``train.updates`` passes of ``train.mini_batches`` optimizer steps each."""
-    objective = Objective(config.algorithm, kl_coef)
+    objective = Objective.of(config.algorithm, controls)
     actor_frozen = roles.critic is not None and step < config.critic.warmup_steps
     metrics = Metrics()
     for epoch in range(config.train.updates):
         generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, config.train.mini_batches, generator):
             mini = weighted(batch.select(index), config)
+            if config.algorithm.gates:
+                mini = gated(with_current(mini, roles, config), config.algorithm.gates, generator)
             if not actor_frozen:
                 metrics.merge(policy_step(roles, mini, objective, config))
             if roles.critic is not None:
@@ -86,6 +106,18 @@ def weighted(batch: Batch, config: RLConfig) -> Batch:
     """``batch``, whole, with the share of each token in its loss. From here on any split gives the same sum."""
     constant = config.algorithm.constant_length or config.sampling.max_new_tokens
     return batch.replace(loss_weights=AGGREGATIONS[config.algorithm.aggregation](Rows.of(batch), constant))
+
+
+def with_current(mini: Batch, roles: Roles, config: RLConfig) -> Batch:
+    """The policy's log-probs before this optimizer step, when a gate reads them."""
+    if "current" not in needs_of(config.algorithm):
+        return mini
+
+    def score(part: Batch, index: Tensor) -> Tensor:
+        return roles.actor.score(part, temperature=sampling_temperature(config)).logprobs
+
+    logprobs = by_parts(mini, score, roles, config)
+    return mini.replace(logprobs=logprobs, old_logprobs=logprobs if mini.old_logprobs is None else mini.old_logprobs)
 
 
 def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfig) -> Metrics:
@@ -116,6 +148,16 @@ def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConf
     loss, metrics = optimizer_step("critic", strategy, critic, mini, config.train.micro_batch_tokens, loss_of)
     metrics.add("critic/loss", Mean(loss))
     return metrics
+
+
+def by_parts(batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig) -> Tensor:
+    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch."""
+    column = torch.zeros(batch.tokens)
+    with torch.no_grad():
+        for index in micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout):
+            values = score(batch.select(index).to(roles.device), index)
+            column[rows_of(batch.lengths, index)] = values.float().cpu()
+    return column
 
 
 def optimizer_step(

@@ -6,7 +6,7 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -19,11 +19,14 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What an entry is, for people: the formula for a terminal and in LaTeX, and where it was published."""
+    """What an entry is: the formula for a terminal and in LaTeX, where it was published, what the batch must hold for it
+    (``needs``), and which of the settings that its kind shares it reads (``reads``)."""
 
     formula: str = ""
     latex: str = ""
     paper: str = ""
+    needs: frozenset[str] = frozenset()
+    reads: frozenset[str] = frozenset()
 
 
 class Registry(Generic[T]):
@@ -34,24 +37,34 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
         self._about: dict[str, About] = {}
 
-    def register(self, name: str, *, formula: str = "", latex: str = "", paper: str = "") -> Callable[[T], T]:
+    def register(
+        self,
+        name: str,
+        *,
+        formula: str = "",
+        latex: str = "",
+        paper: str = "",
+        needs: Iterable[str] = (),
+        reads: Iterable[str] = (),
+    ) -> Callable[[T], T]:
         """Decorator that files a function under ``name``. Raises ``ValueError`` if the name is taken by another."""
 
         def add(function: T) -> T:
             if self._entries.get(name, function) is not function:
                 raise ValueError(f"{self.kind} {name!r} is registered twice")
             self._entries[name] = function
-            self._about[name] = About(formula, latex, paper)
+            self._about[name] = About(formula, latex, paper, frozenset(needs), frozenset(reads))
             return function
 
         return add
 
     def about(self, name: str) -> About:
-        """What ``name`` is; for a user's own function, its name and the first line of its docstring."""
+        """What ``name`` is; for a user's own function, its name, the first line of its docstring, and its attribute ``needs``."""
         if name in self._about:
             return self._about[name]
-        docstring = (self[name].__doc__ or "").strip() or "no docstring"
-        return About(f"{name}: {docstring.splitlines()[0]}")
+        function = self[name]
+        docstring = (function.__doc__ or "").strip() or "no docstring"
+        return About(f"{name}: {docstring.splitlines()[0]}", needs=frozenset(getattr(function, "needs", ())))
 
     def __getitem__(self, name: str) -> T:
         """The function called ``name``. Raises ``ConfigError`` with the nearest names when there is none."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config import PRESETS, AdvantageConfig, AlgorithmConfig, LossConfig
-from lightrft.trainer.advantages import ADVANTAGES, NEEDS_CRITIC, NEEDS_GROUPS
+from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.filters import FILTERS
 from lightrft.trainer.kl import KL_ESTIMATORS
@@ -69,10 +69,6 @@ def test_an_aggregation_writes_the_token_loss_as_explain_expects(name: str) -> N
     about = AGGREGATIONS.about(name)
     assert "L_it" in about.formula
     assert "L_{i,t}" in about.latex
-
-
-def test_what_needs_groups_or_a_critic_is_registered() -> None:
-    assert set(ADVANTAGES) >= NEEDS_GROUPS | NEEDS_CRITIC
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))

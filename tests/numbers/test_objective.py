@@ -15,6 +15,7 @@ from lightrft.config import AlgorithmConfig, RLConfig
 from lightrft.models.actor import Scores
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.batching import micro_batches
+from lightrft.trainer.controls import Controls
 from lightrft.trainer.ppo import with_advantages
 from lightrft.trainer.update import Objective, weighted
 from lightrft.types import Batch, rows_of
@@ -36,7 +37,7 @@ def algorithm_of(aggregation: str, kl: tuple[str, str, float], entropy: float) -
             "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
             "aggregation": aggregation,
             "kl": {"where": where, "estimator": estimator, "coef": coef},
-            "entropy_coef": entropy,
+            "entropy": {"coef": entropy},
         }
     )
 
@@ -86,7 +87,7 @@ def test_no_split_and_no_order_changes_loss_gradient_or_metrics(
     aggregation: str, kl: tuple[str, str, float], entropy: float, case: Case, seed: int, data: st.DataObject
 ) -> None:
     algorithm = algorithm_of(aggregation, kl, entropy)
-    objective = Objective(algorithm, kl[2])
+    objective = Objective(algorithm, kl[2], algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
     whole = through(batch, [torch.arange(len(batch))], logprobs, objective)
     parts = [torch.tensor(part) for part in data.draw(partitions(len(batch)))]
@@ -106,7 +107,7 @@ def test_no_split_and_no_order_changes_loss_gradient_or_metrics(
 @example(case=corner_cases()[3], seed=1, budget=2)
 def test_the_micro_batches_of_any_budget_give_the_same(aggregation: str, layout: str, case: Case, seed: int, budget: int) -> None:
     algorithm = algorithm_of(aggregation, KL_PLACES[2], 0.01)
-    objective = Objective(algorithm, 0.5)
+    objective = Objective(algorithm, 0.5, algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
     whole = through(batch, [torch.arange(len(batch))], logprobs, objective)
     assert_same(through(batch, micro_batches(batch, budget, layout), logprobs, objective), whole)
@@ -120,7 +121,7 @@ def test_rows_that_are_left_out_change_neither_loss_nor_gradient(
     aggregation: str, kl: tuple[str, str, float], entropy: float, case: Case, seed: int
 ) -> None:
     algorithm = algorithm_of(aggregation, kl, entropy)
-    objective = Objective(algorithm, kl[2])
+    objective = Objective(algorithm, kl[2], algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
     active = objective.active(batch)
     loss, found, _ = through(batch, [torch.arange(len(batch))], logprobs, objective)
@@ -140,7 +141,9 @@ def test_the_objective_is_aggregated_surrogate_plus_kl(
 ) -> None:
     algorithm = algorithm_of(aggregation, kl, 0.0)
     batch = prepared(case, seed, algorithm)
-    loss, found, _ = through(batch, [torch.arange(len(batch))], tensor_of(case.logprobs), Objective(algorithm, kl[2]))
+    loss, found, _ = through(
+        batch, [torch.arange(len(batch))], tensor_of(case.logprobs), Objective(algorithm, kl[2], algorithm.entropy.coef)
+    )
     slow = case.with_leaves("logprobs")
     limit = RLConfig(algorithm=algorithm).sampling.max_new_tokens
     advantages = oracles.on_sampled(case, scores_for(case, seed))
@@ -159,8 +162,8 @@ def test_entropy_is_taken_off_the_loss(aggregation: str, coef: float, case: Case
     plain, rewarded = (algorithm_of(aggregation, KL_PLACES[0], c) for c in (0.0, coef))
     batch, logprobs = prepared(case, seed, plain), tensor_of(case.logprobs)
     everything = [torch.arange(len(batch))]
-    without = through(batch, everything, logprobs, Objective(plain, 0.0))
-    found = through(batch, everything, logprobs, Objective(rewarded, 0.0))
+    without = through(batch, everything, logprobs, Objective(plain, 0.0, plain.entropy.coef))
+    found = through(batch, everything, logprobs, Objective(rewarded, 0.0, rewarded.entropy.coef))
     slow = case.with_leaves("logprobs")
     limit = RLConfig().sampling.max_new_tokens
     term = oracles.aggregate(slow, [[(x * 0.3).sin() + 2 for x in row] for row in slow.logprobs], aggregation, limit)
@@ -173,7 +176,7 @@ def test_entropy_is_taken_off_the_loss(aggregation: str, coef: float, case: Case
 @every_case(examples=25, max_gap=5.0)
 def test_whatever_stands_at_tokens_that_were_not_sampled_changes_nothing(garbage: float, case: Case, seed: int) -> None:
     algorithm = algorithm_of("sequence", ("loss", "k3", 0.5), 0.0)
-    objective = Objective(algorithm, 0.5)
+    objective = Objective(algorithm, 0.5, algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
     everything = [torch.arange(len(batch))]
     clean = through(batch, everything, logprobs, objective)
@@ -191,7 +194,9 @@ def test_whatever_stands_at_tokens_that_were_not_sampled_changes_nothing(garbage
 def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_that_of_the_policy_gradient(case: Case, seed: int) -> None:
     algorithm = algorithm_of("token", KL_PLACES[0], 0.0)
     batch = prepared(case, seed, algorithm).replace(old_logprobs=None)
-    _, found, metrics = through(batch, [torch.arange(len(batch))], tensor_of(case.logprobs), Objective(algorithm, 0.0))
+    _, found, metrics = through(
+        batch, [torch.arange(len(batch))], tensor_of(case.logprobs), Objective(algorithm, 0.0, algorithm.entropy.coef)
+    )
     assert_equal(found, (-batch.advantages * batch.loss_weights).tolist(), tolerance=1e-12)  # type: ignore[operator]
     if any(case.sampled(i) for i in range(len(case))):
         assert metrics["policy/ratio"] == 1.0
@@ -205,14 +210,16 @@ def test_a_policy_that_is_its_reference_has_no_kl_loss(case: Case, seed: int) ->
     case.ref = case.logprobs
     batch = prepared(case, seed, algorithm)
     everything, logprobs = [torch.arange(len(batch))], tensor_of(case.logprobs)
-    with_kl = through(batch, everything, logprobs, Objective(algorithm, 0.5))
-    assert_same(with_kl, through(batch, everything, logprobs, Objective(algorithm, 0.0)))
+    with_kl = through(batch, everything, logprobs, Objective(algorithm, 0.5, algorithm.entropy.coef))
+    assert_same(with_kl, through(batch, everything, logprobs, Objective(algorithm, 0.0, algorithm.entropy.coef)))
 
 
 @every_case(examples=25, max_gap=3.0)
 def test_gae_returns_are_made_before_whitening(case: Case, seed: int) -> None:
-    config = RLConfig.model_validate({"algorithm": {"preset": "ppo", "advantage": {"lam": 0.9, "gamma": 0.97}}})
-    found = with_advantages(batch_of(case), config, 0.05)
+    config = RLConfig.model_validate(
+        {"algorithm": {"preset": "ppo", "advantage": {"lam": 0.9, "gamma": 0.97}, "kl": {"coef": 0.05}}}
+    )
+    found = with_advantages(batch_of(case), config, Controls.of(config.algorithm))
     token = oracles.token_rewards(case, case.rewards, 0.05, "k1")
     advantages, returns = oracles.gae(case, token, 0.97, 0.9)
     whitened = oracles.whiten(case, advantages, unbiased=False, eps=config.algorithm.advantage.eps)
@@ -226,6 +233,6 @@ def test_whitening_of_a_batch_in_any_order_is_the_same() -> None:
     case = corner_cases()[3]
     batch = batch_of(case)
     order = torch.tensor(random.Random(0).sample(range(len(batch)), len(batch)))
-    before = with_advantages(batch, config, 0.1).select(order)
-    after = with_advantages(batch.select(order), config, 0.1)
+    before = with_advantages(batch, config, Controls.of(config.algorithm)).select(order)
+    after = with_advantages(batch.select(order), config, Controls.of(config.algorithm))
     assert after.advantages.tolist() == before.advantages.tolist()  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.engine.native import NativeEngine
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.advantages import NEEDS_CRITIC
+from lightrft.trainer.parts import needs_of
 from lightrft.trainer.reward import Scorer
 from lightrft.trainer.roles import AdaptersOff, Reference, Roles, Scoring, Trained, Unscored
 from lightrft.utils.errors import ConfigError
@@ -75,7 +75,7 @@ def local_reference(config: RLConfig, actor: Actor, strategy: SingleStrategy) ->
 
 def local_critic(config: RLConfig, strategy: SingleStrategy, optimizer_steps: int) -> Trained | None:
     """The value model, when the advantage needs one."""
-    if config.algorithm.advantage.name not in NEEDS_CRITIC:
+    if "critic" not in needs_of(config.algorithm):
         return None
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora": None})
     critic = Critic.load(model, device=strategy.device)

@@ -38,7 +38,7 @@ def test_the_numbers_are_those_of_the_config_with_their_sources(preset: str) -> 
     assert {n.key: n.value for n in found.numbers if n.key in given} == given
     assert sources["algorithm.preset"] == "command line"
     assert sources["train.updates"] == "command line"
-    assert sources["algorithm.entropy_coef"] == "default"
+    assert sources["algorithm.entropy.coef"] == "default"
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -80,7 +80,7 @@ def test_what_stands_beside_a_preset_wins_and_names_its_file(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
 def test_terms_in_the_loss_stand_in_the_objective_of_every_aggregation(aggregation: str) -> None:
-    _, found = explained(f"algorithm.aggregation={aggregation}", "algorithm.entropy_coef=0.01")
+    _, found = explained(f"algorithm.aggregation={aggregation}", "algorithm.entropy.coef=0.01")
     assert "(L_it + 0.04 kl_t - 0.01 H_t)" in found.objective
     assert r"\big(L_{i,t}+0.04\,k_{i,t}-0.01\,H_{i,t}\big)" in found.latex
     _, plain = explained(f"algorithm.aggregation={aggregation}", "algorithm.kl.where=none", "algorithm.kl.coef=0")

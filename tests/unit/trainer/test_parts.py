@@ -17,7 +17,7 @@ def ordinary(batch, rewards, max_new_tokens, power=1.0): return rewards
 def open_shaped(batch, rewards, *, needed, **options): return rewards
 def deaf(batch, rewards, *, power=1.0): return rewards
 def short(rewards, *, max_new_tokens): return rewards
-def advantage(batch, token_rewards, settings): return token_rewards, token_rewards
+def advantage(batch, token_rewards, settings, *, anything=0): return token_rewards, token_rewards
 def narrow_advantage(batch, token_rewards): return token_rewards, token_rewards
 def wide_loss(logprobs, old, advantages, rows, settings, extra): return logprobs, {}
 NUMBER = 3
@@ -51,8 +51,8 @@ def test_every_problem_is_listed_at_once() -> None:
         filters=[{"name": "zero_variance", "options": {"low": 1}}],
     )
     assert [line.split(":")[0].split(" is ")[0] for line in found] == [
-        "algorithm.advantage.name",
-        "algorithm.loss.name",
+        "algorithm.advantage",
+        "algorithm.loss",
         "algorithm.aggregation",
         "algorithm.kl.estimator",
         "algorithm.shaping.0.options.bufer",
@@ -110,6 +110,19 @@ def test_advantages_and_losses_are_held_to_their_number_of_arguments(mine: str) 
 def test_options_that_nothing_reads_are_refused() -> None:
     found = problems(advantage={"name": "grpo", "options": {"x": 1}}, loss={"name": "ppo_clip", "options": {"tau": 1}})
     assert found == [
-        "algorithm.advantage.options are for functions of your own: 'grpo' reads none",
-        "algorithm.loss.options are for functions of your own: 'ppo_clip' reads none",
+        "algorithm.advantage.options.x is not an option of 'grpo'; it takes none",
+        "algorithm.loss.options.tau is not an option of 'ppo_clip'; it takes none",
     ]
+
+
+def test_a_setting_that_the_function_in_force_does_not_read_is_refused() -> None:
+    assert problems(advantage={"name": "grpo", "gamma": 0.9}, loss={"name": "ppo_clip", "ratio_cap": 5.0}) == [
+        "algorithm.advantage.gamma = 0.9 changes nothing: 'grpo' reads eps"
+    ]
+
+
+def test_numbers_of_a_preset_are_not_for_another_function() -> None:
+    chosen = AlgorithmConfig.model_validate({"preset": "ppo", "advantage": {"name": "reinforce"}})
+    assert chosen.advantage.lam == 0.95
+    assert chosen.advantage.whiten == "none"
+    assert AlgorithmConfig.model_validate({"preset": "ppo", "advantage": {"lam": 0.9}}).advantage.whiten == "batch"

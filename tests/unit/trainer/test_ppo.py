@@ -14,6 +14,7 @@ from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny import tiny_model
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import SingleStrategy
+from lightrft.trainer.controls import Controls
 from lightrft.trainer.ppo import with_advantages, with_policy, with_reference
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.update import update
@@ -62,8 +63,8 @@ def roles_of(config: RLConfig, dtype: torch.dtype = torch.float32) -> Roles:
 
 def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor]:
     batch = with_reference(with_policy(batch, roles, config), roles, config)
-    batch = with_advantages(batch, config, config.algorithm.kl.coef)
-    update(roles, batch, config, config.algorithm.kl.coef, 0)
+    batch = with_advantages(batch, config, Controls.of(config.algorithm))
+    update(roles, batch, config, Controls.of(config.algorithm), 0)
     return {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
 
 
@@ -100,7 +101,7 @@ def test_rows_without_any_loss_term_are_not_run_and_change_nothing() -> None:
     roles.actor.score = lambda part, **k: (seen.append(len(part)), score(part, **k))[1]  # type: ignore[method-assign]
     after = step(config, batch, roles)
     assert sum(seen) == 8
-    everything = config_of(algorithm={"entropy_coef": 1e-300})
+    everything = config_of(algorithm={"entropy": {"coef": 1e-300}})
     same = step(everything, batch, roles_of(config))
     for name, parameter in after.items():
         torch.testing.assert_close(parameter, same[name], rtol=1e-4, atol=1e-6)
@@ -109,7 +110,7 @@ def test_rows_without_any_loss_term_are_not_run_and_change_nothing() -> None:
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "sequence_sum", "constant", "prompt"])
 @pytest.mark.parametrize("layout", ["prefix_shared", "packed", "padded"])
 def test_neither_micro_batches_nor_layouts_change_a_step(aggregation: str, layout: str) -> None:
-    over = {"algorithm": {"aggregation": aggregation, "kl": {"coef": 0.1}, "entropy_coef": 0.01}}
+    over = {"algorithm": {"aggregation": aggregation, "kl": {"coef": 0.1}, "entropy": {"coef": 0.01}}}
     whole = config_of(**over)
     pieces = config_of(**over, train={"micro_batch_tokens": 16}, model={"layout": layout})
     batch = batch_of()
