@@ -93,6 +93,19 @@ def gae(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple
     return scatter(advantages, rows, row, column), scatter(advantages + values, rows, row, column)
 
 
+@ADVANTAGES.register(
+    "teacher",
+    formula="A_t = 0, and what distill adds",
+    latex=r"\hat A_t=0",
+    paper="distillation without a reward: GKD, arXiv 2306.13649",
+    needs=["teacher"],
+)
+def teacher(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Nothing of a reward's: all that is learned comes from a teacher."""
+    nothing = torch.zeros_like(token_rewards)
+    return nothing, nothing
+
+
 def discounted(x: Tensor, decay: float) -> Tensor:
     """``y_t = x_t + decay * y_{t+1}`` along the last axis of ``x [B, L]``."""
     if decay == 1:
