@@ -122,15 +122,11 @@ class Actor(Backbone):
             actor.gradient_checkpointing_enable()
         return actor
 
-    def score(
-        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, target: Target | None = None
-    ) -> Scores:
+    def score(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, target: Target | None = None) -> Scores:
         """Log-probs (entropy, divergence from ``target``) of every response token, differentiable outside ``torch.no_grad()``."""
         return self(batch, temperature=temperature, entropy=entropy, target=target)
 
-    def forward(
-        self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, target: Target | None = None
-    ) -> Scores:
+    def forward(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, target: Target | None = None) -> Scores:
         """``score``; here so that wrappers which act on a module's call (sharding, mixed precision) see it."""
         batch = batch.to(self.device)
         states, _ = self.hidden(batch)

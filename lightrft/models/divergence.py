@@ -79,9 +79,7 @@ def token_divergence(
 
 class _TokenDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Target, bend: Bend, rows: int
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Target, bend: Bend, rows: int) -> Tensor:
         values = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)

@@ -8,7 +8,7 @@ from torch import Tensor
 from lightrft.config import DistillConfig, RLConfig
 from lightrft.models.divergence import Target
 from lightrft.trainer.roles import Roles
-from lightrft.trainer.update import by_parts, sampling_temperature
+from lightrft.trainer.scoring import by_parts, sampling_temperature
 from lightrft.types import Batch
 from lightrft.utils.registry import About
 
@@ -48,4 +48,4 @@ def target_of(part: Batch, roles: Roles, config: RLConfig) -> Target | None:
     if roles.teacher is None or not settings.whole:
         return None
     temperature = settings.temperature or sampling_temperature(config)
-    return roles.teacher.target(part, settings.kind, temperature=temperature, beta=settings.beta)
+    return roles.teacher.model.target(part, settings.kind, temperature=temperature, beta=settings.beta)
