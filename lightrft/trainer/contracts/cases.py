@@ -66,11 +66,14 @@ def double(numbers: Sequence[float]) -> Tensor:
 
 
 def filled(batch: Batch) -> Batch:
-    """Advantages of both signs and of 0, returns, and entropies."""
+    """Advantages of both signs and of 0, returns, entropies, and rewards of greedy answers."""
     n = torch.arange(batch.tokens)
     signs = double([-1.5, 0.5, 0.0, 2.0])
     return batch.replace(
-        advantages=torch.where(batch.mask, signs[n % 4], 0.0), returns=n.double() / 4, entropy=(n * 7 % 5).double() / 4
+        advantages=torch.where(batch.mask, signs[n % 4], 0.0),
+        returns=n.double() / 4,
+        entropy=(n * 7 % 5).double() / 4,
+        baselines=batch.prompt_of.double() / 2,
     )
 
 
@@ -99,6 +102,11 @@ def extremes() -> Iterator[tuple[str, Batch]]:
 def group_parts(batch: Batch) -> list[Tensor]:
     """The rows of each prompt."""
     return [(batch.prompt_of == p).nonzero()[:, 0] for p in batch.prompt_of.unique()]
+
+
+def whole_part(batch: Batch) -> list[Tensor]:
+    """All answers together."""
+    return [torch.arange(len(batch))]
 
 
 def row_parts(batch: Batch) -> list[Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config import AdvantageConfig, LossConfig
+from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.contracts.cases import (
     batches,
     extremes,
@@ -26,6 +27,7 @@ from lightrft.trainer.contracts.cases import (
     row_parts,
     spoiled,
     there,
+    whole_part,
     with_dtype,
 )
 from lightrft.trainer.rows import Rows
@@ -132,9 +134,17 @@ def check_advantage_ignores_what_was_not_sampled(function: Function) -> None:
 
 
 def check_advantage_is_by_group_not_by_place(function: Function) -> None:
-    """A group alone, answers in another order and prompts under other names give the same."""
+    """A group alone, answers in another order and prompts under other names give the same; one that says that it ``needs`` the
+    batch may take its statistics over all of it."""
+    split = whole_part if "batch" in needs_of(function) else group_parts
     for which in (0, 1):
-        check_order(lambda batch, which=which: advantages_of(function, batch)[which], "token", group_parts)
+        check_order(lambda batch, which=which: advantages_of(function, batch)[which], "token", split)
+
+
+def needs_of(function: Function) -> frozenset[str]:
+    """As it was registered with, or its own attribute."""
+    registered = [ADVANTAGES.about(name).needs for name in ADVANTAGES if ADVANTAGES[name] is function]
+    return frozenset(getattr(function, "needs", ())).union(*registered)
 
 
 def check_advantage_keeps_the_dtype(function: Function) -> None:
