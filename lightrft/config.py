@@ -312,6 +312,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.02},
         "value": {"clip": 0.2},
     },
+    # PRIME, arXiv 2502.01456: no KL, only prompts of which between 0.2 and 0.8 of the answers are right; see also ``process``
+    "prime": {
+        "advantage": {"name": "prime", "gamma": 1.0},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "filters": [{"name": "reward_bounds", "options": {"low": 0.2, "high": 0.8}}],
+    },
     # On-policy distillation by the sampled token: arXiv 2306.13649; Thinking Machines, On-Policy Distillation, 2025.
     # algorithm.distill=reverse_kl, forward_kl or jsd beside it compares whole vocabularies.
     "opd": {
@@ -341,6 +348,31 @@ class CriticConfig(Settings):
     path: str = ""
     optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
     warmup_steps: int = Field(0, ge=0)
+
+
+class ProcessConfig(Settings):
+    """The process reward model of ``prime`` (arXiv 2502.01456): starts from ``model`` unless it has a ``path``.
+
+    It learns whether the reward of an answer reaches ``threshold``; its log-ratio to the reference, times ``beta``, is the reward of
+    a token. ``forward``: ``single`` takes token rewards from the forward that it is trained by, ``double`` from one after that.
+    """
+
+    path: str = ""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    beta: float = Field(0.05, gt=0)
+    threshold: float = 1.0
+    forward: Literal["single", "double"] = "single"
+
+
+class PtxConfig(Settings):
+    """Supervised data beside the rollouts (PPO-ptx, arXiv 2203.02155): ``coef`` times the mean of -logp over the tokens of
+    ``batch_size`` conversations of ``data`` is added to the loss of each optimizer step of the policy. Longer conversations than
+    ``max_tokens`` are left out."""
+
+    coef: float = Field(0.0, ge=0)
+    data: DataConfig = DataConfig()
+    batch_size: int = Field(8, ge=1)
+    max_tokens: int = Field(2048, ge=2)
 
 
 class RolloutConfig(Settings):
@@ -391,6 +423,8 @@ class RLConfig(Settings):
     reference: str | None = None
     teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
+    process: ProcessConfig = ProcessConfig()
+    ptx: PtxConfig = PtxConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()

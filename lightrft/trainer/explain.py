@@ -16,6 +16,8 @@ from lightrft.trainer.gates import GATES
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
 from lightrft.trainer.policy_loss import POLICY_LOSSES
+from lightrft.trainer.process_model import IMPLICIT, OUTCOME_LOSS
+from lightrft.trainer.ptx import PTX
 from lightrft.trainer.shaping import SHAPINGS
 from lightrft.utils.registry import About
 from lightrft.utils.settings import deep_merge, dotted
@@ -89,6 +91,9 @@ def _lines(config: RLConfig) -> Iterator[Line]:
     if algorithm.kl.used and algorithm.kl.where == "reward":
         reward = About(f"{reward.formula} - {algorithm.kl.coef:g} kl_t", rf"{reward.latex}-{algorithm.kl.coef:g}\,k_{{i,t}}")
     yield Line("token reward", "outcome", reward)
+    if "process" in needs_of(algorithm):
+        yield Line("token reward", "process", IMPLICIT)
+        yield Line("loss of the process model", "outcome", OUTCOME_LOSS)
     yield Line("advantage", algorithm.advantage.name, ADVANTAGES.about(algorithm.advantage.name))
     if algorithm.advantage.whiten != "none":
         over = f"over all trained tokens of the {algorithm.advantage.whiten}"
@@ -114,6 +119,8 @@ def _lines(config: RLConfig) -> Iterator[Line]:
     for part in algorithm.gates:
         yield Line("gate of L", part.name, GATES.about(part.name))
     yield Line("aggregation", algorithm.aggregation, AGGREGATIONS.about(algorithm.aggregation))
+    if config.ptx.coef:
+        yield Line("beside the objective", "ptx", PTX)
     for part in algorithm.filters:
         yield Line("filter", part.name, FILTERS.about(part.name))
 
@@ -128,6 +135,7 @@ def _numbers(config: RLConfig, sources: Mapping[str, str]) -> Iterator[Number]:
         if value not in (None, {}, [], ""):
             yield Number(full, value, origin)
     for full, value in (
+        *_role_numbers(config),
         ("rollout.samples", config.rollout.samples),
         ("train.updates", config.train.updates),
         ("train.mini_batches", config.train.mini_batches),
@@ -135,6 +143,17 @@ def _numbers(config: RLConfig, sources: Mapping[str, str]) -> Iterator[Number]:
         ("sampling.max_new_tokens", config.sampling.max_new_tokens),
     ):
         yield Number(full, value, sources.get(full, "default"))
+
+
+def _role_numbers(config: RLConfig) -> Iterator[tuple[str, object]]:
+    """Of the models and data beside the policy, where they are in force."""
+    if "process" in needs_of(config.algorithm):
+        yield "process.beta", config.process.beta
+        yield "process.threshold", config.process.threshold
+        yield "process.forward", config.process.forward
+    if config.ptx.coef:
+        yield "ptx.coef", config.ptx.coef
+        yield "ptx.batch_size", config.ptx.batch_size
 
 
 def _gradient(config: RLConfig) -> Iterator[str]:
@@ -153,6 +172,8 @@ def _gradient(config: RLConfig) -> Iterator[str]:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
     if "critic" in needs_of(algorithm):
         yield "The critic is trained on the returns beside the policy."
+    if "process" in needs_of(algorithm):
+        yield "The process reward model is trained on the outcomes of each batch before the advantages are taken."
     if not needs_reference(algorithm):
         yield "No KL term: no reference model is loaded or run."
     if algorithm.distill.kind != "none":
