@@ -123,7 +123,8 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
     """Shaped rewards, rewards of tokens, advantages and returns, in float64."""
     algorithm = config.algorithm
-    batch = batch.replace(rewards=shape(batch, algorithm.shaping, config.sampling.max_new_tokens).double())
+    shaped = shape(batch, algorithm.shaping, config.sampling.max_new_tokens).double()
+    batch = batch.replace(outcomes=batch.rewards, rewards=shaped)
     in_reward = controls.kl.coef if algorithm.kl.where == "reward" else 0.0
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
     settings = algorithm.advantage
