@@ -15,6 +15,7 @@ from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.batching import micro_batches, mini_batches
 from lightrft.trainer.controls import Controls, mean_entropy
 from lightrft.trainer.corrections import correction_weights, interpolated_proximal
+from lightrft.trainer.distill import target_of
 from lightrft.trainer.gates import gated
 from lightrft.trainer.kl import KL_ESTIMATORS, capped_k3
 from lightrft.trainer.parts import needs_of
@@ -22,7 +23,8 @@ from lightrft.trainer.policy_loss import POLICY_LOSSES, value_loss
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import request_seed
 from lightrft.trainer.rows import Rows
-from lightrft.types import Batch, rows_of
+from lightrft.trainer.scoring import by_parts, sampling_temperature
+from lightrft.types import Batch
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
 
 
@@ -53,7 +55,7 @@ class Objective:
         rows = Rows.of(batch)
         leaves = batch.old_logprobs is not None or self.algorithm.proximal == "interpolated"
         drifts = leaves and self.algorithm.drift.coef > 0
-        if self.wants_entropy or self.wants_kl or drifts or batch.pull is not None:
+        if self.wants_entropy or self.wants_kl or drifts or self.algorithm.distill.whole or batch.pull is not None:
             return (rows.count() > 0).nonzero()[:, 0]
         useful = _need(batch.advantages) != 0
         if batch.gate is not None:
@@ -70,6 +72,11 @@ class Objective:
         loss, metrics = self._policy(batch, rows, logprobs, old)
         loss = loss + self._drift(batch, logprobs, old)
         loss = loss + self._kl(batch, rows, logprobs, old, metrics)
+        if batch.teacher_logprobs is not None:
+            metrics.add("policy/teacher_kl", Mean.of(logprobs.detach() - _counted(batch.teacher_logprobs, rows), rows.mask))
+        if scores.divergence is not None:
+            metrics.add("policy/divergence", Mean.of(scores.divergence, rows.mask))
+            loss = loss + self.algorithm.distill.coef * weighted_sum(scores.divergence, batch)
         if scores.entropy is not None:
             metrics.add("policy/entropy", Mean.of(scores.entropy, rows.mask))
             if self.wants_entropy:
@@ -177,7 +184,8 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
     entropy = objective.wants_entropy or config.log.entropy
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        return objective(part, roles.actor.score(part, temperature=sampling_temperature(config), entropy=entropy))
+        options = {"temperature": sampling_temperature(config), "entropy": entropy, "target": target_of(part, roles, config)}
+        return objective(part, roles.actor.score(part, **options))
 
     active = mini.select(objective.active(mini))
     loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, config.train.micro_batch_tokens, loss_of)
@@ -200,16 +208,6 @@ def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConf
     loss, metrics = optimizer_step("critic", strategy, critic, mini, config.train.micro_batch_tokens, loss_of)
     metrics.add("critic/loss", Mean(loss))
     return metrics
-
-
-def by_parts(batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig) -> Tensor:
-    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch."""
-    column = torch.zeros(batch.tokens)
-    with torch.no_grad():
-        for index in micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout):
-            values = score(batch.select(index).to(roles.device), index)
-            column[rows_of(batch.lengths, index)] = values.float().cpu()
-    return column
 
 
 def optimizer_step(
@@ -237,11 +235,6 @@ def optimizer_step(
     if indices:
         metrics.merge(_step_metrics(who, strategy.step(trained.state)))
     return total, metrics
-
-
-def sampling_temperature(config: RLConfig) -> float:
-    """Log-probs are those of the distribution that was sampled from; greedy answers are scored at temperature 1."""
-    return config.sampling.temperature or 1.0
 
 
 def _step_metrics(who: str, info: StepInfo) -> Metrics:
