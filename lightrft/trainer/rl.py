@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from lightrft.config import RLConfig
+from lightrft.config import CriticConfig, RLConfig
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.lengths import check_lengths
@@ -87,6 +87,11 @@ def check(config: RLConfig) -> None:
             f"coefficient could turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
+    if "critic" not in needs_of(config.algorithm) and config.critic != CriticConfig():
+        name = config.algorithm.advantage.name
+        raise ConfigError(
+            f"critic.* changes nothing: advantage {name!r} has no critic; leave it out, or take an advantage that has one"
+        )
     if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
         name = config.algorithm.advantage.name
         raise ConfigError(
