@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from lightrft.config import RLConfig
@@ -17,11 +16,9 @@ from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles
 from lightrft.trainer.ppo import with_advantages, with_values
-from lightrft.trainer.rl import check
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.update import update
 from lightrft.types import Batch
-from lightrft.utils.errors import ConfigError
 from lightrft.utils.settings import build, deep_merge
 from tests.unit.trainer.test_ppo import Unused, batch_of
 
@@ -78,12 +75,6 @@ def test_the_policys_schedule_begins_when_its_steps_do(tmp_path: Path) -> None:
         assert (roles.policy.state.inner.total, roles.critic.state.inner.total) == (14, 20)
     finally:
         roles.close()
-
-
-def test_settings_of_a_critic_that_is_not_there_are_refused() -> None:
-    with pytest.raises(ConfigError, match="'grpo' has no critic"):
-        check(config_of(algorithm="grpo", critic={"warmup_steps": 2}))
-    check(config_of(critic={"warmup_steps": 2}))
 
 
 def test_on_a_scale_of_its_own_the_critic_learns_the_same_whatever_the_unit_of_rewards() -> None:
