@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lightrft.config import PRESETS, RLConfig
+from lightrft.config import PRESETS, NormalizeConfig, RLConfig
 from lightrft.models.divergence import DIVERGENCES
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
@@ -22,6 +22,7 @@ from lightrft.trainer.shaping import SHAPINGS
 from lightrft.utils.registry import About
 from lightrft.utils.settings import deep_merge, dotted
 
+TERMS_SCALED = r"R=\sum_k w_k\frac{x_k-\operatorname{mean}x_k}{\operatorname{std}x_k+\epsilon}"
 WHITENED = r"\hat A\leftarrow\frac{\hat A-\operatorname{mean}\hat A}{\operatorname{std}\hat A+\epsilon}"
 
 
@@ -85,6 +86,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
 
 def _lines(config: RLConfig) -> Iterator[Line]:
     algorithm = config.algorithm
+    yield from _scales(algorithm.normalize)
     for part in algorithm.shaping:
         yield Line("shaping", part.name, SHAPINGS.about(part.name))
     reward = About("r_t = 1[t is the last sampled token] R", r"r_t=\mathbb 1[t=T]\,R")
@@ -125,6 +127,25 @@ def _lines(config: RLConfig) -> Iterator[Line]:
         yield Line("filter", part.name, FILTERS.about(part.name))
 
 
+def _scales(settings: NormalizeConfig) -> Iterator[Line]:
+    """What is done to rewards before shaping, and to values."""
+    if settings.terms != "none":
+        formula = (
+            f"R = sum_k w_k (x_k - mean_{settings.terms} x_k) / (std_{settings.terms} x_k + eps), over the terms of the reward"
+        )
+        yield Line("reward terms", settings.terms, About(formula, TERMS_SCALED, "GDPO, arXiv 2601.05242"))
+    if settings.rewards != "none":
+        shift = "R - mean" if settings.rewards == "standard" else "R"
+        over = f"({shift})" if " " in shift else shift
+        formula = f"R <- {over} / (std + eps), mean and std of all rewards that the run has seen"
+        yield Line(
+            "reward scale", settings.rewards, About(formula, rf"R\leftarrow\frac{{{shift}}}{{\operatorname{{std}}+\epsilon}}")
+        )
+    if settings.values:
+        formula = "the critic says (return - mean) / (std + eps), mean and std of all returns that the run has seen"
+        yield Line("values", "normalised", About(formula, "", "arXiv 1602.07714, arXiv 2103.01955"))
+
+
 def _numbers(config: RLConfig, sources: Mapping[str, str]) -> Iterator[Number]:
     preset = dict(dotted(PRESETS.get(config.algorithm.preset or "", {})))
     tree = config.algorithm.model_dump(mode="json")
@@ -134,8 +155,10 @@ def _numbers(config: RLConfig, sources: Mapping[str, str]) -> Iterator[Number]:
         origin = given or (f"preset {config.algorithm.preset}" if key in preset else "default")
         if value not in (None, {}, [], ""):
             yield Number(full, value, origin)
+    critic = (("critic.warmup_steps", config.critic.warmup_steps), ("critic.optimizer.lr", config.critic.optimizer.lr))
     for full, value in (
         *_role_numbers(config),
+        *(critic if "critic" in needs_of(config.algorithm) else ()),
         ("rollout.samples", config.rollout.samples),
         ("train.updates", config.train.updates),
         ("train.mini_batches", config.train.mini_batches),
@@ -172,6 +195,8 @@ def _gradient(config: RLConfig) -> Iterator[str]:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
     if "critic" in needs_of(algorithm):
         yield "The critic is trained on the returns beside the policy."
+        if config.critic.warmup_steps:
+            yield f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy that answers stays as it is."
     if "process" in needs_of(algorithm):
         yield "The process reward model is trained on the outcomes of each batch before the advantages are taken."
     if not needs_reference(algorithm):
