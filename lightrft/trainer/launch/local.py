@@ -55,6 +55,7 @@ def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
             scorer=scorer,
             tokenizer=tokenizer,
             critic=local_critic(config, strategy, optimizer_steps),
+            ahead=local_ahead(config, actor, tokenizer),
         )
     except BaseException:
         scorer.close()
@@ -71,6 +72,13 @@ def local_reference(config: RLConfig, actor: Actor, strategy: SingleStrategy) ->
     frozen = Actor.load(config.model.model_copy(update={"path": path, "lora": None}), device=strategy.device)
     frozen.requires_grad_(False)
     return frozen.eval()
+
+
+def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any) -> Engine | None:
+    """An engine over weights of its own, when answers are drawn while the policy is trained."""
+    if not config.rollout.staleness:
+        return None
+    return NativeEngine(Decoder(actor.model).apart(), tokenizer, config.engine, shared=False)
 
 
 def local_critic(config: RLConfig, strategy: SingleStrategy, optimizer_steps: int) -> Trained | None:
