@@ -66,6 +66,7 @@ class Rollout:
 
     ``sampled[t]`` says whether the policy sampled token t (tool and environment tokens are not). ``logprobs[t]`` is the
     log-probability under the distribution that token t was drawn from, ``versions[t]`` the policy version that drew it.
+    ``weights`` has the weight of each of ``terms`` that is part of ``reward``; other terms are only told.
     ``failed`` holds the reason when scoring failed, and is empty otherwise.
     """
 
@@ -80,6 +81,7 @@ class Rollout:
     text: str = ""
     reward: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     failed: str = ""
 
     def __len__(self) -> int:
@@ -173,6 +175,9 @@ class Batch:
     gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 leaves a token out
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
+    terms: Tensor | None = sample_column()  # [B, K] the numbers that make up the reward; nan where a row has no such term
+    term_weights: Tensor | None = sample_column()  # [B, K] of each term in the row's reward; 0 where it has none
+    baselines: Tensor | None = sample_column()  # [B] reward of the greedy answer to the same prompt
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
