@@ -24,7 +24,8 @@ def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> l
     """The inverse of ``pack_rollout``. Answers to one prompt share one object again, since groups are told by it."""
     ids = list(dict.fromkeys(fields["prompt"] for fields in packed))
     prompts = dict(zip(ids, find(ids), strict=True))
-    return [Rollout(**{**fields, "prompt": prompts[fields["prompt"]]}) for fields in packed]
+    whole: list[dict[str, Any]] = [{**fields, "prompt": prompts[fields["prompt"]]} for fields in packed]
+    return [Rollout(**fields) for fields in whole]
 
 
 def pack_collected(collected: Collected) -> dict[str, Any]:
@@ -39,5 +40,6 @@ def pack_collected(collected: Collected) -> dict[str, Any]:
 def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> Collected:
     """The inverse of ``pack_collected``."""
     rollouts = unpack_rollouts(packed["rollouts"], find)
-    plain = {name: Counter(value) if isinstance(value, dict) else value for name, value in packed.items()}
-    return Collected(**{**plain, "rollouts": rollouts, "groups": [[rollouts[i] for i in group] for group in packed["groups"]]})
+    whole: dict[str, Any] = {n: Counter(value) if isinstance(value, dict) else value for n, value in packed.items()}
+    whole |= {"rollouts": rollouts, "groups": [[rollouts[i] for i in group] for group in packed["groups"]]}
+    return Collected(**whole)

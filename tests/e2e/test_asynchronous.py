@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.e2e.test_resume import assert_same_end, start
 
 from lightrft.config import RLConfig
 from lightrft.strategy.checkpoint import load_state
@@ -24,6 +23,7 @@ from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
 from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.trackers import read_rows
+from tests.e2e.test_resume import assert_same_end, start
 
 
 def answers(folder: Path) -> list[list[dict[str, Any]]]:
