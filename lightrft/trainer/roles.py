@@ -124,7 +124,8 @@ class Beside(Protocol):
 
 @dataclass(slots=True)
 class Roles:
-    """Roles that a run does not need are ``None``."""
+    """Roles that a run does not need are ``None``. ``ahead`` is an engine with weights of its own, for generation while the policy
+    is trained."""
 
     strategy: Strategy
     policy: Trained
@@ -136,6 +137,11 @@ class Roles:
     critic: Trained | None = None
     process: Trained | None = None
     ptx: Beside | None = None
+    ahead: Engine | None = None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the policy, whole, by its name in the model that engines hold."""
+        return ((name.removeprefix("model."), t) for name, t in self.strategy.full_parameters(self.policy.state))
 
     @property
     def actor(self) -> Actor:
@@ -151,4 +157,6 @@ class Roles:
 
     def close(self) -> None:
         self.engine.close()
+        if self.ahead is not None:
+            self.ahead.close()
         self.scorer.close()
