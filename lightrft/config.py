@@ -217,6 +217,15 @@ class NormalizeConfig(Settings):
     values: bool = False
     eps: float = Field(1e-6, ge=0)
 
+    @model_validator(mode="after")
+    def _one_scale(self) -> NormalizeConfig:
+        if self.terms != "none" and self.rewards != "none":
+            raise ValueError(
+                f"normalize.terms is {self.terms!r} and normalize.rewards {self.rewards!r}: terms that have a scale of their own need no "
+                "other for their sum; leave one of them out"
+            )
+        return self
+
 
 class ValueConfig(Settings):
     """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value, in the unit in which
