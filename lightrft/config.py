@@ -317,6 +317,56 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token",
         "kl": {"where": "loss", "estimator": "k2", "coef": 0.001},
     },
+    # Back to basics, arXiv 2402.14740, section 3: the policy gradient of whole answers; coefficient as there for TL;DR
+    "rloo": {
+        "advantage": {"name": "rloo"},
+        "loss": {"name": "reinforce"},
+        "aggregation": "sequence_sum",
+        "kl": {"where": "reward", "estimator": "k1", "coef": 0.03},
+    },
+    # ReMax, arXiv 2310.10505, algorithm 2; coefficient of the KL in the reward as in the authors' scripts
+    "remax": {
+        "advantage": {"name": "remax"},
+        "loss": {"name": "reinforce"},
+        "aggregation": "sequence_sum",
+        "kl": {"where": "reward", "estimator": "k1", "coef": 0.1},
+    },
+    # OPO, arXiv 2505.23585: exact on-policy training, without KL or entropy
+    "opo": {
+        "advantage": {"name": "opo"},
+        "loss": {"name": "reinforce"},
+        "aggregation": "sequence_sum",
+    },
+    # Inference-time objectives, arXiv 2503.19595, section 3
+    "pass_at_k": {
+        "advantage": {"name": "pass_at_k"},
+        "loss": {"name": "reinforce"},
+        "aggregation": "sequence_sum",
+    },
+    # Maximum likelihood reinforcement learning, arXiv 2602.02710
+    "maxrl": {
+        "advantage": {"name": "maxrl"},
+        "loss": {"name": "reinforce"},
+        "aggregation": "sequence_sum",
+    },
+    # GPG, arXiv 2504.02546, section 3
+    "gpg": {
+        "advantage": {"name": "gpg"},
+        "loss": {"name": "reinforce"},
+        "aggregation": "token",
+    },
+    # RAFT, arXiv 2304.06767, algorithm 1: the log-likelihood of the best answers
+    "raft": {
+        "advantage": {"name": "raft"},
+        "loss": {"name": "reinforce"},
+        "aggregation": "token",
+    },
+    # Rejection sampling fine-tuning, arXiv 2308.01825, inside the loop: the log-likelihood of right answers
+    "rft": {
+        "advantage": {"name": "rft", "options": {"threshold": 1.0}},
+        "loss": {"name": "reinforce"},
+        "aggregation": "token",
+    },
     # Understanding R1-Zero-like training, arXiv 2503.20783, section 3.2: no division by length or deviation, no KL
     "dr_grpo": {
         "advantage": {"name": "group_mean"},
