@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lightrft.datasets.settings import DataConfig
-from lightrft.models.settings import ModelConfig
+from lightrft.models.settings import DType, ModelConfig
 from lightrft.strategy.settings import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.utils.settings import Settings, deep_merge
 
@@ -135,6 +135,7 @@ class KLConfig(Settings):
     """Distance to the reference.
 
     ``adaptive`` moves the coefficient so that the KL nears ``target``, over ``horizon`` samples (arXiv 1909.08593, section 2.2).
+    Every ``refresh_every`` steps (0: never) the reference becomes ``refresh_decay`` times itself plus the rest of the policy.
     """
 
     where: Literal["none", "reward", "loss"] = "none"
@@ -143,6 +144,8 @@ class KLConfig(Settings):
     controller: Literal["fixed", "adaptive"] = "fixed"
     target: float = Field(6.0, gt=0)
     horizon: int = Field(10_000, ge=1)
+    refresh_every: int = Field(0, ge=0)
+    refresh_decay: float = Field(0.0, ge=0, lt=1)
 
     @property
     def used(self) -> bool:
@@ -155,6 +158,43 @@ class KLConfig(Settings):
             raise ValueError(f"kl.coef is {self.coef} but kl.where is 'none'; set kl.where to 'reward' or 'loss'")
         if self.where == "loss" and self.estimator == "k1" and self.coef > 0:
             raise ValueError("kl.estimator k1 in the loss has zero expected gradient; take k2 or k3, or kl.where: reward")
+        if self.refresh_decay and not self.refresh_every:
+            raise ValueError(
+                f"kl.refresh_decay = {self.refresh_decay} changes nothing without kl.refresh_every; set that, e.g. to 1"
+            )
+        return self
+
+
+class DistillConfig(Settings):
+    """What the policy learns from ``teacher`` on its own answers, times ``coef``.
+
+    ``sampled`` takes the log-ratio of policy to teacher at each sampled token off its advantage (the reverse KL, by sampling).
+    ``reverse_kl``, ``forward_kl`` and ``jsd`` are losses over the whole vocabulary (arXiv 2306.13649), both distributions at
+    ``temperature``, which is that of sampling unless given; ``beta`` is the teacher's share in the mixture of ``jsd``.
+    """
+
+    shorthand: ClassVar[str | None] = "kind"
+
+    kind: Literal["none", "sampled", "reverse_kl", "forward_kl", "jsd"] = "none"
+    coef: float = Field(1.0, gt=0)
+    beta: float = Field(0.5, gt=0, lt=1)
+    temperature: float | None = Field(None, gt=0)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole vocabulary is compared, and not the sampled token alone."""
+        return self.kind not in ("none", "sampled")
+
+    @model_validator(mode="after")
+    def _means_something(self) -> DistillConfig:
+        if self.kind != "jsd" and self.beta != 0.5:
+            raise ValueError(f"distill.beta = {self.beta} changes nothing: only kind jsd reads it")
+        if not self.whole and self.temperature is not None:
+            raise ValueError(
+                f"distill.temperature = {self.temperature} changes nothing with kind {self.kind}; sampling.temperature holds there"
+            )
+        if self.kind == "none" and self.coef != 1.0:
+            raise ValueError(f"distill.coef = {self.coef} changes nothing: set distill.kind, e.g. to sampled")
         return self
 
 
@@ -164,8 +204,23 @@ class EntropyConfig(Settings):
     coef: float = 0.0
 
 
+class NormalizeConfig(Settings):
+    """Rewards and values on a scale of their own, with mean 0 and deviation 1 up to ``eps``.
+
+    ``terms``: each term of the reward over the answers of its ``group`` or of the ``batch``, before the weighted sum. ``rewards``:
+    over all that the run has seen, the batch's included, before any shaping; ``scale`` divides by the deviation and does not
+    shift. ``values``: the critic speaks of returns so, over all that the run has seen (arXiv 1602.07714, arXiv 2103.01955).
+    """
+
+    terms: Literal["none", "group", "batch"] = "none"
+    rewards: Literal["none", "standard", "scale"] = "none"
+    values: bool = False
+    eps: float = Field(1e-6, ge=0)
+
+
 class ValueConfig(Settings):
-    """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value."""
+    """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value, in the unit in which
+    the critic speaks: that of rewards or, with ``normalize.values``, deviations of returns."""
 
     clip: float | None = Field(0.2, gt=0)
 
@@ -191,8 +246,10 @@ class AlgorithmConfig(Settings):
     aggregation: str = "token"
     constant_length: int | None = Field(None, ge=1)
     kl: KLConfig = KLConfig()
+    distill: DistillConfig = DistillConfig()
     entropy: EntropyConfig = EntropyConfig()
     value: ValueConfig = ValueConfig()
+    normalize: NormalizeConfig = NormalizeConfig()
     shaping: tuple[Part, ...] = ()
     filters: tuple[Part, ...] = ()
 
@@ -263,6 +320,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": "token",
     },
+    # GDPO, arXiv 2601.05242, section 3: every reward inside its group, then their weighted sum over the batch
+    "gdpo": {
+        "normalize": {"terms": "group"},
+        "advantage": {"name": "batch_standard"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "sequence",
+    },
+    # VAPO, arXiv 2504.05118, section 5.1; there the critic learns alone for the first 50 steps: critic.warmup_steps
+    "vapo": {
+        "advantage": {"name": "vapo", "gamma": 1.0, "options": {"alpha": 0.05, "lam_critic": 1.0}},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+        "aggregation": "token",
+    },
     # PPO, arXiv 1707.06347; per-token KL in the reward as in arXiv 2203.02155
     "ppo": {
         "advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95, "whiten": "batch"},
@@ -271,11 +341,32 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.02},
         "value": {"clip": 0.2},
     },
+    # On-policy distillation by the sampled token: arXiv 2306.13649; Thinking Machines, On-Policy Distillation, 2025.
+    # algorithm.distill=reverse_kl, forward_kl or jsd beside it compares whole vocabularies.
+    "opd": {
+        "advantage": {"name": "teacher"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "distill": {"kind": "sampled"},
+    },
 }
 
 
+class TeacherConfig(Settings):
+    """The frozen model of ``algorithm.distill``, with the tokenizer of the policy; all else is as in ``model``."""
+
+    shorthand: ClassVar[str | None] = "path"
+
+    path: str = ""
+    revision: str | None = None
+    dtype: DType = "auto"
+    load_in_4bit: bool = False
+    trust_remote_code: bool = False
+
+
 class CriticConfig(Settings):
-    """The value model of ``gae``: starts from ``model`` unless it has a ``path``; ``warmup_steps`` train it alone."""
+    """The value model of ``gae``: starts from ``model`` unless it has a ``path``. The first ``warmup_steps`` steps train it alone, on
+    answers of the frozen policy."""
 
     path: str = ""
     optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
@@ -328,6 +419,7 @@ class RLConfig(Settings):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     reference: str | None = None
+    teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()

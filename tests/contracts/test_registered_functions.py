@@ -12,6 +12,7 @@ from torch import Tensor
 from lightrft.config import PRESETS, AdvantageConfig, AlgorithmConfig, LossConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.contracts import checks
 from lightrft.trainer.filters import FILTERS
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.parts import check_parts
@@ -20,7 +21,6 @@ from lightrft.trainer.rows import Rows
 from lightrft.trainer.shaping import SHAPINGS
 from lightrft.types import Batch
 from lightrft.utils.registry import Registry
-from tests.contracts import checks
 
 TABLES: list[tuple[Registry[Any], list[Callable[[Any], None]]]] = [
     (ADVANTAGES, checks.ADVANTAGE_CHECKS),
