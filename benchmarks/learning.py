@@ -70,6 +70,16 @@ OWN: dict[str, Own] = {
     ),
 }
 
+ON_POLICY = ("reinforce", "rloo", "remax", "opo", "pass_at_k", "maxrl", "gpg", "raft", "rft")
+OWN.update(
+    {
+        name: Own(
+            {"train": {"mini_batches": 1}}, "no ratio: published for answers of the policy itself, so one optimizer step a batch"
+        )
+        for name in ON_POLICY
+    }
+)
+
 TAUGHT = ("opd",)
 """Presets that learn from a teacher, and from no reward: what ``grpo`` made of the same start."""
 
