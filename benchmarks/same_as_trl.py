@@ -428,7 +428,8 @@ ABOUT = f"""\
 Both sides train the demo's model after its warm-up on the same problems in the same order: {PROMPTS} problems x {ANSWERS} answers of at
 most {NEW_TOKENS} tokens a step, AdamW (0.9, 0.999) at {LEARNING_RATE}, no decay, gradients clipped at 1, float32. The reward is 1 for
 the right result, else 0. Answers are drawn with different random numbers, so two runs differ by chance; *noise* is the standard error of
-the difference of the two means, from the spread over seeds."""
+the difference of the two means, from the spread over seeds. The algorithms share seeds, hence their first answers: their differences are
+not independent of each other."""
 
 
 def section(
