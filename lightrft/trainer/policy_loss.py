@@ -43,6 +43,11 @@ RATIOS: dict[str, Callable[[Tensor, Tensor, Rows], Tensor]] = {
 }
 
 
+def _either(which: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """One of two numbers for each token, as exact as ``like``: ``torch.where`` of two plain numbers would round them to float32."""
+    return torch.where(which, torch.full_like(like, yes), torch.full_like(like, no))
+
+
 @POLICY_LOSSES.register(
     "ppo_clip",
     formula="L_t = -min( min(rho_t, ratio_cap) A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t ),  rho_t = exp(logp - logp_old)",
@@ -182,7 +187,7 @@ def sapo(
 ) -> tuple[Tensor, Stats]:
     """A soft gate in the place of the clip: at ratio 1 the plain policy gradient, fading on either side."""
     ratio = torch.exp(logprobs - old)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(logprobs.dtype)
+    tau = _either(advantages > 0, tau_pos, tau_neg, logprobs)
     return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), {"ratio": ratio.detach()}
 
 
@@ -210,7 +215,7 @@ def vespo(
     """The weight of a response, not normalised by its length, through a kernel that is 1 at ``w = 1`` and fades on either side."""
     gap = rows.spread(rows.sum(logprobs.detach() - old))
     up = advantages >= 0
-    k, lam = (torch.where(up, a, b).to(gap.dtype) for a, b in ((k_pos, k_neg), (lam_pos, lam_neg)))
+    k, lam = _either(up, k_pos, k_neg, gap), _either(up, lam_pos, lam_neg, gap)
     weight = torch.exp(lam + k * gap - lam * torch.exp(gap))
     return -weight * advantages * logprobs, {"weight": weight, "ratio": torch.exp(logprobs.detach() - old)}
 
