@@ -56,7 +56,9 @@ def _take_kind(words: list[str]) -> str:
         if word == "--kind":
             if i + 1 == len(words):
                 raise ConfigError(f"--kind names no kind: {USAGE}")
-            return words.pop(i + 1) if words.pop(i) else ""
+            kind = words[i + 1]
+            del words[i : i + 2]
+            return kind
     return ""
 
 
