@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lightrft.datasets.settings import DataConfig
-from lightrft.models.settings import ModelConfig
+from lightrft.models.settings import DType, ModelConfig
 from lightrft.strategy.settings import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.utils.settings import Settings, deep_merge
 
@@ -135,6 +135,7 @@ class KLConfig(Settings):
     """Distance to the reference.
 
     ``adaptive`` moves the coefficient so that the KL nears ``target``, over ``horizon`` samples (arXiv 1909.08593, section 2.2).
+    Every ``refresh_every`` steps (0: never) the reference becomes ``refresh_decay`` times itself plus the rest of the policy.
     """
 
     where: Literal["none", "reward", "loss"] = "none"
@@ -143,6 +144,8 @@ class KLConfig(Settings):
     controller: Literal["fixed", "adaptive"] = "fixed"
     target: float = Field(6.0, gt=0)
     horizon: int = Field(10_000, ge=1)
+    refresh_every: int = Field(0, ge=0)
+    refresh_decay: float = Field(0.0, ge=0, lt=1)
 
     @property
     def used(self) -> bool:
@@ -155,6 +158,43 @@ class KLConfig(Settings):
             raise ValueError(f"kl.coef is {self.coef} but kl.where is 'none'; set kl.where to 'reward' or 'loss'")
         if self.where == "loss" and self.estimator == "k1" and self.coef > 0:
             raise ValueError("kl.estimator k1 in the loss has zero expected gradient; take k2 or k3, or kl.where: reward")
+        if self.refresh_decay and not self.refresh_every:
+            raise ValueError(
+                f"kl.refresh_decay = {self.refresh_decay} changes nothing without kl.refresh_every; set that, e.g. to 1"
+            )
+        return self
+
+
+class DistillConfig(Settings):
+    """What the policy learns from ``teacher`` on its own answers, times ``coef``.
+
+    ``sampled`` takes the log-ratio of policy to teacher at each sampled token off its advantage (the reverse KL, by sampling).
+    ``reverse_kl``, ``forward_kl`` and ``jsd`` are losses over the whole vocabulary (arXiv 2306.13649), both distributions at
+    ``temperature``, which is that of sampling unless given; ``beta`` is the teacher's share in the mixture of ``jsd``.
+    """
+
+    shorthand: ClassVar[str | None] = "kind"
+
+    kind: Literal["none", "sampled", "reverse_kl", "forward_kl", "jsd"] = "none"
+    coef: float = Field(1.0, gt=0)
+    beta: float = Field(0.5, gt=0, lt=1)
+    temperature: float | None = Field(None, gt=0)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole vocabulary is compared, and not the sampled token alone."""
+        return self.kind not in ("none", "sampled")
+
+    @model_validator(mode="after")
+    def _means_something(self) -> DistillConfig:
+        if self.kind != "jsd" and self.beta != 0.5:
+            raise ValueError(f"distill.beta = {self.beta} changes nothing: only kind jsd reads it")
+        if not self.whole and self.temperature is not None:
+            raise ValueError(
+                f"distill.temperature = {self.temperature} changes nothing with kind {self.kind}; sampling.temperature holds there"
+            )
+        if self.kind == "none" and self.coef != 1.0:
+            raise ValueError(f"distill.coef = {self.coef} changes nothing: set distill.kind, e.g. to sampled")
         return self
 
 
@@ -191,6 +231,7 @@ class AlgorithmConfig(Settings):
     aggregation: str = "token"
     constant_length: int | None = Field(None, ge=1)
     kl: KLConfig = KLConfig()
+    distill: DistillConfig = DistillConfig()
     entropy: EntropyConfig = EntropyConfig()
     value: ValueConfig = ValueConfig()
     shaping: tuple[Part, ...] = ()
@@ -271,7 +312,27 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.02},
         "value": {"clip": 0.2},
     },
+    # On-policy distillation by the sampled token: arXiv 2306.13649; Thinking Machines, On-Policy Distillation, 2025.
+    # algorithm.distill=reverse_kl, forward_kl or jsd beside it compares whole vocabularies.
+    "opd": {
+        "advantage": {"name": "teacher"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "distill": {"kind": "sampled"},
+    },
 }
+
+
+class TeacherConfig(Settings):
+    """The frozen model of ``algorithm.distill``, with the tokenizer of the policy; all else is as in ``model``."""
+
+    shorthand: ClassVar[str | None] = "path"
+
+    path: str = ""
+    revision: str | None = None
+    dtype: DType = "auto"
+    load_in_4bit: bool = False
+    trust_remote_code: bool = False
 
 
 class CriticConfig(Settings):
@@ -328,6 +389,7 @@ class RLConfig(Settings):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     reference: str | None = None
+    teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()

@@ -165,6 +165,7 @@ class Batch:
     behavior_logprobs: Tensor | None = token_column()  # [N] under the distribution that was sampled from
     old_logprobs: Tensor | None = token_column()  # [N] policy before the update
     ref_logprobs: Tensor | None = token_column()  # [N]
+    teacher_logprobs: Tensor | None = token_column()  # [N]
     logprobs: Tensor | None = token_column()  # [N] policy at the start of an optimizer step, without gradient
     entropy: Tensor | None = token_column()  # [N] of the policy before the update
     versions: Tensor | None = token_column()  # [N] the policy version that drew the token

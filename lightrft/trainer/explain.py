@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lightrft.config import PRESETS, RLConfig
+from lightrft.models.divergence import DIVERGENCES
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.corrections import CORRECTIONS
+from lightrft.trainer.distill import SAMPLED
 from lightrft.trainer.filters import FILTERS
 from lightrft.trainer.gates import GATES
 from lightrft.trainer.kl import KL_ESTIMATORS
-from lightrft.trainer.parts import needs_of, needs_old_logprobs
+from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
 from lightrft.trainer.policy_loss import POLICY_LOSSES
 from lightrft.trainer.shaping import SHAPINGS
 from lightrft.utils.registry import About
@@ -58,6 +60,9 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     if algorithm.kl.used and algorithm.kl.where == "loss":
         terms.append(f"+ {algorithm.kl.coef:g} kl_t")
         latex.append(rf"+{algorithm.kl.coef:g}\,k_{{i,t}}")
+    if algorithm.distill.whole:
+        terms.append(f"+ {algorithm.distill.coef:g} D_t")
+        latex.append(rf"+{algorithm.distill.coef:g}\,D_{{i,t}}")
     if algorithm.entropy.coef:
         terms.append(f"- {algorithm.entropy.coef:g} H_t")
         latex.append(rf"-{algorithm.entropy.coef:g}\,H_{{i,t}}")
@@ -88,6 +93,10 @@ def _lines(config: RLConfig) -> Iterator[Line]:
     if algorithm.advantage.whiten != "none":
         over = f"over all trained tokens of the {algorithm.advantage.whiten}"
         yield Line("advantage", "whiten", About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED))
+    if algorithm.distill.kind == "sampled":
+        yield Line("teacher", "sampled", SAMPLED)
+    if algorithm.distill.whole:
+        yield Line("teacher", algorithm.distill.kind, DIVERGENCES.about(algorithm.distill.kind))
     yield Line("policy loss", algorithm.loss.name, POLICY_LOSSES.about(algorithm.loss.name))
     if algorithm.kl.used:
         about = KL_ESTIMATORS.about(algorithm.kl.estimator)
@@ -138,14 +147,19 @@ def _gradient(config: RLConfig) -> Iterator[str]:
         yield f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts."
     if not needs_old_logprobs(config):
         yield "Old log-probs are not computed: the new ones, detached, are the old ones."
-    if (algorithm.kl.where == "loss" and algorithm.kl.used) or algorithm.entropy.coef:
-        yield "Rows with advantage 0 still get gradient from the KL or entropy term."
+    if (algorithm.kl.where == "loss" and algorithm.kl.used) or algorithm.entropy.coef or algorithm.distill.whole:
+        yield "Rows with advantage 0 still get gradient from the KL, entropy or teacher term."
     else:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
     if "critic" in needs_of(algorithm):
         yield "The critic is trained on the returns beside the policy."
-    if not algorithm.kl.used:
+    if not needs_reference(algorithm):
         yield "No KL term: no reference model is loaded or run."
+    if algorithm.distill.kind != "none":
+        yield "The teacher is frozen; it is asked about the policy's own answers, and gets no gradient."
+    if algorithm.kl.refresh_every:
+        moved = f"ref <- {algorithm.kl.refresh_decay:g} ref + {1 - algorithm.kl.refresh_decay:g} policy"
+        yield f"Every {algorithm.kl.refresh_every} steps the reference moves: {moved}."
 
 
 def to_text(explanation: Explanation) -> str:

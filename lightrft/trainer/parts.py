@@ -34,7 +34,18 @@ def needs_old_logprobs(config: RLConfig) -> bool:
     kl = config.algorithm.kl
     read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
     several = config.train.updates * config.train.mini_batches > 1
-    return config.algorithm.proximal == "policy" and (read_by_kl or several)
+    by_teacher = config.algorithm.distill.kind == "sampled"
+    return config.algorithm.proximal == "policy" and (read_by_kl or several or by_teacher)
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether anything reads the reference: a KL term, or a process reward."""
+    return algorithm.kl.used or "process" in needs_of(algorithm)
+
+
+def needs_reward(algorithm: AlgorithmConfig) -> bool:
+    """Whether anything reads a reward; without it all that is learned comes from a teacher."""
+    return "teacher" not in needs_of(algorithm) or bool(algorithm.shaping or algorithm.filters)
 
 
 def check_parts(algorithm: AlgorithmConfig) -> None:

@@ -16,11 +16,14 @@ from lightrft.config import RLConfig
 from lightrft.trainer.advantages import ADVANTAGES, WHITENINGS
 from lightrft.trainer.collate import collate
 from lightrft.trainer.controls import Controls
-from lightrft.trainer.parts import needs_of, needs_old_logprobs
-from lightrft.trainer.roles import Roles, settle_layout
+from lightrft.trainer.distill import distilled, with_teacher
+from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
+from lightrft.trainer.refresh import refresh
+from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.rollout import Collected, collect
+from lightrft.trainer.scoring import by_parts, sampling_temperature
 from lightrft.trainer.shaping import shape, token_rewards
-from lightrft.trainer.update import by_parts, sampling_temperature, update
+from lightrft.trainer.update import update
 from lightrft.types import Batch, Prompt, rows_of
 from lightrft.utils.metrics import Max, Mean, Metrics, Sum
 from lightrft.utils.timers import Timers
@@ -56,11 +59,11 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
         return StepResult(collected, None, metrics)
     batch = collate(collected.groups)
     with timers("layout"):
-        settle_layout(roles.policy, batch)
+        settle_layouts(roles, batch)
     with timers("logprobs"):
         batch = with_policy(batch, roles, config)
     with timers("reference"):
-        batch = with_reference(batch, roles, config)
+        batch = with_teacher(with_reference(batch, roles, config), roles, config)
     with timers("values"):
         batch = with_values(batch, roles, config)
     with timers("advantages"):
@@ -68,6 +71,7 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
     with timers("update"):
         metrics.merge(update(roles, batch, config, controls, step))
     metrics.merge(controls.steer(batch))
+    refresh(roles, config.algorithm.kl, step + 1)
     with timers("weights"):
         roles.engine.load_weights(roles.strategy.full_parameters(roles.policy.state), step + 1)
     return StepResult(collected, batch, metrics)
@@ -94,9 +98,9 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 
 
 def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """Reference log-probs, when a KL term reads them."""
+    """Reference log-probs, when something reads them."""
     reference = roles.reference
-    if reference is None or not config.algorithm.kl.used:
+    if reference is None or not needs_reference(config.algorithm):
         return batch
 
     def score(part: Batch, index: Tensor) -> Tensor:
@@ -128,7 +132,7 @@ def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
     settings = algorithm.advantage
     advantages, returns = ADVANTAGES[settings.name](batch, rewards, settings, **settings.options)
-    advantages = WHITENINGS[settings.whiten](advantages, batch, settings.eps)
+    advantages = distilled(WHITENINGS[settings.whiten](advantages, batch, settings.eps), batch, algorithm.distill)
     return batch.replace(advantages=advantages.float(), returns=returns.float())
 
 

@@ -15,6 +15,7 @@ from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.batching import micro_batches, mini_batches
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.corrections import correction_weights
+from lightrft.trainer.distill import target_of
 from lightrft.trainer.gates import gated
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.parts import needs_of
@@ -22,7 +23,8 @@ from lightrft.trainer.policy_loss import POLICY_LOSSES, value_loss
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import request_seed
 from lightrft.trainer.rows import Rows
-from lightrft.types import Batch, rows_of
+from lightrft.trainer.scoring import by_parts, sampling_temperature
+from lightrft.types import Batch
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
 
 
@@ -45,6 +47,7 @@ class Objective:
     def active(self, batch: Batch) -> Tensor:
         """``[K]``: the rows that can get gradient. A row whose advantages are all 0 has none when there is no KL or entropy term."""
         everything = self.wants_entropy or (self.algorithm.kl.where == "loss" and self.kl_coef > 0) or batch.pull is not None
+        everything = everything or self.algorithm.distill.whole
         rows = Rows.of(batch)
         useful = rows.count() > 0 if everything else rows.sum((_need(batch.advantages) != 0).long()) > 0
         return useful.nonzero()[:, 0]
@@ -77,6 +80,11 @@ class Objective:
             metrics.add("policy/kl", Mean.of(KL_ESTIMATORS["k3"](logprobs.detach(), ref), rows.mask))
             if algorithm.kl.where == "loss" and self.kl_coef:
                 loss = loss + self.kl_coef * weighted_sum(kl, batch)
+        if batch.teacher_logprobs is not None:
+            metrics.add("policy/teacher_kl", Mean.of(logprobs.detach() - _counted(batch.teacher_logprobs, rows), rows.mask))
+        if scores.divergence is not None:
+            metrics.add("policy/divergence", Mean.of(scores.divergence, rows.mask))
+            loss = loss + algorithm.distill.coef * weighted_sum(scores.divergence, batch)
         if scores.entropy is not None:
             metrics.add("policy/entropy", Mean.of(scores.entropy, rows.mask))
             if self.wants_entropy:
@@ -125,7 +133,8 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
     entropy = objective.wants_entropy or config.log.entropy
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        return objective(part, roles.actor.score(part, temperature=sampling_temperature(config), entropy=entropy))
+        options = {"temperature": sampling_temperature(config), "entropy": entropy, "target": target_of(part, roles, config)}
+        return objective(part, roles.actor.score(part, **options))
 
     active = mini.select(objective.active(mini))
     loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, config.train.micro_batch_tokens, loss_of)
@@ -148,16 +157,6 @@ def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConf
     loss, metrics = optimizer_step("critic", strategy, critic, mini, config.train.micro_batch_tokens, loss_of)
     metrics.add("critic/loss", Mean(loss))
     return metrics
-
-
-def by_parts(batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig) -> Tensor:
-    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch."""
-    column = torch.zeros(batch.tokens)
-    with torch.no_grad():
-        for index in micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout):
-            values = score(batch.select(index).to(roles.device), index)
-            column[rows_of(batch.lengths, index)] = values.float().cpu()
-    return column
 
 
 def optimizer_step(
@@ -185,11 +184,6 @@ def optimizer_step(
     if indices:
         metrics.merge(_step_metrics(who, strategy.step(trained.state)))
     return total, metrics
-
-
-def sampling_temperature(config: RLConfig) -> float:
-    """Log-probs are those of the distribution that was sampled from; greedy answers are scored at temperature 1."""
-    return config.sampling.temperature or 1.0
 
 
 def _step_metrics(who: str, info: StepInfo) -> Metrics:
