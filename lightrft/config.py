@@ -204,8 +204,23 @@ class EntropyConfig(Settings):
     coef: float = 0.0
 
 
+class NormalizeConfig(Settings):
+    """Rewards and values on a scale of their own, with mean 0 and deviation 1 up to ``eps``.
+
+    ``terms``: each term of the reward over the answers of its ``group`` or of the ``batch``, before the weighted sum. ``rewards``:
+    over all that the run has seen, the batch's included, before any shaping; ``scale`` divides by the deviation and does not
+    shift. ``values``: the critic speaks of returns so, over all that the run has seen (arXiv 1602.07714, arXiv 2103.01955).
+    """
+
+    terms: Literal["none", "group", "batch"] = "none"
+    rewards: Literal["none", "standard", "scale"] = "none"
+    values: bool = False
+    eps: float = Field(1e-6, ge=0)
+
+
 class ValueConfig(Settings):
-    """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value."""
+    """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value, in the unit in which
+    the critic speaks: that of rewards or, with ``normalize.values``, deviations of returns."""
 
     clip: float | None = Field(0.2, gt=0)
 
@@ -234,6 +249,7 @@ class AlgorithmConfig(Settings):
     distill: DistillConfig = DistillConfig()
     entropy: EntropyConfig = EntropyConfig()
     value: ValueConfig = ValueConfig()
+    normalize: NormalizeConfig = NormalizeConfig()
     shaping: tuple[Part, ...] = ()
     filters: tuple[Part, ...] = ()
 
@@ -304,6 +320,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": "token",
     },
+    # GDPO, arXiv 2601.05242, section 3: every reward inside its group, then their weighted sum over the batch
+    "gdpo": {
+        "normalize": {"terms": "group"},
+        "advantage": {"name": "batch_standard"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "sequence",
+    },
+    # VAPO, arXiv 2504.05118, section 5.1; there the critic learns alone for the first 50 steps: critic.warmup_steps
+    "vapo": {
+        "advantage": {"name": "vapo", "gamma": 1.0, "options": {"alpha": 0.05, "lam_critic": 1.0}},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+        "aggregation": "token",
+    },
     # PPO, arXiv 1707.06347; per-token KL in the reward as in arXiv 2203.02155
     "ppo": {
         "advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95, "whiten": "batch"},
@@ -336,7 +365,8 @@ class TeacherConfig(Settings):
 
 
 class CriticConfig(Settings):
-    """The value model of ``gae``: starts from ``model`` unless it has a ``path``; ``warmup_steps`` train it alone."""
+    """The value model of ``gae``: starts from ``model`` unless it has a ``path``. The first ``warmup_steps`` steps train it alone, on
+    answers of the frozen policy."""
 
     path: str = ""
     optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)

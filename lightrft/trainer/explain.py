@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lightrft.config import AlgorithmConfig, LossConfig, RLConfig
+from lightrft.config import AlgorithmConfig, LossConfig, NormalizeConfig, RLConfig
 from lightrft.models.divergence import DIVERGENCES
 from lightrft.trainer.distill import SAMPLED
 from lightrft.trainer.in_force import Number, numbers
@@ -13,6 +13,7 @@ from lightrft.trainer.kinds import KINDS
 from lightrft.trainer.workload import Forward, Role, forwards, gradient, roles
 from lightrft.utils.registry import About
 
+TERMS_SCALED = r"R=\sum_k w_k\frac{x_k-\operatorname{mean}x_k}{\operatorname{std}x_k+\epsilon}"
 WHITENED = r"\hat A\leftarrow\frac{\hat A-\operatorname{mean}\hat A}{\operatorname{std}\hat A+\epsilon}"
 OF_TOKEN = ("rho_t = exp(logp - logp_old)", r"\rho_t=\pi_\theta/\pi_{old}")
 RATIOS = {
@@ -99,6 +100,7 @@ def _terms(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
 
 def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     algorithm, kl = config.algorithm, config.algorithm.kl
+    yield from _scales(algorithm.normalize, _below("algorithm.normalize", found))
     yield from _listed("shaping", "shaping", algorithm, found)
     reward = About("r_t = 1[t is the last sampled token] R", r"r_t=\mathbb 1[t=T]\,R")
     if kl.used and kl.where == "reward":
@@ -126,6 +128,24 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     yield from _listed("gate of L", "gate", algorithm, found)
     yield Line("aggregation", algorithm.aggregation, KINDS["aggregation"].registry.about(algorithm.aggregation))
     yield from _listed("filter", "filter", algorithm, found)
+
+
+def _scales(settings: NormalizeConfig, own: tuple[Number, ...]) -> Iterator[Line]:
+    """What is done to rewards before shaping, and to values."""
+    if settings.terms != "none":
+        formula = (
+            f"R = sum_k w_k (x_k - mean_{settings.terms} x_k) / (std_{settings.terms} x_k + eps), over the terms of the reward"
+        )
+        yield Line("reward terms", settings.terms, About(formula, TERMS_SCALED, "GDPO, arXiv 2601.05242"), own)
+    if settings.rewards != "none":
+        shift = "R - mean" if settings.rewards == "standard" else "R"
+        over = f"({shift})" if " " in shift else shift
+        formula = f"R <- {over} / (std + eps), mean and std of all rewards that the run has seen"
+        latex = rf"R\leftarrow\frac{{{shift}}}{{\operatorname{{std}}+\epsilon}}"
+        yield Line("reward scale", settings.rewards, About(formula, latex), own)
+    if settings.values:
+        formula = "the critic says (return - mean) / (std + eps), mean and std of all returns that the run has seen"
+        yield Line("values", "normalised", About(formula, "", "arXiv 1602.07714, arXiv 2103.01955"), own)
 
 
 def _policy_loss(loss: LossConfig, own: tuple[Number, ...]) -> Iterator[Line]:
@@ -184,7 +204,7 @@ def _below(branch: str, found: tuple[Number, ...], leaf: str = "") -> tuple[Numb
     return tuple(n for n in found if n.key.startswith(f"{branch}.") and n.key.rpartition(".")[2] not in NAMES)
 
 
-NAMES = ("name", "whiten", "where", "estimator", "kind", "weighted")
+NAMES = ("name", "whiten", "where", "estimator", "kind", "weighted", "terms", "rewards", "values")
 
 
 def to_text(explanation: Explanation) -> str:

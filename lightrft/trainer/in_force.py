@@ -88,6 +88,12 @@ def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
     return kl.controller != steered.get(leaf, kl.controller) or scheduled or weighted or (leaf == "refresh_decay" and not kl.refresh_every)
 
 
+def _idle_normalize(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    settings = algorithm.normalize
+    active = {"terms": settings.terms != "none", "rewards": settings.rewards != "none", "values": settings.values}
+    return not active.get(leaf, any(active.values()))
+
+
 SHARED = {
     "advantage": frozenset({"gamma", "lam", "eps"}),
     "loss": frozenset({"ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"}),
@@ -98,6 +104,7 @@ IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
     "kl": _idle_kl,
     "distill": lambda leaf, algorithm: algorithm.distill.kind == "none" or (leaf == "beta" and algorithm.distill.kind != "jsd"),
     "entropy": lambda leaf, algorithm: leaf != "coef" and algorithm.entropy.target is None,
+    "normalize": _idle_normalize,
     "drift": lambda leaf, algorithm: algorithm.drift.coef == 0,
     "positive_nll": lambda leaf, algorithm: algorithm.positive_nll.coef == 0,
     "value": lambda leaf, algorithm: "critic" not in needs_of(algorithm),
@@ -140,6 +147,9 @@ def _given(key: str, sources: Mapping[str, str]) -> str | None:
 
 
 def _beside(config: RLConfig) -> Iterator[tuple[str, Any]]:
+    if "critic" in needs_of(config.algorithm):
+        yield "critic.warmup_steps", config.critic.warmup_steps
+        yield "critic.optimizer.lr", config.critic.optimizer.lr
     yield "rollout.samples", config.rollout.samples
     yield "train.updates", config.train.updates
     yield "train.mini_batches", config.train.mini_batches

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, Part, RLConfig
+from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, Part, RLConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.corrections import CORRECTIONS
@@ -67,6 +67,7 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield from _misfit(key, registry, Part(name=name), arguments)
     yield from _unread("algorithm.advantage", ADVANTAGES, advantage, {"eps"} if advantage.whiten != "none" else set())
     yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set())
+    yield from _unfit_scales(algorithm)
     for i, part in enumerate(algorithm.corrections):
         yield from _misfit(f"algorithm.corrections.{i}", CORRECTIONS, part, 5)
     for i, part in enumerate(algorithm.gates):
@@ -75,6 +76,26 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield from _misfit(f"algorithm.shaping.{i}", SHAPINGS, part, 2, "max_new_tokens")
     for i, part in enumerate(algorithm.filters):
         yield from _misfit(f"algorithm.filters.{i}", FILTERS, part, 1)
+
+
+def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Scales of rewards and values that the advantage in force has no use for."""
+    name, settings = algorithm.advantage.name, algorithm.normalize
+    try:
+        needs = ADVANTAGES.about(name).needs
+    except ConfigError:
+        return  # told where the name is looked up
+    if settings.values and "critic" not in needs:
+        yield f"algorithm.normalize.values = True changes nothing: advantage {name!r} has no critic"
+    if settings == NormalizeConfig(eps=settings.eps) != NormalizeConfig():
+        yield f"algorithm.normalize.eps = {settings.eps} changes nothing: no terms, rewards or values are normalised"
+    given = [f"normalize.{k}" for k in ("terms", "rewards") if getattr(settings, k) != "none"]
+    given += ["shaping"] if algorithm.shaping else []
+    if "greedy" in needs and given:
+        yield (
+            f"algorithm.{given[0]} changes the rewards of answers and not that of the greedy answer, which advantage {name!r} takes "
+            "off them; leave it out"
+        )
 
 
 def _unread(key: str, registry: Registry[Any], settings: AdvantageConfig | LossConfig, also: set[str]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from lightrft.trainer.refresh import refresh
 from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.rollout import Collected, collect
 from lightrft.trainer.scoring import by_parts, sampling_temperature
-from lightrft.trainer.shaping import shape, token_rewards
+from lightrft.trainer.shaping import token_rewards, with_rewards
 from lightrft.trainer.update import update
 from lightrft.types import Batch, Prompt, rows_of
 from lightrft.utils.metrics import Max, Mean, Metrics, Sum
@@ -65,7 +65,7 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
     with timers("reference"):
         batch = with_teacher(with_reference(batch, roles, config), roles, config)
     with timers("values"):
-        batch = with_values(batch, roles, config)
+        batch = with_values(batch, roles, config, controls)
     with timers("advantages"):
         batch = with_advantages(batch, config, controls)
     with timers("update"):
@@ -109,8 +109,8 @@ def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     return batch.replace(ref_logprobs=by_parts(batch, score, roles, config))
 
 
-def with_values(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """Values of the state before each token and after the last one, when there is a critic."""
+def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls) -> Batch:
+    """Values of the state before each token and after the last one, in the unit of rewards, when there is a critic."""
     critic = roles.value_model
     if critic is None:
         return batch
@@ -118,8 +118,8 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 
     def score(part: Batch, index: Tensor) -> Tensor:
         values, after = critic.values(part, final=True)
-        final[index] = after.float().cpu()
-        return values
+        final[index] = controls.values(after).float().cpu()
+        return controls.values(values)
 
     return batch.replace(values=by_parts(batch, score, roles, config), final_values=final)
 
@@ -127,7 +127,7 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
     """Shaped rewards, rewards of tokens, advantages and returns, in float64."""
     algorithm = config.algorithm
-    batch = batch.replace(rewards=shape(batch, algorithm.shaping, config.sampling.max_new_tokens).double())
+    batch = with_rewards(batch, algorithm, config.sampling.max_new_tokens, controls.rewards)
     in_reward = controls.kl.coef if algorithm.kl.where == "reward" else 0.0
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
     settings = algorithm.advantage

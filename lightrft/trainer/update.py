@@ -96,6 +96,7 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
     """Train policy and critic on ``batch``: ``train.updates`` passes of ``train.mini_batches`` optimizer steps each."""
     objective = Objective.of(config.algorithm, controls)
     actor_frozen = roles.critic is not None and step < config.critic.warmup_steps
+    batch = controls.for_critic(batch)
     metrics = Metrics()
     for epoch in range(config.train.updates):
         generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
@@ -144,7 +145,7 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
 
 
 def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConfig) -> Metrics:
-    """One optimizer step of the critic."""
+    """One optimizer step of the critic, on returns and old values in the unit in which it speaks."""
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         values, _ = critic.model.values(part)

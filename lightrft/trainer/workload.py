@@ -86,6 +86,8 @@ def gradient(config: RLConfig) -> Iterator[str]:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
     if "critic" in needs:
         yield "The critic is trained on the returns beside the policy."
+        if config.critic.warmup_steps:
+            yield f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy that answers stays as it is."
     if not needs_reference(algorithm):
         yield "No KL term: no reference model is loaded or run."
     if algorithm.filters:

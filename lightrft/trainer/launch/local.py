@@ -47,16 +47,17 @@ def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
     scorer = local_scorer(config.reward, unscored=0.0)  # first: its processes start while models are read
     try:
         strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
-        optimizer_steps = max(1, steps * config.train.updates * config.train.mini_batches)
+        per_step = config.train.updates * config.train.mini_batches
+        frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
         return Roles(
             strategy=strategy,
             reference=local_reference(config, actor, strategy),
-            policy=Trained(actor, strategy.prepare(actor, config.optimizer, optimizer_steps)),
+            policy=Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step))),
             engine=engine,
             scorer=scorer,
             tokenizer=tokenizer,
             teacher=local_teacher(config, tokenizer, strategy),
-            critic=local_critic(config, strategy, optimizer_steps),
+            critic=local_critic(config, strategy, max(1, steps * per_step)),
         )
     except BaseException:
         scorer.close()

@@ -126,3 +126,16 @@ def test_numbers_of_a_preset_are_not_for_another_function() -> None:
     assert chosen.advantage.lam == 0.95
     assert chosen.advantage.whiten == "none"
     assert AlgorithmConfig.model_validate({"preset": "ppo", "advantage": {"lam": 0.9}}).advantage.whiten == "batch"
+
+
+def test_a_scale_that_the_advantage_has_no_use_for_is_refused_with_the_reason() -> None:
+    assert problems(normalize={"values": True}) == [
+        "algorithm.normalize.values = True changes nothing: advantage 'grpo' has no critic"
+    ]
+    assert problems(normalize={"eps": 0.1}) == [
+        "algorithm.normalize.eps = 0.1 changes nothing: no terms, rewards or values are normalised"
+    ]
+    for given in ({"normalize": {"rewards": "scale"}}, {"normalize": {"terms": "group"}}, {"shaping": "reward_clip"}):
+        (found,) = problems(advantage={"name": "remax"}, **given)
+        assert "changes the rewards of answers and not that of the greedy answer" in found
+    assert accepted(advantage={"name": "gae"}, normalize={"values": True, "rewards": "standard", "terms": "batch", "eps": 0.1})
