@@ -60,11 +60,11 @@ def fading(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, 
     return torch.exp(-(old - behavior).abs() / width)
 
 
-def undecided(batch: Batch, generator: torch.Generator, *, nats: float = 0.1) -> Gate:
+def undecided(batch: Batch, settings: LossConfig, generator: torch.Generator, *, nats: float = 0.1) -> Gate:
     """Gate: only tokens at which the policy had at least ``nats`` of entropy get gradient."""
     if batch.entropy is None:
         raise ValueError("undecided reads batch.entropy")
-    return Gate(keep=batch.entropy >= nats)
+    return Gate(keep=(batch.entropy >= nats) & batch.mask)
 
 
 undecided.needs = ("entropy",)  # a column that is filled in only where a part asks for it

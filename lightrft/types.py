@@ -173,6 +173,7 @@ class Batch:
     advantages: Tensor | None = token_column()  # [N]
     returns: Tensor | None = token_column()  # [N]
     loss_weights: Tensor | None = token_column()  # [N] share of each token's loss in the loss of the global batch
+    positive_weights: Tensor | None = token_column()  # [N] share of each token's log-likelihood in that of the positive answers
     gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 leaves a token out
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward

@@ -160,7 +160,8 @@ def _policy_loss(loss: LossConfig, own: tuple[Number, ...]) -> Iterator[Line]:
     yield Line("policy loss", loss.name, About(formula, latex, about.paper, about.needs, about.reads), own)
     if loss.dual_clip is not None and "dual_clip" in about.reads:
         bound = About(
-            "L_t <- min(L_t, -dual_clip A_t) where A_t < 0", r"L_{i,t}\leftarrow\min(L_{i,t},-c\hat A_t)\ \text{where}\ \hat A_t<0"
+            "L_t <- min(L_t, -dual_clip A_t) where A_t < 0",
+            r"L_{i,t}\leftarrow\min(L_{i,t},-c\hat A_t)\ \text{where}\ \hat A_t<0",
         )
         yield Line("policy loss", "dual clip", bound)
 
@@ -168,7 +169,11 @@ def _policy_loss(loss: LossConfig, own: tuple[Number, ...]) -> Iterator[Line]:
 def _distance(part: str, estimator: str, symbol: str, latex: str, other: str, own: tuple[Number, ...]) -> Line:
     """A KL estimate; the drift is that of the policy from the old one, seen from the tokens of the old one."""
     about = KINDS["kl"].registry.about(estimator)
-    d = ("logp - logp_ref", r"\log\pi_\theta-\log\pi_{ref}") if other == "ref" else ("logp_old - logp", r"\log\pi_{old}-\log\pi_\theta")
+    d = (
+        ("logp - logp_ref", r"\log\pi_\theta-\log\pi_{ref}")
+        if other == "ref"
+        else ("logp_old - logp", r"\log\pi_{old}-\log\pi_\theta")
+    )
     formula = About(f"{symbol} = {about.formula},  d = {d[0]}", rf"{latex}={about.latex},\quad d={d[1]}", about.paper)
     return Line(part, estimator, formula, own)
 
@@ -215,7 +220,9 @@ def to_text(explanation: Explanation) -> str:
     for line in e.lines:
         parts.append(f"  {f'{line.part}: {line.name}':<{width}}  {line.about.formula}")
         with_numbers = ", ".join(f"{symbol_of(n)} = {n.value}" for n in line.numbers)
-        parts += [f"  {'':<{width}}    {text}" for text in (f"with {with_numbers}" if with_numbers else "", line.about.paper) if text]
+        parts += [
+            f"  {'':<{width}}    {text}" for text in (f"with {with_numbers}" if with_numbers else "", line.about.paper) if text
+        ]
     key = max(len(n.key) for n in e.numbers)
     parts += ["", "numbers in force"]
     parts += [f"  {n.key:<{key}}  {n.value!s:<12}  {n.source}" for n in e.numbers]

@@ -50,7 +50,11 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in branches:
         name = f"{prefix}{key}"
-        leaves |= flat(value, f"{name}.") if isinstance(value, list | tuple) or (isinstance(value, Mapping) and value) else {name: value}
+        leaves |= (
+            flat(value, f"{name}.")
+            if isinstance(value, list | tuple) or (isinstance(value, Mapping) and value)
+            else {name: value}
+        )
     return leaves
 
 
@@ -85,7 +89,12 @@ def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
     steered = {"target": "adaptive", "horizon": "adaptive"}
     scheduled = leaf in ("final", "steps") and kl.controller not in ("linear", "cosine")
     weighted = leaf == "weighted" and kl.where != "loss"
-    return kl.controller != steered.get(leaf, kl.controller) or scheduled or weighted or (leaf == "refresh_decay" and not kl.refresh_every)
+    return (
+        kl.controller != steered.get(leaf, kl.controller)
+        or scheduled
+        or weighted
+        or (leaf == "refresh_decay" and not kl.refresh_every)
+    )
 
 
 def _idle_normalize(leaf: str, algorithm: AlgorithmConfig) -> bool:

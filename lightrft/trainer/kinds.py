@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightrft.config import Part
 from lightrft.trainer.advantages import ADVANTAGES
@@ -43,7 +43,7 @@ KINDS: dict[str, Kind] = {
     "advantage": Kind(ADVANTAGES, "algorithm.advantage", ("batch", "token_rewards", "settings")),
     "loss": Kind(POLICY_LOSSES, "algorithm.loss", ("logprobs", "old", "advantages", "rows", "settings")),
     "correction": Kind(CORRECTIONS, "algorithm.corrections", ("logprobs", "old", "behavior", "advantages", "rows")),
-    "gate": Kind(GATES, "algorithm.gates", ("batch", "generator")),
+    "gate": Kind(GATES, "algorithm.gates", ("batch", "settings", "generator")),
     "shaping": Kind(SHAPINGS, "algorithm.shaping", ("batch", "rewards"), ("max_new_tokens",)),
     "filter": Kind(FILTERS, "algorithm.filters", ("group",)),
     "aggregation": Kind(AGGREGATIONS, "algorithm.aggregation", ("rows", "constant")),
@@ -98,9 +98,21 @@ def misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given
             yield f"{key}: {part.name!r} must take the keyword {name}"
         for name in sorted(part.options.keys() - known):
             yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}"
+    for name, choices in _choices(function).items():
+        if name in part.options and part.options[name] not in choices:
+            yield f"{key}.options.{name} = {part.options[name]!r} is none of {', '.join(choices)}"
     for p in named:
         if p.default is p.empty and p.name not in part.options and p.name not in given:
             yield f"{key}.options.{p.name} is missing: {part.name!r} needs it"
     for p in ordered[arguments:]:
         if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
             yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
+
+
+def _choices(function: Any) -> dict[str, tuple[str, ...]]:
+    """The keywords of ``function`` that take one of a few words, with the words."""
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):  # annotations of a user's own function may name what is not there
+        return {}
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

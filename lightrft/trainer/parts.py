@@ -8,6 +8,7 @@ from typing import Any
 from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, Part, RLConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.combinations import nonsense
 from lightrft.trainer.corrections import CORRECTIONS
 from lightrft.trainer.filters import FILTERS
 from lightrft.trainer.gates import GATES
@@ -20,12 +21,16 @@ from lightrft.utils.registry import Registry
 
 
 def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """What the parts in force need, by the names that they are registered with: ``groups``, ``batch`` (every answer of the step at
-    once), ``greedy``, ``critic``, ``behavior``, ``current``, ``entropy``."""
-    named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(algorithm.loss.name)]
+    """What the parts in force need, by the names that they are registered with: ``groups``, ``critic``, ``behavior``, ``old``,
+    ``current``, ``entropy``."""
+    loss = algorithm.loss.name
+    named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
     named += [CORRECTIONS.about(part.name) for part in algorithm.corrections]
     named += [GATES.about(part.name) for part in algorithm.gates]
-    return frozenset().union(*(about.needs for about in named))
+    needs = frozenset().union(*(about.needs for about in named))
+    if loss not in POLICY_LOSSES or algorithm.drift.coef or algorithm.kl.weighted:
+        needs |= {"old"}  # a loss of the user's own is given the old log-probs, so it is taken to read them
+    return needs | {"entropy"} if algorithm.entropy.target is not None else needs
 
 
 def needs_old_logprobs(config: RLConfig) -> bool:
@@ -35,7 +40,8 @@ def needs_old_logprobs(config: RLConfig) -> bool:
     read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
     several = config.train.updates * config.train.mini_batches > 1
     by_teacher = config.algorithm.distill.kind == "sampled"
-    return config.algorithm.proximal == "policy" and (read_by_kl or several or by_teacher)
+    by_ratio = several and "old" in needs_of(config.algorithm)
+    return config.algorithm.proximal == "policy" and (read_by_kl or by_ratio or by_teacher)
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
@@ -49,8 +55,8 @@ def needs_reward(algorithm: AlgorithmConfig) -> bool:
 
 
 def check_parts(algorithm: AlgorithmConfig) -> None:
-    """Raises ``ConfigError`` with every name that is not known and every option that does not fit."""
-    problems = list(_problems(algorithm))
+    """Raises ``ConfigError`` with every name that is not known, every option that does not fit, and every nonsense combination."""
+    problems = [*_problems(algorithm), *nonsense(algorithm)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -62,16 +68,18 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     named: list[tuple[str, Registry[Any], str, int]] = [
         ("algorithm.aggregation", AGGREGATIONS, algorithm.aggregation, 2),
         ("algorithm.kl.estimator", KL_ESTIMATORS, algorithm.kl.estimator, 2),
+        ("algorithm.drift.estimator", KL_ESTIMATORS, algorithm.drift.estimator, 2),
     ]
     for key, registry, name, arguments in named:
         yield from _misfit(key, registry, Part(name=name), arguments)
     yield from _unread("algorithm.advantage", ADVANTAGES, advantage, {"eps"} if advantage.whiten != "none" else set())
-    yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set())
+    gates = [GATES.about(part.name).reads for part in algorithm.gates if part.name in GATES]
+    yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set().union(*gates))
     yield from _unfit_scales(algorithm)
     for i, part in enumerate(algorithm.corrections):
         yield from _misfit(f"algorithm.corrections.{i}", CORRECTIONS, part, 5)
     for i, part in enumerate(algorithm.gates):
-        yield from _misfit(f"algorithm.gates.{i}", GATES, part, 2)
+        yield from _misfit(f"algorithm.gates.{i}", GATES, part, 3)
     for i, part in enumerate(algorithm.shaping):
         yield from _misfit(f"algorithm.shaping.{i}", SHAPINGS, part, 2, "max_new_tokens")
     for i, part in enumerate(algorithm.filters):

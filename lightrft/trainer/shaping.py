@@ -43,11 +43,15 @@ def reward_scale(batch: Batch, rewards: Tensor, *, max_new_tokens: int, scale: f
     latex=r"R\leftarrow R+c\,\operatorname{clip}\!\Big(\frac{L_{\max}-b-l}{b},-1,0\Big)",
     paper="DAPO, arXiv 2503.14476, eq. 13",
 )
-def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: int, penalty: float = 1.0) -> Tensor:
-    """Soft punishment that grows over the last ``buffer`` tokens before the length limit. Raises ``ConfigError`` without a buffer."""
-    if buffer < 1:
-        raise ConfigError(f"shaping overlong: options.buffer is {buffer}; it counts tokens and must be at least 1")
-    over = (max_new_tokens - buffer - batch.lengths.to(rewards.dtype)) / buffer
+def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: float = 0.2, penalty: float = 1.0) -> Tensor:
+    """Soft punishment that grows over the last ``buffer`` tokens before the length limit; below 1 it is a share of the limit, at least
+    one token. Raises ``ConfigError`` without a buffer."""
+    if buffer <= 0:
+        raise ConfigError(
+            f"shaping overlong: options.buffer is {buffer}; give a number of tokens, or a share of the limit above 0"
+        )
+    tokens = buffer if buffer >= 1 else max(1, round(buffer * max_new_tokens))
+    over = (max_new_tokens - tokens - batch.lengths.to(rewards.dtype)) / tokens
     return rewards + penalty * over.clamp(-1, 0)
 
 

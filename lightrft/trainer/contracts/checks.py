@@ -1,4 +1,4 @@
-"""What any advantage, loss, aggregation, KL estimator, shaping or filter owes the loop, whatever its formula.
+"""What any advantage, loss, correction, gate, aggregation, KL estimator, shaping or filter owes the loop, whatever its formula.
 
 Each ``check_*`` takes one function and raises ``Broken`` where it breaks the contract, with the batch that shows it.
 ``ADVANTAGE_CHECKS`` and its siblings list them by kind; a user's own function is held to the same (``lightrft check``).
@@ -25,6 +25,7 @@ from lightrft.trainer.contracts.cases import (
     reversed_order,
     rollout,
     row_parts,
+    shown,
     spoiled,
     there,
     whole_part,
@@ -316,6 +317,91 @@ def check_kl_is_by_token(function: Function) -> None:
         expect_close(torch.cat([whole[:0], *alone]), whole, name)
 
 
+# Corrections
+
+
+def correction_of(function: Function, batch: Batch, logprobs: Tensor | None = None) -> Tensor:
+    """``[N]`` at sampled tokens, 0 elsewhere, with something for every option that must be given."""
+    now = there(batch.logprobs) if logprobs is None else logprobs
+    columns = now, there(batch.old_logprobs), there(batch.behavior_logprobs), there(batch.advantages)
+    weights = function(*columns, Rows.of(batch), **example_options(function))
+    expect_shape(weights, batch.tokens, shown(batch))
+    return torch.where(batch.mask, weights, 0.0)
+
+
+def check_correction_is_finite_and_not_negative(function: Function) -> None:
+    """Finite and at least 0, on empty and fully masked answers and 20 nats off policy."""
+    for dtype in (torch.float32, torch.float64):
+        for name, batch in [*batches(), *extremes()]:
+            weights = correction_of(function, with_dtype(batch, dtype))
+            expect_finite(weights, name)
+            expect((weights >= 0).all(), f"{name}: {_short(weights)}")
+            expect(weights.dtype == dtype, f"{name}: {weights.dtype} of numbers in {dtype}")
+
+
+def check_correction_is_one_between_equals(function: Function) -> None:
+    """Where sampler, old policy and policy are one, nothing is corrected."""
+    for name, batch in batches():
+        same = batch.replace(behavior_logprobs=batch.old_logprobs, logprobs=batch.old_logprobs)
+        weights = correction_of(function, same)[batch.mask]
+        expect((weights == 1).all(), f"{name}: {_short(weights)}, not 1")
+
+
+def check_correction_ignores_what_was_not_sampled(function: Function) -> None:
+    """Whatever stands at tokens that were not sampled changes nothing."""
+    for name, batch in batches():
+        expect_close(correction_of(function, spoiled(batch)), correction_of(function, batch), name)
+
+
+def check_correction_is_by_response(function: Function) -> None:
+    """An answer alone, or in another place, has the same weights."""
+    check_order(lambda batch: correction_of(function, batch), "token", row_parts)
+
+
+# Gates
+
+
+def gate_of(function: Function, batch: Batch, settings: LossConfig | None = None) -> Tensor:
+    """``[2, N]``: what is kept, and the pull, as two rows of numbers."""
+    generator = torch.Generator().manual_seed(3)
+    gate = function(batch, settings or LossConfig(), generator, **example_options(function))
+    pull = torch.zeros(batch.tokens) if gate.pull is None else gate.pull
+    for part in (gate.keep, pull):
+        expect_shape(part, batch.tokens, shown(batch))
+    return torch.stack([gate.keep.double(), pull.double()])
+
+
+def check_gate_keeps_a_share_between_nothing_and_all(function: Function) -> None:
+    """Finite, in [0, 1] and exactly 0 where nothing was sampled; the pull is finite, not negative and 0 there too."""
+    for name, batch in [*batches(), *extremes()]:
+        keep, pull = gate_of(function, batch)
+        expect_finite(pull, name)
+        expect(((keep >= 0) & (keep <= 1)).all(), f"{name}: {_short(keep)}")
+        expect((pull >= 0).all(), f"{name}: pull {_short(pull)}")
+        expect_zero(keep[~batch.mask], f"{name}, kept at the tokens that were not sampled")
+        expect_zero(pull[~batch.mask], f"{name}, pull of the tokens that were not sampled")
+
+
+def check_gate_ignores_what_was_not_sampled(function: Function) -> None:
+    """Whatever stands at tokens that were not sampled changes nothing."""
+    for name, batch in batches():
+        expect_close(gate_of(function, spoiled(batch)), gate_of(function, batch), name)
+
+
+def check_gate_is_by_content_not_by_place(function: Function) -> None:
+    """Answers in another order and prompts under other names give the same choice, a random one too."""
+    for index in (0, 1):
+        check_order(lambda batch, index=index: gate_of(function, batch)[index], "token", whole_part)
+
+
+def check_gate_leaves_its_input_alone(function: Function) -> None:
+    """No column of the batch is written to."""
+    for name, batch in batches():
+        before = copy.deepcopy(batch)
+        gate_of(function, batch)
+        expect_unchanged(batch, before, name)
+
+
 # Shapings and filters
 
 
@@ -417,6 +503,18 @@ AGGREGATION_CHECKS = [
     check_aggregation_is_a_mean,
 ]
 KL_CHECKS = [check_kl_is_finite, check_kl_is_zero_between_equals, check_kl_is_by_token]
+CORRECTION_CHECKS = [
+    check_correction_is_finite_and_not_negative,
+    check_correction_is_one_between_equals,
+    check_correction_ignores_what_was_not_sampled,
+    check_correction_is_by_response,
+]
+GATE_CHECKS = [
+    check_gate_keeps_a_share_between_nothing_and_all,
+    check_gate_ignores_what_was_not_sampled,
+    check_gate_is_by_content_not_by_place,
+    check_gate_leaves_its_input_alone,
+]
 SHAPING_CHECKS = [
     check_shaping_is_finite,
     check_shaping_is_by_group_not_by_place,

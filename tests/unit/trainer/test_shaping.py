@@ -10,6 +10,7 @@ from lightrft.trainer.controls import Controls
 from lightrft.trainer.ppo import with_advantages
 from lightrft.trainer.shaping import SHAPINGS, TERMS, shape, token_rewards
 from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
 from tests.numbers.strategies import batch_of, plain_case
 
 
@@ -25,6 +26,20 @@ def test_the_overlong_penalty_grows_over_the_buffer(length: int, penalty: float)
     batch = batch_of(plain_case([[True] * length], [0], [1.0]))
     assert SHAPINGS["overlong"](batch, batch.rewards, max_new_tokens=10, buffer=4).tolist() == [1.0 + penalty]
     assert SHAPINGS["overlong"](batch, batch.rewards, max_new_tokens=10, buffer=4, penalty=2.0).tolist() == [1.0 + 2 * penalty]
+
+
+@pytest.mark.parametrize(("share", "tokens"), [(0.4, 4), (0.2, 2), (0.01, 1), (0.999, 10)])
+def test_a_buffer_below_one_is_a_share_of_the_limit(share: float, tokens: int) -> None:
+    batch = batch_of(plain_case([[True] * n for n in range(12)], [0] * 12, [1.0] * 12))
+    found = SHAPINGS["overlong"](batch, batch.rewards, max_new_tokens=10, buffer=share)
+    assert found.tolist() == SHAPINGS["overlong"](batch, batch.rewards, max_new_tokens=10, buffer=tokens).tolist()
+
+
+@pytest.mark.parametrize("buffer", [0, -1, 0.0])
+def test_an_overlong_penalty_without_a_buffer_is_refused(buffer: float) -> None:
+    batch = batch_of(plain_case([[True]], [0], [1.0]))
+    with pytest.raises(ConfigError, match=r"options\.buffer is"):
+        SHAPINGS["overlong"](batch, batch.rewards, max_new_tokens=10, buffer=buffer)
 
 
 def test_the_kl_penalty_is_on_every_sampled_token_and_the_outcome_on_the_last() -> None:
