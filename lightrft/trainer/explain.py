@@ -10,6 +10,7 @@ from lightrft.models.divergence import DIVERGENCES
 from lightrft.trainer.distill import SAMPLED
 from lightrft.trainer.in_force import Number, numbers
 from lightrft.trainer.kinds import KINDS
+from lightrft.trainer.parts import needs_of
 from lightrft.trainer.workload import Forward, Role, forwards, gradient, roles
 from lightrft.utils.registry import About
 
@@ -28,6 +29,7 @@ RATIOS = {
     ),
 }
 """The other ratios of ``loss.ratio``, in the place of that of a token in the formula of a loss."""
+CLIPPED_VALUE = r"\max\!\big((V_t-\hat R_t)^2,\ (\operatorname{clip}(V_t,V_{old}-c,V_{old}+c)-\hat R_t)^2\big)"
 SYMBOLS = {"clip_low": r"\epsilon_l", "clip_high": r"\epsilon_h", "gamma": r"\gamma", "lam": r"\lambda", "eps": r"\epsilon"}
 
 
@@ -107,11 +109,13 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
         reward = About(f"{reward.formula} - {kl.coef:g} kl_t", rf"{reward.latex}-{kl.coef:g}\,k_{{i,t}}")
     yield Line("token reward", "outcome", reward)
     advantage = algorithm.advantage
-    own = _below("algorithm.advantage", found)
-    yield Line("advantage", advantage.name, KINDS["advantage"].registry.about(advantage.name), own)
+    about = KINDS["advantage"].registry.about(advantage.name)
+    own = tuple(n for n in _below("algorithm.advantage", found) if symbol_of(n) != "eps" or "eps" in about.reads)
+    yield Line("advantage", advantage.name, about, own)
     if advantage.whiten != "none":
         over = f"over all trained tokens of the {advantage.whiten}"
-        yield Line("advantage", "whiten", About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED), _below("", found, "eps"))
+        eps = tuple(n for n in found if n.key == "algorithm.advantage.eps")
+        yield Line("advantage", "whiten", About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED), eps)
     if algorithm.distill.kind == "sampled":
         yield Line("teacher", "sampled", SAMPLED, _below("algorithm.distill", found))
     if algorithm.distill.whole:
@@ -119,10 +123,9 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
         yield Line("teacher", algorithm.distill.kind, about, _below("algorithm.distill", found))
     yield from _policy_loss(algorithm.loss, _below("algorithm.loss", found))
     if kl.used:
-        yield _distance(f"kl in the {kl.where}", kl.estimator, "kl_t", "k_{i,t}", "ref", _below("algorithm.kl", found))
+        yield _distance(f"kl in the {kl.where}", kl.estimator, ("kl_t", "k_{i,t}"), TO_REFERENCE, _below("algorithm.kl", found))
     if algorithm.drift.coef:
-        own = _below("algorithm.drift", found)
-        yield _distance("drift", algorithm.drift.estimator, "drift_t", r"\delta_{i,t}", "old", own)
+        yield _drift(algorithm, _below("algorithm.drift", found))
     yield from _other_terms(algorithm, found)
     yield from _listed("correction of L", "correction", algorithm, found)
     yield from _listed("gate of L", "gate", algorithm, found)
@@ -166,19 +169,34 @@ def _policy_loss(loss: LossConfig, own: tuple[Number, ...]) -> Iterator[Line]:
         yield Line("policy loss", "dual clip", bound)
 
 
-def _distance(part: str, estimator: str, symbol: str, latex: str, other: str, own: tuple[Number, ...]) -> Line:
-    """A KL estimate; the drift is that of the policy from the old one, seen from the tokens of the old one."""
+TO_REFERENCE = ("logp - logp_ref", r"\log\pi_\theta-\log\pi_{ref}")
+FROM_OLD = ("logp_old - logp", r"\log\pi_{old}-\log\pi_\theta")
+
+
+def _distance(
+    part: str, estimator: str, symbol: tuple[str, str], d: tuple[str, str], own: tuple[Number, ...], bound: str = ""
+) -> Line:
+    """The KL estimate called ``symbol`` of the log-ratio ``d``, each for a terminal and in LaTeX."""
     about = KINDS["kl"].registry.about(estimator)
-    d = (
-        ("logp - logp_ref", r"\log\pi_\theta-\log\pi_{ref}")
-        if other == "ref"
-        else ("logp_old - logp", r"\log\pi_{old}-\log\pi_\theta")
-    )
-    formula = About(f"{symbol} = {about.formula},  d = {d[0]}", rf"{latex}={about.latex},\quad d={d[1]}", about.paper)
-    return Line(part, estimator, formula, own)
+    formula = f"{symbol[0]} = {about.formula},  d = {d[0]}{bound}"
+    return Line(part, estimator, About(formula, rf"{symbol[1]}={about.latex},\quad d={d[1]}", about.paper), own)
+
+
+def _drift(algorithm: AlgorithmConfig, own: tuple[Number, ...]) -> Line:
+    """From the old policy to the new one: the tokens are those of the old one."""
+    bound = "" if algorithm.drift.cap is None else ";  its gradient, exp(-d) - 1, is at most cap"
+    return _distance("drift", algorithm.drift.estimator, ("drift_t", r"\delta_{i,t}"), FROM_OLD, own, bound)
 
 
 def _other_terms(algorithm: AlgorithmConfig, found: tuple[Number, ...]) -> Iterator[Line]:
+    if "critic" in needs_of(algorithm):
+        plain, clipped = "(V_t - return_t)^2", "(clip(V_t, V_old - clip, V_old + clip) - return_t)^2"
+        formula = f"{plain} / 2" if algorithm.value.clip is None else f"max( {plain}, {clipped} ) / 2"
+        latex = r"(V_t-\hat R_t)^2" if algorithm.value.clip is None else CLIPPED_VALUE
+        about = About(
+            f"of the critic: {formula}", rf"L^V_{{i,t}}=\tfrac12{latex}", "PPO, arXiv 1707.06347, and its authors' code"
+        )
+        yield Line("value loss", "squared error", about, _below("algorithm.value", found))
     if algorithm.entropy.target is not None:
         steered = About(
             "alpha <- max(0, alpha + rate sign(target - H)) after each step; 0 while H > target",
@@ -202,10 +220,8 @@ def _listed(part: str, kind: str, algorithm: AlgorithmConfig, found: tuple[Numbe
         yield Line(part, chosen.name, row.registry.about(chosen.name), _below(f"{row.key}.{i}", found))
 
 
-def _below(branch: str, found: tuple[Number, ...], leaf: str = "") -> tuple[Number, ...]:
-    """The numbers of one branch, or those called ``leaf``; names of functions left out."""
-    if leaf:
-        return tuple(n for n in found if n.key == f"algorithm.advantage.{leaf}")
+def _below(branch: str, found: tuple[Number, ...]) -> tuple[Number, ...]:
+    """The numbers of one branch; names of functions left out."""
     return tuple(n for n in found if n.key.startswith(f"{branch}.") and n.key.rpartition(".")[2] not in NAMES)
 
 

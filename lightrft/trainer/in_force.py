@@ -31,16 +31,18 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[Number, ...]:
     """
     algorithm = config.algorithm
     preset = flat(PRESETS.get(algorithm.preset or "", {}))
-    defaults = flat(_option_defaults(algorithm))
+    tree = algorithm.model_dump(mode="json")
+    given = flat(tree)
     found = []
-    for key, value in {**defaults, **flat(algorithm.model_dump(mode="json"))}.items():
+    for key, value in flat(with_option_defaults(tree)).items():
         if value is None or value == {} or not is_read(key, algorithm):
             continue
-        given = _given(f"algorithm.{key}", sources)
-        origin = f"preset {algorithm.preset}" if key in preset else "default"
-        if key in defaults and key not in flat(algorithm.model_dump(mode="json")):
+        full = f"algorithm.{key}"
+        if key in given:
+            origin = _given(full, sources) or (f"preset {algorithm.preset}" if key in preset else "default")
+        else:
             origin = f"default of {_owner(key, algorithm)}"
-        found.append(Number(f"algorithm.{key}", value, given or origin))
+        found.append(Number(full, value, origin))
     return (*found, *(Number(key, value, sources.get(key, "default")) for key, value in _beside(config)))
 
 
@@ -89,12 +91,8 @@ def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
     steered = {"target": "adaptive", "horizon": "adaptive"}
     scheduled = leaf in ("final", "steps") and kl.controller not in ("linear", "cosine")
     weighted = leaf == "weighted" and kl.where != "loss"
-    return (
-        kl.controller != steered.get(leaf, kl.controller)
-        or scheduled
-        or weighted
-        or (leaf == "refresh_decay" and not kl.refresh_every)
-    )
+    still = leaf in ("refresh_every", "refresh_decay") and not kl.refresh_every
+    return kl.controller != steered.get(leaf, kl.controller) or scheduled or weighted or still
 
 
 def _idle_normalize(leaf: str, algorithm: AlgorithmConfig) -> bool:
@@ -122,14 +120,18 @@ IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
 """Branch of ``algorithm`` to whether a leaf of it is read by nothing."""
 
 
-def _option_defaults(algorithm: AlgorithmConfig) -> dict[str, Any]:
-    """A tree like ``algorithm`` with the options of every part at the defaults of its function's signature."""
-    tree: dict[str, Any] = {}
-    for branch, kind in (("advantage", KINDS["advantage"]), ("loss", KINDS["loss"])):
-        tree[branch] = {"options": defaults_of(kind, getattr(algorithm, branch).name)}
+def with_option_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an algorithm as a tree, with the options of every part at the defaults of its function where none are given."""
+    full = dict(tree)
+    for branch in ("advantage", "loss"):
+        full[branch] = _with_defaults(KINDS[branch], tree[branch])
     for branch in PARTS:
-        tree[branch] = [{"options": defaults_of(OF_LIST[branch], part.name)} for part in getattr(algorithm, branch)]
-    return {branch: value for branch, value in tree.items() if flat(value)}
+        full[branch] = [_with_defaults(OF_LIST[branch], part) for part in tree[branch]]
+    return full
+
+
+def _with_defaults(kind: Kind, part: Mapping[str, Any]) -> dict[str, Any]:
+    return {**part, "options": {**defaults_of(kind, part["name"]), **part["options"]}}
 
 
 def defaults_of(kind: Kind, name: str) -> dict[str, Any]:
