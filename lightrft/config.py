@@ -520,11 +520,14 @@ class RolloutConfig(Settings):
     """``prompts`` groups of ``samples`` answers a step.
 
     Groups that filters drop are replaced, in at most ``max_rounds`` rounds of generation a step.
+    With ``staleness`` above 0, answers are drawn while the policy is trained, by a copy of the weights that it had exactly that
+    many steps before (in the first steps: at the start). The algorithm then wants a correction for it.
     """
 
     prompts: int = Field(32, ge=1)
     samples: int = Field(8, ge=1)
     max_rounds: int = Field(8, ge=1)
+    staleness: int = Field(0, ge=0)
 
 
 class TrainConfig(Settings):

@@ -73,7 +73,7 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
     metrics.merge(controls.steer(batch))
     refresh(roles, config.algorithm.kl, step + 1)
     with timers("weights"):
-        roles.engine.load_weights(roles.strategy.full_parameters(roles.policy.state), step + 1)
+        roles.engine.load_weights(roles.weights(), step + 1)
     return StepResult(collected, batch, metrics)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from logging import INFO, WARNING, getLogger
 from typing import Any
@@ -33,6 +34,20 @@ class PromptStream:
 
     def draw(self, count: int) -> list[Prompt]:
         return [self.dataset[i] for i in self.sampler.next(count)]
+
+    def named(self, ids: Sequence[str]) -> list[Prompt]:
+        """The prompts called ``ids``. Raises ``CheckpointError`` when the data does not hold one."""
+        return [self.dataset[i] for i in self.dataset.places(ids)]
+
+    @contextmanager
+    def as_before_on_error(self) -> Generator[None]:
+        """When the body raises, what it drew has not been drawn."""
+        before = self.sampler.state_dict()
+        try:
+            yield
+        except BaseException:
+            self.sampler.load_state_dict(before)
+            raise
 
 
 def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None) -> Sequence[Prompt]:
