@@ -135,7 +135,7 @@ def near_policy(batch: Batch, config: RLConfig) -> Batch:
     """``batch`` as if the policy, or one a little way off, had drawn it."""
     logprobs = roles_of(config).actor.score(batch, temperature=1.0).logprobs.detach()
     noise = torch.rand(batch.tokens, generator=torch.Generator().manual_seed(1)) - 0.5
-    return batch.replace(behavior_logprobs=logprobs + 0.2 * noise)
+    return batch.replace(behavior_logprobs=logprobs + 0.2 * noise, sample=torch.arange(len(batch)))
 
 
 @pytest.mark.parametrize("preset", [preset for preset in sorted(PRESETS) if runs_alone(preset)])
