@@ -31,6 +31,7 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         sampled=flat([r.sampled for r in rollouts], torch.bool),
         behavior_logprobs=flat([r.logprobs for r in rollouts], dtype),
         versions=flat([r.versions for r in rollouts], torch.long),
+        sample=torch.tensor([r.sample for r in rollouts], dtype=torch.long),
         rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
         terms=of_terms([[r.terms.get(name, math.nan) for name in terms] for r in rollouts]),
         term_weights=of_terms([[r.weights.get(name, 0.0) for name in terms] for r in rollouts]),
