@@ -73,7 +73,7 @@ def test_what_was_not_kept_is_refused_with_the_way_out(rl_config, tmp_path):
     run_rl(rl_config(train={"steps": 3}, log={"batches_every": 3}))
     with pytest.raises(CheckpointError, match=r"no batch of step 2, but of \[3\]"):
         replay(tmp_path / "run", 2)
-    with pytest.raises(CheckpointError, match="no checkpoint of step 2.*checkpoint.every=1"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 2.*checkpoint\.every=1"):
         replay(tmp_path / "run", 3)
     with pytest.raises(ConfigError, match="no phase 'loss'"):
         replay(tmp_path / "run", 3, ["loss"])

@@ -45,7 +45,7 @@ def test_a_batch_comes_back_equal_with_types_media_and_empty_rows(tmp_path) -> N
 
 
 def test_something_that_is_no_batch_is_refused(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match="one.json"):
+    with pytest.raises(CheckpointError, match=r"one\.json"):
         load_batch(tmp_path / "one")
     save_batch(tmp_path / "one", small_batch())
     (tmp_path / "one.safetensors").write_bytes(b"cut")
