@@ -66,6 +66,7 @@ class Rollout:
 
     ``sampled[t]`` says whether the policy sampled token t (tool and environment tokens are not). ``logprobs[t]`` is the
     log-probability under the distribution that token t was drawn from, ``versions[t]`` the policy version that drew it.
+    ``baseline`` is the reward of the greedy answer to the same prompt, where one was drawn.
     ``failed`` holds the reason when scoring failed, and is empty otherwise.
     """
 
@@ -79,6 +80,7 @@ class Rollout:
     sample: int = 0
     text: str = ""
     reward: float | None = None
+    baseline: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
     failed: str = ""
 
@@ -90,13 +92,15 @@ class Rollout:
 class Request:
     """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch.
 
-    ``max_new_tokens`` bounds this answer alone; without it the sampling settings do.
+    ``max_new_tokens`` bounds this answer alone; without it the sampling settings do. A ``greedy`` one takes the likeliest token
+    at each place, as all do at temperature 0.
     """
 
     prompt: Prompt
     seed: int
     sample: int = 0
     max_new_tokens: int | None = None
+    greedy: bool = False
 
 
 @dataclass(slots=True)
@@ -173,6 +177,7 @@ class Batch:
     gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 leaves a token out
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
+    baselines: Tensor | None = sample_column()  # [B] reward of the greedy answer to the same prompt
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit

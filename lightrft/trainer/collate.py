@@ -10,9 +10,10 @@ from lightrft.types import Batch, Ragged, Rollout, Segments
 
 
 def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.float32) -> Batch:
-    """One ``Batch`` of all answers, group after group. Every answer must have been scored."""
+    """One ``Batch`` of all answers, group after group. Every answer must have been scored; all or none have a baseline."""
     rollouts = [r for group in groups for r in group]
     prompts = [group[0].prompt for group in groups]
+    baselines = [r.baseline for r in rollouts]
     names = dict.fromkeys(name for p in prompts for name in p.media)
     media = {}
     for name in names:
@@ -28,6 +29,7 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         behavior_logprobs=flat([r.logprobs for r in rollouts], dtype),
         versions=flat([r.versions for r in rollouts], torch.long),
         rewards=torch.tensor([r.reward for r in rollouts], dtype=dtype),
+        baselines=torch.tensor(baselines, dtype=dtype) if any(b is not None for b in baselines) else None,
         version=torch.tensor([min(r.versions, default=0) for r in rollouts], dtype=torch.long),
         truncated=torch.tensor([r.finish_reason == "length" for r in rollouts], dtype=torch.bool),
     )
