@@ -1,6 +1,7 @@
 """Write the reference pages that the code knows best: ``python docs/generate.py``, or ``make docs``.
 
-``configuration.md`` is made from the settings classes, ``algorithms/*.md`` from what ``lightrft explain`` says of each preset.
+``configuration.md`` is made from the settings classes, ``algorithms.md`` from the presets, ``algorithms/*.md`` from what
+``lightrft explain`` says of each.
 """
 
 from __future__ import annotations
@@ -35,7 +36,27 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 def pages() -> dict[Path, str]:
     """Path below ``docs`` to the text of the page."""
     made = {Path("algorithms", f"{preset}.md"): algorithm_page(preset) for preset in config.PRESETS}
-    return {Path("configuration.md"): configuration_page(), **made}
+    return {Path("configuration.md"): configuration_page(), Path("algorithms.md"): algorithms_page(), **made}
+
+
+def algorithms_page() -> str:
+    """The presets, with what each takes of the parts."""
+    rows = []
+    for preset in config.PRESETS:
+        chosen = build(config.AlgorithmConfig, {"preset": preset})
+        kl = f"{chosen.kl.estimator} in the {chosen.kl.where}" if chosen.kl.used else "none"
+        link = f"[{preset}](algorithms/{preset}.md)"
+        rows.append(f"| {link} | `{chosen.advantage.name}` | `{chosen.loss.name}` | `{chosen.aggregation}` | {kl} |")
+    return "\n".join(
+        [
+            "# Algorithms\n",
+            MADE_BY,
+            "`algorithm: <name>` takes a published row of settings; what stands beside it wins.\n",
+            "| preset | advantage | policy loss | aggregation | KL |\n|---|---|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def configuration_page() -> str:

@@ -244,6 +244,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token",
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.01},
     },
+    # REINFORCE++ with a baseline, arXiv 2501.03262, section 3; k2 and its coefficient as in the authors' scripts (OpenRLHF)
+    "reinforce++_baseline": {
+        "advantage": {"name": "group_mean", "whiten": "batch"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "kl": {"where": "loss", "estimator": "k2", "coef": 0.001},
+    },
+    # Understanding R1-Zero-like training, arXiv 2503.20783, section 3.2: no division by length or deviation, no KL
+    "dr_grpo": {
+        "advantage": {"name": "group_mean"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "constant",
+    },
+    # Tricks or traps, arXiv 2508.08221, section 5: deviation of the batch, token-level loss, no KL
+    "lite_ppo": {
+        "advantage": {"name": "lite_ppo"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+    },
     # PPO, arXiv 1707.06347; per-token KL in the reward as in arXiv 2203.02155
     "ppo": {
         "advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95, "whiten": "batch"},

@@ -67,6 +67,7 @@ class Rollout:
     ``sampled[t]`` says whether the policy sampled token t (tool and environment tokens are not). ``logprobs[t]`` is the
     log-probability under the distribution that token t was drawn from, ``versions[t]`` the policy version that drew it.
     ``baseline`` is the reward of the greedy answer to the same prompt, where one was drawn.
+    ``weights`` has the weight of each of ``terms`` that is part of ``reward``; other terms are only told.
     ``failed`` holds the reason when scoring failed, and is empty otherwise.
     """
 
@@ -82,6 +83,7 @@ class Rollout:
     reward: float | None = None
     baseline: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
     failed: str = ""
 
     def __len__(self) -> int:
@@ -177,6 +179,8 @@ class Batch:
     gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 leaves a token out
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
+    terms: Tensor | None = sample_column()  # [B, K] the numbers that make up the reward; nan where a row has no such term
+    term_weights: Tensor | None = sample_column()  # [B, K] of each term in the row's reward; 0 where it has none
     baselines: Tensor | None = sample_column()  # [B] reward of the greedy answer to the same prompt
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from lightrft.config import AdvantageConfig
-from lightrft.trainer.rows import Rows, compact, group_sum, scatter
+from lightrft.trainer.groups import Groups
+from lightrft.trainer.rows import Rows, compact, scatter
 from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
 
 Advantage = Callable[..., tuple[Tensor, Tensor]]
@@ -30,6 +32,19 @@ def scores(batch: Batch, token_rewards: Tensor, rows: Rows) -> Tensor:
     return rewards + (rows.sum(token_rewards) - placed)
 
 
+def by_prompt(batch: Batch, token_rewards: Tensor) -> Groups:
+    """The ``scores`` of all answers, grouped by their prompts."""
+    return Groups(scores(batch, token_rewards, Rows.of(batch)), batch.prompt_of, len(batch.prompts))
+
+
+def on_tokens(advantage: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """One number per answer ``[B]`` on each of its sampled tokens, as advantage and as return."""
+    rows = Rows.of(batch)
+    spread = rows.spread(advantage)
+    tokens = torch.where(rows.mask, spread, torch.zeros_like(spread))
+    return tokens, tokens
+
+
 @ADVANTAGES.register(
     "grpo",
     formula="A_i = (R_i - mean_group R) / (std_group R + eps)",
@@ -40,17 +55,150 @@ def scores(batch: Batch, token_rewards: Tensor, rows: Rows) -> Tensor:
 )
 def grpo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """Reward standardised inside its group (unbiased deviation). Exactly 0 where the group is of one answer or of equal rewards."""
-    rows = Rows.of(batch)
-    r = scores(batch, token_rewards, rows)
-    groups, of = len(batch.prompts), batch.prompt_of
-    size = group_sum(torch.ones_like(r), of, groups)
-    centred = r - (group_sum(r, of, groups) / size.clamp(min=1))[of]
-    deviation = (group_sum(centred.square(), of, groups) / (size - 1).clamp(min=1)).sqrt()
-    highest = torch.full((groups,), -torch.inf, dtype=r.dtype, device=r.device).scatter_reduce(0, of, r, "amax")
-    lowest = torch.full((groups,), torch.inf, dtype=r.dtype, device=r.device).scatter_reduce(0, of, r, "amin")
-    advantage = torch.where((highest == lowest)[of], torch.zeros_like(r), centred / (deviation + settings.eps)[of])
-    tokens = torch.where(rows.mask, rows.spread(advantage), torch.zeros_like(token_rewards))
-    return tokens, tokens
+    return on_tokens(by_prompt(batch, token_rewards).standardised(settings.eps), batch)
+
+
+@ADVANTAGES.register(
+    "group_mean",
+    formula="A_i = R_i - mean_group R",
+    latex=r"\hat A_i=R_i-\operatorname{mean}(R)",
+    paper="Dr. GRPO, arXiv 2503.20783, section 3.2",
+    needs=["groups"],
+)
+def group_mean(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward less the mean of its group."""
+    return on_tokens(by_prompt(batch, token_rewards).centred(), batch)
+
+
+@ADVANTAGES.register(
+    "rloo",
+    formula="A_i = R_i - mean_{j != i} R_j, over the group",
+    latex=r"\hat A_i=R_i-\frac{1}{G-1}\sum_{j\ne i}R_j",
+    paper="RLOO, arXiv 2402.14740, section 3.1",
+    needs=["groups"],
+)
+def rloo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward less the mean of the others of its group: what is left out makes the baseline independent of the answer."""
+    groups = by_prompt(batch, token_rewards)
+    size = groups.size()
+    return on_tokens(groups.centred() * size / (size - 1).clamp(min=1), batch)
+
+
+@ADVANTAGES.register(
+    "opo",
+    formula="A_i = R_i - sum_j l_j R_j / sum_j l_j, over the group; l counts sampled tokens",
+    latex=r"\hat A_i=R_i-\frac{\sum_j l_jR_j}{\sum_j l_j}",
+    paper="OPO, arXiv 2505.23585, section 3.2",
+    needs=["groups"],
+)
+def opo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward less the mean of its group weighted by length: the baseline of least variance, where the squared norm of an answer's
+    gradient grows with its length."""
+    groups, length = by_prompt(batch, token_rewards), Rows.of(batch).count()
+    baseline = groups.sum(length * groups.x) / groups.sum(length).clamp(min=1)
+    return on_tokens(torch.where(groups.uneven(), groups.x - baseline, torch.zeros_like(baseline)), batch)
+
+
+@ADVANTAGES.register(
+    "pass_at_k",
+    formula="A_i = R_(1) - R_(2) for the best answer of the group, 0 for the others",
+    latex=r"\hat A_i=\mathbb 1[R_i=R_{(1)}]\,(R_{(1)}-R_{(2)})",
+    paper="Inference-time objectives, arXiv 2503.19595, section 3 (leave-one-out of max@k)",
+    needs=["groups"],
+)
+def pass_at_k(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_eps: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """What the best answer adds to the highest reward of its group; two equal best ones add nothing. With ``std_eps``, over the
+    deviation of the group plus that number."""
+    groups = by_prompt(batch, token_rewards)
+    best = groups.x == groups.highest()
+    second = groups.highest(torch.where(best, -torch.inf, groups.x))
+    alone = best & groups.uneven() & (groups.sum(best.to(groups.x.dtype)) == 1)
+    gap = torch.where(alone, groups.x - second, torch.zeros_like(groups.x))
+    return on_tokens(gap if std_eps is None else torch.where(alone, gap / (groups.deviation() + std_eps), gap), batch)
+
+
+@ADVANTAGES.register(
+    "maxrl",
+    formula="A_i = (R_i - mean_group R) / (mean_group R + eps), 0 where the mean is not positive",
+    latex=r"\hat A_i=\frac{R_i-\operatorname{mean}(R)}{\operatorname{mean}(R)+\epsilon}",
+    paper="MaxRL, arXiv 2602.02710",
+    needs=["groups"],
+    reads=["eps"],
+)
+def maxrl(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """For rewards that are 0 or positive, 1 for a success: rare successes weigh most, as in the gradient of the log-likelihood."""
+    groups = by_prompt(batch, token_rewards)
+    mean = groups.mean()
+    return on_tokens(torch.where(mean > 0, groups.centred() / (mean + settings.eps), torch.zeros_like(mean)), batch)
+
+
+@ADVANTAGES.register(
+    "lite_ppo",
+    formula="A_i = (R_i - mean_group R) / (std_batch R + eps)",
+    latex=r"\hat A_i=\frac{R_i-\operatorname{mean}_{group}(R)}{\operatorname{std}_{batch}(R)+\epsilon}",
+    paper="Lite PPO, arXiv 2508.08221, section 4.1",
+    needs=["groups", "batch"],
+    reads=["eps"],
+)
+def lite_ppo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward less the mean of its group, over the unbiased deviation of all rewards of the batch."""
+    groups = by_prompt(batch, token_rewards)
+    centred, spread = groups.centred(), Groups.whole(groups.x).deviation()
+    return on_tokens(torch.where(centred != 0, centred / (spread + settings.eps), centred), batch)
+
+
+@ADVANTAGES.register(
+    "batch_standard",
+    formula="A_i = (R_i - mean_batch R) / (std_batch R + eps)",
+    latex=r"\hat A_i=\frac{R_i-\operatorname{mean}_{batch}(R)}{\operatorname{std}_{batch}(R)+\epsilon}",
+    paper="the second step of GDPO, arXiv 2601.05242; the first is normalize.terms = group",
+    needs=["batch"],
+    reads=["eps"],
+)
+def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward standardised over all answers of the batch, each counted once (unbiased deviation)."""
+    return on_tokens(Groups.whole(scores(batch, token_rewards, Rows.of(batch))).standardised(settings.eps), batch)
+
+
+@ADVANTAGES.register(
+    "gpg",
+    formula="A_i = alpha (R_i - mean_group R) / F,  alpha = answers / answers of groups with unequal rewards,  F = 1",
+    latex=r"\hat A_i=\alpha\,\frac{R_i-\operatorname{mean}(R)}{F},\quad\alpha=\frac{B}{B-M},\quad F=1",
+    paper="GPG, arXiv 2504.02546, section 3",
+    needs=["groups", "batch"],
+)
+def gpg(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_eps: float | None = None) -> tuple[Tensor, Tensor]:
+    """``alpha`` makes up for groups without a gradient. With ``std_eps``, F is the deviation of the group plus that number."""
+    groups = by_prompt(batch, token_rewards)
+    alpha = len(batch) / groups.uneven().sum().clamp(min=1).to(groups.x.dtype)
+    return on_tokens(alpha * (groups.centred() if std_eps is None else groups.standardised(std_eps)), batch)
+
+
+@ADVANTAGES.register(
+    "raft",
+    formula="A_i = 1 if R_i = max_group R, else 0",
+    latex=r"\hat A_i=\mathbb 1[R_i=\max R]",
+    paper="RAFT, arXiv 2304.06767, algorithm 1",
+    needs=["groups"],
+)
+def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Imitation of the best answer of a group, without a baseline; of all that tie for it, since their order must not matter."""
+    groups = by_prompt(batch, token_rewards)
+    return on_tokens((groups.x == groups.highest()).to(groups.x.dtype), batch)
+
+
+@ADVANTAGES.register(
+    "rft",
+    formula="A_i = 1 if R_i >= threshold, else 0",
+    latex=r"\hat A_i=\mathbb 1[R_i\ge\tau]",
+    paper="Rejection sampling fine-tuning, arXiv 2308.01825",
+)
+def rft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, threshold: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Imitation of every answer whose reward reaches ``threshold``."""
+    score = scores(batch, token_rewards, Rows.of(batch))
+    return on_tokens((score >= threshold).to(score.dtype), batch)
 
 
 @ADVANTAGES.register(
@@ -62,24 +210,68 @@ def grpo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
 )
 def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """Discounted return of each token."""
-    rows = Rows.of(batch)
-    padded, row, column = compact(token_rewards, rows)
-    returns = scatter(discounted(padded, settings.gamma), rows, row, column)
+    returns = returns_of(batch, token_rewards, settings.gamma)
     return returns, returns
+
+
+@ADVANTAGES.register(
+    "remax",
+    formula="A_t = sum_{s>=t} r_s - R(greedy answer)",
+    latex=r"\hat A_t=\sum_{s\ge t}r_s-R(y^{greedy})",
+    paper="ReMax, arXiv 2310.10505, algorithm 2",
+    needs=["greedy"],
+)
+def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Return of each token, less the reward of the greedy answer to the same prompt: ``batch.baselines``."""
+    if batch.baselines is None:
+        raise ValueError("remax needs batch.baselines")
+    returns, rows = returns_of(batch, token_rewards, 1.0), Rows.of(batch)
+    baseline = rows.spread(batch.baselines.to(returns.dtype))
+    return torch.where(rows.mask, returns - baseline, torch.zeros_like(returns)), returns
 
 
 @ADVANTAGES.register(
     "gae",
     formula="delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = A_t + V_t",
     latex=r"\delta_t=r_t+\gamma V_{t+1}-V_t,\quad \hat A_t=\delta_t+\gamma\lambda\hat A_{t+1},\quad \hat R_t=\hat A_t+V_t",
-    paper="GAE, arXiv 1506.02438, eq. 16",
+    paper="GAE, arXiv 1506.02438, eq. 16; lam_critic: VC-PPO, arXiv 2503.01491",
     needs=["critic"],
     reads=["gamma", "lam"],
 )
-def gae(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. A truncated row is bootstrapped with the value of the state it was cut in."""
+def gae(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, lam_critic: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation. A truncated row is bootstrapped with the value of the state it was cut in. ``lam_critic``
+    is the trace of the returns, where that is not ``lam``."""
+    return traced(batch, token_rewards, settings.gamma, settings.lam, lam_critic)
+
+
+@ADVANTAGES.register(
+    "vapo",
+    formula="A_t as in gae with lam_i = max(0, 1 - 1 / (alpha l_i)), l_i sampled tokens;  return_t as in gae with lam_critic",
+    latex=r"\hat A_t=\sum_{k\ge 0}(\gamma\lambda_i)^k\delta_{t+k},\ \lambda_i=1-\tfrac{1}{\alpha l_i},\quad"
+    r"\hat R_t=V_t+\sum_{k\ge 0}(\gamma\lambda_{critic})^k\delta_{t+k}",
+    paper="VAPO, arXiv 2504.05118, section 4.2; decoupled traces: VC-PPO, arXiv 2503.01491",
+    needs=["critic"],
+    reads=["gamma"],
+)
+def vapo(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, alpha: float = 0.05, lam_critic: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """A trace for each answer, so that the reward reaches back as far into a long one as into a short one; the critic has its own.
+    Raises ``ConfigError`` for an ``alpha`` that is not positive."""
+    if alpha <= 0:
+        raise ConfigError(f"advantage vapo: options.alpha is {alpha}; it must be positive")
+    length = Rows.of(batch).count().to(token_rewards.dtype)
+    return traced(batch, token_rewards, settings.gamma, (1 - 1 / (alpha * length)).clamp(min=0), lam_critic)
+
+
+def traced(
+    batch: Batch, token_rewards: Tensor, gamma: float, lam: float | Tensor, lam_critic: float | None
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns ``[N]`` from temporal differences; ``lam`` is one for all rows or one for each ``[B]``."""
     if batch.values is None:
-        raise ValueError("gae needs batch.values")
+        raise ValueError("a trace of temporal differences needs batch.values")
     rows = Rows.of(batch)
     rewards, row, column = compact(token_rewards, rows)
     values, _, _ = compact(batch.values.to(token_rewards.dtype), rows)
@@ -88,14 +280,22 @@ def gae(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple
         cut = (rows.count() > 0) & batch.truncated
         following[cut, rows.count()[cut] - 1] = batch.final_values[cut].to(values.dtype)
     inside = torch.arange(values.shape[1], device=values.device) < rows.count()[:, None]
-    delta = torch.where(inside, rewards + settings.gamma * following - values, torch.zeros_like(values))
-    advantages = discounted(delta, settings.gamma * settings.lam)
-    return scatter(advantages, rows, row, column), scatter(advantages + values, rows, row, column)
+    delta = torch.where(inside, rewards + gamma * following - values, torch.zeros_like(values))
+    advantages = discounted(delta, gamma * lam)
+    targets = advantages if lam_critic is None else discounted(delta, gamma * lam_critic)
+    return scatter(advantages, rows, row, column), scatter(targets + values, rows, row, column)
 
 
-def discounted(x: Tensor, decay: float) -> Tensor:
-    """``y_t = x_t + decay * y_{t+1}`` along the last axis of ``x [B, L]``."""
-    if decay == 1:
+def returns_of(batch: Batch, token_rewards: Tensor, gamma: float) -> Tensor:
+    """``[N]``: the discounted sum of this and later token rewards of the row."""
+    rows = Rows.of(batch)
+    padded, row, column = compact(token_rewards, rows)
+    return scatter(discounted(padded, gamma), rows, row, column)
+
+
+def discounted(x: Tensor, decay: float | Tensor) -> Tensor:
+    """``y_t = x_t + decay * y_{t+1}`` along the last axis of ``x [B, L]``; ``decay`` is one number or one for each row ``[B]``."""
+    if not isinstance(decay, Tensor) and decay == 1:
         return x.flip(-1).cumsum(-1).flip(-1)
     y = torch.empty_like(x)
     carry = torch.zeros_like(x[:, 0]) if x.shape[1] else x.new_zeros(len(x))

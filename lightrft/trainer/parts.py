@@ -20,8 +20,8 @@ from lightrft.utils.registry import Registry
 
 
 def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """What the parts in force need, by the names that they are registered with: ``groups``, ``critic``, ``behavior``, ``current``,
-    ``entropy``."""
+    """What the parts in force need, by the names that they are registered with: ``groups``, ``batch`` (every answer of the step at
+    once), ``greedy``, ``critic``, ``behavior``, ``current``, ``entropy``."""
     named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(algorithm.loss.name)]
     named += [CORRECTIONS.about(part.name) for part in algorithm.corrections]
     named += [GATES.about(part.name) for part in algorithm.gates]

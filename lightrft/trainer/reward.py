@@ -135,7 +135,7 @@ class Scorer:
         terms = self._terms_of(rollout.prompt.data_source)
         if not terms:
             self.check_sources([rollout.prompt.data_source])
-        rollout.reward, rollout.terms, rollout.failed = None, {}, ""
+        rollout.reward, rollout.terms, rollout.weights, rollout.failed = None, {}, {}, ""
         with self._lock:
             if self._broken:
                 raise self._broken
@@ -402,12 +402,13 @@ class Scorer:
             terms = [(self._terms[i], pending.values[i]) for i in pending.terms]
             total = math.fsum(t.weight * v[VALUE] for t, v in terms)
             rollout.terms = {f"{t.name}/{k}" if k else t.name: x for t, v in terms for k, x in v.items()}
+            rollout.weights = {t.name: t.weight for t, _ in terms}
             if math.isfinite(total):
                 rollout.reward = total
             else:
                 pending.failed, pending.kind = f"the weighted sum of terms is {total}", "value"
         if pending.failed:
-            rollout.failed, rollout.terms = pending.failed, {}
+            rollout.failed, rollout.terms, rollout.weights = pending.failed, {}, {}
         self.counts[pending.kind or "scored"] += 1
         del self._unfinished[id(pending)]
         self._done.put(rollout)

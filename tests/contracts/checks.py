@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config import AdvantageConfig, LossConfig
+from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch, Prompt, Rollout, Segments, rows_of
 from tests.numbers.strategies import batch_of, corner_cases, plain_case
@@ -38,10 +39,11 @@ def batches() -> list[tuple[str, Batch]]:
 
 
 def filled(batch: Batch) -> Batch:
-    """Advantages of both signs and of 0, as well as returns."""
+    """Advantages of both signs and of 0, returns, and rewards of greedy answers."""
     n = torch.arange(batch.tokens)
     signs = torch.tensor([-1.5, 0.5, 0.0, 2.0], dtype=torch.float64)
-    return batch.replace(advantages=torch.where(batch.mask, signs[n % 4], 0.0), returns=n.double() / 4)
+    greedy = batch.prompt_of.double() / 2
+    return batch.replace(advantages=torch.where(batch.mask, signs[n % 4], 0.0), returns=n.double() / 4, baselines=greedy)
 
 
 def empty_batch() -> Batch:
@@ -69,6 +71,10 @@ def extremes() -> Iterator[tuple[str, Batch]]:
 def group_parts(batch: Batch) -> list[Tensor]:
     """The rows of each prompt."""
     return [(batch.prompt_of == p).nonzero()[:, 0] for p in batch.prompt_of.unique()]
+
+
+def whole_part(batch: Batch) -> list[Tensor]:
+    return [torch.arange(len(batch))]
 
 
 def row_parts(batch: Batch) -> list[Tensor]:
@@ -155,8 +161,16 @@ def check_advantage_ignores_what_was_not_sampled(function: Function) -> None:
 
 
 def check_advantage_is_by_group_not_by_place(function: Function) -> None:
+    """One that says that it ``needs`` the batch may take its statistics over all of it, in any order."""
+    split = whole_part if "batch" in needs_of(function) else group_parts
     for which in (0, 1):
-        check_order(lambda batch, which=which: advantages_of(function, batch)[which], "token", group_parts)
+        check_order(lambda batch, which=which: advantages_of(function, batch)[which], "token", split)
+
+
+def needs_of(function: Function) -> frozenset[str]:
+    """As it was registered with, or its own attribute."""
+    registered = [ADVANTAGES.about(name).needs for name in ADVANTAGES if ADVANTAGES[name] is function]
+    return frozenset(getattr(function, "needs", ())).union(*registered)
 
 
 def check_advantage_keeps_the_dtype(function: Function) -> None:

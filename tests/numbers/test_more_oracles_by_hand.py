@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tests.numbers import oracles_advantages as advantages
 from tests.numbers import oracles_corrections as corrections
 from tests.numbers import oracles_gates as gates
 from tests.numbers import oracles_losses as losses
 from tests.numbers import oracles_rewards as rewards
-from tests.numbers.oracles import aggregate_token
-from tests.numbers.scalars import Rows, gradients, leaves, number
+from tests.numbers.oracles import Case, aggregate_token, flat, on_sampled, unclipped
+from tests.numbers.scalars import Rows, gradients, leaves, mean, number
+from tests.numbers.strategies import cases, cases_with_scores
 from tests.numbers.test_oracles_by_hand import GROUPED, LN2, LN3, REWARDS, case_of, close, rows_close, tokens, two_and_one
 
 # Advantages. GROUPED: group 1 = responses 0, 2, 3 (rewards 1, 2, 6: mean 3, variance 7), group 0 = response 1, group 2 = 4, 5, 6
@@ -409,3 +412,62 @@ def test_the_entropy_coefficient_works_only_below_its_target() -> None:
     assert rewards.entropy_step(0.5, 0.2, 0.2, 0.25) == (0.5, 0.5)
     assert rewards.entropy_step(0.0, 0.3, 0.2, 0.25) == (0.0, 0.0)
     assert rewards.entropy_step(0.5, 0.1, 0.2, 0.25, high=0.6) == (0.5, 0.6)
+
+
+# On any case
+
+
+@settings(deadline=None)
+@given(cases_with_scores())
+def test_every_loss_of_the_second_circle_has_the_plain_policy_gradient_on_policy(drawn: tuple[Case, list[float]]) -> None:
+    case, scores = drawn
+    case.old = case.behavior = case.logprobs
+    case = case.with_leaves("logprobs")
+    rows = on_sampled(case, scores)
+    found = {
+        "vespo": losses.vespo(case, rows),
+        "dppo": losses.dppo(case, rows, 0.1, 0.2, kl_coef=0.5),
+        "cpgd with drift": losses.cpgd_with_drift(case, rows, 0.2, 0.28, 0.5, None),
+        "cpgd with capped drift": losses.cpgd_with_drift(case, rows, 0.2, 0.28, 0.5, 2.0),
+        "kl_cov": losses.kl_cov(case, rows, 0.5, case.mask),
+        "decoupled ppo": corrections.decoupled_ppo(case, rows, 0.2, 0.28),
+    }
+    plain = [[-a for a in row] for row in rows]
+    for name, each in found.items():
+        gradient = gradients(sum((x for row in each for x in row), 0.0), case.logprobs)
+        assert flat(gradient) == pytest.approx(flat(plain), abs=1e-12), name
+
+
+@settings(deadline=None)
+@given(cases_with_scores())
+def test_dppo_without_bounds_is_the_weighted_policy_gradient_of_the_sampler(drawn: tuple[Case, list[float]]) -> None:
+    case, scores = drawn
+    case.old = case.behavior
+    rows = on_sampled(case, scores)
+    assert losses.dppo(case, rows, math.inf, math.inf) == unclipped(case, rows)
+
+
+@settings(deadline=None)
+@given(cases(), st.floats(0, 50))
+def test_m2po_keeps_as_much_as_it_may(case: Case, tau: float) -> None:
+    kept = gates.m2po(case, tau)
+    moment = {at: gates.second_moment(case, at) for at in gates.places(case)}
+    inside = [m for (i, t), m in moment.items() if kept[i][t]]
+    outside = [m for (i, t), m in moment.items() if not kept[i][t]]
+    assert not inside or mean(inside) <= tau
+    assert max(inside, default=0.0) <= min(outside, default=math.inf)
+    if outside:
+        assert mean([*inside, min(outside)]) > tau
+
+
+@settings(deadline=None)
+@given(cases())
+def test_a_sampler_that_is_the_policy_needs_no_correction(case: Case) -> None:
+    case.behavior = case.old = case.logprobs
+    ones = [[float(m) for m in row] for row in case.mask]
+    for level in corrections.LEVELS:
+        assert corrections.truncated(case, level, 2.0, 0.5) == ones
+        assert corrections.masked(case, level, 0.999, 1.001) == ones
+        assert corrections.rejected(case, level, 0.999, 1.001) == ones
+        assert corrections.masked_by_sequence(case, level, 0.999, 1.001) == ones
+    assert corrections.off_policy_sequence_mask(case, [-1.0] * len(case), 0.0) == ones

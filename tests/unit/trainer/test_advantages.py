@@ -10,6 +10,7 @@ import torch
 from lightrft.config import AdvantageConfig
 from lightrft.trainer.advantages import ADVANTAGES, discounted, whiten
 from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
 from tests.numbers.strategies import batch_of, plain_case
 
 
@@ -77,7 +78,7 @@ def test_a_truncated_answer_is_bootstrapped_and_a_finished_one_is_not() -> None:
 
 def test_columns_that_are_missing_are_named() -> None:
     made, token = batch([0.0, 1.0], [0, 0])
-    with pytest.raises(ValueError, match=r"gae needs batch\.values"):
+    with pytest.raises(ValueError, match=r"needs batch\.values"):
         ADVANTAGES["gae"](made.replace(values=None), token, AdvantageConfig(name="gae"))
     with pytest.raises(ValueError, match=r"advantages need batch\.rewards"):
         ADVANTAGES["grpo"](made.replace(rewards=None), token, AdvantageConfig())
@@ -88,3 +89,114 @@ def test_whitening_leaves_what_is_masked_out_of_it() -> None:
     mask = torch.tensor([True, False, True, False])
     assert whiten(x, mask, 0.0).tolist() == [-1.0, 0.0, 1.0, 0.0]
     assert whiten(x, torch.zeros(4, dtype=torch.bool), 0.0).tolist() == [0.0] * 4
+
+
+def advantages(name: str, rewards: list[float], prompt_of: list[int], eps: float = 0.0, **options: float) -> list[float]:
+    made, token = batch(rewards, prompt_of)
+    found, returns = ADVANTAGES[name](made, token, AdvantageConfig(name=name, eps=eps), **options)
+    assert torch.equal(found, returns)
+    return found.tolist()
+
+
+# rewards 0, 0, 1, 3: mean 1; unbiased variance (1 + 1 + 0 + 4) / 3 = 2; each beside a group of one, of reward 8
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("group_mean", {}, [-1, -1, 0, 2]),
+        ("rloo", {}, [-4 / 3, -4 / 3, 0, 8 / 3]),
+        ("opo", {}, [-1, -1, 0, 2]),
+        ("pass_at_k", {}, [0, 0, 0, 2]),
+        ("pass_at_k", {"std_eps": 0.0}, [0, 0, 0, math.sqrt(2)]),
+        ("maxrl", {}, [-1, -1, 0, 2]),
+        ("gpg", {}, [-5 / 4, -5 / 4, 0, 10 / 4]),
+        ("gpg", {"std_eps": 1.0}, [-1.25 / (math.sqrt(2) + 1)] * 2 + [0, 2.5 / (math.sqrt(2) + 1)]),
+        ("raft", {}, [0, 0, 0, 1]),
+    ],
+)
+def test_rules_of_groups(name: str, options: dict[str, float], expected: list[float]) -> None:
+    alone = 1.0 if name == "raft" else 0.0
+    found = advantages(name, [0, 0, 8, 1, 3], [0, 0, 1, 0, 0], **options)
+    assert found == pytest.approx([*expected[:2], alone, *expected[2:]], rel=1e-14)
+
+
+@pytest.mark.parametrize("name", ["group_mean", "rloo", "opo", "pass_at_k", "maxrl", "gpg", "lite_ppo", "batch_standard"])
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, -7.7, 0.0])
+def test_rewards_that_are_all_equal_have_exactly_no_advantage(name: str, reward: float) -> None:
+    assert advantages(name, [reward] * 7, [0, 0, 0, 1, 1, 1, 2]) == [0.0] * 7
+    assert advantages(name, [reward], [0]) == [0.0]
+
+
+def test_an_optimal_baseline_weighs_rewards_by_sampled_tokens() -> None:
+    # lengths 3, 1, 0: baseline (3 * 1 + 1 * 5) / 4 = 2; a tool's token has no length
+    made = batch_of(plain_case([[True, True, False, True], [True], [False]], [0, 0, 0], [1.0, 5.0, 9.0]))
+    token = torch.tensor([0, 0, 0, 1, 5, 0], dtype=torch.float64)
+    assert ADVANTAGES["opo"](made, token, AdvantageConfig(name="opo"))[0].tolist() == [-1, -1, 0, -1, 3, 0]
+
+
+def test_two_equal_best_answers_add_nothing_to_pass_at_k() -> None:
+    assert advantages("pass_at_k", [1, 1, 0, 5, 2], [0, 0, 0, 1, 1]) == [0, 0, 0, 3, 0]
+    assert advantages("pass_at_k", [1, 1, 0], [0, 0, 0], std_eps=0.0) == [0, 0, 0]
+
+
+def test_groups_without_success_have_no_maximum_likelihood_gradient() -> None:
+    assert advantages("maxrl", [0, 0, 1, 0], [0, 0, 1, 1]) == [0, 0, 1, -1]
+    assert advantages("maxrl", [-1, 1, -3, 1], [0, 0, 1, 1]) == [0, 0, 0, 0]
+
+
+def test_deviations_over_the_batch_see_every_group() -> None:
+    # all rewards 0, 2, 4, 6: mean 3, variance (9 + 1 + 1 + 9) / 3 = 20 / 3
+    std = math.sqrt(20 / 3) + 1
+    assert advantages("lite_ppo", [0, 2, 4, 6], [0, 0, 1, 1], eps=1.0) == pytest.approx([x / std for x in (-1, 1, -1, 1)])
+    assert advantages("batch_standard", [0, 2, 4, 6], [0, 0, 1, 1], eps=1.0) == pytest.approx([x / std for x in (-3, -1, 1, 3)])
+
+
+def test_the_gradient_of_groups_without_one_is_given_to_the_others() -> None:
+    assert advantages("gpg", [1, 1, 0, 2], [0, 0, 1, 1]) == [0, 0, -2, 2]
+    third = advantages("gpg", [0, 0, 0, 1], [0, 1, 1, 1])
+    assert third == pytest.approx([0, -4 / 9, -4 / 9, 8 / 9], rel=1e-14)
+
+
+def test_imitation_takes_all_that_are_best_or_good_enough() -> None:
+    assert advantages("raft", [1, 0, 1, 0, 0], [0, 0, 0, 1, 1]) == [1, 0, 1, 1, 1]
+    assert advantages("rft", [1, 0.5, 2, 0, 0], [0, 0, 0, 1, 1]) == [1, 0, 1, 0, 0]
+    assert advantages("rft", [1, 0.5, 2, 0, 0], [0, 0, 0, 1, 1], threshold=0.5) == [1, 1, 1, 0, 0]
+
+
+def test_the_greedy_answer_is_the_baseline_of_later_rewards() -> None:
+    made = batch_of(plain_case([[True, False, True], [True], []], [0, 0, 0])).replace(
+        baselines=torch.tensor([2.0, 0.5, 0.5], dtype=torch.float64)
+    )
+    token = torch.tensor([1.0, 99.0, 4.0, 1.0], dtype=torch.float64)
+    found, returns = ADVANTAGES["remax"](made, token, AdvantageConfig(name="remax"))
+    assert found.tolist() == [3.0, 0.0, 2.0, 0.5]
+    assert returns.tolist() == [5.0, 0.0, 4.0, 1.0]
+    with pytest.raises(ValueError, match=r"remax needs batch\.baselines"):
+        ADVANTAGES["remax"](made.replace(baselines=None), token, AdvantageConfig(name="remax"))
+
+
+def test_the_critic_may_have_a_trace_of_its_own() -> None:
+    # delta = 0 + 2 - 1, 3 - 2 = 1, 1
+    case = plain_case([[True, True]], [0])
+    case.values, case.truncated = [[1.0, 2.0]], [False]
+    token = torch.tensor([0.0, 3.0], dtype=torch.float64)
+    settings = AdvantageConfig(name="gae", gamma=1.0, lam=0.5)
+    advantage, returns = ADVANTAGES["gae"](batch_of(case), token, settings, lam_critic=1.0)
+    assert advantage.tolist() == [1.5, 1.0]
+    assert returns.tolist() == [3.0, 3.0]
+    assert torch.equal(ADVANTAGES["gae"](batch_of(case), token, settings, lam_critic=0.5)[1], advantage + batch_of(case).values)
+
+
+def test_a_long_answer_has_a_longer_trace() -> None:
+    # alpha 1/2: lam = 1 - 2 / l is 1/2 for four tokens, 0 for two and, where it would be negative, for one
+    case = plain_case([[True] * 4, [True, True], [True], []], [0] * 4)
+    case.values, case.truncated = [[0.0] * 4, [0.0] * 2, [0.0], []], [False] * 4
+    token = torch.tensor([0, 0, 0, 8, 0, 8, 8], dtype=torch.float64)
+    found, returns = ADVANTAGES["vapo"](batch_of(case), token, AdvantageConfig(name="vapo"), alpha=0.5)
+    assert found.tolist() == [1, 2, 4, 8, 0, 8, 8]
+    assert returns.tolist() == [8.0] * 7
+    assert ADVANTAGES["vapo"](batch_of(case), token, AdvantageConfig(name="vapo"), alpha=0.5, lam_critic=0.0)[1].tolist() == [
+        *(0, 0, 0, 8),
+        *(0, 8, 8),
+    ]
+    with pytest.raises(ConfigError, match=r"options\.alpha is 0"):
+        ADVANTAGES["vapo"](batch_of(case), token, AdvantageConfig(name="vapo"), alpha=0.0)

@@ -61,7 +61,7 @@ def test_the_formulas_are_those_of_the_functions_that_run(preset: str) -> None:
         assert table.about(name).paper in text
         assert table.about(name).latex in latex
     assert AGGREGATIONS.about(algorithm.aggregation).paper in text
-    assert f"{algorithm.kl.coef:g} kl_t" in text
+    assert (f"{algorithm.kl.coef:g} kl_t" in text) == algorithm.kl.used
     assert latex.startswith("\\begin{align*}")
     assert latex.endswith("\\end{align*}")
     assert latex.count("{") == latex.count("}")

@@ -131,11 +131,13 @@ def test_the_reward_is_the_weighted_sum_of_terms_and_each_is_kept_unweighted():
     (scored,), _ = score(["3"], *terms)
     assert scored.reward == pytest.approx(2 * 3 + 0.5 * 30 + 0.5)
     assert scored.terms == {"plain": 3, "style": 30, "style/a": 10, "style/b": 20, "counted": 0.5, "counted/steps": 7}
+    assert scored.weights == {"plain": 2, "style": 0.5, "counted": 1}
+    assert scored.reward == sum(w * scored.terms[k] for k, w in scored.weights.items())
 
 
 def test_a_rollout_with_one_failed_term_has_no_reward():
     (bad, good), scorer = score(["nan", "1"], "plain", "terms")
-    assert (bad.reward, bad.terms, bad.failed) == (None, {}, "returned nan (plain)")
+    assert (bad.reward, bad.terms, bad.weights, bad.failed) == (None, {}, {}, "returned nan (plain)")
     assert good.reward == 4
     assert sum(scorer.counts.values()) == 2
 
