@@ -1,4 +1,4 @@
-"""Prompts in an order that depends on nothing but the seed, and a position in it that is saved with the run."""
+"""Prompts in an order that depends on nothing but the seed, and on pass rates where asked for, saved with the run."""
 
 from __future__ import annotations
 
@@ -7,25 +7,30 @@ from dataclasses import dataclass
 from logging import INFO, WARNING, getLogger
 from typing import Any
 
-from lightrft.config import DataConfig
+from lightrft.config import CurriculumConfig, DataConfig
 from lightrft.datasets.prompts import PromptDataset, PromptSampler
-from lightrft.types import Prompt
+from lightrft.trainer.curriculum import Curriculum
+from lightrft.types import Prompt, Rollout
+from lightrft.utils.errors import CheckpointError
+from lightrft.utils.metrics import Metrics
 
 log = getLogger(__name__)
 
 
 @dataclass(slots=True)
 class PromptStream:
-    """An endless stream over a data set, epoch after epoch."""
+    """An endless stream over a data set: epoch after epoch, or as a curriculum draws."""
 
     dataset: PromptDataset
-    sampler: PromptSampler
+    sampler: PromptSampler | Curriculum
 
     @staticmethod
-    def of(config: DataConfig, tokenizer: Any, seed: int) -> PromptStream:
+    def of(config: DataConfig, tokenizer: Any, seed: int, curriculum: CurriculumConfig | None = None) -> PromptStream:
         dataset = PromptDataset(config, tokenizer, seed=seed)
         report("data", dataset.counts, dataset.first_problem)
-        return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
+        if curriculum is None:
+            return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
+        return PromptStream(dataset, Curriculum(curriculum, dataset.ids, seed))
 
     def prompts(self) -> Iterator[Prompt]:
         """Each prompt once, in the order of the data set."""
@@ -33,6 +38,17 @@ class PromptStream:
 
     def draw(self, count: int) -> list[Prompt]:
         return [self.dataset[i] for i in self.sampler.next(count)]
+
+    def named(self, name: str) -> Prompt:
+        """The prompt with this id. Raises ``CheckpointError`` when there is none."""
+        try:
+            return self.dataset[self.dataset.ids.index(name)]
+        except ValueError:
+            raise CheckpointError(f"the checkpoint has answers to prompt {name!r}, which the data has no longer") from None
+
+    def observe(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
+        """Scored answers that a step drew, for a curriculum to learn from; its metrics."""
+        return self.sampler.observe(groups) if isinstance(self.sampler, Curriculum) else Metrics()
 
 
 def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None) -> Sequence[Prompt]:

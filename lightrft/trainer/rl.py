@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config import RLConfig
+from lightrft.trainer.account import packed, unpacked
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.lengths import check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
-from lightrft.trainer.parts import check_parts, needs_of
+from lightrft.trainer.parts import check_parts, check_rollout, needs_of
 from lightrft.trainer.ppo import StepResult, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.rollout import Interrupted
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
+from lightrft.types import Rollout
 from lightrft.utils.errors import ConfigError, RewardError
 from lightrft.utils.metrics import Metrics
 
@@ -24,21 +26,31 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RLRun(Training):
-    """A step draws prompts from ``stream``, and ``controls`` go from one to the next."""
+    """A step draws prompts from ``stream``; ``controls`` and groups that are ``carried`` over go from one to the next."""
 
     config: RLConfig
     stream: PromptStream
     controls: Controls
+    carried: list[list[Rollout]] = field(default_factory=list)
 
     def advance(self) -> Metrics:
         config, session, before = self.config, self.session, self.stream.sampler.state_dict()
         try:
             result = rl_step(
-                self.roles, config, self.step, self.controls, self.stream.draw, session.timers, lambda: bool(session.stop)
+                self.roles,
+                config,
+                self.step,
+                self.controls,
+                self.stream.draw,
+                session.timers,
+                lambda: bool(session.stop),
+                self.carried,
             )
         except (Interrupted, RewardError):
             self.stream.sampler.load_state_dict(before)
             raise
+        self.carried = result.collected.carried
+        result.metrics.merge(self.stream.observe(result.collected.finished))
         done = self.step + 1
         for reason, count in result.collected.failures.most_common(3):
             log.info("step %d: %d answers were not scored: %s", done, count, reason)
@@ -47,11 +59,13 @@ class RLRun(Training):
         return result.metrics
 
     def state(self) -> dict[str, Any]:
-        return {"sampler": self.stream.sampler.state_dict(), "controls": self.controls.state_dict()}
+        carried = packed(self.carried)
+        return {"sampler": self.stream.sampler.state_dict(), "controls": self.controls.state_dict(), "carried": carried}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.stream.sampler.load_state_dict(state["sampler"])
         self.controls.load_state_dict(state["controls"])
+        self.carried = unpacked(state["carried"], self.stream.named)
 
     def about(self) -> dict[str, Any]:
         return {"algorithm": self.config.algorithm.preset or "custom"}
@@ -87,6 +101,7 @@ def check(config: RLConfig) -> None:
             f"coefficient could turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
+    check_rollout(config)
     if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
         name = config.algorithm.advantage.name
         raise ConfigError(
@@ -97,7 +112,7 @@ def check(config: RLConfig) -> None:
 def prepare(config: RLConfig, session: Session) -> RLRun:
     """Data and roles, at step 0."""
     tokenizer = local_tokenizer(config.model)
-    stream = PromptStream.of(config.data, tokenizer, config.run.seed)
+    stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum)
     steps = rollout_steps(config, len(stream.dataset))
     return RLRun(
         session=session,

@@ -15,6 +15,7 @@ Fingerprint = dict[str, str]
 
 
 def never() -> bool:
+    """For whoever is not to be stopped."""
     return False
 
 
