@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from lightrft.datasets.settings import DataConfig
-from lightrft.models.settings import ModelConfig
+from lightrft.models.settings import DType, ModelConfig
 from lightrft.strategy.settings import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
 from lightrft.utils.settings import Settings, deep_merge
 
@@ -132,40 +132,127 @@ class LossConfig(Settings):
 
 
 class KLConfig(Settings):
-    """Distance to the reference.
+    """Distance to the reference. ``weighted`` multiplies its estimate in the loss by the ratio of the token, with gradient, so that the
+    expected gradient is that of KL(policy, reference) off policy too (arXiv 2512.02556, section 3.1).
 
-    ``adaptive`` moves the coefficient so that the KL nears ``target``, over ``horizon`` samples (arXiv 1909.08593, section 2.2).
+    ``adaptive`` moves the coefficient so that the KL nears ``target``, over ``horizon`` samples (arXiv 1909.08593, section 2.2);
+    ``linear`` and ``cosine`` take it from ``coef`` to ``final`` in ``steps`` steps.
+    Every ``refresh_every`` steps (0: never) the reference becomes ``refresh_decay`` times itself plus the rest of the policy.
     """
 
     where: Literal["none", "reward", "loss"] = "none"
     estimator: str = "k3"
+    weighted: bool = False
     coef: float = Field(0.0, ge=0)
-    controller: Literal["fixed", "adaptive"] = "fixed"
+    controller: Literal["fixed", "adaptive", "linear", "cosine"] = "fixed"
     target: float = Field(6.0, gt=0)
     horizon: int = Field(10_000, ge=1)
+    final: float = Field(0.0, ge=0)
+    steps: int | None = Field(None, ge=1)
+    refresh_every: int = Field(0, ge=0)
+    refresh_decay: float = Field(0.0, ge=0, lt=1)
 
     @property
     def used(self) -> bool:
         """Whether any KL term exists, so that a reference is needed."""
-        return self.where != "none" and self.coef > 0
+        return self.where != "none" and (self.coef > 0 or self.final > 0)
 
     @model_validator(mode="after")
     def _means_something(self) -> KLConfig:
         if self.where == "none" and self.coef > 0:
             raise ValueError(f"kl.coef is {self.coef} but kl.where is 'none'; set kl.where to 'reward' or 'loss'")
-        if self.where == "loss" and self.estimator == "k1" and self.coef > 0:
-            raise ValueError("kl.estimator k1 in the loss has zero expected gradient; take k2 or k3, or kl.where: reward")
+        if self.where == "loss" and self.estimator == "k1" and self.coef > 0 and not self.weighted:
+            raise ValueError(
+                "kl.estimator k1 in the loss has zero expected gradient; take k2 or k3, or kl.weighted: true, or kl.where: reward"
+            )
+        if self.refresh_decay and not self.refresh_every:
+            raise ValueError(
+                f"kl.refresh_decay = {self.refresh_decay} changes nothing without kl.refresh_every; set that, e.g. to 1"
+            )
+        return self
+
+
+class DistillConfig(Settings):
+    """What the policy learns from ``teacher`` on its own answers, times ``coef``.
+
+    ``sampled`` takes the log-ratio of policy to teacher at each sampled token off its advantage (the reverse KL, by sampling).
+    ``reverse_kl``, ``forward_kl`` and ``jsd`` are losses over the whole vocabulary (arXiv 2306.13649), both distributions at
+    ``temperature``, which is that of sampling unless given; ``beta`` is the teacher's share in the mixture of ``jsd``.
+    """
+
+    shorthand: ClassVar[str | None] = "kind"
+
+    kind: Literal["none", "sampled", "reverse_kl", "forward_kl", "jsd"] = "none"
+    coef: float = Field(1.0, gt=0)
+    beta: float = Field(0.5, gt=0, lt=1)
+    temperature: float | None = Field(None, gt=0)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the whole vocabulary is compared, and not the sampled token alone."""
+        return self.kind not in ("none", "sampled")
+
+    @model_validator(mode="after")
+    def _means_something(self) -> DistillConfig:
+        if self.kind != "jsd" and self.beta != 0.5:
+            raise ValueError(f"distill.beta = {self.beta} changes nothing: only kind jsd reads it")
+        if not self.whole and self.temperature is not None:
+            raise ValueError(
+                f"distill.temperature = {self.temperature} changes nothing with kind {self.kind}; sampling.temperature holds there"
+            )
+        if self.kind == "none" and self.coef != 1.0:
+            raise ValueError(f"distill.coef = {self.coef} changes nothing: set distill.kind, e.g. to sampled")
         return self
 
 
 class EntropyConfig(Settings):
-    """``coef`` times the policy's entropy is taken off the loss."""
+    """``coef`` times the policy's entropy is taken off the loss. With a ``target`` (nats a token) that is where the coefficient starts:
+    each step moves it by ``rate``, up below the target and down above, and above the target it does not act (arXiv 2505.22312)."""
 
     coef: float = 0.0
+    target: float | None = Field(None, ge=0)
+    rate: float = Field(0.005, gt=0)
+
+    @property
+    def used(self) -> bool:
+        """Whether the loss may have an entropy term."""
+        return self.coef != 0 or self.target is not None
+
+
+class DriftConfig(Settings):
+    """``coef`` times the distance of the policy from the old one, estimated from tokens of the old one (CPGD, arXiv 2505.12504). ``cap``
+    bounds the pull of ``k3``, whose gradient is the ratio less 1, from above."""
+
+    coef: float = Field(0.0, ge=0)
+    estimator: str = "k3"
+    cap: float | None = Field(None, gt=0)
+
+
+class PositiveConfig(Settings):
+    """``coef`` times the mean negative log-likelihood of the tokens of answers whose reward, before shaping, reaches ``threshold``
+    (VAPO, arXiv 2504.05118, section 4.4)."""
+
+    coef: float = Field(0.0, ge=0)
+    threshold: float = 1.0
+
+
+class NormalizeConfig(Settings):
+    """Rewards and values on a scale of their own, with mean 0 and deviation 1 up to ``eps``.
+
+    ``terms``: each term of the reward over the answers of its ``group`` or of the ``batch``, before the weighted sum. ``rewards``:
+    over all that the run has seen, the batch's included, before any shaping; ``scale`` divides by the deviation and does not
+    shift. ``values``: the critic speaks of returns so, over all that the run has seen (arXiv 1602.07714, arXiv 2103.01955).
+    """
+
+    terms: Literal["none", "group", "batch"] = "none"
+    rewards: Literal["none", "standard", "scale"] = "none"
+    values: bool = False
+    eps: float = Field(1e-6, ge=0)
 
 
 class ValueConfig(Settings):
-    """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value."""
+    """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value, in the unit in which
+    the critic speaks: that of rewards or, with ``normalize.values``, deviations of returns."""
 
     clip: float | None = Field(0.2, gt=0)
 
@@ -174,7 +261,8 @@ class AlgorithmConfig(Settings):
     """An algorithm as a row of settings over shared functions.
 
     A ``preset`` fills in a published row; what stands beside it wins. ``preset: null`` starts from the parts' own defaults.
-    ``proximal`` is where the ratio's old log-probs come from: the policy before the update, or the sampler that drew the tokens.
+    ``proximal`` is where the ratio's old log-probs come from: the policy before the update, the sampler that drew the tokens, or
+    ``interpolated`` between the sampler and the policy now, by the version that drew each token, without a forward (AReaL).
     ``corrections`` weight token losses by how far the two are apart, ``gates`` leave tokens of a mini-batch out.
     ``aggregation`` turns token losses into the loss of the global batch; ``constant_length`` is the divisor of ``constant``
     (its default is the longest answer that sampling allows).
@@ -185,14 +273,18 @@ class AlgorithmConfig(Settings):
     preset: str | None = "grpo"
     advantage: AdvantageConfig = AdvantageConfig()
     loss: LossConfig = LossConfig()
-    proximal: Literal["policy", "behavior"] = "policy"
+    proximal: Literal["policy", "behavior", "interpolated"] = "policy"
     corrections: tuple[Part, ...] = ()
     gates: tuple[Part, ...] = ()
     aggregation: str = "token"
     constant_length: int | None = Field(None, ge=1)
     kl: KLConfig = KLConfig()
+    distill: DistillConfig = DistillConfig()
     entropy: EntropyConfig = EntropyConfig()
+    drift: DriftConfig = DriftConfig()
+    positive_nll: PositiveConfig = PositiveConfig()
     value: ValueConfig = ValueConfig()
+    normalize: NormalizeConfig = NormalizeConfig()
     shaping: tuple[Part, ...] = ()
     filters: tuple[Part, ...] = ()
 
@@ -263,6 +355,19 @@ PRESETS: dict[str, dict[str, Any]] = {
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": "token",
     },
+    # GDPO, arXiv 2601.05242, section 3: every reward inside its group, then their weighted sum over the batch
+    "gdpo": {
+        "normalize": {"terms": "group"},
+        "advantage": {"name": "batch_standard"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "sequence",
+    },
+    # VAPO, arXiv 2504.05118, section 5.1; there the critic learns alone for the first 50 steps: critic.warmup_steps
+    "vapo": {
+        "advantage": {"name": "vapo", "gamma": 1.0, "options": {"alpha": 0.05, "lam_critic": 1.0}},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+        "aggregation": "token",
+    },
     # PPO, arXiv 1707.06347; per-token KL in the reward as in arXiv 2203.02155
     "ppo": {
         "advantage": {"name": "gae", "gamma": 1.0, "lam": 0.95, "whiten": "batch"},
@@ -271,11 +376,140 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.02},
         "value": {"clip": 0.2},
     },
+    # Williams 1992: the policy gradient of whole answers, no baseline
+    "reinforce": {
+        "advantage": {"name": "reinforce", "gamma": 1.0},
+        "loss": {"name": "reinforce"},
+        "aggregation": "sequence_sum",
+    },
+    # DAPO, arXiv 2503.14476, section 4.1; the buffer is 4096 of 20480 tokens there
+    "dapo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+        "aggregation": "token",
+        "shaping": [{"name": "overlong", "options": {"buffer": 0.2}}],
+        "filters": [{"name": "zero_variance", "options": {}}],
+    },
+    # GSPO, arXiv 2507.18071, section 5.1
+    "gspo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "ppo_clip", "ratio": "sequence", "clip_low": 3e-4, "clip_high": 4e-4},
+        "aggregation": "sequence",
+    },
+    # GSPO-token, arXiv 2507.18071, section 4.3
+    "gspo_token": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "ppo_clip", "ratio": "sequence_token", "clip_low": 3e-4, "clip_high": 4e-4},
+        "aggregation": "sequence",
+    },
+    # LUSPO, arXiv 2602.05261, section 5.1: GSPO times the length of each answer
+    "luspo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "ppo_clip", "ratio": "sequence", "clip_low": 2e-3, "clip_high": 2.5e-3},
+        "aggregation": "sequence_sum",
+    },
+    # GMPO, arXiv 2507.20673, section 4: bounds (e^-0.4, e^0.4)
+    "gmpo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "gmpo", "clip_low": 0.4, "clip_high": 0.4},
+        "aggregation": "sequence",
+    },
+    # MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound; the upper one is not printed, so that of DAPO
+    "cispo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "cispo", "clip_low": 1.0, "clip_high": 0.28},
+        "aggregation": "token",
+    },
+    # CISPO as in ScaleRL, arXiv 2510.13786, section 3.2: one bound, on the ratio itself
+    "cispo_cap": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "cispo_cap", "options": {"cap": 5.0}},
+        "aggregation": "token",
+    },
+    # CPGD, arXiv 2505.12504, section 4; the numbers of the drift are those of the authors' code
+    "cpgd": {
+        "advantage": {"name": "group_mean"},
+        "loss": {"name": "cpgd", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "drift": {"coef": 0.01, "estimator": "k3", "cap": 0.2},
+    },
+    # SAPO, arXiv 2511.20347, section 5
+    "sapo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "sapo", "options": {"tau_pos": 1.0, "tau_neg": 1.05}},
+        "aggregation": "sequence",
+    },
+    # VESPO, arXiv 2602.10693: weights against the sampler
+    "vespo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "vespo", "options": {"k_pos": 2.0, "lam_pos": 3.0, "k_neg": 3.0, "lam_neg": 2.0}},
+        "proximal": "behavior",
+        "aggregation": "token",
+    },
+    # DPPO, binary total variation, arXiv 2602.04879: the trust region is around the sampler
+    "dppo": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "dppo", "options": {"low": 0.15, "high": 0.15}},
+        "proximal": "behavior",
+        "aggregation": "token",
+    },
+    # M2PO, arXiv 2510.01161, section 5
+    "m2po": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "importance"},
+        "proximal": "behavior",
+        "gates": [{"name": "m2po", "options": {"tau": 0.04}}],
+        "aggregation": "token",
+    },
+    # The entropy mechanism, arXiv 2505.22617, section 4.2
+    "clip_cov": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "gates": [{"name": "clip_cov", "options": {"share": 2e-4, "low": 1.0, "high": 5.0}}],
+        "aggregation": "token",
+    },
+    # The entropy mechanism, arXiv 2505.22617, section 4.3
+    "kl_cov": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "importance"},
+        "gates": [{"name": "kl_cov", "options": {"share": 2e-4, "coef": 1.0}}],
+        "aggregation": "token",
+    },
+    # Beyond the 80/20 rule, arXiv 2506.01939, section 5: DAPO on the most uncertain fifth of the tokens
+    "high_entropy": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.28},
+        "gates": [{"name": "high_entropy", "options": {"rho": 0.2}}],
+        "aggregation": "token",
+        "shaping": [{"name": "overlong", "options": {"buffer": 0.2}}],
+        "filters": [{"name": "zero_variance", "options": {}}],
+    },
+    # On-policy distillation by the sampled token: arXiv 2306.13649; Thinking Machines, On-Policy Distillation, 2025.
+    # algorithm.distill=reverse_kl, forward_kl or jsd beside it compares whole vocabularies.
+    "opd": {
+        "advantage": {"name": "teacher"},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "distill": {"kind": "sampled"},
+    },
 }
 
 
+class TeacherConfig(Settings):
+    """The frozen model of ``algorithm.distill``, with the tokenizer of the policy; all else is as in ``model``."""
+
+    shorthand: ClassVar[str | None] = "path"
+
+    path: str = ""
+    revision: str | None = None
+    dtype: DType = "auto"
+    load_in_4bit: bool = False
+    trust_remote_code: bool = False
+
+
 class CriticConfig(Settings):
-    """The value model of ``gae``: starts from ``model`` unless it has a ``path``; ``warmup_steps`` train it alone."""
+    """The value model of ``gae``: starts from ``model`` unless it has a ``path``. The first ``warmup_steps`` steps train it alone, on
+    answers of the frozen policy."""
 
     path: str = ""
     optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
@@ -349,6 +583,7 @@ class RLConfig(Settings):
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     reference: str | None = None
+    teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()

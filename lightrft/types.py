@@ -169,6 +169,7 @@ class Batch:
     behavior_logprobs: Tensor | None = token_column()  # [N] under the distribution that was sampled from
     old_logprobs: Tensor | None = token_column()  # [N] policy before the update
     ref_logprobs: Tensor | None = token_column()  # [N]
+    teacher_logprobs: Tensor | None = token_column()  # [N]
     logprobs: Tensor | None = token_column()  # [N] policy at the start of an optimizer step, without gradient
     entropy: Tensor | None = token_column()  # [N] of the policy before the update
     versions: Tensor | None = token_column()  # [N] the policy version that drew the token
@@ -176,9 +177,11 @@ class Batch:
     advantages: Tensor | None = token_column()  # [N]
     returns: Tensor | None = token_column()  # [N]
     loss_weights: Tensor | None = token_column()  # [N] share of each token's loss in the loss of the global batch
+    positive_weights: Tensor | None = token_column()  # [N] share of each token's log-likelihood in that of the positive answers
     gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 leaves a token out
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
+    outcomes: Tensor | None = sample_column()  # [B] the same before running normalisation and shaping
     terms: Tensor | None = sample_column()  # [B, K] the numbers that make up the reward; nan where a row has no such term
     term_weights: Tensor | None = sample_column()  # [B, K] of each term in the row's reward; 0 where it has none
     baselines: Tensor | None = sample_column()  # [B] reward of the greedy answer to the same prompt

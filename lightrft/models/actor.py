@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrft.models import attention
+from lightrft.models.divergence import Target, token_divergence
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.loading import load_model
 from lightrft.models.logprobs import bend_logits, token_logprobs
@@ -27,10 +28,12 @@ _ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
 
 @dataclass(slots=True)
 class Scores:
-    """Of each response token ``[N]``: log-prob under the softmax at the given temperature, and that softmax's entropy."""
+    """Of each response token ``[N]``: log-prob under the softmax at the given temperature, that softmax's entropy, and the
+    divergence of the next-token distribution from a teacher's."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
+    divergence: Tensor | None = None
 
 
 class Backbone(nn.Module):
@@ -119,15 +122,27 @@ class Actor(Backbone):
             actor.gradient_checkpointing_enable()
         return actor
 
-    def score(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
-        """Log-probs (and entropy) of every response token, differentiable outside ``torch.no_grad()``."""
-        return self(batch, temperature=temperature, entropy=entropy)
+    def score(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, target: Target | None = None) -> Scores:
+        """Log-probs (entropy, divergence from ``target``) of every response token, differentiable outside ``torch.no_grad()``."""
+        return self(batch, temperature=temperature, entropy=entropy, target=target)
 
-    def forward(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
+    def forward(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, target: Target | None = None) -> Scores:
         """``score``; here so that wrappers which act on a module's call (sharding, mixed precision) see it."""
         batch = batch.to(self.device)
         states, _ = self.hidden(batch)
-        return self.score_states(states, batch.responses.tokens, temperature=temperature, entropy=entropy)
+        scores = self.score_states(states, batch.responses.tokens, temperature=temperature, entropy=entropy)
+        if target is not None:
+            softcap, scale = head_transform(self.base.config, self.family)
+            options = {"softcap": softcap, "scale": scale, "chunk_mb": self.config.logits_mb}
+            scores.divergence = token_divergence(states, self.base.get_output_embeddings(), target, **options)
+        return scores
+
+    @torch.no_grad()
+    def target(self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5) -> Target:
+        """This model's distributions at the response tokens of ``batch``, for another to come near to."""
+        states, _ = self.hidden(batch)
+        softcap, scale = head_transform(self.base.config, self.family)
+        return Target(states, self.base.get_output_embeddings(), kind, temperature, beta, softcap, scale)
 
     def score_states(self, states: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
         """Log-probs of ``targets [N]`` from the ``states [N, H]`` that predict them."""

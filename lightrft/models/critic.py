@@ -20,7 +20,7 @@ VALUE_HEAD = "value_head.safetensors"
 
 
 class Critic(Backbone):
-    """V(state) in the unit of rewards. The head has no bias; its weights start normal, with standard deviation 1 / (H + 1),
+    """V(state), in the unit of what it is trained on. The head has no bias; its weights start normal, with standard deviation 1 / (H + 1),
     drawn from ``seed``."""
 
     def __init__(self, model: nn.Module, config: ModelConfig | None = None, *, seed: int = 0) -> None:

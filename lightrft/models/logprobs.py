@@ -6,6 +6,7 @@ they are kept instead.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 @dataclass(frozen=True, slots=True)
-class _Bend:
+class Bend:
     """From a head's output to logits: times ``scale``, bent by ``softcap * tanh(x / softcap)``, over ``temperature``."""
 
     scale: float | None
@@ -67,36 +68,77 @@ def token_logprobs(
     ``hidden [N, H]`` are the states that predict the targets; ``head`` maps them to logits. Softmax and sums are in float32
     (float64 for float64 states). At most ``chunk_mb`` MiB of logits exist at a time. Both results carry gradient.
     """
-    bend = _Bend(scale, softcap, temperature)
+    bend = Bend(scale, softcap, temperature)
     if type(head) is nn.Linear:
-        rows = _rows_per_chunk(hidden, head.out_features, chunk_mb)
+        rows = rows_per_chunk(hidden, head.out_features, chunk_mb)
         logprobs, entropies = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, bend, entropy, rows)
         return logprobs, entropies if entropy else None
     return _generic(hidden, head, targets, bend, entropy, chunk_mb)
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which softmax and sums of ``dtype`` are taken."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def _rows_per_chunk(hidden: Tensor, vocabulary: int, chunk_mb: float) -> int:
-    return max(1, int(chunk_mb * 2**20) // (vocabulary * _wide(hidden.dtype).itemsize))
+def rows_per_chunk(hidden: Tensor, vocabulary: int, chunk_mb: float) -> int:
+    """Rows whose logits fit into ``chunk_mb`` MiB; at least one."""
+    return max(1, int(chunk_mb * 2**20) // (vocabulary * wide(hidden.dtype).itemsize))
+
+
+@dataclass(slots=True)
+class HeadGradient:
+    """The gradient in ``hidden [N, H]`` and in a linear head, added up over chunks of rows; ``None`` where it is not asked for."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    d_hidden: Tensor | None
+    d_weight: Tensor | None
+    d_bias: Tensor | None
+
+    @staticmethod
+    def of(needed: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadGradient:
+        """Zero so far. ``needed`` says which of hidden, weight and bias want one; those of the head are summed in ``dtype``."""
+        d_hidden = torch.empty_like(hidden) if needed[0] else None
+        d_weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
+        d_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
+        return HeadGradient(hidden, weight, bias, d_hidden, d_weight, d_bias)
+
+    def add(self, part: slice, d: Tensor) -> None:
+        """Take in ``d [n, V]``, the gradient in the head's output for the rows of ``part``. Each row comes once."""
+        if self.d_bias is not None:
+            self.d_bias += d.sum(0)
+        d = d.to(self.hidden.dtype)
+        if self.d_hidden is not None:
+            torch.mm(d, self.weight, out=self.d_hidden[part])
+        if self.d_weight is not None:
+            if self.d_weight.dtype == d.dtype:
+                self.d_weight.addmm_(d.T, self.hidden[part])
+            else:
+                self.d_weight += d.T @ self.hidden[part]
+
+    def inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of hidden, weight and bias, in their own types."""
+        d_weight = None if self.d_weight is None else self.d_weight.to(self.weight.dtype)
+        d_bias = None if self.d_bias is None or self.bias is None else self.d_bias.to(self.bias.dtype)
+        return self.d_hidden, d_weight, d_bias
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, bend: _Bend, entropy: bool, rows: int
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, bend: Bend, entropy: bool, rows: int
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        n, wide = hidden.shape[0], _wide(hidden.dtype)
-        logprobs = hidden.new_empty(n, dtype=wide)
-        entropies = hidden.new_empty(n if entropy else 0, dtype=wide)
-        log_sums = hidden.new_empty(n, dtype=wide)
+        n, dtype = hidden.shape[0], wide(hidden.dtype)
+        logprobs = hidden.new_empty(n, dtype=dtype)
+        entropies = hidden.new_empty(n if entropy else 0, dtype=dtype)
+        log_sums = hidden.new_empty(n, dtype=dtype)
         kept = None
         for start in range(0, n, rows):
             part = slice(start, start + rows)
-            logits, slope = bend.forward(F.linear(hidden[part], weight, bias).to(wide))
+            logits, slope = bend.forward(F.linear(hidden[part], weight, bias).to(dtype))
             log_sums[part] = logits.logsumexp(-1)
             logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_sums[part]
             keep = n <= rows and slope is None and any(ctx.needs_input_grad[:3])
@@ -112,11 +154,8 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropies, kept = ctx.saved_tensors
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         on_logprob, on_entropy = grads
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=log_sums.dtype) if need_weight else None
-        d_bias = torch.zeros_like(bias, dtype=log_sums.dtype) if need_bias else None
+        sums = HeadGradient.of(ctx.needs_input_grad, hidden, weight, bias, log_sums.dtype)
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             if kept is None:
@@ -130,19 +169,8 @@ class _TokenLogprobs(torch.autograd.Function):
                 None if on_logprob is None else on_logprob[part],
                 None if on_entropy is None or not on_entropy.numel() else (on_entropy[part], entropies[part]),
             )
-            d = ctx.bend.backward(d, slope)
-            if d_bias is not None:
-                d_bias += d.sum(0)
-            d = d.to(hidden.dtype)
-            if d_hidden is not None:
-                torch.mm(d, weight, out=d_hidden[part])
-            if d_weight is not None:
-                if d_weight.dtype == d.dtype:
-                    d_weight.addmm_(d.T, hidden[part])
-                else:
-                    d_weight += d.T @ hidden[part]
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
-        return d_hidden, d_weight, None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+            sums.add(part, ctx.bend.backward(d, slope))
+        return *sums.inputs(), None, None, None, None
 
 
 def _logit_gradient(logp: Tensor, targets: Tensor, on_logprob: Tensor | None, on_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -173,21 +201,22 @@ def _expected(p: Tensor, logp: Tensor) -> Tensor:
 
 
 def _generic(
-    hidden: Tensor, head: nn.Module, targets: Tensor, bend: _Bend, entropy: bool, chunk_mb: float
+    hidden: Tensor, head: nn.Module, targets: Tensor, bend: Bend, entropy: bool, chunk_mb: float
 ) -> tuple[Tensor, Tensor | None]:
     """Any other head (with adapters, quantised): plain autograd, chunk by chunk, recomputed in the backward pass."""
 
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        logp = bend_logits(head(h).to(_wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
+        logp = bend_logits(head(h).to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
         return logp.gather(1, t[:, None])[:, 0], (-(logp.exp() * logp).sum(-1) if entropy else logp.new_zeros(0))
 
-    rows = _rows_per_chunk(hidden, _width(head, hidden), chunk_mb)
+    rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     starts = range(0, max(1, hidden.shape[0]), rows)
     parts = [checkpoint(chunk, hidden[s : s + rows], targets[s : s + rows], use_reentrant=False) for s in starts]
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy else None
 
 
-def _width(head: nn.Module, hidden: Tensor) -> int:
+def head_width(head: nn.Module, hidden: Tensor) -> int:
+    """Logits that ``head`` gives for one state."""
     known = getattr(head, "out_features", None)
     if isinstance(known, int):
         return known
@@ -222,5 +251,5 @@ def _fused_cross_entropy() -> Any:
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Entropy ``[...]`` in nats of the softmax of ``logits [..., V]``: ``logsumexp - sum(p * logits)``."""
-    wide = logits.to(_wide(logits.dtype))
-    return wide.logsumexp(-1) - (wide.softmax(-1) * wide).sum(-1)
+    precise = logits.to(wide(logits.dtype))
+    return precise.logsumexp(-1) - (precise.softmax(-1) * precise).sum(-1)

@@ -286,6 +286,19 @@ def traced(
     return scatter(advantages, rows, row, column), scatter(targets + values, rows, row, column)
 
 
+@ADVANTAGES.register(
+    "teacher",
+    formula="A_t = 0, and what distill adds",
+    latex=r"\hat A_t=0",
+    paper="distillation without a reward: GKD, arXiv 2306.13649",
+    needs=["teacher"],
+)
+def teacher(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Nothing of a reward's: all that is learned comes from a teacher."""
+    nothing = torch.zeros_like(token_rewards)
+    return nothing, nothing
+
+
 def returns_of(batch: Batch, token_rewards: Tensor, gamma: float) -> Tensor:
     """``[N]``: the discounted sum of this and later token rewards of the row."""
     rows = Rows.of(batch)

@@ -11,8 +11,8 @@ from lightrft.types import Batch, Ragged, Rollout, Segments
 
 
 def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.float32) -> Batch:
-    """One ``Batch`` of all answers, group after group. Every answer must have been scored, and all or none have a baseline. Terms of
-    the reward are columns in the order of their names."""
+    """One ``Batch`` of all answers, group after group, with log-probs in ``dtype``. Every answer must have been scored, and all or none
+    have a baseline. Terms of the reward are columns in the order of their names."""
     rollouts = [r for group in groups for r in group]
     prompts = [group[0].prompt for group in groups]
     baselines = [r.baseline for r in rollouts]
@@ -23,7 +23,7 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         none = Ragged(some.values[:0], torch.zeros(1, dtype=some.lengths.dtype))
         media[name] = Ragged.cat([p.media.get(name, none) for p in prompts])
     terms = sorted({name for r in rollouts for name in r.weights})
-    of_terms = lambda rows: torch.tensor(rows, dtype=dtype) if terms else None  # noqa: E731
+    of_terms = lambda rows: torch.tensor(rows, dtype=torch.float64) if terms else None  # noqa: E731
     flat = lambda rows, kind: torch.tensor([x for row in rows for x in row], dtype=kind)  # noqa: E731
     return Batch(
         Segments.of([p.token_ids for p in prompts], media),
@@ -32,8 +32,8 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         sampled=flat([r.sampled for r in rollouts], torch.bool),
         behavior_logprobs=flat([r.logprobs for r in rollouts], dtype),
         versions=flat([r.versions for r in rollouts], torch.long),
-        rewards=torch.tensor([r.reward for r in rollouts], dtype=dtype),
-        baselines=torch.tensor(baselines, dtype=dtype) if any(b is not None for b in baselines) else None,
+        rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
+        baselines=torch.tensor(baselines, dtype=torch.float64) if any(b is not None for b in baselines) else None,
         terms=of_terms([[r.terms.get(name, math.nan) for name in terms] for r in rollouts]),
         term_weights=of_terms([[r.weights.get(name, 0.0) for name in terms] for r in rollouts]),
         version=torch.tensor([min(r.versions, default=0) for r in rollouts], dtype=torch.long),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightrft.config import AlgorithmConfig
-from lightrft.trainer.kl import KLController
+from torch import Tensor
+
+from lightrft.config import AlgorithmConfig, NormalizeConfig
+from lightrft.trainer.kl import EntropyController, KLController
+from lightrft.trainer.moments import Moments
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch
-from lightrft.utils.metrics import Mean, Metrics
+from lightrft.utils.metrics import Last, Mean, Metrics
 
 
 @dataclass(slots=True)
@@ -17,10 +20,28 @@ class Controls:
     """Saved with the run; a step reads them at its start and steers them at its end."""
 
     kl: KLController
+    entropy: EntropyController
+    normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
+    rewards: Moments = field(default_factory=Moments)
+    returns: Moments = field(default_factory=Moments)
 
     @staticmethod
     def of(algorithm: AlgorithmConfig) -> Controls:
-        return Controls(kl=KLController.of(algorithm.kl))
+        return Controls(KLController.of(algorithm.kl), EntropyController.of(algorithm.entropy), algorithm.normalize)
+
+    def values(self, spoken: Tensor) -> Tensor:
+        """What the critic says, in the unit of rewards."""
+        return self.returns.natural(spoken, self.normalize.eps) if self.normalize.values else spoken
+
+    def for_critic(self, batch: Batch) -> Batch:
+        """``batch`` with returns in the unit that its critic is to speak from now on, and with values as it spoke them."""
+        if not self.normalize.values or batch.returns is None or batch.values is None:
+            return batch
+        eps, seen = self.normalize.eps, self._returns_with(batch)
+        return batch.replace(returns=seen.standardised(batch.returns, eps), values=self.returns.standardised(batch.values, eps))
+
+    def _returns_with(self, batch: Batch) -> Moments:
+        return self.returns if batch.returns is None else self.returns.including(batch.returns[batch.mask])
 
     def steer(self, batch: Batch) -> Metrics:
         """Report what was in force and move it by what ``batch`` shows."""
@@ -29,10 +50,35 @@ class Controls:
             distance = Rows.of(batch).sum(batch.old_logprobs - batch.ref_logprobs).mean()
             metrics.add("policy/kl_per_answer", Mean(distance))
             self.kl.update(float(distance), len(batch))
+        self.kl.advance()
+        if self.entropy.config.target is not None:
+            entropy = mean_entropy(batch)
+            metrics.add("policy/entropy_coef", Mean(self.entropy.in_force(entropy)))
+            self.entropy.update(entropy)
+        if self.normalize.rewards != "none" and batch.outcomes is not None:
+            self.rewards = self.rewards.including(batch.outcomes)
+            metrics.merge(_of("reward/seen", self.rewards))
+        if self.normalize.values:
+            self.returns = self._returns_with(batch)
+            metrics.merge(_of("critic/seen", self.returns))
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl.coef}
+        coefficients = {"kl_coef": self.kl.coef, "kl_step": self.kl.step, "entropy_coef": self.entropy.coef}
+        return {**coefficients, "rewards": asdict(self.rewards), "returns": asdict(self.returns)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.kl.coef = state["kl_coef"]
+        self.kl.coef, self.kl.step = state["kl_coef"], state["kl_step"]
+        self.entropy.coef = state["entropy_coef"]
+        self.rewards, self.returns = Moments(**state["rewards"]), Moments(**state["returns"])
+
+
+def _of(name: str, seen: Moments) -> Metrics:
+    return Metrics({f"{name}_mean": Last(seen.mean), f"{name}_std": Last(seen.deviation())})
+
+
+def mean_entropy(batch: Batch) -> float | None:
+    """Nats a token of the policy before the update; ``None`` where it was not measured or nothing was sampled."""
+    if batch.entropy is None or not batch.mask.any():
+        return None
+    return float(batch.entropy[batch.mask].double().mean())

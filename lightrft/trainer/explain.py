@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lightrft.config import PRESETS, RLConfig
+from lightrft.config import PRESETS, NormalizeConfig, RLConfig
+from lightrft.models.divergence import DIVERGENCES
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.corrections import CORRECTIONS
+from lightrft.trainer.distill import SAMPLED
 from lightrft.trainer.filters import FILTERS
 from lightrft.trainer.gates import GATES
 from lightrft.trainer.kl import KL_ESTIMATORS
-from lightrft.trainer.parts import needs_of, needs_old_logprobs
+from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
 from lightrft.trainer.policy_loss import POLICY_LOSSES
 from lightrft.trainer.shaping import SHAPINGS
 from lightrft.utils.registry import About
 from lightrft.utils.settings import deep_merge, dotted
 
+TERMS_SCALED = r"R=\sum_k w_k\frac{x_k-\operatorname{mean}x_k}{\operatorname{std}x_k+\epsilon}"
 WHITENED = r"\hat A\leftarrow\frac{\hat A-\operatorname{mean}\hat A}{\operatorname{std}\hat A+\epsilon}"
 
 
@@ -58,6 +61,9 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     if algorithm.kl.used and algorithm.kl.where == "loss":
         terms.append(f"+ {algorithm.kl.coef:g} kl_t")
         latex.append(rf"+{algorithm.kl.coef:g}\,k_{{i,t}}")
+    if algorithm.distill.whole:
+        terms.append(f"+ {algorithm.distill.coef:g} D_t")
+        latex.append(rf"+{algorithm.distill.coef:g}\,D_{{i,t}}")
     if algorithm.entropy.coef:
         terms.append(f"- {algorithm.entropy.coef:g} H_t")
         latex.append(rf"-{algorithm.entropy.coef:g}\,H_{{i,t}}")
@@ -78,6 +84,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
 
 def _lines(config: RLConfig) -> Iterator[Line]:
     algorithm = config.algorithm
+    yield from _scales(algorithm.normalize)
     for part in algorithm.shaping:
         yield Line("shaping", part.name, SHAPINGS.about(part.name))
     reward = About("r_t = 1[t is the last sampled token] R", r"r_t=\mathbb 1[t=T]\,R")
@@ -88,6 +95,10 @@ def _lines(config: RLConfig) -> Iterator[Line]:
     if algorithm.advantage.whiten != "none":
         over = f"over all trained tokens of the {algorithm.advantage.whiten}"
         yield Line("advantage", "whiten", About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED))
+    if algorithm.distill.kind == "sampled":
+        yield Line("teacher", "sampled", SAMPLED)
+    if algorithm.distill.whole:
+        yield Line("teacher", algorithm.distill.kind, DIVERGENCES.about(algorithm.distill.kind))
     yield Line("policy loss", algorithm.loss.name, POLICY_LOSSES.about(algorithm.loss.name))
     if algorithm.kl.used:
         about = KL_ESTIMATORS.about(algorithm.kl.estimator)
@@ -109,6 +120,25 @@ def _lines(config: RLConfig) -> Iterator[Line]:
         yield Line("filter", part.name, FILTERS.about(part.name))
 
 
+def _scales(settings: NormalizeConfig) -> Iterator[Line]:
+    """What is done to rewards before shaping, and to values."""
+    if settings.terms != "none":
+        formula = (
+            f"R = sum_k w_k (x_k - mean_{settings.terms} x_k) / (std_{settings.terms} x_k + eps), over the terms of the reward"
+        )
+        yield Line("reward terms", settings.terms, About(formula, TERMS_SCALED, "GDPO, arXiv 2601.05242"))
+    if settings.rewards != "none":
+        shift = "R - mean" if settings.rewards == "standard" else "R"
+        over = f"({shift})" if " " in shift else shift
+        formula = f"R <- {over} / (std + eps), mean and std of all rewards that the run has seen"
+        yield Line(
+            "reward scale", settings.rewards, About(formula, rf"R\leftarrow\frac{{{shift}}}{{\operatorname{{std}}+\epsilon}}")
+        )
+    if settings.values:
+        formula = "the critic says (return - mean) / (std + eps), mean and std of all returns that the run has seen"
+        yield Line("values", "normalised", About(formula, "", "arXiv 1602.07714, arXiv 2103.01955"))
+
+
 def _numbers(config: RLConfig, sources: Mapping[str, str]) -> Iterator[Number]:
     preset = dict(dotted(PRESETS.get(config.algorithm.preset or "", {})))
     tree = config.algorithm.model_dump(mode="json")
@@ -118,7 +148,9 @@ def _numbers(config: RLConfig, sources: Mapping[str, str]) -> Iterator[Number]:
         origin = given or (f"preset {config.algorithm.preset}" if key in preset else "default")
         if value not in (None, {}, [], ""):
             yield Number(full, value, origin)
+    critic = (("critic.warmup_steps", config.critic.warmup_steps), ("critic.optimizer.lr", config.critic.optimizer.lr))
     for full, value in (
+        *(critic if "critic" in needs_of(config.algorithm) else ()),
         ("rollout.samples", config.rollout.samples),
         ("train.updates", config.train.updates),
         ("train.mini_batches", config.train.mini_batches),
@@ -138,14 +170,21 @@ def _gradient(config: RLConfig) -> Iterator[str]:
         yield f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts."
     if not needs_old_logprobs(config):
         yield "Old log-probs are not computed: the new ones, detached, are the old ones."
-    if (algorithm.kl.where == "loss" and algorithm.kl.used) or algorithm.entropy.coef:
-        yield "Rows with advantage 0 still get gradient from the KL or entropy term."
+    if (algorithm.kl.where == "loss" and algorithm.kl.used) or algorithm.entropy.coef or algorithm.distill.whole:
+        yield "Rows with advantage 0 still get gradient from the KL, entropy or teacher term."
     else:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
     if "critic" in needs_of(algorithm):
         yield "The critic is trained on the returns beside the policy."
-    if not algorithm.kl.used:
+        if config.critic.warmup_steps:
+            yield f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy that answers stays as it is."
+    if not needs_reference(algorithm):
         yield "No KL term: no reference model is loaded or run."
+    if algorithm.distill.kind != "none":
+        yield "The teacher is frozen; it is asked about the policy's own answers, and gets no gradient."
+    if algorithm.kl.refresh_every:
+        moved = f"ref <- {algorithm.kl.refresh_decay:g} ref + {1 - algorithm.kl.refresh_decay:g} policy"
+        yield f"Every {algorithm.kl.refresh_every} steps the reference moves: {moved}."
 
 
 def to_text(explanation: Explanation) -> str:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, Part, RLConfig
+from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, Part, RLConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.combinations import nonsense
 from lightrft.trainer.corrections import CORRECTIONS
 from lightrft.trainer.curriculum import CURRICULA
 from lightrft.trainer.filters import FILTERS
@@ -25,12 +26,16 @@ from lightrft.utils.registry import Registry
 
 
 def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """What the parts in force need, by the names that they are registered with: ``groups``, ``batch`` (every answer of the step at
-    once), ``greedy``, ``critic``, ``behavior``, ``current``, ``entropy``."""
-    named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(algorithm.loss.name)]
+    """What the parts in force need, by the names that they are registered with: ``groups``, ``critic``, ``behavior``, ``old``,
+    ``current``, ``entropy``."""
+    loss = algorithm.loss.name
+    named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
     named += [CORRECTIONS.about(part.name) for part in algorithm.corrections]
     named += [GATES.about(part.name) for part in algorithm.gates]
-    return frozenset().union(*(about.needs for about in named))
+    needs = frozenset().union(*(about.needs for about in named))
+    if loss not in POLICY_LOSSES or algorithm.drift.coef or algorithm.kl.weighted:
+        needs |= {"old"}  # a loss of the user's own is given the old log-probs, so it is taken to read them
+    return needs | {"entropy"} if algorithm.entropy.target is not None else needs
 
 
 def needs_old_logprobs(config: RLConfig) -> bool:
@@ -39,12 +44,24 @@ def needs_old_logprobs(config: RLConfig) -> bool:
     kl = config.algorithm.kl
     read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
     several = config.train.updates * config.train.mini_batches > 1
-    return config.algorithm.proximal == "policy" and (read_by_kl or several)
+    by_teacher = config.algorithm.distill.kind == "sampled"
+    by_ratio = several and "old" in needs_of(config.algorithm)
+    return config.algorithm.proximal == "policy" and (read_by_kl or by_ratio or by_teacher)
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether anything reads the reference: a KL term, or a process reward."""
+    return algorithm.kl.used or "process" in needs_of(algorithm)
+
+
+def needs_reward(algorithm: AlgorithmConfig) -> bool:
+    """Whether anything reads a reward; without it all that is learned comes from a teacher."""
+    return "teacher" not in needs_of(algorithm) or bool(algorithm.shaping or algorithm.filters)
 
 
 def check_parts(algorithm: AlgorithmConfig) -> None:
-    """Raises ``ConfigError`` with every name that is not known and every option that does not fit."""
-    problems = list(_problems(algorithm))
+    """Raises ``ConfigError`` with every name that is not known, every option that does not fit, and every nonsense combination."""
+    problems = [*_problems(algorithm), *nonsense(algorithm)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -113,19 +130,42 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     named: list[tuple[str, Registry[Any], str, int]] = [
         ("algorithm.aggregation", AGGREGATIONS, algorithm.aggregation, 2),
         ("algorithm.kl.estimator", KL_ESTIMATORS, algorithm.kl.estimator, 2),
+        ("algorithm.drift.estimator", KL_ESTIMATORS, algorithm.drift.estimator, 2),
     ]
     for key, registry, name, arguments in named:
         yield from _misfit(key, registry, Part(name=name), arguments)
     yield from _unread("algorithm.advantage", ADVANTAGES, advantage, {"eps"} if advantage.whiten != "none" else set())
-    yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set())
+    gates = [GATES.about(part.name).reads for part in algorithm.gates if part.name in GATES]
+    yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set().union(*gates))
+    yield from _unfit_scales(algorithm)
     for i, part in enumerate(algorithm.corrections):
         yield from _misfit(f"algorithm.corrections.{i}", CORRECTIONS, part, 5)
     for i, part in enumerate(algorithm.gates):
-        yield from _misfit(f"algorithm.gates.{i}", GATES, part, 2)
+        yield from _misfit(f"algorithm.gates.{i}", GATES, part, 3)
     for i, part in enumerate(algorithm.shaping):
         yield from _misfit(f"algorithm.shaping.{i}", SHAPINGS, part, 2, "max_new_tokens")
     for i, part in enumerate(algorithm.filters):
         yield from _misfit(f"algorithm.filters.{i}", FILTERS, part, 1)
+
+
+def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Scales of rewards and values that the advantage in force has no use for."""
+    name, settings = algorithm.advantage.name, algorithm.normalize
+    try:
+        needs = ADVANTAGES.about(name).needs
+    except ConfigError:
+        return  # told where the name is looked up
+    if settings.values and "critic" not in needs:
+        yield f"algorithm.normalize.values = True changes nothing: advantage {name!r} has no critic"
+    if settings == NormalizeConfig(eps=settings.eps) != NormalizeConfig():
+        yield f"algorithm.normalize.eps = {settings.eps} changes nothing: no terms, rewards or values are normalised"
+    given = [f"normalize.{k}" for k in ("terms", "rewards") if getattr(settings, k) != "none"]
+    given += ["shaping"] if algorithm.shaping else []
+    if "greedy" in needs and given:
+        yield (
+            f"algorithm.{given[0]} changes the rewards of answers and not that of the greedy answer, which advantage {name!r} takes "
+            "off them; leave it out"
+        )
 
 
 def _unread(key: str, registry: Registry[Any], settings: AdvantageConfig | LossConfig, also: set[str]) -> Iterator[str]:
@@ -162,9 +202,21 @@ def _misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *give
             yield f"{key}: {part.name!r} must take the keyword {name}"
         for name in sorted(part.options.keys() - known):
             yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}"
+    for name, choices in _choices(function).items():
+        if name in part.options and part.options[name] not in choices:
+            yield f"{key}.options.{name} = {part.options[name]!r} is none of {', '.join(choices)}"
     for p in named:
         if p.default is p.empty and p.name not in part.options and p.name not in given:
             yield f"{key}.options.{p.name} is missing: {part.name!r} needs it"
     for p in ordered[arguments:]:
         if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
             yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
+
+
+def _choices(function: Any) -> dict[str, tuple[str, ...]]:
+    """The keywords of ``function`` that take one of a few words, with the words."""
+    try:
+        hints = get_type_hints(function)
+    except (NameError, TypeError):  # annotations of a user's own function may name what is not there
+        return {}
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

@@ -18,11 +18,14 @@ from lightrft.trainer.account import Collected, rollout_metrics
 from lightrft.trainer.advantages import ADVANTAGES, WHITENINGS
 from lightrft.trainer.collate import collate
 from lightrft.trainer.controls import Controls
-from lightrft.trainer.parts import needs_of, needs_old_logprobs
-from lightrft.trainer.roles import Roles, settle_layout
+from lightrft.trainer.distill import distilled, with_teacher
+from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
+from lightrft.trainer.refresh import refresh
+from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.rollout import collect
-from lightrft.trainer.shaping import shape, token_rewards
-from lightrft.trainer.update import by_parts, sampling_temperature, update
+from lightrft.trainer.scoring import by_parts, sampling_temperature
+from lightrft.trainer.shaping import token_rewards, with_rewards
+from lightrft.trainer.update import update
 from lightrft.types import Batch, Prompt, Rollout, rows_of
 from lightrft.utils.metrics import Metrics
 from lightrft.utils.timers import Timers
@@ -59,18 +62,19 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
         return StepResult(collected, None, metrics)
     batch = collate(collected.groups)
     with timers("layout"):
-        settle_layout(roles.policy, batch)
+        settle_layouts(roles, batch)
     with timers("logprobs"):
         batch = with_policy(batch, roles, config)
     with timers("reference"):
-        batch = with_reference(batch, roles, config)
+        batch = with_teacher(with_reference(batch, roles, config), roles, config)
     with timers("values"):
-        batch = with_values(batch, roles, config)
+        batch = with_values(batch, roles, config, controls)
     with timers("advantages"):
         batch = with_advantages(batch, config, controls)
     with timers("update"):
         metrics.merge(update(roles, batch, config, controls, step))
     metrics.merge(controls.steer(batch))
+    refresh(roles, config.algorithm.kl, step + 1)
     with timers("weights"):
         roles.engine.load_weights(roles.strategy.full_parameters(roles.policy.state), step + 1)
     return StepResult(collected, batch, metrics)
@@ -97,9 +101,9 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 
 
 def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """Reference log-probs, when a KL term reads them."""
+    """Reference log-probs, when something reads them."""
     reference = roles.reference
-    if reference is None or not config.algorithm.kl.used:
+    if reference is None or not needs_reference(config.algorithm):
         return batch
 
     def score(part: Batch, index: Tensor) -> Tensor:
@@ -108,8 +112,8 @@ def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     return batch.replace(ref_logprobs=by_parts(batch, score, roles, config))
 
 
-def with_values(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """Values of the state before each token and after the last one, when there is a critic."""
+def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls) -> Batch:
+    """Values of the state before each token and after the last one, in the unit of rewards, when there is a critic."""
     critic = roles.value_model
     if critic is None:
         return batch
@@ -117,8 +121,8 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 
     def score(part: Batch, index: Tensor) -> Tensor:
         values, after = critic.values(part, final=True)
-        final[index] = after.float().cpu()
-        return values
+        final[index] = controls.values(after).float().cpu()
+        return controls.values(values)
 
     return batch.replace(values=by_parts(batch, score, roles, config), final_values=final)
 
@@ -126,10 +130,10 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
     """Shaped rewards, rewards of tokens, advantages and returns, in float64."""
     algorithm = config.algorithm
-    batch = batch.replace(rewards=shape(batch, algorithm.shaping, config.sampling.max_new_tokens).double())
+    batch = with_rewards(batch, algorithm, config.sampling.max_new_tokens, controls.rewards)
     in_reward = controls.kl.coef if algorithm.kl.where == "reward" else 0.0
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
     settings = algorithm.advantage
     advantages, returns = ADVANTAGES[settings.name](batch, rewards, settings, **settings.options)
-    advantages = WHITENINGS[settings.whiten](advantages, batch, settings.eps)
+    advantages = distilled(WHITENINGS[settings.whiten](advantages, batch, settings.eps), batch, algorithm.distill)
     return batch.replace(advantages=advantages.float(), returns=returns.float())

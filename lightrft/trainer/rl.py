@@ -12,9 +12,10 @@ from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.lengths import check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
-from lightrft.trainer.parts import check_parts, check_rollout, needs_of
+from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward
 from lightrft.trainer.ppo import StepResult, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
+from lightrft.trainer.refresh import load_refreshed, refreshed_state
 from lightrft.trainer.rollout import Interrupted
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.types import Rollout
@@ -59,13 +60,14 @@ class RLRun(Training):
         return result.metrics
 
     def state(self) -> dict[str, Any]:
-        carried = packed(self.carried)
-        return {"sampler": self.stream.sampler.state_dict(), "controls": self.controls.state_dict(), "carried": carried}
+        plain = {"sampler": self.stream.sampler.state_dict(), "controls": self.controls.state_dict()}
+        return {**plain, "carried": packed(self.carried), **refreshed_state(self.roles)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.stream.sampler.load_state_dict(state["sampler"])
         self.controls.load_state_dict(state["controls"])
         self.carried = unpacked(state["carried"], self.stream.named)
+        load_refreshed(self.roles, state)
 
     def about(self) -> dict[str, Any]:
         return {"algorithm": self.config.algorithm.preset or "custom"}
@@ -88,10 +90,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
 
 def check(config: RLConfig) -> None:
     """Problems that need no model or data to be seen. Raises ``ConfigError``."""
-    if not config.reward.terms and not config.reward.per_source:
-        raise ConfigError(
-            "reward.terms is empty; name what scores an answer, e.g. reward.terms=[math] or reward.terms=[file.py:function]"
-        )
+    check_reward(config)
     if not config.data.sources:
         raise ConfigError("data.sources is empty; name what prompts come from, e.g. data.sources=[{path: train.jsonl}]")
     kl, answers = config.algorithm.kl, config.rollout.prompts * config.rollout.samples
@@ -102,10 +101,46 @@ def check(config: RLConfig) -> None:
         )
     check_parts(config.algorithm)
     check_rollout(config)
+    check_roles(config)
     if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
         name = config.algorithm.advantage.name
         raise ConfigError(
             f"rollout.samples = {config.rollout.samples}: advantage {name!r} compares answers of a group; set it to 2 or more"
+        )
+
+
+def check_reward(config: RLConfig) -> None:
+    """Raises ``ConfigError`` where something reads a reward and there is none."""
+    if config.reward.terms or config.reward.per_source:
+        return
+    if needs_reward(config.algorithm):
+        raise ConfigError(
+            "reward.terms is empty; name what scores an answer, e.g. reward.terms=[math] or reward.terms=[file.py:function]"
+        )
+    if config.eval.data.sources:
+        raise ConfigError("eval.data has sources but reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
+
+
+def check_roles(config: RLConfig) -> None:
+    """Raises ``ConfigError`` where a setting and the models that the algorithm needs do not go together."""
+    algorithm, kl = config.algorithm, config.algorithm.kl
+    if algorithm.distill.kind != "none" and not config.teacher.path:
+        raise ConfigError(
+            f"algorithm.distill.kind = {algorithm.distill.kind} needs a teacher; set teacher.path to its folder or name"
+        )
+    if algorithm.distill.kind == "none" and config.teacher != type(config.teacher)():
+        raise ConfigError(f"teacher.path = {config.teacher.path!r} changes nothing: set algorithm.distill, e.g. to sampled")
+    if algorithm.distill.kind == "none" and "teacher" in needs_of(algorithm):
+        name = algorithm.advantage.name
+        raise ConfigError(f"algorithm.advantage = {name} learns from a teacher alone; set algorithm.distill, e.g. to sampled")
+    if kl.refresh_every and not needs_reference(algorithm):
+        raise ConfigError(
+            f"algorithm.kl.refresh_every = {kl.refresh_every} changes nothing: no part in force reads the reference"
+        )
+    if kl.refresh_every and config.model.lora is not None:
+        raise ConfigError(
+            f"algorithm.kl.refresh_every = {kl.refresh_every}: with model.lora the reference is the model without its adapters, which "
+            "cannot move; set algorithm.kl.refresh_every=0, or train all weights (model.lora=null)"
         )
 
 

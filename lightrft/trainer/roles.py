@@ -34,14 +34,16 @@ class Scoring(Protocol):
 
 @dataclass(slots=True)
 class Unscored:
-    """For runs without a reward: every rollout comes out as it went in."""
+    """For runs without a reward: every rollout comes out as it went in, with ``reward`` for one if that is given."""
 
+    reward: float | None = None
     _waiting: list[Rollout] = field(default_factory=list)
 
     def check_sources(self, sources: Iterable[str]) -> None:
         return
 
     def submit(self, rollout: Rollout) -> None:
+        rollout.reward = self.reward
         self._waiting.append(rollout)
 
     def results(self, wait: bool) -> Iterator[Rollout]:
@@ -78,14 +80,32 @@ class Trained:
     layout_settled: bool = False
 
 
-def settle_layout(policy: Trained, batch: Batch) -> None:
+@dataclass(slots=True)
+class Frozen:
+    """A model that this run reads and does not train: a reference of its own, a teacher."""
+
+    model: Actor
+    layout_settled: bool = False
+
+    def score(self, batch: Batch, *, temperature: float) -> Scores:
+        return self.model.score(batch, temperature=temperature)
+
+
+def settle_layout(role: Trained | Frozen, batch: Batch) -> None:
     """On a run's first batch, compare the layout with the model's own padded forward; where they differ, fall back and say why."""
-    actor: Actor = policy.model
-    if actor.config.check_layout and not policy.layout_settled and len(batch):
+    actor: Actor = role.model
+    if actor.config.check_layout and not role.layout_settled and len(batch):
         reason = actor.check_layout(batch)
         if reason:
             log.warning("model.layout: %s", reason)
-    policy.layout_settled = True
+    role.layout_settled = True
+
+
+def settle_layouts(roles: Roles, batch: Batch) -> None:
+    """``settle_layout`` for every language model that takes part."""
+    for role in (roles.policy, roles.reference, roles.teacher):
+        if isinstance(role, Trained | Frozen):
+            settle_layout(role, batch)
 
 
 @dataclass(slots=True)
@@ -98,6 +118,7 @@ class Roles:
     scorer: Scoring
     tokenizer: Any
     reference: Reference | None = None
+    teacher: Frozen | None = None
     critic: Trained | None = None
 
     @property

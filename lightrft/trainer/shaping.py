@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lightrft.config import Part
+from lightrft.config import AlgorithmConfig, Part
+from lightrft.trainer.groups import Groups
 from lightrft.trainer.kl import KL_ESTIMATORS
+from lightrft.trainer.moments import RUNNING, Moments
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
@@ -41,19 +43,111 @@ def reward_scale(batch: Batch, rewards: Tensor, *, max_new_tokens: int, scale: f
     latex=r"R\leftarrow R+c\,\operatorname{clip}\!\Big(\frac{L_{\max}-b-l}{b},-1,0\Big)",
     paper="DAPO, arXiv 2503.14476, eq. 13",
 )
-def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: int, penalty: float = 1.0) -> Tensor:
-    """Soft punishment that grows over the last ``buffer`` tokens before the length limit. Raises ``ConfigError`` without a buffer."""
-    if buffer < 1:
-        raise ConfigError(f"shaping overlong: options.buffer is {buffer}; it counts tokens and must be at least 1")
-    over = (max_new_tokens - buffer - batch.lengths.to(rewards.dtype)) / buffer
+def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: float = 0.2, penalty: float = 1.0) -> Tensor:
+    """Soft punishment that grows over the last ``buffer`` tokens before the length limit; below 1 it is a share of the limit, at least
+    one token. Raises ``ConfigError`` without a buffer."""
+    if buffer <= 0:
+        raise ConfigError(
+            f"shaping overlong: options.buffer is {buffer}; give a number of tokens, or a share of the limit above 0"
+        )
+    tokens = buffer if buffer >= 1 else max(1, round(buffer * max_new_tokens))
+    over = (max_new_tokens - tokens - batch.lengths.to(rewards.dtype)) / tokens
     return rewards + penalty * over.clamp(-1, 0)
 
 
-def shape(batch: Batch, parts: Sequence[Part], max_new_tokens: int) -> Tensor:
-    """``[B]``: ``batch.rewards`` after every part, in order."""
+@SHAPINGS.register(
+    "cosine",
+    formula="R <- end + (start - end) (1 + cos(pi l / L_max)) / 2, start and end as R >= threshold or not; exceed from L_max on",
+    latex=r"R\leftarrow R_L+\tfrac12(R_0-R_L)\big(1+\cos\tfrac{\pi l}{L_{\max}}\big)",
+    paper="Demystifying long chain-of-thought, arXiv 2502.03373, section 4.2",
+)
+def cosine(
+    batch: Batch,
+    rewards: Tensor,
+    *,
+    max_new_tokens: int,
+    right_start: float = 2.0,
+    right_end: float = 1.0,
+    wrong_start: float = -10.0,
+    wrong_end: float = 0.0,
+    exceed: float = -10.0,
+    threshold: float = 1.0,
+) -> Tensor:
+    """A reward of length in the place of what stood there: ``*_start`` at length 0, ``*_end`` at the length limit. An answer is right
+    when its outcome, as it was scored, reaches ``threshold``."""
+    right, length = _right(batch, threshold), batch.lengths.to(rewards.dtype)
+    start = torch.where(right, rewards.new_tensor(right_start), rewards.new_tensor(wrong_start))
+    end = torch.where(right, rewards.new_tensor(right_end), rewards.new_tensor(wrong_end))
+    curve = end + (start - end) * (1 + torch.cos(torch.pi * length / max_new_tokens)) / 2
+    return torch.where(length >= max_new_tokens, exceed, curve)
+
+
+@SHAPINGS.register(
+    "kimi_length",
+    formula="R <- R + weight * (lam if R >= threshold else min(0, lam)), lam = 1/2 - (l - shortest) / (longest - shortest) in the group",
+    latex=r"R\leftarrow R+w\lambda_i\ (\text{wrong: }\min(0,\lambda_i)),\quad \lambda_i=\tfrac12-\tfrac{l_i-\min l}{\max l-\min l}",
+    paper="Kimi k1.5, arXiv 2501.12599, section 2.3.3",
+)
+def kimi_length(batch: Batch, rewards: Tensor, *, max_new_tokens: int, weight: float = 1.0, threshold: float = 1.0) -> Tensor:
+    """Short answers of a group are favoured over long ones, in sampled tokens; a wrong one is never favoured. Nothing is added where
+    all are equally long. An answer is right when its outcome, as it was scored, reaches ``threshold``."""
+    groups = Groups(Rows.of(batch).count().to(rewards.dtype), batch.prompt_of, len(batch.prompts))
+    shortest = -groups.highest(-groups.x)
+    lam = 0.5 - (groups.x - shortest) / (groups.highest() - shortest).clamp(min=1)
+    bonus = torch.where(_right(batch, threshold), lam, lam.clamp(max=0))
+    return rewards + weight * torch.where(groups.uneven(), bonus, torch.zeros_like(bonus))
+
+
+def _right(batch: Batch, threshold: float) -> Tensor:
+    return _rewards_of(batch) >= threshold
+
+
+def _rewards_of(batch: Batch) -> Tensor:
     if batch.rewards is None:
         raise ValueError("shaping needs batch.rewards")
-    rewards = batch.rewards
+    return batch.rewards
+
+
+def with_rewards(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int, seen: Moments) -> Batch:
+    """``batch`` with its outcomes after terms are normalised, and with its rewards after running normalisation and shaping too, in
+    float64. ``seen`` has the outcomes of earlier steps."""
+    settings = algorithm.normalize
+    outcomes = TERMS[settings.terms](batch, settings.eps)
+    seen = seen if settings.rewards == "none" else seen.including(outcomes)
+    scaled = RUNNING[settings.rewards](seen, outcomes, settings.eps)
+    return batch.replace(outcomes=outcomes, rewards=shape(batch, algorithm.shaping, max_new_tokens, scaled))
+
+
+def _plain(batch: Batch, eps: float) -> Tensor:
+    return _rewards_of(batch).double()
+
+
+def _by_group(batch: Batch, eps: float) -> Tensor:
+    return normalized_terms(batch, lambda x, there: Groups(x, batch.prompt_of[there], len(batch.prompts)), eps)
+
+
+def _by_batch(batch: Batch, eps: float) -> Tensor:
+    return normalized_terms(batch, lambda x, there: Groups.whole(x), eps)
+
+
+TERMS: dict[str, Callable[[Batch, float], Tensor]] = {"none": _plain, "group": _by_group, "batch": _by_batch}
+"""``TERMS[mode](batch, eps) -> outcome rewards [B]`` in float64"""
+
+
+def normalized_terms(batch: Batch, grouped: Callable[[Tensor, Tensor], Groups], eps: float) -> Tensor:
+    """``[B]``: the weighted sum of the terms, each standardised over the answers that have it; those are ``grouped(x, which)``."""
+    if batch.terms is None or batch.term_weights is None:
+        raise ValueError("normalize.terms needs batch.terms and batch.term_weights")
+    total = torch.zeros(len(batch), dtype=torch.float64, device=batch.terms.device)
+    for x, weight in zip(batch.terms.double().unbind(1), batch.term_weights.double().unbind(1), strict=True):
+        there = ~x.isnan()
+        total[there] += weight[there] * grouped(x[there], there).standardised(eps)
+    return total
+
+
+def shape(batch: Batch, parts: Sequence[Part], max_new_tokens: int, start: Tensor | None = None) -> Tensor:
+    """``[B]``: ``start``, or else ``batch.rewards``, after every part, in order."""
+    rewards = _rewards_of(batch) if start is None else start
     for part in parts:
         rewards = SHAPINGS[part.name](batch, rewards, max_new_tokens=max_new_tokens, **part.options)
     return rewards

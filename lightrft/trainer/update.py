@@ -13,49 +13,83 @@ from lightrft.models.actor import Scores
 from lightrft.strategy.base import StepInfo, Strategy
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.batching import micro_batches, mini_batches
-from lightrft.trainer.controls import Controls
-from lightrft.trainer.corrections import correction_weights
+from lightrft.trainer.controls import Controls, mean_entropy
+from lightrft.trainer.corrections import correction_weights, interpolated_proximal
+from lightrft.trainer.distill import target_of
 from lightrft.trainer.gates import gated
-from lightrft.trainer.kl import KL_ESTIMATORS
+from lightrft.trainer.kl import KL_ESTIMATORS, capped_k3
 from lightrft.trainer.parts import needs_of
 from lightrft.trainer.policy_loss import POLICY_LOSSES, value_loss
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import request_seed
 from lightrft.trainer.rows import Rows
-from lightrft.types import Batch, rows_of
+from lightrft.trainer.scoring import by_parts, sampling_temperature
+from lightrft.types import Batch
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss in force: ``algorithm`` with the coefficients of this step."""
+    """The loss in force: ``algorithm`` with the coefficients of this step; ``version`` is that of the policy before the update."""
 
     algorithm: AlgorithmConfig
     kl_coef: float
     entropy_coef: float
+    version: int = 0
 
     @staticmethod
-    def of(algorithm: AlgorithmConfig, controls: Controls) -> Objective:
-        return Objective(algorithm, controls.kl.coef, algorithm.entropy.coef)
+    def of(algorithm: AlgorithmConfig, controls: Controls, batch: Batch | None = None, version: int = 0) -> Objective:
+        entropy = None if batch is None else mean_entropy(batch)
+        return Objective(algorithm, controls.kl.coef, controls.entropy.in_force(entropy), version)
 
     @property
     def wants_entropy(self) -> bool:
         return self.entropy_coef != 0
 
+    @property
+    def wants_kl(self) -> bool:
+        return self.algorithm.kl.where == "loss" and self.kl_coef > 0
+
     def active(self, batch: Batch) -> Tensor:
-        """``[K]``: the rows that can get gradient. A row whose advantages are all 0 has none when there is no KL or entropy term."""
-        everything = self.wants_entropy or (self.algorithm.kl.where == "loss" and self.kl_coef > 0) or batch.pull is not None
+        """``[K]``: the rows that can get gradient. A row whose policy loss is 0 has none unless another term reaches it."""
         rows = Rows.of(batch)
-        useful = rows.count() > 0 if everything else rows.sum((_need(batch.advantages) != 0).long()) > 0
-        return useful.nonzero()[:, 0]
+        leaves = batch.old_logprobs is not None or self.algorithm.proximal == "interpolated"
+        drifts = leaves and self.algorithm.drift.coef > 0
+        if self.wants_entropy or self.wants_kl or drifts or self.algorithm.distill.whole or batch.pull is not None:
+            return (rows.count() > 0).nonzero()[:, 0]
+        useful = _need(batch.advantages) != 0
+        if batch.gate is not None:
+            useful = useful & (batch.gate != 0)
+        if batch.positive_weights is not None:
+            useful = useful | (batch.positive_weights != 0)
+        return (rows.sum(useful.long()) > 0).nonzero()[:, 0]
 
     def __call__(self, batch: Batch, scores: Scores) -> tuple[Tensor, Metrics]:
         """The part of the global loss that ``batch`` holds (0-d), and its metrics. ``batch.loss_weights`` carry the denominator."""
-        algorithm, rows = self.algorithm, Rows.of(batch)
+        rows = Rows.of(batch)
         logprobs = _counted(scores.logprobs, rows)
-        old = logprobs.detach() if batch.old_logprobs is None else _counted(batch.old_logprobs, rows)
+        old = _counted(old_logprobs(batch, logprobs, self.algorithm.proximal, self.version), rows)
+        loss, metrics = self._policy(batch, rows, logprobs, old)
+        loss = loss + self._drift(batch, logprobs, old)
+        loss = loss + self._kl(batch, rows, logprobs, old, metrics)
+        if batch.teacher_logprobs is not None:
+            metrics.add("policy/teacher_kl", Mean.of(logprobs.detach() - _counted(batch.teacher_logprobs, rows), rows.mask))
+        if scores.divergence is not None:
+            metrics.add("policy/divergence", Mean.of(scores.divergence, rows.mask))
+            loss = loss + self.algorithm.distill.coef * weighted_sum(scores.divergence, batch)
+        if scores.entropy is not None:
+            metrics.add("policy/entropy", Mean.of(scores.entropy, rows.mask))
+            if self.wants_entropy:
+                loss = loss - self.entropy_coef * weighted_sum(scores.entropy, batch)
+        if batch.positive_weights is not None:
+            metrics.add("policy/positive_nll", Mean.of(-logprobs, rows.mask & (batch.positive_weights != 0)))
+            loss = loss - self.algorithm.positive_nll.coef * weighted_sum(logprobs, batch, batch.positive_weights)
+        return loss, metrics
+
+    def _policy(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
+        """The policy loss with its corrections, gates and pulls."""
+        algorithm, settings = self.algorithm, self.algorithm.loss
         advantages = _counted(_need(batch.advantages), rows)
-        settings = algorithm.loss
         losses, stats = POLICY_LOSSES[settings.name](logprobs, old, advantages, rows, settings, **settings.options)
         if algorithm.corrections:
             behavior = _counted(_need(batch.behavior_logprobs), rows)
@@ -65,36 +99,57 @@ class Objective:
             losses, stats = losses * batch.gate, {**stats, "gate": batch.gate}
         if batch.pull is not None:
             losses = losses + batch.pull * (logprobs - old).abs()
-        policy = weighted_sum(losses, batch)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
         if batch.behavior_logprobs is not None:
             metrics.add("policy/sampler_gap", Mean.of((old - batch.behavior_logprobs).abs(), rows.mask))
         metrics.add("policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask))
-        loss = policy
-        if batch.ref_logprobs is not None:
-            ref = _counted(batch.ref_logprobs, rows)
-            kl = KL_ESTIMATORS[algorithm.kl.estimator](logprobs, ref)
-            metrics.add("policy/kl", Mean.of(KL_ESTIMATORS["k3"](logprobs.detach(), ref), rows.mask))
-            if algorithm.kl.where == "loss" and self.kl_coef:
-                loss = loss + self.kl_coef * weighted_sum(kl, batch)
-        if scores.entropy is not None:
-            metrics.add("policy/entropy", Mean.of(scores.entropy, rows.mask))
-            if self.wants_entropy:
-                loss = loss - self.entropy_coef * weighted_sum(scores.entropy, batch)
-        return loss, metrics
+        return weighted_sum(losses, batch), metrics
+
+    def _drift(self, batch: Batch, logprobs: Tensor, old: Tensor) -> Tensor | float:
+        """The distance from the old policy, times its coefficient."""
+        drift = self.algorithm.drift
+        if not drift.coef:
+            return 0.0
+        losses = KL_ESTIMATORS[drift.estimator](old, logprobs) if drift.cap is None else capped_k3(old, logprobs, drift.cap)
+        return drift.coef * weighted_sum(losses, batch)
+
+    def _kl(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor, metrics: Metrics) -> Tensor | float:
+        """The distance from the reference, times its coefficient where it is in the loss."""
+        if batch.ref_logprobs is None:
+            return 0.0
+        ref, kl = _counted(batch.ref_logprobs, rows), self.algorithm.kl
+        metrics.add("policy/kl", Mean.of(KL_ESTIMATORS["k3"](logprobs.detach(), ref), rows.mask))
+        if not self.wants_kl:
+            return 0.0
+        losses = KL_ESTIMATORS[kl.estimator](logprobs, ref)
+        if kl.weighted:
+            losses = torch.exp(logprobs - old) * losses
+        return self.kl_coef * weighted_sum(losses, batch)
+
+
+def old_logprobs(batch: Batch, logprobs: Tensor, proximal: str, version: int) -> Tensor:
+    """``[N]`` without gradient: the ratio's denominator. Where the batch has none it is the policy itself, or what lies between the
+    sampler and it."""
+    if batch.old_logprobs is not None:
+        return batch.old_logprobs
+    if proximal == "interpolated":
+        return interpolated_proximal(logprobs, _need(batch.behavior_logprobs), _need(batch.versions), version, version + 1)
+    return logprobs.detach()
 
 
 def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, step: int) -> Metrics:
     """Train policy and critic on ``batch``: ``train.updates`` passes of ``train.mini_batches`` optimizer steps each."""
-    objective = Objective.of(config.algorithm, controls)
+    objective = Objective.of(config.algorithm, controls, batch, step)
     actor_frozen = roles.critic is not None and step < config.critic.warmup_steps
+    batch = controls.for_critic(batch)
     metrics = Metrics()
     for epoch in range(config.train.updates):
         generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, config.train.mini_batches, generator):
             mini = weighted(batch.select(index), config)
             if config.algorithm.gates:
-                mini = gated(with_current(mini, roles, config), config.algorithm.gates, generator)
+                current = with_current(mini, roles, config, step)
+                mini = gated(current, config.algorithm.gates, config.algorithm.loss, generator)
             if not actor_frozen:
                 metrics.merge(policy_step(roles, mini, objective, config))
             if roles.critic is not None:
@@ -104,12 +159,17 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
 
 def weighted(batch: Batch, config: RLConfig) -> Batch:
     """``batch``, whole, with the share of each token in its loss. From here on any split gives the same sum."""
-    constant = config.algorithm.constant_length or config.sampling.max_new_tokens
-    return batch.replace(loss_weights=AGGREGATIONS[config.algorithm.aggregation](Rows.of(batch), constant))
+    algorithm, rows = config.algorithm, Rows.of(batch)
+    constant = algorithm.constant_length or config.sampling.max_new_tokens
+    batch = batch.replace(loss_weights=AGGREGATIONS[algorithm.aggregation](rows, constant))
+    if not algorithm.positive_nll.coef:
+        return batch
+    positive = rows.mask & rows.spread(_need(batch.outcomes) >= algorithm.positive_nll.threshold)
+    return batch.replace(positive_weights=positive.double() / max(1, int(positive.sum())))
 
 
-def with_current(mini: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """The policy's log-probs before this optimizer step, when a gate reads them."""
+def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> Batch:
+    """The policy's log-probs before this optimizer step, and the old ones, when a gate reads them."""
     if "current" not in needs_of(config.algorithm):
         return mini
 
@@ -117,7 +177,7 @@ def with_current(mini: Batch, roles: Roles, config: RLConfig) -> Batch:
         return roles.actor.score(part, temperature=sampling_temperature(config)).logprobs
 
     logprobs = by_parts(mini, score, roles, config)
-    return mini.replace(logprobs=logprobs, old_logprobs=logprobs if mini.old_logprobs is None else mini.old_logprobs)
+    return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, config.algorithm.proximal, version))
 
 
 def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfig) -> Metrics:
@@ -125,7 +185,8 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
     entropy = objective.wants_entropy or config.log.entropy
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        return objective(part, roles.actor.score(part, temperature=sampling_temperature(config), entropy=entropy))
+        options = {"temperature": sampling_temperature(config), "entropy": entropy, "target": target_of(part, roles, config)}
+        return objective(part, roles.actor.score(part, **options))
 
     active = mini.select(objective.active(mini))
     loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, config.train.micro_batch_tokens, loss_of)
@@ -135,7 +196,7 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
 
 
 def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConfig) -> Metrics:
-    """One optimizer step of the critic."""
+    """One optimizer step of the critic, on returns and old values in the unit in which it speaks."""
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         values, _ = critic.model.values(part)
@@ -148,16 +209,6 @@ def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConf
     loss, metrics = optimizer_step("critic", strategy, critic, mini, config.train.micro_batch_tokens, loss_of)
     metrics.add("critic/loss", Mean(loss))
     return metrics
-
-
-def by_parts(batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig) -> Tensor:
-    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch."""
-    column = torch.zeros(batch.tokens)
-    with torch.no_grad():
-        for index in micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout):
-            values = score(batch.select(index).to(roles.device), index)
-            column[rows_of(batch.lengths, index)] = values.float().cpu()
-    return column
 
 
 def optimizer_step(
@@ -187,11 +238,6 @@ def optimizer_step(
     return total, metrics
 
 
-def sampling_temperature(config: RLConfig) -> float:
-    """Log-probs are those of the distribution that was sampled from; greedy answers are scored at temperature 1."""
-    return config.sampling.temperature or 1.0
-
-
 def _step_metrics(who: str, info: StepInfo) -> Metrics:
     return Metrics(
         {
@@ -208,10 +254,10 @@ def _counted(column: Tensor, rows: Rows) -> Tensor:
     return torch.where(rows.mask, column, torch.zeros_like(column))
 
 
-def weighted_sum(losses: Tensor, batch: Batch) -> Tensor:
-    """The share of ``losses [N]`` in the loss of the global batch (0-d). Tokens of weight 0 are left out, not multiplied: what
-    stands there may be anything."""
-    weights = _need(batch.loss_weights)
+def weighted_sum(losses: Tensor, batch: Batch, weights: Tensor | None = None) -> Tensor:
+    """The share of ``losses [N]`` in the loss of the global batch (0-d), by ``batch.loss_weights`` unless other ``weights`` are given.
+    Tokens of weight 0 are left out, not multiplied: what stands there may be anything."""
+    weights = _need(batch.loss_weights) if weights is None else weights
     kept = weights != 0
     return (losses[kept] * weights[kept].to(losses.dtype)).sum()
 

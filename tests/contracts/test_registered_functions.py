@@ -12,7 +12,10 @@ from torch import Tensor
 from lightrft.config import PRESETS, AdvantageConfig, AlgorithmConfig, LossConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.contracts import checks
+from lightrft.trainer.corrections import CORRECTIONS
 from lightrft.trainer.filters import FILTERS
+from lightrft.trainer.gates import GATES, Gate
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.parts import check_parts
 from lightrft.trainer.policy_loss import POLICY_LOSSES
@@ -20,13 +23,14 @@ from lightrft.trainer.rows import Rows
 from lightrft.trainer.shaping import SHAPINGS
 from lightrft.types import Batch
 from lightrft.utils.registry import Registry
-from tests.contracts import checks
 
 TABLES: list[tuple[Registry[Any], list[Callable[[Any], None]]]] = [
     (ADVANTAGES, checks.ADVANTAGE_CHECKS),
     (POLICY_LOSSES, checks.POLICY_LOSS_CHECKS),
     (AGGREGATIONS, checks.AGGREGATION_CHECKS),
     (KL_ESTIMATORS, checks.KL_CHECKS),
+    (CORRECTIONS, checks.CORRECTION_CHECKS),
+    (GATES, checks.GATE_CHECKS),
     (SHAPINGS, checks.SHAPING_CHECKS),
     (FILTERS, checks.FILTER_CHECKS),
 ]
@@ -59,7 +63,10 @@ def test_every_registered_function_says_what_it_is(table: Registry[Any], name: s
     assert (table[name].__doc__ or "").strip().endswith((".", ".\n"))
 
 
-@pytest.mark.parametrize("table", [ADVANTAGES, POLICY_LOSSES, AGGREGATIONS, KL_ESTIMATORS], ids=lambda t: t.kind)
+SOURCED = [ADVANTAGES, POLICY_LOSSES, CORRECTIONS, GATES, AGGREGATIONS, KL_ESTIMATORS]
+
+
+@pytest.mark.parametrize("table", SOURCED, ids=lambda t: t.kind)
 def test_every_formula_of_the_objective_names_its_source(table: Registry[Any]) -> None:
     assert [name for name in table if not table.about(name).paper] == []
 
@@ -126,7 +133,49 @@ def plain_sum(rows: Rows, constant: int) -> Tensor:
     return rows.mask.double()
 
 
+def weight_of_the_batch(now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
+    """One weight for whatever it happens to see, not sampled tokens too."""
+    return (old - behavior).mean().exp().expand(len(old))
+
+
+def weight_of_products(now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
+    """A product over the answer that nothing bounds."""
+    return rows.spread(rows.sum(5 * (old - behavior))).exp()
+
+
+def first_half(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
+    return Gate((torch.arange(batch.tokens) < batch.tokens / 2) & batch.mask)
+
+
+def drawn_by_place(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
+    return Gate((torch.rand(batch.tokens, generator=generator) < 0.5) & batch.mask)
+
+
+def above_the_mean_of_all(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
+    entropy = batch.entropy if batch.entropy is not None else torch.zeros(0)
+    return Gate((entropy > entropy.mean()) & batch.mask)
+
+
+def everything(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
+    return Gate(torch.ones(batch.tokens))
+
+
+def spends_the_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
+    assert batch.entropy is not None
+    batch.entropy.sub_(1)
+    return Gate((batch.entropy > 0) & batch.mask)
+
+
 FAULTS = [
+    (weight_of_products, "check_correction_is_finite_and_not_negative"),
+    (weight_of_the_batch, "check_correction_ignores_what_was_not_sampled"),
+    (weight_of_the_batch, "check_correction_is_by_response"),
+    (lambda now, old, behavior, advantages, rows: (old - behavior).exp() / 2, "check_correction_is_one_between_equals"),
+    (first_half, "check_gate_is_by_content_not_by_place"),
+    (drawn_by_place, "check_gate_is_by_content_not_by_place"),
+    (above_the_mean_of_all, "check_gate_ignores_what_was_not_sampled"),
+    (everything, "check_gate_keeps_a_share_between_nothing_and_all"),
+    (spends_the_entropy, "check_gate_leaves_its_input_alone"),
     (mean_by_place, "check_advantage_is_by_group_not_by_place"),
     (whole_batch_deviation, "check_advantage_is_finite"),
     (whole_batch_deviation, "check_advantage_is_zero_where_nothing_was_sampled"),

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
+from lightrft.trainer.contracts.cases import CORNERS, dense, plain_batch
 from lightrft.types import Batch, Segments
 from tests.numbers.oracles import Case
 from tests.numbers.scalars import Rows, number
@@ -88,12 +89,6 @@ def random_rows(case: Case, rng: random.Random) -> Rows:
     return [[rng.uniform(-3, 3) for _ in range(k)] for k in case.lengths]
 
 
-def dense(labels: Sequence[int]) -> list[int]:
-    """The same groups named 0..P-1, in the order of their names and not of their first members."""
-    names = sorted(set(labels))
-    return [names.index(x) for x in labels]
-
-
 def mask_of(kind: str, length: int, rng: random.Random) -> list[bool]:
     make: dict[str, Callable[[int], bool]] = {
         "all": lambda t: True,
@@ -117,33 +112,33 @@ def rewards_of(kind: str, n: int, rng: random.Random) -> list[float]:
 
 
 def corner_cases() -> list[Case]:
-    """Whole batches that random ones seldom are: nothing sampled anywhere, no token at all, one token alone, one group of all."""
-    return [
-        plain_case([[False, False], [False]], [0, 0]),
-        plain_case([[], []], [0, 1]),
-        plain_case([[True]], [0]),
-        plain_case([[True, False, True], [True], [], [False]], [0, 0, 0, 0]),
-        plain_case([[True, True], [True], [True, True, True]], [2, 0, 2]),
-    ]
+    """Whole batches that random ones seldom are."""
+    return [plain_case(*corner) for corner in CORNERS]
 
 
 def plain_case(mask: list[list[bool]], prompt_of: list[int], rewards: list[float] | None = None) -> Case:
     """A case with fixed, unequal numbers in every column."""
-    rng = random.Random(0)
-    rows = [[[-rng.uniform(0.1, 2) for _ in row] for row in mask] for _ in range(5)]
+    batch = plain_batch(mask, prompt_of, rewards)
+    rows = {name: ragged(column, batch) for name, column in batch.columns("token").items()}
+    per_answer = {name: column.tolist() for name, column in batch.columns("sample").items()}
     return Case(
-        lengths=[len(row) for row in mask],
-        prompt_of=dense(prompt_of),
-        mask=mask,
-        logprobs=rows[0],
-        old=rows[1],
-        behavior=rows[2],
-        ref=rows[3],
-        values=rows[4],
-        rewards=rewards or [float(i % 2) for i in range(len(mask))],
-        truncated=[i % 2 == 0 for i in range(len(mask))],
-        final_values=[0.5 * i for i in range(len(mask))],
+        lengths=batch.lengths.tolist(),
+        prompt_of=batch.prompt_of.tolist(),
+        mask=rows["sampled"],
+        logprobs=rows["logprobs"],
+        old=rows["old_logprobs"],
+        behavior=rows["behavior_logprobs"],
+        ref=rows["ref_logprobs"],
+        values=rows["values"],
+        rewards=per_answer["rewards"],
+        truncated=per_answer["truncated"],
+        final_values=per_answer["final_values"],
     )
+
+
+def ragged(column: torch.Tensor, batch: Batch) -> list[list[Any]]:
+    """A token column ``[N]`` as one list per response."""
+    return [part.tolist() for part in column.split(batch.lengths.tolist())]
 
 
 def tensor_of(rows: Rows) -> torch.Tensor:

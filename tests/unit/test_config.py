@@ -116,7 +116,7 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
         (
             ["algorithm.kl={where: loss, estimator: k1, coef: 0.1}"],
             "algorithm.kl (from command line): kl.estimator k1 in the loss has zero expected gradient; "
-            "take k2 or k3, or kl.where: reward",
+            "take k2 or k3, or kl.weighted: true, or kl.where: reward",
         ),
         (
             ["sampling.min_new_tokens=9", "sampling.max_new_tokens=8"],

@@ -19,6 +19,7 @@ from lightrft.strategy.engine.stopping import StopStrings
 from lightrft.strategy.settings import EngineConfig, SamplingConfig
 from lightrft.types import FinishReason, Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, ResourceError
+from lightrft.utils.threads import threads_for
 
 
 class Session(Protocol):
@@ -77,6 +78,7 @@ class NativeEngine:
         self.version = version
         self.awake = True
         self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self._size = sum(tensor.numel() for _, tensor in decoder.parameters())
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
@@ -104,7 +106,7 @@ class NativeEngine:
             if not self.awake:
                 raise RuntimeError("the engine was put to sleep or closed while answers were being drawn; call wake() first")
             # The policy is itself again whenever the caller has control.
-            with self.decoder.running():
+            with threads_for(2.0 * self._size * run.width, self.decoder.device), self.decoder.running():
                 done: list[Rollout] = []
                 while run.unfinished and not done and not stopped():
                     done = run.advance()
@@ -252,6 +254,11 @@ class _Run:
         self._rows = _Rows()
         self._last = torch.zeros(0, dtype=torch.long, device=self._device)
         self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
+
+    @property
+    def width(self) -> int:
+        """Rows that grow together, now or once the first are let in."""
+        return len(self._rows) or min(self._config.max_rows, sum(len(group.waiting) for group in self._waiting))
 
     @property
     def unfinished(self) -> bool:

@@ -14,10 +14,11 @@ from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.engine.native import NativeEngine
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.parts import needs_of
+from lightrft.trainer.parts import needs_of, needs_reference
+from lightrft.trainer.refresh import Follower
 from lightrft.trainer.reward import Scorer
-from lightrft.trainer.roles import AdaptersOff, Reference, Roles, Scoring, Trained, Unscored
-from lightrft.utils.errors import ConfigError
+from lightrft.trainer.roles import AdaptersOff, Frozen, Reference, Roles, Scoring, Trained, Unscored
+from lightrft.utils.errors import ConfigError, ModelError
 
 
 def local_tokenizer(model: ModelConfig) -> Any:
@@ -36,25 +37,27 @@ def local_policy(
     return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine)
 
 
-def local_scorer(config: RewardConfig) -> Scoring:
-    """Worker processes for the terms of ``config``; without terms, one that scores nothing."""
-    return Scorer(config) if config.terms or config.per_source else Unscored()
+def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring:
+    """Worker processes for the terms of ``config``; without terms, one that gives every answer the reward ``unscored``."""
+    return Scorer(config) if config.terms or config.per_source else Unscored(unscored)
 
 
 def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
     """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded."""
-    scorer = local_scorer(config.reward)  # first: its processes start while models are read
+    scorer = local_scorer(config.reward, unscored=0.0)  # first: its processes start while models are read
     try:
         strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
-        optimizer_steps = max(1, steps * config.train.updates * config.train.mini_batches)
+        per_step = config.train.updates * config.train.mini_batches
+        frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
         return Roles(
             strategy=strategy,
             reference=local_reference(config, actor, strategy),
-            policy=Trained(actor, strategy.prepare(actor, config.optimizer, optimizer_steps)),
+            policy=Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step))),
             engine=engine,
             scorer=scorer,
             tokenizer=tokenizer,
-            critic=local_critic(config, strategy, optimizer_steps),
+            teacher=local_teacher(config, tokenizer, strategy),
+            critic=local_critic(config, strategy, max(1, steps * per_step)),
         )
     except BaseException:
         scorer.close()
@@ -62,15 +65,42 @@ def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
 
 
 def local_reference(config: RLConfig, actor: Actor, strategy: SingleStrategy) -> Reference | None:
-    """None without a KL term; with adapters the policy itself, adapters off; else a frozen model of its own."""
-    if not config.algorithm.kl.used:
+    """None when nothing reads it; with adapters the policy itself, adapters off; else a frozen model of its own."""
+    if not needs_reference(config.algorithm):
         return None
     if config.model.lora is not None and config.reference is None:
         return AdaptersOff(actor)
     path = config.reference or config.model.path
-    frozen = Actor.load(config.model.model_copy(update={"path": path, "lora": None}), device=strategy.device)
+    frozen = local_frozen(config.model.model_copy(update={"path": path, "lora": None}), strategy)
+    return Follower.of(frozen, actor, config.algorithm.kl) if config.algorithm.kl.refresh_every else Frozen(frozen)
+
+
+def local_frozen(model: ModelConfig, strategy: SingleStrategy) -> Actor:
+    """A model without gradient."""
+    frozen = Actor.load(model, device=strategy.device)
     frozen.requires_grad_(False)
     return frozen.eval()
+
+
+def local_teacher(config: RLConfig, tokenizer: Any, strategy: SingleStrategy) -> Frozen | None:
+    """The model that the policy learns from, if any. Raises ``ConfigError`` when its tokens are not those of the policy."""
+    if config.algorithm.distill.kind == "none":
+        return None
+    own = {"tokenizer": None, "chat_template": None, "lora": None, "freeze": (), "gradient_checkpointing": False}
+    model = config.model.model_copy(update={**own, **config.teacher.model_dump()})
+    try:
+        theirs = load_tokenizer(model).get_vocab()
+    except ModelError as error:
+        raise ConfigError(
+            f"teacher.path = {config.teacher.path!r}: its tokens must be known, to be compared ({error})"
+        ) from error
+    ours = tokenizer.get_vocab()
+    if ours != theirs:
+        raise ConfigError(
+            f"teacher.path = {config.teacher.path!r}: its tokenizer has {len(theirs)} tokens, that of the policy {len(ours)}, and "
+            f"{len(ours.items() ^ theirs.items())} differ; tokens are compared one by one, so take a teacher of the same tokenizer"
+        )
+    return Frozen(local_frozen(model, strategy))
 
 
 def local_critic(config: RLConfig, strategy: SingleStrategy, optimizer_steps: int) -> Trained | None:

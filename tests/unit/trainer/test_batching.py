@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.trainer.batching import micro_batches, mini_batches
+from lightrft.trainer.contracts.cases import dense
 from lightrft.types import Batch, Segments
-from tests.numbers.strategies import dense
 
 LAYOUTS = ("prefix_shared", "packed", "padded")
 SHAPES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), min_size=1, max_size=14)

@@ -123,3 +123,23 @@ def test_a_preset_of_ones_own_making_is_custom() -> None:
     _, found = explained("algorithm.preset=null")
     assert found.title == "custom"
     assert {n.source for n in found.numbers} == {"default"}
+
+
+def test_scales_of_rewards_and_values_are_shown_before_shaping() -> None:
+    scales = ["algorithm.normalize.terms=batch", "algorithm.normalize.rewards=scale", "algorithm.normalize.values=true"]
+    _, found = explained("algorithm=ppo", "algorithm.shaping=reward_clip", *scales)
+    assert [line.part for line in found.lines][:4] == ["reward terms", "reward scale", "values", "shaping"]
+    text = to_text(found)
+    assert "R = sum_k w_k (x_k - mean_batch x_k) / (std_batch x_k + eps)" in text
+    assert "R <- R / (std + eps)" in text
+    _, plain = explained("algorithm=ppo")
+    assert not {"reward terms", "reward scale", "values"} & {line.part for line in plain.lines}
+
+
+def test_the_numbers_and_the_first_steps_of_a_critic_are_shown() -> None:
+    _, found = explained("algorithm=vapo", "critic.warmup_steps=50")
+    numbers = {n.key: (n.value, n.source) for n in found.numbers}
+    assert numbers["critic.warmup_steps"] == (50, "command line")
+    assert numbers["algorithm.advantage.options.alpha"] == (0.05, "preset vapo")
+    assert "In the first 50 steps it is trained alone: the policy that answers stays as it is." in found.gradient
+    assert "critic.warmup_steps" not in {n.key for n in explained("algorithm=grpo")[1].numbers}

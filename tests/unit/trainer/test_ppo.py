@@ -15,8 +15,9 @@ from lightrft.models.tiny import tiny_model
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.controls import Controls
+from lightrft.trainer.distill import with_teacher
 from lightrft.trainer.ppo import with_advantages, with_policy, with_reference
-from lightrft.trainer.roles import Roles, Trained
+from lightrft.trainer.roles import Frozen, Roles, Trained
 from lightrft.trainer.update import update
 from lightrft.types import Batch, Segments
 from lightrft.utils.settings import build, deep_merge
@@ -58,11 +59,13 @@ def roles_of(config: RLConfig, dtype: torch.dtype = torch.float32) -> Roles:
     actor = Actor(tiny_model("qwen2", seed=3, dtype=dtype), ModelConfig(layout=config.model.layout)).eval()
     frozen = Actor(tiny_model("qwen2", seed=4, dtype=dtype)).eval()
     state = strategy.prepare(actor, OptimizerConfig(lr=config.optimizer.lr), 10)
-    return Roles(strategy, Trained(actor, state), Unused(), Unused(), None, reference=frozen)  # type: ignore[arg-type]
+    teacher = Frozen(Actor(tiny_model("llama", seed=5, dtype=dtype)).eval().requires_grad_(False))
+    policy = Trained(actor, state)
+    return Roles(strategy, policy, Unused(), Unused(), None, reference=frozen, teacher=teacher)  # type: ignore[arg-type]
 
 
 def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor]:
-    batch = with_reference(with_policy(batch, roles, config), roles, config)
+    batch = with_teacher(with_reference(with_policy(batch, roles, config), roles, config), roles, config)
     batch = with_advantages(batch, config, Controls.of(config.algorithm))
     update(roles, batch, config, Controls.of(config.algorithm), 0)
     return {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
@@ -132,3 +135,15 @@ def gradients(config: RLConfig, batch: Batch) -> dict[str, torch.Tensor]:
     roles.strategy.step = keep  # type: ignore[method-assign]
     step(config, batch, roles)
     return found
+
+
+@pytest.mark.parametrize("kind", ["sampled", "jsd"])
+def test_neither_micro_batches_nor_layouts_change_what_is_learned_from_a_teacher(kind: str) -> None:
+    over = {"algorithm": {"preset": "opd", "distill": {"kind": kind}}, "train": {"micro_batch_tokens": 16}}
+    whole = config_of(**{**over, "train": {}})
+    one = gradients(whole, batch_of())
+    for layout in ("prefix_shared", "padded"):
+        other = gradients(config_of(**over, model={"layout": layout}), batch_of())
+        assert max(float(g.abs().max()) for g in one.values()) > 1e-3
+        for name, grad in one.items():
+            torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,87 @@
+"""A reference that follows the policy: a copy every so many steps, or a moving average."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.config import KLConfig
+from lightrft.models.actor import Actor
+from lightrft.trainer.roles import Frozen, Roles
+from lightrft.utils.errors import CheckpointError, ConfigError
+
+
+@dataclass(slots=True)
+class Follower(Frozen):
+    """A reference of the policy's shape. ``averages`` hold half-precision weights in float32 for a moving average, which would
+    otherwise stand still: what it takes in at a time is less than they can tell apart."""
+
+    averages: dict[str, Tensor] = field(default_factory=dict)
+    moved: bool = False
+
+    @staticmethod
+    def of(model: Actor, policy: Actor, kl: KLConfig) -> Follower:
+        """Raises ``ConfigError`` when ``model`` cannot become ``policy``."""
+        here, there = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (model, policy))
+        if here != there:
+            odd = sorted(set(here.items()) ^ set(there.items()))[0]
+            raise ConfigError(
+                f"algorithm.kl.refresh_every = {kl.refresh_every}: the reference is not of the policy's shape (e.g. {odd[0]}), so it "
+                "cannot be refreshed from it; leave reference unset, or set algorithm.kl.refresh_every=0"
+            )
+        half = {n: p for n, p in model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)}
+        return Follower(model, averages={n: p.detach().float() for n, p in half.items()} if kl.refresh_decay else {})
+
+    @torch.no_grad()
+    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
+        """Become ``decay`` times itself plus the rest of ``parameters``."""
+        own = dict(self._held())
+        for name, value in parameters:
+            own[name].lerp_(value.to(own[name]), 1 - decay)
+        self._write()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The weights, once they are no longer those that the run started from."""
+        return dict(self._held()) if self.moved else {}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Raises ``CheckpointError`` for weights of another model."""
+        own = dict(self._held())
+        if own.keys() != state.keys():
+            raise CheckpointError("the checkpoint holds another reference's weights; set reference to what it was in that run")
+        for name, value in state.items():
+            own[name].copy_(value)
+        self._write()
+
+    def _held(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.model.named_parameters():
+            yield name, self.averages.get(name, parameter)
+
+    def _write(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name in self.averages:
+                parameter.copy_(self.averages[name])
+        self.moved = True
+
+
+def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
+    """After ``done`` steps, move the reference towards the policy if it is time."""
+    if kl.refresh_every and done % kl.refresh_every == 0 and isinstance(roles.reference, Follower):
+        roles.reference.follow(roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay)
+
+
+def refreshed_state(roles: Roles) -> dict[str, Any]:
+    """What a checkpoint must hold of the reference: nothing, unless it has moved."""
+    state = roles.reference.state_dict() if isinstance(roles.reference, Follower) else {}
+    return {"reference": state} if state else {}
+
+
+def load_refreshed(roles: Roles, state: Mapping[str, Any]) -> None:
+    """Take up what ``refreshed_state`` gave."""
+    if "reference" in state and isinstance(roles.reference, Follower):
+        roles.reference.load_state_dict(state["reference"])

@@ -1,0 +1,28 @@
+"""What models say of a batch, without gradient: columns of tokens, in micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightrft.config import RLConfig
+from lightrft.trainer.batching import micro_batches
+from lightrft.trainer.roles import Roles
+from lightrft.types import Batch, rows_of
+
+
+def by_parts(batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig) -> Tensor:
+    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch."""
+    column = torch.zeros(batch.tokens)
+    with torch.no_grad():
+        for index in micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout):
+            values = score(batch.select(index).to(roles.device), index)
+            column[rows_of(batch.lengths, index)] = values.float().cpu()
+    return column
+
+
+def sampling_temperature(config: RLConfig) -> float:
+    """Log-probs are those of the distribution that was sampled from; greedy answers are scored at temperature 1."""
+    return config.sampling.temperature or 1.0
