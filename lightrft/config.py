@@ -537,6 +537,8 @@ class RolloutConfig(Settings):
     Groups that filters drop are replaced, in at most ``max_rounds`` rounds of generation a step. Each round draws ``oversample``
     times as many groups as are missing and ends as soon as enough have passed; groups that are then too many are dropped or, with
     ``carry_over``, trained on in the next step. ``select`` keeps some of the answers of each group.
+    With ``staleness`` above 0, answers are drawn while the policy is trained, by a copy of the weights that it had exactly that
+    many steps before (in the first steps: at the start). The algorithm then wants a correction for it.
     """
 
     prompts: int = Field(32, ge=1)
@@ -546,6 +548,7 @@ class RolloutConfig(Settings):
     carry_over: bool = False
     select: Part | None = None
     curriculum: CurriculumConfig | None = None
+    staleness: int = Field(0, ge=0)
 
 
 class TrainConfig(Settings):

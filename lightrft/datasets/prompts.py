@@ -131,6 +131,14 @@ class PromptDataset:
             columns=record.columns,
         )
 
+    def places(self, ids: Sequence[str]) -> list[int]:
+        """Where the prompts called ``ids`` stand. Raises ``CheckpointError`` for one that is not here."""
+        wanted = set(ids)
+        found = {name: i for i, name in enumerate(self._ids) if name in wanted}
+        if missing := [name for name in ids if name not in found]:
+            raise CheckpointError(f"the checkpoint holds answers to prompt {missing[0]!r}, which the data does not have")
+        return [found[name] for name in ids]
+
     @property
     def ids(self) -> Sequence[str]:
         """The id of each prompt, all different, in the order of the data set."""

@@ -7,7 +7,8 @@ its keys in one batched product, then each row its own keys, and one softmax cov
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+import copy
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,6 +51,26 @@ class Decoder:
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self.model.named_parameters()
+
+    def apart(self) -> Decoder:
+        """A decoder whose weights can be replaced by ``load`` without a trace in this one's. Until then, and for frozen ones for
+        good, the two share memory; nothing else is shared, so that each may be used in a thread of its own."""
+        frozen: dict[int, Any] = {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        mine = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self.model.parameters() if p.requires_grad}
+        return Decoder(copy.deepcopy(self.model, frozen | mine))
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Use the tensors of ``weights`` from now on, as they are: a copy is made only where device or type differ.
+
+        Raises ``ModelError`` for a name or a shape that is not the model's.
+        """
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            here = parameters.get(name)
+            if here is None or here.shape != tensor.shape:
+                found = "no such parameter" if here is None else f"shape {list(here.shape)}"
+                raise ModelError(f"weights {name!r} of shape {list(tensor.shape)} do not fit the sampling model: it has {found}")
+            here.data = tensor.detach().to(device=here.device, dtype=here.dtype)
 
     def session(self) -> Session:
         """An empty cache over this model. Sessions share nothing but the weights."""

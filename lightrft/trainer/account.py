@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from lightrft.config import RLConfig
 from lightrft.trainer.filters import drop_reason
 from lightrft.trainer.selection import selected
-from lightrft.types import Prompt, Rollout
-from lightrft.utils.metrics import Max, Mean, Metrics, Sum
+from lightrft.types import Rollout
+from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
 
 GREEDY = -1
 """``Rollout.sample`` of the greedy answer that is drawn beside a group for its reward alone."""
@@ -50,7 +48,8 @@ class Collected:
     ``carried_in``, and are left for the next, ``carried_out``: sampled + carried_in = trained + filtered + failed + carried_out.
     Its ``dropped`` are all tokens of dropped groups, whatever else they count as. ``filtered`` has the filtered tokens by reason:
     that of the dropped group, ``not_selected`` or ``baseline``. ``dropped`` counts groups by reason, ``failures`` answers by reason.
-    ``finished`` holds the scored answers of each group that was not cut short, ``carried`` the groups for the next step.
+    ``finished`` holds the scored answers of each group that was not cut short, ``carried`` the groups for the next step; both are
+    empty once that has been settled. ``curriculum`` has what a curriculum then knows.
     """
 
     groups: list[list[Rollout]] = field(default_factory=list)
@@ -62,6 +61,7 @@ class Collected:
     dropped: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
+    curriculum: dict[str, float] = field(default_factory=dict)
 
     def take_in(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Begin with groups that an earlier step has paid for."""
@@ -107,19 +107,6 @@ def tokens_of(group: Sequence[Rollout]) -> int:
     return sum(map(len, group))
 
 
-def packed(groups: Sequence[Sequence[Rollout]]) -> list[list[dict[str, Any]]]:
-    """Groups as plain data, each prompt as its id."""
-    names = [f.name for f in dataclasses.fields(Rollout)]
-    return [[{**{n: getattr(r, n) for n in names}, "prompt": r.prompt.id} for r in group] for group in groups]
-
-
-def unpacked(plain: Sequence[Sequence[dict[str, Any]]], prompt_of: Callable[[str], Prompt]) -> list[list[Rollout]]:
-    """What ``packed`` gave, with the prompts that ``prompt_of`` finds by their ids."""
-    prompts = {name: prompt_of(name) for name in {row["prompt"] for rows in plain for row in rows}}
-    bare = lambda row: {name: value for name, value in row.items() if name != "prompt"}  # noqa: E731
-    return [[Rollout(prompts[row["prompt"]], **bare(row)) for row in rows] for rows in plain]
-
-
 def rollout_metrics(collected: Collected) -> Metrics:
     """Rewards, lengths and the account of tokens. Answers that were cut short, and greedy ones, are not part of the means."""
     metrics = Metrics()
@@ -142,6 +129,8 @@ def rollout_metrics(collected: Collected) -> Metrics:
         metrics.add("response/max_length", Max(len(rollout)))
         metrics.add("response/truncated", Mean(float(rollout.finish_reason == "length")))
     metrics.merge(_account(collected))
+    for name, value in collected.curriculum.items():
+        metrics.add(f"curriculum/{name}", Last(value))
     return metrics
 
 

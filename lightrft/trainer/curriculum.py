@@ -19,7 +19,6 @@ from lightrft.datasets.blending import generator
 from lightrft.trainer.filters import pass_rate_of
 from lightrft.types import Rollout
 from lightrft.utils.errors import CheckpointError, ConfigError
-from lightrft.utils.metrics import Last, Metrics
 from lightrft.utils.registry import Registry
 
 Weights = Callable[..., np.ndarray]
@@ -105,8 +104,9 @@ class Curriculum:
         self.drawn += count
         return taken
 
-    def observe(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
-        """Take in the scored answers of a step, prompt by prompt, and begin another."""
+    def observe(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
+        """Take in the scored answers of a step, group by group, and begin another. What is known then: the share of prompts
+        ``seen``, their mean ``pass_rate``, and the ``epoch``."""
         momentum, threshold = self.config.momentum, self.config.threshold
         for group in groups:
             if group:
@@ -115,10 +115,8 @@ class Curriculum:
                 self.rates[i] = share if np.isnan(old) else momentum * old + (1 - momentum) * share
         self._out[:] = False
         seen = self.rates[~np.isnan(self.rates)]
-        metrics = Metrics({"curriculum/seen": Last(len(seen) / len(self.rates)), "curriculum/epoch": Last(self.epoch)})
-        if len(seen):
-            metrics.add("curriculum/pass_rate", Last(float(seen.mean())))
-        return metrics
+        known = {"seen": len(seen) / len(self.rates), "epoch": self.epoch}
+        return {**known, "pass_rate": float(seen.mean())} if len(seen) else known
 
     @property
     def epoch(self) -> float:

@@ -43,6 +43,14 @@ class Training(ABC):
     def load_state(self, state: dict[str, Any]) -> None:
         """Take up what ``state`` gave."""
 
+    def begin(self) -> None:
+        """Called once, when weights and state are in place."""
+        return
+
+    def rest(self) -> None:
+        """Wait until engine and scorer are free."""
+        return
+
     def about(self) -> dict[str, Any]:
         """More to say in the summary."""
         return {}
@@ -61,7 +69,7 @@ def take_up(run: Training) -> None:
     run.step, state = run.session.resume(run.roles.strategy, run.trained)
     if state:
         run.load_state(state)
-    run.roles.engine.load_weights(run.roles.strategy.full_parameters(run.roles.policy.state), run.step)
+    run.roles.engine.load_weights(run.roles.weights(), run.step)
 
 
 def run_steps(run: Training) -> dict[str, Any]:
@@ -71,6 +79,7 @@ def run_steps(run: Training) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if run.step == 0 and run.eval.at_start and run.held_out:
         values = session.record(0, evaluation(run))
+    run.begin()
     while run.step < run.steps and not session.stop and not reached(run.eval, values):
         try:
             metrics = run.advance()
@@ -115,6 +124,7 @@ def keep(run: Training, values: dict[str, Any]) -> str:
 
 def evaluation(run: Training) -> Metrics:
     """Answer the held-out prompts as the policy is now, and write the answers down."""
+    run.rest()
     found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed)
     run.session.folder.write_rollouts(run.step, found.rollouts, name="eval")
     check_scored(found.rollouts, f"to the held-out prompts at step {run.step}")

@@ -87,12 +87,20 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
         yield from misfit or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
         if not config.data.shuffle:
             yield "data.shuffle = False: rollout.curriculum draws prompts by weight, in no order; leave one of the two out"
+    if not needs_reward(algorithm) and (rollout.select is not None or rollout.curriculum is not None):
+        what = "select" if rollout.select is not None else "curriculum"
+        yield f"rollout.{what} reads rewards, and this algorithm has none: all that it learns comes from a teacher; leave it out"
     if rollout.carry_over and rollout.oversample == 1:
         yield "rollout.carry_over = True changes nothing: without rollout.oversample above 1 no group is left over"
-    if rollout.carry_over and algorithm.proximal != "behavior" and not algorithm.corrections:
+    if rollout.carry_over and rollout.staleness:
+        yield (
+            f"rollout.carry_over = True would take answers further back than rollout.staleness = {rollout.staleness}; leave one of "
+            "the two out"
+        )
+    if rollout.carry_over and algorithm.proximal == "policy" and "behavior" not in needs_of(algorithm):
         yield (
             "rollout.carry_over = True trains on answers of an older policy, which nothing corrects: set "
-            "algorithm.proximal=behavior, or name algorithm.corrections"
+            "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio"
         )
 
 

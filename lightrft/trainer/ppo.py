@@ -6,7 +6,7 @@ the only things with state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,11 +22,11 @@ from lightrft.trainer.distill import distilled, with_teacher
 from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
 from lightrft.trainer.refresh import refresh
 from lightrft.trainer.roles import Roles, settle_layouts
-from lightrft.trainer.rollout import collect
+from lightrft.trainer.rollout import Source, collect
 from lightrft.trainer.scoring import by_parts, sampling_temperature
 from lightrft.trainer.shaping import token_rewards, with_rewards
 from lightrft.trainer.update import update
-from lightrft.types import Batch, Prompt, Rollout, rows_of
+from lightrft.types import Batch, rows_of
 from lightrft.utils.metrics import Metrics
 from lightrft.utils.timers import Timers
 
@@ -45,13 +45,12 @@ def rl_step(
     config: RLConfig,
     step: int,
     controls: Controls,
-    draw_prompts: Callable[[int], list[Prompt]],
+    source: Source,
     timers: Timers,
     stopped: Callable[[], bool] = never,
-    carried: Sequence[Sequence[Rollout]] = (),
 ) -> StepResult:
-    """Prompts in, and groups ``carried`` over from the step before; one updated policy out."""
-    collected = collect(roles, config, step, draw_prompts, timers, stopped, carried)
+    """Prompts in, one updated policy out."""
+    collected = collect(roles, config, step, source, timers, stopped)
     return learn(roles, config, step, controls, collected, timers)
 
 
@@ -76,7 +75,7 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
     metrics.merge(controls.steer(batch))
     refresh(roles, config.algorithm.kl, step + 1)
     with timers("weights"):
-        roles.engine.load_weights(roles.strategy.full_parameters(roles.policy.state), step + 1)
+        roles.engine.load_weights(roles.weights(), step + 1)
     return StepResult(collected, batch, metrics)
 
 

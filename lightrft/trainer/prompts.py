@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from logging import INFO, WARNING, getLogger
 from typing import Any
 
 from lightrft.config import CurriculumConfig, DataConfig
 from lightrft.datasets.prompts import PromptDataset, PromptSampler
+from lightrft.trainer.account import Collected
 from lightrft.trainer.curriculum import Curriculum
+from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollouts
 from lightrft.types import Prompt, Rollout
-from lightrft.utils.errors import CheckpointError
-from lightrft.utils.metrics import Metrics
 
 log = getLogger(__name__)
 
 
 @dataclass(slots=True)
 class PromptStream:
-    """An endless stream over a data set: epoch after epoch, or as a curriculum draws."""
+    """An endless stream over a data set: epoch after epoch, or as a curriculum draws. ``carried`` are groups of the step before
+    that the next one trains on."""
 
     dataset: PromptDataset
     sampler: PromptSampler | Curriculum
+    carried: list[list[Rollout]] = field(default_factory=list)
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Any, seed: int, curriculum: CurriculumConfig | None = None) -> PromptStream:
@@ -39,16 +42,35 @@ class PromptStream:
     def draw(self, count: int) -> list[Prompt]:
         return [self.dataset[i] for i in self.sampler.next(count)]
 
-    def named(self, name: str) -> Prompt:
-        """The prompt with this id. Raises ``CheckpointError`` when there is none."""
-        try:
-            return self.dataset[self.dataset.ids.index(name)]
-        except ValueError:
-            raise CheckpointError(f"the checkpoint has answers to prompt {name!r}, which the data has no longer") from None
+    def named(self, ids: Sequence[str]) -> list[Prompt]:
+        """The prompts called ``ids``. Raises ``CheckpointError`` when the data does not hold one."""
+        return [self.dataset[i] for i in self.dataset.places(ids)]
 
-    def observe(self, groups: Sequence[Sequence[Rollout]]) -> Metrics:
-        """Scored answers that a step drew, for a curriculum to learn from; its metrics."""
-        return self.sampler.observe(groups) if isinstance(self.sampler, Curriculum) else Metrics()
+    @contextmanager
+    def as_before_on_error(self) -> Generator[None]:
+        """When the body raises, what it drew has not been drawn."""
+        before, carried = self.sampler.state_dict(), self.carried
+        try:
+            yield
+        except BaseException:
+            self.sampler.load_state_dict(before)
+            self.carried = carried
+            raise
+
+    def settle(self, collected: Collected) -> None:
+        """Learn from what a step has collected, for those after it; what was only kept for that is let go."""
+        self.carried = collected.carried
+        if isinstance(self.sampler, Curriculum):
+            collected.curriculum = self.sampler.observe(collected.finished)
+        collected.finished, collected.carried = [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.state_dict(), "carried": [[pack_rollout(r) for r in group] for group in self.carried]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``. Raises ``CheckpointError`` when it cannot be of this data set."""
+        self.sampler.load_state_dict(state["sampler"])
+        self.carried = [unpack_rollouts(group, self.named) for group in state["carried"]]
 
 
 def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None) -> Sequence[Prompt]:

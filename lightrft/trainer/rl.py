@@ -7,19 +7,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config import RLConfig
-from lightrft.trainer.account import packed, unpacked
+from lightrft.trainer.asynchronous import Ahead, staleness_metrics
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.lengths import check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
 from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward
-from lightrft.trainer.ppo import StepResult, rl_step
+from lightrft.trainer.ppo import StepResult, learn, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.refresh import load_refreshed, refreshed_state
-from lightrft.trainer.rollout import Interrupted
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
-from lightrft.types import Rollout
-from lightrft.utils.errors import ConfigError, RewardError
+from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -27,31 +25,26 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RLRun(Training):
-    """A step draws prompts from ``stream``; ``controls`` and groups that are ``carried`` over go from one to the next."""
+    """A step draws prompts from ``stream``, and ``controls`` go from one to the next."""
 
     config: RLConfig
     stream: PromptStream
     controls: Controls
-    carried: list[list[Rollout]] = field(default_factory=list)
+    ahead: Ahead | None = None
+    _drawn: dict[str, Any] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        if self.ahead is not None:
+            self.ahead.begin(self.step, self._drawn)
+            self._drawn = {}
+
+    def rest(self) -> None:
+        if self.ahead is not None:
+            self.ahead.rest()
 
     def advance(self) -> Metrics:
-        config, session, before = self.config, self.session, self.stream.sampler.state_dict()
-        try:
-            result = rl_step(
-                self.roles,
-                config,
-                self.step,
-                self.controls,
-                self.stream.draw,
-                session.timers,
-                lambda: bool(session.stop),
-                self.carried,
-            )
-        except (Interrupted, RewardError):
-            self.stream.sampler.load_state_dict(before)
-            raise
-        self.carried = result.collected.carried
-        result.metrics.merge(self.stream.observe(result.collected.finished))
+        config, session = self.config, self.session
+        result = self.learn_next() if self.ahead is None else self.learn_drawn(self.ahead)
         done = self.step + 1
         for reason, count in result.collected.failures.most_common(3):
             log.info("step %d: %d answers were not scored: %s", done, count, reason)
@@ -59,18 +52,40 @@ class RLRun(Training):
             session.folder.write_rollouts(done, result.collected.rollouts, advantages=advantages_of(result))
         return result.metrics
 
+    def learn_next(self) -> StepResult:
+        """Draw a batch, and learn from it."""
+        stopped = lambda: bool(self.session.stop)  # noqa: E731
+        with self.stream.as_before_on_error():
+            return rl_step(self.roles, self.config, self.step, self.controls, self.stream, self.session.timers, stopped)
+
+    def learn_drawn(self, ahead: Ahead) -> StepResult:
+        """Learn from a batch that was drawn beside earlier steps."""
+        timers = self.session.timers
+        drawn = ahead.take(self.step, timers)
+        result = learn(self.roles, self.config, self.step, self.controls, drawn.collected, timers)
+        result.metrics.merge(staleness_metrics(result.batch, self.step))
+        result.metrics.merge(drawn.metrics)
+        return result
+
     def state(self) -> dict[str, Any]:
-        plain = {"sampler": self.stream.sampler.state_dict(), "controls": self.controls.state_dict()}
-        return {**plain, "carried": packed(self.carried), **refreshed_state(self.roles)}
+        drawn = {} if self.ahead is None else {"drawn": self.ahead.state_dict(self.step)}  # first: it may move the sampler
+        carried = {**self.stream.state_dict(), "controls": self.controls.state_dict()}
+        return {**carried, **refreshed_state(self.roles), **drawn}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.stream.sampler.load_state_dict(state["sampler"])
+        self.stream.load_state_dict(state)
         self.controls.load_state_dict(state["controls"])
-        self.carried = unpacked(state["carried"], self.stream.named)
         load_refreshed(self.roles, state)
+        self._drawn = state.get("drawn", {})
 
     def about(self) -> dict[str, Any]:
         return {"algorithm": self.config.algorithm.preset or "custom"}
+
+    def close(self) -> None:
+        """End what draws, then the roles that it uses."""
+        if self.ahead is not None:
+            self.ahead.close()
+        self.roles.close()
 
 
 def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]:
@@ -85,7 +100,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             take_up(run)
             return run_steps(run)
         finally:
-            run.roles.close()
+            run.close()
 
 
 def check(config: RLConfig) -> None:
@@ -102,6 +117,7 @@ def check(config: RLConfig) -> None:
     check_parts(config.algorithm)
     check_rollout(config)
     check_roles(config)
+    warn_of_staleness(config)
     if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
         name = config.algorithm.advantage.name
         raise ConfigError(
@@ -144,21 +160,34 @@ def check_roles(config: RLConfig) -> None:
         )
 
 
+def warn_of_staleness(config: RLConfig) -> None:
+    """Say so when nothing in the algorithm knows that answers come from older weights."""
+    if config.rollout.staleness and config.algorithm.proximal == "policy" and "behavior" not in needs_of(config.algorithm):
+        log.warning(
+            "rollout.staleness = %d: answers come from an older policy, and nothing corrects for it; set "
+            "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio",
+            config.rollout.staleness,
+        )
+
+
 def prepare(config: RLConfig, session: Session) -> RLRun:
     """Data and roles, at step 0."""
     tokenizer = local_tokenizer(config.model)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum)
     steps = rollout_steps(config, len(stream.dataset))
+    roles = local_roles(config, tokenizer, steps)
+    stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,
         eval=config.eval,
         held_out=held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit),
-        roles=local_roles(config, tokenizer, steps),
+        roles=roles,
         seed=config.run.seed,
         steps=steps,
         config=config,
         stream=stream,
         controls=Controls.of(config.algorithm),
+        ahead=Ahead(roles, config, stream, steps, stopped) if config.rollout.staleness else None,
     )
 
 

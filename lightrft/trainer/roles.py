@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from lightrft.models.actor import Actor, Scores
 from lightrft.models.critic import Critic
@@ -110,7 +111,8 @@ def settle_layouts(roles: Roles, batch: Batch) -> None:
 
 @dataclass(slots=True)
 class Roles:
-    """Roles that a run does not need are ``None``."""
+    """Roles that a run does not need are ``None``. ``ahead`` is an engine with weights of its own, for generation while the policy
+    is trained."""
 
     strategy: Strategy
     policy: Trained
@@ -120,6 +122,11 @@ class Roles:
     reference: Reference | None = None
     teacher: Frozen | None = None
     critic: Trained | None = None
+    ahead: Engine | None = None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter of the policy, whole, by its name in the model that engines hold."""
+        return ((name.removeprefix("model."), t) for name, t in self.strategy.full_parameters(self.policy.state))
 
     @property
     def actor(self) -> Actor:
@@ -135,4 +142,6 @@ class Roles:
 
     def close(self) -> None:
         self.engine.close()
+        if self.ahead is not None:
+            self.ahead.close()
         self.scorer.close()

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lightrft.config import RLConfig
 from lightrft.strategy.engine.base import Engine, never
@@ -24,6 +25,18 @@ class Interrupted(Exception):
     """The run was asked to stop while answers were being drawn; nothing of the step has been used."""
 
 
+class Source(Protocol):
+    """Where a step's prompts come from. ``carried`` are groups of the step before that this one trains on."""
+
+    carried: list[list[Rollout]]
+
+    def draw(self, count: int) -> list[Prompt]: ...
+
+    def settle(self, collected: Collected) -> None:
+        """Learn from what the step has collected, for those after it."""
+        ...
+
+
 def request_seed(*parts: int | str) -> int:
     """A seed below 2**63 that depends on nothing but ``parts``, so that a step can be drawn again after a restart."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
@@ -34,20 +47,19 @@ def collect(
     roles: Roles,
     config: RLConfig,
     step: int,
-    draw_prompts: Callable[[int], list[Prompt]],
+    source: Source,
     timers: Timers,
     stopped: Callable[[], bool] = never,
-    carried: Sequence[Sequence[Rollout]] = (),
 ) -> Collected:
-    """Draw and score until, with those ``carried`` over from the step before, ``rollout.prompts`` groups pass the filters, or
+    """Draw and score until, with those carried over from the step before, ``rollout.prompts`` groups pass the filters, or
     ``rollout.max_rounds`` rounds are over."""
     got = Collected()
-    got.take_in(carried)
+    got.take_in(source.carried)
     needs, asked = needs_of(config.algorithm), config.rollout
     least = 2 if "groups" in needs else 1
     while len(got.groups) < asked.prompts and got.rounds < asked.max_rounds:
         missing = asked.prompts - len(got.groups)
-        prompts = draw_prompts(math.ceil(missing * asked.oversample))
+        prompts = source.draw(math.ceil(missing * asked.oversample))
         seeds = (config.run.seed, step, got.rounds)
         requests = requests_for(prompts, asked.samples, *seeds, greedy="greedy" in needs)
         quota = Quota(missing, lambda group: judge(group, config, least))
@@ -58,6 +70,7 @@ def collect(
         for index, group in enumerate(groups):
             _settle(got, group, quota.of(index, group), quota.uses(index), config)
     check_scored(got.rollouts, f"of step {step + 1}")
+    source.settle(got)
     return got
 
 

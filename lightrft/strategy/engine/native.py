@@ -57,6 +57,10 @@ class Decoder(Protocol):
 
     def parameters(self) -> Iterable[tuple[str, Tensor]]: ...
 
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Use the tensors of ``weights`` from now on."""
+        ...
+
     def session(self) -> Session: ...
 
     def running(self) -> AbstractContextManager[None]:
@@ -67,15 +71,17 @@ class Decoder(Protocol):
 class NativeEngine:
     """The reference engine. An answer depends on its request alone, up to floating-point rounding.
 
-    ``version`` is that of the weights that ``decoder`` holds. Any number of ``generate`` iterators may be open, each with
+    ``version`` is that of the weights that ``decoder`` holds. With ``shared`` they are the policy's own, so that nothing has to
+    be handed over; without, they are those that ``load_weights`` brought last. Any number of ``generate`` iterators may be open, each with
     caches of its own; one that is dropped early frees them.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Any, config: EngineConfig, version: int = 0) -> None:
+    def __init__(self, decoder: Decoder, tokenizer: Any, config: EngineConfig, version: int = 0, *, shared: bool = True) -> None:
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.config = config
         self.version = version
+        self.shared = shared
         self.awake = True
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._size = sum(tensor.numel() for _, tensor in decoder.parameters())
@@ -118,7 +124,9 @@ class NativeEngine:
         return self._stops[stop]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
-        """See ``Engine.load_weights``. The policy's own weights are in use already, so ``weights`` is not read."""
+        """See ``Engine.load_weights``. Weights that are shared are in use already: then ``weights`` is not read."""
+        if not self.shared:
+            self.decoder.load(weights)
         self.version = version
         return {name: checksum(tensor) for name, tensor in self.decoder.parameters()}
 

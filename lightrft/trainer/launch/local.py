@@ -56,6 +56,7 @@ def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
             engine=engine,
             scorer=scorer,
             tokenizer=tokenizer,
+            ahead=local_ahead(config, actor, tokenizer),
             teacher=local_teacher(config, tokenizer, strategy),
             critic=local_critic(config, strategy, max(1, steps * per_step)),
         )
@@ -80,6 +81,13 @@ def local_frozen(model: ModelConfig, strategy: SingleStrategy) -> Actor:
     frozen = Actor.load(model, device=strategy.device)
     frozen.requires_grad_(False)
     return frozen.eval()
+
+
+def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any) -> Engine | None:
+    """An engine over weights of its own, when answers are drawn while the policy is trained."""
+    if not config.rollout.staleness:
+        return None
+    return NativeEngine(Decoder(actor.model).apart(), tokenizer, config.engine, shared=False)
 
 
 def local_teacher(config: RLConfig, tokenizer: Any, strategy: SingleStrategy) -> Frozen | None:

@@ -1,0 +1,157 @@
+"""Generation in a thread of its own while the policy is trained, a bounded number of weight versions behind.
+
+Batch n is drawn by version max(0, n - staleness), whatever the clock says: who is faster decides who waits, never what is drawn.
+So a run, and a resumed one, give the same numbers each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightrft.config import RLConfig
+from lightrft.trainer.account import Collected
+from lightrft.trainer.prompts import PromptStream
+from lightrft.trainer.replay_buffer import pack_collected, unpack_collected
+from lightrft.trainer.roles import Roles
+from lightrft.trainer.rollout import Interrupted, collect
+from lightrft.types import Batch
+from lightrft.utils.metrics import Max, Mean, Metrics, Sum
+from lightrft.utils.timers import Timers
+
+log = logging.getLogger(__name__)
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What one batch came to, and ``time/ahead/...``: the seconds of the drawing thread, which overlap those of training."""
+
+    collected: Collected
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+@dataclass(slots=True)
+class _Job:
+    version: int
+    future: Future[Drawn]
+
+
+class Ahead:
+    """Draws the batches of a run of ``steps`` steps in order, up to ``rollout.staleness`` of them before they are asked for.
+
+    Everything that drawing touches (``roles.ahead``, ``roles.scorer``, ``stream``) belongs to the thread while it draws; ``rest`` waits
+    until it does not. What the thread raises, ``take`` raises, with the thread's traceback; later batches are then not drawn, and
+    ``stream`` stands where the batch that failed began.
+    """
+
+    def __init__(self, roles: Roles, config: RLConfig, stream: PromptStream, steps: int, stopped: Callable[[], bool]) -> None:
+        if roles.ahead is None:
+            raise ValueError("roles.ahead is missing: generation beside training needs an engine with weights of its own")
+        self._engine, self._weights = roles.ahead, roles.weights
+        self._trained = frozenset(name for name, p in roles.actor.model.named_parameters() if p.requires_grad)
+        self._roles, self._config, self._stream, self._steps = replace(roles, engine=roles.ahead), config, stream, steps
+        self._staleness, self._stopped = config.rollout.staleness, stopped
+        self._jobs: dict[int, _Job] = {}
+        self._snapshots: dict[int, Weights] = {}
+        self._loaded = -1
+        self._ended = 0.0
+        self._halted = self._closing = False
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="generation")
+
+    def begin(self, step: int, state: Mapping[str, Any]) -> None:
+        """Start drawing for a run that is at ``step``, with what ``state_dict`` gave there."""
+        # Copied, since products of matrices round by how their memory is aligned, and a file aligns it otherwise.
+        saved = state.get("weights", {}).items()
+        self._snapshots = {version: {name: tensor.clone() for name, tensor in weights.items()} for version, weights in saved}
+        finished = state.get("finished", [])
+        for batch in range(step, min(step + self._staleness, self._steps)):
+            if batch - step < len(finished):
+                done: Future[Drawn] = Future()
+                done.set_result(Drawn(unpack_collected(finished[batch - step], self._stream.named)))
+                self._jobs[batch] = _Job(step, done)
+            else:
+                self._submit(batch, step)
+
+    def take(self, step: int, timers: Timers) -> Drawn:
+        """The batch of ``step``; then the policy as it is now, which is version ``step``, is handed over for a later batch."""
+        with timers("wait"):
+            drawn = self._jobs[step].future.result()
+        oldest = min((v for r in drawn.collected.rollouts for v in r.versions), default=step)
+        if step - oldest > self._staleness:
+            raise RuntimeError(
+                f"step {step} got tokens of version {oldest}: more than rollout.staleness = {self._staleness} behind"
+            )
+        del self._jobs[step]
+        with timers("weights"):
+            if step + self._staleness < self._steps:
+                self._submit(step + self._staleness, step)
+            needed = {job.version for job in self._jobs.values()}
+            self._snapshots = {v: weights for v, weights in self._snapshots.items() if v in needed}
+        return drawn
+
+    def rest(self) -> None:
+        """Wait until nothing is being drawn: at most to the end of batches that are due before training can go on for long."""
+        wait([job.future for job in self._jobs.values()])
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What is drawn and not trained on yet, and the weights that what is missing is to be drawn by, as plain data and tensors.
+
+        Waits for batches under way; a run that was asked to stop gives them up, and draws them again when it goes on.
+        """
+        self.rest()
+        ready = [job.future.result().collected for job in self._jobs.values() if job.future.exception() is None]
+        missing = {job.version for job in self._jobs.values() if job.future.exception() is not None}
+        weights = {version: self._snapshots[version] for version in sorted(missing - {step})}
+        return {"finished": [pack_collected(collected) for collected in ready], "weights": weights}
+
+    def close(self) -> None:
+        """Give up what is being drawn, at the next answer, and end the thread."""
+        self._closing = True
+        self._worker.shutdown(wait=True, cancel_futures=True)
+
+    def _submit(self, batch: int, step: int) -> None:
+        """Queue ``batch``, to be drawn by the version that it is due, or by the policy of now where that one is not kept."""
+        version = max(0, batch - self._staleness)
+        if version not in self._snapshots:
+            version = step
+            if version not in self._snapshots:
+                self._snapshots[version] = {n: w.detach().clone() for n, w in self._weights() if n in self._trained}
+        future = self._worker.submit(self._draw, batch, version, self._snapshots[version])
+        self._jobs[batch] = _Job(version, future)
+
+    def _draw(self, batch: int, version: int, weights: Weights) -> Drawn:
+        began, timers = time.perf_counter(), Timers()
+        stopped = lambda: self._closing or self._stopped()  # noqa: E731
+        if self._halted or stopped():
+            raise Interrupted
+        try:
+            with self._stream.as_before_on_error():
+                if self._loaded != version:
+                    self._engine.load_weights(weights.items(), version)
+                    self._loaded = version
+                collected = collect(self._roles, self._config, batch, self._stream, timers, stopped)
+        except BaseException:
+            self._halted = True
+            raise
+        metrics = Metrics({f"time/ahead/{name}": Sum(timers.seconds(name)) for name in ("generate", "reward")})
+        metrics.add("time/ahead/idle", Sum(began - self._ended if self._ended else 0.0))
+        self._ended = time.perf_counter()
+        return Drawn(collected, metrics)
+
+
+def staleness_metrics(batch: Batch | None, step: int) -> Metrics:
+    """How many versions behind ``step`` the tokens were drawn that are trained on."""
+    metrics = Metrics()
+    if batch is not None and batch.versions is not None and bool(batch.mask.any()):
+        behind = (step - batch.versions[batch.mask]).double()
+        metrics.add("staleness/mean", Mean(behind.mean()))
+        metrics.add("staleness/max", Max(behind.max()))
+    return metrics
