@@ -64,7 +64,24 @@ OWN: dict[str, Own] = {
         {"algorithm": {"preset": "grpo"}, "reward": {"terms": [f"{Path(__file__).resolve()}:coin"]}},
         "a control: rewards in training are coin tosses, held-out accuracy is measured as always",
     ),
+    "vapo": Own(
+        {"critic": {"warmup_steps": 4, "optimizer": {"lr": 1e-3}}},
+        "the paper trains the critic alone for 50 steps first; here for 4 of the 24, so that it has to learn faster",
+    ),
 }
+
+ON_POLICY = ("reinforce", "rloo", "remax", "opo", "pass_at_k", "maxrl", "gpg", "raft", "rft")
+OWN.update(
+    {
+        name: Own(
+            {"train": {"mini_batches": 1}}, "no ratio: published for answers of the policy itself, so one optimizer step a batch"
+        )
+        for name in ON_POLICY
+    }
+)
+
+TAUGHT = ("opd",)
+"""Presets that learn from a teacher, and from no reward: what ``grpo`` made of the same start."""
 
 NOTES: dict[str, str] = {}
 """What has to be said about a preset's result."""
@@ -97,12 +114,16 @@ def config_of(preset: str, seed: int, steps: int, start: Path, folder: Path) -> 
         "model": {"path": str(start)},
         "train": {"steps": steps},
     }
+    if preset in TAUGHT:
+        here["teacher"] = {"path": str(start.parents[1] / "teacher" / "model")}
     return build(RLConfig, deep_merge(deep_merge(tree, over), here))
 
 
 def fingerprint(config: RLConfig) -> str:
-    """A short hash of every setting that could change a number."""
-    tree = config.model_dump(mode="json", exclude={"run", "model", "log", "checkpoint", "reward"})
+    """A short hash of every setting that could change a number. A setting that is new, and at its default, does not."""
+    tree = config.model_dump(
+        mode="json", exclude_defaults=True, exclude={"run", "model", "log", "checkpoint", "reward", "teacher"}
+    )
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:12]
 
 
@@ -118,6 +139,17 @@ def make_start(folder: Path) -> Path:
         run = config.sft.run.model_copy(update={"dir": str(folder), "name": "sft", "progress": False, "overwrite": True})
         path = config.sft.model.model_copy(update={"path": str(folder / "start")})
         run_sft(config.sft.model_copy(update={"run": run, "model": path}))
+    return model
+
+
+def make_teacher(folder: Path, start: Path) -> Path:
+    """What ``grpo`` makes of the start, with a seed of its own: the model that distillation learns from, made once."""
+    model = folder / "teacher" / "model"
+    if not model.exists():
+        from lightrft.trainer.rl import run_rl
+
+        config = config_of("grpo", 100, STEPS, start, folder)
+        run_rl(config.model_copy(update={"run": config.run.model_copy(update={"name": "teacher", "overwrite": True})}))
     return model
 
 
@@ -332,7 +364,9 @@ def main() -> None:
     args = parser.parse_args()
     file = args.out / f"learning-{args.machine}.jsonl"
     if not args.report:
-        run_all(list(left(args, make_start(args.start), file)), args.jobs, file)
+        start = make_start(args.start.resolve())
+        make_teacher(args.start.resolve(), start)
+        run_all(list(left(args, start, file)), args.jobs, file)
     write_report(args, file)
 
 

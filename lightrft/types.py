@@ -180,8 +180,9 @@ class Batch:
     positive_weights: Tensor | None = token_column()  # [N] share of each token's log-likelihood in that of the positive answers
     gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 leaves a token out
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
+    sample: Tensor | None = sample_column()  # [B] which of the answers to its prompt it is
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
-    outcomes: Tensor | None = sample_column()  # [B] the same before running normalisation and shaping
+    outcomes: Tensor | None = sample_column()  # [B] the same as it was scored, before normalisation and shaping
     terms: Tensor | None = sample_column()  # [B, K] the numbers that make up the reward; nan where a row has no such term
     term_weights: Tensor | None = sample_column()  # [B, K] of each term in the row's reward; 0 where it has none
     baselines: Tensor | None = sample_column()  # [B] reward of the greedy answer to the same prompt

@@ -178,15 +178,19 @@ def gpg(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_e
 
 @ADVANTAGES.register(
     "raft",
-    formula="A_i = 1 if R_i = max_group R, else 0",
-    latex=r"\hat A_i=\mathbb 1[R_i=\max R]",
+    formula="A_i = 1 for the first i with R_i = max_group R, 0 for the others",
+    latex=r"\hat A_i=\mathbb 1[i=\min\arg\max R]",
     paper="RAFT, arXiv 2304.06767, algorithm 1",
     needs=["groups"],
 )
 def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Imitation of the best answer of a group, without a baseline; of all that tie for it, since their order must not matter."""
+    """Imitation of the best answer of a group, without a baseline; of those that tie for it, the one that was asked for first, wherever
+    it stands in the batch."""
+    if batch.sample is None:
+        raise ValueError("raft needs batch.sample")
     groups = by_prompt(batch, token_rewards)
-    return on_tokens((groups.x == groups.highest()).to(groups.x.dtype), batch)
+    earliest = torch.where(groups.x == groups.highest(), -batch.sample.to(groups.x.dtype), -torch.inf)
+    return on_tokens((earliest == groups.highest(earliest)).to(groups.x.dtype), batch)
 
 
 @ADVANTAGES.register(
@@ -259,6 +263,7 @@ def vapo(
     batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, alpha: float = 0.05, lam_critic: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """A trace for each answer, so that the reward reaches back as far into a long one as into a short one; the critic has its own.
+    Answers of fewer than ``1 / alpha`` tokens have no trace at all, only the next value: short ones want a larger ``alpha``.
     Raises ``ConfigError`` for an ``alpha`` that is not positive."""
     if alpha <= 0:
         raise ConfigError(f"advantage vapo: options.alpha is {alpha}; it must be positive")

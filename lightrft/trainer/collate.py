@@ -32,6 +32,7 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         sampled=flat([r.sampled for r in rollouts], torch.bool),
         behavior_logprobs=flat([r.logprobs for r in rollouts], dtype),
         versions=flat([r.versions for r in rollouts], torch.long),
+        sample=torch.tensor([r.sample for r in rollouts], dtype=torch.long),
         rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
         baselines=torch.tensor(baselines, dtype=torch.float64) if any(b is not None for b in baselines) else None,
         terms=of_terms([[r.terms.get(name, math.nan) for name in terms] for r in rollouts]),

@@ -89,6 +89,11 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.kl.weighted weighs the KL term of the loss by the ratio, and kl.where is {kl.where!r}: a KL in the reward is a "
             "number without gradient, weighed with the rest by the policy loss; set kl.where: loss, or leave kl.weighted out"
         )
+    if kl.weighted and kl.estimator == "k2":
+        yield (
+            "algorithm.kl.weighted with estimator k2: the ratio times k2 is an estimate of no KL, and its expected gradient is not that "
+            "of KL(policy, reference); take k3 or k1"
+        )
     read = {"adaptive": {"target", "horizon"}, "linear": {"final", "steps"}, "cosine": {"final", "steps"}}
     unread = {"target", "horizon", "final", "steps"} - read.get(kl.controller, set())
     yield from _changes_nothing("algorithm.kl", kl, unread, f"kl.controller is {kl.controller!r}")
@@ -106,8 +111,6 @@ def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.entropy.coef = {entropy.coef}: with entropy.target it is where the bonus starts, and is never below 0"
     if not drift.coef:
         yield from _changes_nothing("algorithm.drift", drift, {"estimator", "cap"}, "drift.coef is 0")
-    elif drift.estimator == "k1":
-        yield "algorithm.drift.estimator k1 has zero expected gradient on tokens of the old policy; take k3 or k2"
     elif drift.cap is not None and drift.estimator != "k3":
         yield f"algorithm.drift.cap bounds the gradient of k3 alone, and drift.estimator is {drift.estimator!r}; leave one out"
     if not positive.coef:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from lightrft.trainer.corrections import CORRECTIONS
 from lightrft.trainer.curriculum import CURRICULA
 from lightrft.trainer.filters import FILTERS
 from lightrft.trainer.gates import GATES
+from lightrft.trainer.kinds import misfit as _misfit
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.policy_loss import POLICY_LOSSES
 from lightrft.trainer.selection import SELECTIONS
@@ -186,45 +186,3 @@ def _unread(key: str, registry: Registry[Any], settings: AdvantageConfig | LossC
         if name not in read and value != field.default:
             known = ", ".join(sorted(registry.about(settings.name).reads)) or "none of them"
             yield f"{key}.{name} = {value} changes nothing: {settings.name!r} reads {known}"
-
-
-def _misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given: str) -> Iterator[str]:
-    """Why ``part`` cannot be called with ``arguments`` values, the keywords ``given`` and its own options."""
-    try:
-        function = registry[part.name]
-    except ConfigError as error:
-        yield f"{key}: {error}"
-        return
-    if not callable(function):
-        yield f"{key}: {part.name!r} is not a function"
-        return
-    parameters = list(inspect.signature(function).parameters.values())
-    kinds = {p.kind for p in parameters}
-    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(ordered) < arguments and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
-    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p not in ordered[:arguments]]
-    known = {p.name for p in named} - set(given)
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        for name in sorted(set(given) - {p.name for p in named}):
-            yield f"{key}: {part.name!r} must take the keyword {name}"
-        for name in sorted(part.options.keys() - known):
-            yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}"
-    for name, choices in _choices(function).items():
-        if name in part.options and part.options[name] not in choices:
-            yield f"{key}.options.{name} = {part.options[name]!r} is none of {', '.join(choices)}"
-    for p in named:
-        if p.default is p.empty and p.name not in part.options and p.name not in given:
-            yield f"{key}.options.{p.name} is missing: {part.name!r} needs it"
-    for p in ordered[arguments:]:
-        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
-            yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
-
-
-def _choices(function: Any) -> dict[str, tuple[str, ...]]:
-    """The keywords of ``function`` that take one of a few words, with the words."""
-    try:
-        hints = get_type_hints(function)
-    except (NameError, TypeError):  # annotations of a user's own function may name what is not there
-        return {}
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

@@ -36,6 +36,11 @@ def sequence_token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
     return sequence_ratio(logprobs.detach(), old, rows) * torch.exp(logprobs - logprobs.detach())
 
 
+def by_sign(up: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """``[N]``: ``yes`` or ``no`` in the precision of ``like``; two bare numbers would be rounded to float32."""
+    return torch.where(up, like.new_tensor(yes), like.new_tensor(no))
+
+
 RATIOS: dict[str, Callable[[Tensor, Tensor, Rows], Tensor]] = {
     "token": token_ratio,
     "sequence": sequence_ratio,
@@ -182,7 +187,7 @@ def sapo(
 ) -> tuple[Tensor, Stats]:
     """A soft gate in the place of the clip: at ratio 1 the plain policy gradient, fading on either side."""
     ratio = torch.exp(logprobs - old)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg).to(logprobs.dtype)
+    tau = by_sign(advantages > 0, tau_pos, tau_neg, ratio)
     return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), {"ratio": ratio.detach()}
 
 
@@ -210,7 +215,7 @@ def vespo(
     """The weight of a response, not normalised by its length, through a kernel that is 1 at ``w = 1`` and fades on either side."""
     gap = rows.spread(rows.sum(logprobs.detach() - old))
     up = advantages >= 0
-    k, lam = (torch.where(up, a, b).to(gap.dtype) for a, b in ((k_pos, k_neg), (lam_pos, lam_neg)))
+    k, lam = by_sign(up, k_pos, k_neg, gap), by_sign(up, lam_pos, lam_neg, gap)
     weight = torch.exp(lam + k * gap - lam * torch.exp(gap))
     return -weight * advantages * logprobs, {"weight": weight, "ratio": torch.exp(logprobs.detach() - old)}
 

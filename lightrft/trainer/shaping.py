@@ -109,12 +109,11 @@ def _rewards_of(batch: Batch) -> Tensor:
 
 
 def with_rewards(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int, seen: Moments) -> Batch:
-    """``batch`` with its outcomes after terms are normalised, and with its rewards after running normalisation and shaping too, in
-    float64. ``seen`` has the outcomes of earlier steps."""
-    settings = algorithm.normalize
-    outcomes = TERMS[settings.terms](batch, settings.eps)
+    """``batch`` with its rewards normalised and shaped, in float64, and its outcomes as they were scored. ``seen`` has the outcomes of
+    earlier steps."""
+    settings, outcomes = algorithm.normalize, _rewards_of(batch).double()
     seen = seen if settings.rewards == "none" else seen.including(outcomes)
-    scaled = RUNNING[settings.rewards](seen, outcomes, settings.eps)
+    scaled = RUNNING[settings.rewards](seen, TERMS[settings.terms](batch, settings.eps), settings.eps)
     return batch.replace(outcomes=outcomes, rewards=shape(batch, algorithm.shaping, max_new_tokens, scaled))
 
 

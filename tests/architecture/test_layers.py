@@ -11,7 +11,7 @@ from tests.architecture.tree import PACKAGE, Import, Module, imports, modules
 LEVELS = (
     ("utils",),
     ("types",),
-    ("datasets", "models", "strategy"),
+    ("datasets", "models", "strategy", "presets"),
     ("config",),
     ("trainer",),
     ("viewer",),

@@ -64,13 +64,14 @@ def plain(state: Any) -> Any:
 
 @pytest.fixture
 def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
-    """Checkpoints at every step; 3 prompts of 10 a step, so that step 4 crosses an epoch's end; KL moved by its controller."""
+    """Checkpoints at every step; 3 prompts of 10 a step, so that step 4 crosses an epoch's end; KL moved by its controller, rewards
+    and values on scales of all that was seen."""
     kl = {"where": "reward", "estimator": "k1", "coef": 0.1, "controller": "adaptive", "target": 0.5, "horizon": 50}
     return deep_merge(
         rl_tree,
         {
             "checkpoint": {"every": 1, "keep": 10},
-            "algorithm": {"preset": "ppo", "kl": kl},
+            "algorithm": {"preset": "ppo", "kl": kl, "normalize": {"rewards": "standard", "values": True}},
             "train": {"mini_batches": 2, "updates": 2},
             "optimizer": {"schedule": "cosine", "warmup": 2},
         },

@@ -53,11 +53,10 @@ def gpg(case: Case, rewards: Sequence[float], eps: float | None = None) -> list[
 
 def raft(case: Case, rewards: Sequence[float]) -> list[float]:
     """1 for the best response of a group, 0 for the others: imitation of the best of n. RAFT, arXiv 2304.06767, Algorithm 1.
-    No baseline is taken away, so all that tie for the best get 1, and so does a group of one."""
+    Its arg max is one response: the first of those that tie. No baseline is taken away, so a group of one gets 1 too."""
     out = [0.0] * len(case)
     for members in case.groups().values():
-        for i in members:
-            out[i] = 1.0 if rewards[i] == max(rewards[j] for j in members) else 0.0
+        out[max(members, key=lambda i: (rewards[i], -i))] = 1.0
     return out
 
 

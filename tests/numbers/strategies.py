@@ -159,6 +159,7 @@ def batch_of(case: Case) -> Batch:
         old_logprobs=tensor_of(case.old),
         ref_logprobs=tensor_of(case.ref),
         values=tensor_of(case.values),
+        sample=torch.arange(len(case)),
         rewards=torch.tensor(case.rewards, dtype=torch.float64),
         final_values=torch.tensor(case.final_values, dtype=torch.float64),
         version=torch.zeros(len(case), dtype=torch.long),

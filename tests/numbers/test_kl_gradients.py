@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from lightrft.config import AlgorithmConfig, RLConfig
 from lightrft.models.actor import Scores
 from lightrft.trainer.controls import Controls
+from lightrft.trainer.parts import check_parts
 from lightrft.trainer.ppo import with_advantages
 from lightrft.trainer.update import Objective
 from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
 from tests.numbers import distributions as dist
 from tests.numbers.compare import assert_equal, gradient, tensor
 from tests.numbers.strategies import SEEDS, batch_of, plain_case
@@ -30,8 +32,8 @@ def policies(seed: int, size: int) -> tuple[list[float], list[float], list[float
     return now, ref, sampler
 
 
-def algorithm_of(where: str, estimator: str) -> AlgorithmConfig:
-    kl = {"where": where, "estimator": estimator, "coef": COEF}
+def algorithm_of(where: str, estimator: str, weighted: bool = False) -> AlgorithmConfig:
+    kl = {"where": where, "estimator": estimator, "coef": COEF} | ({"weighted": True} if weighted else {})
     return AlgorithmConfig.model_validate({"preset": None, "advantage": {"name": "reinforce"}, "kl": kl, "aggregation": "token"})
 
 
@@ -47,7 +49,7 @@ def expected_gradient(algorithm: AlgorithmConfig, logits: list[float], ref_logit
     )
     config = RLConfig(algorithm=algorithm)
     batch = with_advantages(batch, config, Controls.of(algorithm))
-    objective = Objective.of(algorithm, Controls.of(algorithm))
+    objective = Objective(algorithm, COEF, 0.0)
     return gradient(objective(batch, Scores(torch.log_softmax(theta, 0), None))[0], theta)
 
 
@@ -60,3 +62,38 @@ def test_the_objective_pulls_where_the_table_says(where: str, estimator: str, ro
     exact = [COEF * g for g in dist.EXPECTED_KL_GRADIENT[row](logits, ref)]
     # advantages are stored in float32
     assert_equal(found, exact, tolerance=1e-6 if where == "reward" else 1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("off_policy", [False, True])
+@settings(deadline=None, max_examples=40)
+@given(seed=SEEDS, size=st.integers(2, 6))
+def test_weighed_by_the_ratio_the_estimate_pulls_along_the_reverse_kl_whoever_sampled(
+    estimator: str, off_policy: bool, seed: int, size: int
+) -> None:
+    logits, ref, sampler = policies(seed, size)
+    found = expected_gradient(algorithm_of("loss", estimator, True), logits, ref, old=sampler if off_policy else logits)
+    exact = [COEF * g for g in dist.EXPECTED_KL_GRADIENT["weighted_k3_in_loss"](logits, ref)]
+    assert_equal(found, exact, tolerance=1e-11)
+
+
+def test_weighed_by_the_ratio_k2_pulls_along_no_kl_and_is_refused() -> None:
+    logits, ref, sampler = policies(1, 4)
+    found = expected_gradient(algorithm_of("loss", "k2", True), logits, ref, old=sampler)
+    assert found.tolist() != pytest.approx([COEF * g for g in dist.reverse_kl_gradient(logits, ref)], abs=1e-2)
+    with pytest.raises(ConfigError, match="estimator k2: the ratio times k2 is an estimate of no KL"):
+        check_parts(algorithm_of("loss", "k2", True))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@settings(deadline=None, max_examples=40)
+@given(seed=SEEDS, size=st.integers(2, 6))
+def test_the_drift_pulls_along_the_kl_of_old_and_new(estimator: str, seed: int, size: int) -> None:
+    """On tokens of the old policy; k1 has the same expectation as k3, and more noise."""
+    logits, ref, old = policies(seed, size)
+    algorithm = AlgorithmConfig.model_validate(
+        {"preset": None, "advantage": {"name": "reinforce"}, "drift": {"coef": COEF, "estimator": estimator}}
+    )
+    check_parts(algorithm)
+    found = expected_gradient(algorithm, logits, ref, old)
+    assert_equal(found, [COEF * g for g in dist.forward_kl_gradient(logits, old)], tolerance=1e-11)

@@ -54,7 +54,7 @@ def test_gpg_makes_up_for_groups_without_signal() -> None:
 
 
 def test_raft_and_rft_pay_ones() -> None:
-    assert advantages.raft(GROUPED, REWARDS) == [0, 1, 0, 1, 1, 1, 1]
+    assert advantages.raft(GROUPED, REWARDS) == [0, 1, 0, 1, 1, 0, 0]
     assert advantages.rft(REWARDS, 2.0) == [0, 1, 1, 1, 0, 0, 0]
 
 

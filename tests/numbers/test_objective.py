@@ -42,9 +42,9 @@ def algorithm_of(aggregation: str, kl: tuple[str, str, float], entropy: float) -
     )
 
 
-def prepared(case: Case, seed: int, algorithm: AlgorithmConfig) -> Batch:
+def prepared(case: Case, seed: int, algorithm: AlgorithmConfig, **columns: Tensor) -> Batch:
     """The case with one advantage per response, about a third of them 0, and the weights of the global batch."""
-    batch = batch_of(case).replace(advantages=tensor_of(oracles.on_sampled(case, scores_for(case, seed))))
+    batch = batch_of(case).replace(advantages=tensor_of(oracles.on_sampled(case, scores_for(case, seed))), **columns)
     return weighted(batch, RLConfig(algorithm=algorithm))
 
 

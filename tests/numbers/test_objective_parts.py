@@ -25,11 +25,48 @@ def algorithm_of(aggregation: str, **parts: object) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate({**tree, **parts})
 
 
-def assert_objective(batch: Batch, case: Case, algorithm: AlgorithmConfig, slow: Case, rows: Rows) -> None:
+def assert_objective(batch: Batch, case: Case, algorithm: AlgorithmConfig, slow: Case, rows: Rows, kl_coef: float = 0.0) -> None:
     """The whole batch gives the aggregate of ``rows``, in value and gradient."""
     everything = [torch.arange(len(batch))]
-    loss, found, _ = through(batch, everything, tensor_of(case.logprobs), Objective(algorithm, 0.0, 0.0))
+    loss, found, _ = through(batch, everything, tensor_of(case.logprobs), Objective(algorithm, kl_coef, 0.0))
     expected = oracles.aggregate(slow, rows, algorithm.aggregation, LIMIT)
+    assert loss.item() == pytest.approx(number(expected), rel=1e-9, abs=1e-9)
+    assert_equal(found, gradients(expected, slow.logprobs))
+
+
+@pytest.mark.parametrize("aggregation", ["token", "sequence"])
+@pytest.mark.parametrize("cap", [None, 0.5, 4.0])
+@every_case(examples=25, max_gap=5.0)
+def test_cpgd_with_its_drift(cap: float | None, aggregation: str, case: Case, seed: int) -> None:
+    loss, drift = {"name": "cpgd", "clip_low": 0.2, "clip_high": 0.3}, {"coef": 0.6, "cap": cap}
+    algorithm = algorithm_of(aggregation, loss=loss, drift=drift)
+    slow, advantages = case.with_leaves("logprobs"), oracles.on_sampled(case, scores_for(case, seed))
+    expected = oracles_losses.cpgd_with_drift(slow, advantages, 0.2, 0.3, 0.6, cap)
+    assert_objective(prepared(case, seed, algorithm), case, algorithm, slow, expected)
+
+
+@pytest.mark.parametrize("kind", ["k1", "k3"])
+@pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
+@every_case(examples=25, max_gap=5.0)
+def test_a_kl_weighed_by_the_ratio(aggregation: str, kind: str, case: Case, seed: int) -> None:
+    kl = {"where": "loss", "estimator": kind, "coef": 0.3, "weighted": True}
+    algorithm = algorithm_of(aggregation, kl=kl)
+    slow, advantages = case.with_leaves("logprobs"), oracles.on_sampled(case, scores_for(case, seed))
+    plain, distance = oracles.ppo(slow, advantages, 0.2, 0.28), oracles.kl_rows(slow, kind, weighted=True)
+    expected = [[a + 0.3 * b for a, b in zip(*both, strict=True)] for both in zip(plain, distance, strict=True)]
+    assert_objective(prepared(case, seed, algorithm), case, algorithm, slow, expected, kl_coef=0.3)
+
+
+@pytest.mark.parametrize("threshold", [0.5, 1.0])
+@every_case(examples=40, max_gap=5.0)
+def test_vapo_adds_the_likelihood_of_right_answers(threshold: float, case: Case, seed: int) -> None:
+    algorithm = algorithm_of("token", positive_nll={"coef": 0.1, "threshold": threshold})
+    slow, advantages = case.with_leaves("logprobs"), oracles.on_sampled(case, scores_for(case, seed))
+    outcomes = torch.tensor(case.rewards, dtype=torch.float64)
+    batch = prepared(case, seed, algorithm, outcomes=outcomes)
+    loss, found, _ = through(batch, [torch.arange(len(batch))], tensor_of(case.logprobs), Objective(algorithm, 0.0, 0.0))
+    right = [r >= threshold for r in case.rewards]
+    expected = oracles_losses.whole_loss(slow, oracles.ppo(slow, advantages, 0.2, 0.28), right, 0.1)
     assert loss.item() == pytest.approx(number(expected), rel=1e-9, abs=1e-9)
     assert_equal(found, gradients(expected, slow.logprobs))
 

@@ -119,6 +119,10 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
             "take k2 or k3, or kl.weighted: true, or kl.where: reward",
         ),
         (
+            ["algorithm.normalize={terms: group, rewards: scale}"],
+            "algorithm.normalize (from command line): normalize.terms is 'group' and normalize.rewards 'scale': terms that have a scale",
+        ),
+        (
             ["sampling.min_new_tokens=9", "sampling.max_new_tokens=8"],
             "sampling (from command line): min_new_tokens 9 is above max_new_tokens 8; raise the latter",
         ),

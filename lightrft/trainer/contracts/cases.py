@@ -41,6 +41,7 @@ def plain_batch(mask: Sequence[Sequence[bool]], prompt_of: Sequence[int], reward
         Segments.of([list(range(len(row))) for row in mask]),
         torch.tensor(dense(prompt_of), dtype=torch.long),
         sampled=torch.tensor([m for row in mask for m in row], dtype=torch.bool),
+        sample=torch.arange(count),
         rewards=double(rewards or [float(i % 2) for i in range(count)]),
         final_values=double([0.5 * i for i in range(count)]),
         version=torch.zeros(count, dtype=torch.long),

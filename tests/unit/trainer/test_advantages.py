@@ -156,8 +156,17 @@ def test_the_gradient_of_groups_without_one_is_given_to_the_others() -> None:
     assert third == pytest.approx([0, -4 / 9, -4 / 9, 8 / 9], rel=1e-14)
 
 
-def test_imitation_takes_all_that_are_best_or_good_enough() -> None:
-    assert advantages("raft", [1, 0, 1, 0, 0], [0, 0, 0, 1, 1]) == [1, 0, 1, 1, 1]
+def test_imitation_takes_the_first_of_the_best_wherever_it_stands() -> None:
+    made, token = batch([1.0, 0.0, 1.0, 0.0, 0.0], [0, 0, 0, 1, 1])
+    settings = AdvantageConfig(name="raft")
+    assert ADVANTAGES["raft"](made, token, settings)[0].tolist() == [1, 0, 0, 1, 0]
+    order = torch.tensor([4, 2, 3, 0, 1])
+    assert ADVANTAGES["raft"](made.select(order), token[order], settings)[0].tolist() == [0, 0, 1, 1, 0]
+    with pytest.raises(ValueError, match=r"raft needs batch\.sample"):
+        ADVANTAGES["raft"](made.replace(sample=None), token, settings)
+
+
+def test_imitation_takes_all_that_are_good_enough() -> None:
     assert advantages("rft", [1, 0.5, 2, 0, 0], [0, 0, 0, 1, 1]) == [1, 0, 1, 0, 0]
     assert advantages("rft", [1, 0.5, 2, 0, 0], [0, 0, 0, 1, 1], threshold=0.5) == [1, 1, 1, 0, 0]
 

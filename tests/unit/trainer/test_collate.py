@@ -23,6 +23,7 @@ def test_terms_are_columns_in_the_order_of_their_names_and_a_missing_one_is_abse
     batch = collate(groups, torch.float64)
     assert batch.terms is not None
     assert batch.term_weights is not None
+    assert batch.sample.tolist() == [0, 0, 0]  # type: ignore[union-attr]
     assert batch.terms[:, 0].tolist() == [0.5, 4.0, 0.0]
     assert batch.terms[0, 1] == 1.0
     assert all(math.isnan(x) for x in batch.terms[1:, 1].tolist())

@@ -176,3 +176,11 @@ def test_without_normalisation_values_and_returns_are_left_as_they_are() -> None
     assert controls.for_critic(made) is made
     controls.steer(made)
     assert controls.returns == controls.rewards == Moments()
+
+
+def test_outcomes_stay_as_they_were_scored() -> None:
+    chosen = AlgorithmConfig.model_validate({"normalize": {"terms": "batch"}, "shaping": "reward_clip"})
+    made = batch([0.0, 4.0]).replace(terms=tensor([0.0, 4.0])[:, None], term_weights=tensor([1.0, 1.0])[:, None])
+    found = with_rewards(made, chosen, 8, Moments())
+    assert found.outcomes.tolist() == [0.0, 4.0]  # type: ignore[union-attr]
+    assert found.rewards.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)  # type: ignore[union-attr]

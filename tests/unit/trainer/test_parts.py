@@ -136,4 +136,4 @@ def test_a_scale_that_the_advantage_has_no_use_for_is_refused_with_the_reason() 
     for given in ({"normalize": {"rewards": "scale"}}, {"normalize": {"terms": "group"}}, {"shaping": "reward_clip"}):
         (found,) = problems(advantage={"name": "remax"}, **given)
         assert "changes the rewards of answers and not that of the greedy answer" in found
-    assert accepted(advantage={"name": "gae"}, normalize={"values": True, "rewards": "standard", "terms": "batch", "eps": 0.1})
+    assert accepted(advantage={"name": "gae"}, normalize={"values": True, "rewards": "standard", "eps": 0.1})
