@@ -82,7 +82,8 @@ class CheckpointConfig(Settings):
 
 
 class LogConfig(Settings):
-    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none.
+    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none; ``batches_every`` too,
+    for batches with all columns that were computed of them, which ``lightrft.trainer.replay`` puts through any phase again.
 
     ``entropy`` measures the policy's entropy also where no loss term needs it.
     """
@@ -90,6 +91,7 @@ class LogConfig(Settings):
     tensorboard: bool = True
     wandb: str | None = None
     rollouts_every: int = Field(1, ge=0)
+    batches_every: int = Field(0, ge=0)
     entropy: bool = True
 
 

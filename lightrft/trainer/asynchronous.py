@@ -68,9 +68,7 @@ class Ahead:
 
     def begin(self, step: int, state: Mapping[str, Any]) -> None:
         """Start drawing for a run that is at ``step``, with what ``state_dict`` gave there."""
-        # Copied, since products of matrices round by how their memory is aligned, and a file aligns it otherwise.
-        saved = state.get("weights", {}).items()
-        self._snapshots = {version: {name: tensor.clone() for name, tensor in weights.items()} for version, weights in saved}
+        self._snapshots = {version: dict(weights) for version, weights in state.get("weights", {}).items()}
         finished = state.get("finished", [])
         for batch in range(step, min(step + self._staleness, self._steps)):
             if batch - step < len(finished):

@@ -16,6 +16,8 @@ from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_r
 from lightrft.trainer.ppo import StepResult, learn, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.refresh import load_refreshed, refreshed_state
+from lightrft.trainer.replay import with_outcomes
+from lightrft.trainer.replay_buffer import save_batch
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
@@ -50,6 +52,8 @@ class RLRun(Training):
             log.info("step %d: %d answers were not scored: %s", done, count, reason)
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
             session.folder.write_rollouts(done, result.collected.rollouts, advantages=advantages_of(result))
+        if config.log.batches_every and done % config.log.batches_every == 0 and result.batch is not None:
+            save_batch(session.path / "batches" / f"step_{done:06d}", with_outcomes(result.batch, result.collected))
         return result.metrics
 
     def learn_next(self) -> StepResult:
