@@ -82,7 +82,8 @@ class CheckpointConfig(Settings):
 
 
 class LogConfig(Settings):
-    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none.
+    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none; ``batches_every`` too,
+    for batches with all columns that were computed of them, which ``lightrft.trainer.replay`` puts through any phase again.
 
     ``entropy`` measures the policy's entropy also where no loss term needs it.
     """
@@ -90,6 +91,7 @@ class LogConfig(Settings):
     tensorboard: bool = True
     wandb: str | None = None
     rollouts_every: int = Field(1, ge=0)
+    batches_every: int = Field(0, ge=0)
     entropy: bool = True
 
 
@@ -377,10 +379,27 @@ class PtxConfig(Settings):
     max_tokens: int = Field(2048, ge=2)
 
 
+class CurriculumConfig(Settings):
+    """Prompts are drawn by weights that the function ``name`` makes of their pass rates, instead of each once an epoch.
+
+    An answer passes when its reward reaches ``threshold``. The running pass rate of a prompt is its first one, then ``momentum``
+    times itself plus the rest of the newest.
+    """
+
+    shorthand: ClassVar[str | None] = "name"
+
+    name: str
+    threshold: float = 1.0
+    momentum: float = Field(0.5, ge=0, lt=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class RolloutConfig(Settings):
     """``prompts`` groups of ``samples`` answers a step.
 
-    Groups that filters drop are replaced, in at most ``max_rounds`` rounds of generation a step.
+    Groups that filters drop are replaced, in at most ``max_rounds`` rounds of generation a step. Each round draws ``oversample``
+    times as many groups as are missing and ends as soon as enough have passed; groups that are then too many are dropped or, with
+    ``carry_over``, trained on in the next step. ``select`` keeps some of the answers of each group.
     With ``staleness`` above 0, answers are drawn while the policy is trained, by a copy of the weights that it had exactly that
     many steps before (in the first steps: at the start). The algorithm then wants a correction for it.
     """
@@ -388,6 +407,10 @@ class RolloutConfig(Settings):
     prompts: int = Field(32, ge=1)
     samples: int = Field(8, ge=1)
     max_rounds: int = Field(8, ge=1)
+    oversample: float = Field(1.0, ge=1)
+    carry_over: bool = False
+    select: Part | None = None
+    curriculum: CurriculumConfig | None = None
     staleness: int = Field(0, ge=0)
 
 
