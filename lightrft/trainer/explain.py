@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lightrft.config import AlgorithmConfig, LossConfig, NormalizeConfig, RLConfig
 from lightrft.models.divergence import DIVERGENCES
+from lightrft.presets import PAPERS
 from lightrft.trainer.distill import SAMPLED
 from lightrft.trainer.in_force import Number, numbers
 from lightrft.trainer.kinds import KINDS
@@ -50,6 +51,7 @@ class Explanation:
     """What ``lightrft explain`` shows."""
 
     title: str
+    paper: str
     objective: str
     latex: str
     lines: tuple[Line, ...]
@@ -74,6 +76,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     found = numbers(config, sources)
     return Explanation(
         title=algorithm.preset or "custom",
+        paper=PAPERS.get(algorithm.preset or "", ""),
         objective=f"minimise  {objective}",
         latex=rf"\min_\theta\ {full}",
         lines=tuple(_lines(config, found)),
@@ -240,7 +243,7 @@ def to_text(explanation: Explanation) -> str:
     """For a terminal."""
     e = explanation
     width = max(len(f"{line.part}: {line.name}") for line in e.lines)
-    parts = [f"{e.title}", "", f"  {e.objective}", ""]
+    parts = [e.title, *([f"  {e.paper}"] if e.paper else []), "", f"  {e.objective}", ""]
     for line in e.lines:
         parts.append(f"  {f'{line.part}: {line.name}':<{width}}  {line.about.formula}")
         with_numbers = ", ".join(f"{symbol_of(n)} = {n.value}" for n in line.numbers)
