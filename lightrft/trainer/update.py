@@ -20,6 +20,7 @@ from lightrft.trainer.gates import gated
 from lightrft.trainer.kl import KL_ESTIMATORS, capped_k3
 from lightrft.trainer.parts import needs_of
 from lightrft.trainer.policy_loss import POLICY_LOSSES, value_loss
+from lightrft.trainer.ratios import ratio_of
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import request_seed
 from lightrft.trainer.rows import Rows
@@ -126,7 +127,7 @@ class Objective:
             return 0.0
         losses = KL_ESTIMATORS[kl.estimator](logprobs, ref)
         if kl.weighted:
-            losses = torch.exp(logprobs - old) * losses
+            losses = ratio_of(logprobs, old) * losses
         return self.kl_coef * weighted_sum(losses, batch)
 
 
