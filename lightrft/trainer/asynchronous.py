@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from lightrft.config import RLConfig
+from lightrft.trainer.account import Collected
 from lightrft.trainer.prompts import PromptStream
 from lightrft.trainer.replay_buffer import pack_collected, unpack_collected
 from lightrft.trainer.roles import Roles
-from lightrft.trainer.rollout import Collected, Interrupted, collect
+from lightrft.trainer.rollout import Interrupted, collect
 from lightrft.types import Batch
 from lightrft.utils.metrics import Max, Mean, Metrics, Sum
 from lightrft.utils.timers import Timers
@@ -134,7 +135,7 @@ class Ahead:
                 if self._loaded != version:
                     self._engine.load_weights(weights.items(), version)
                     self._loaded = version
-                collected = collect(self._roles, self._config, batch, self._stream.draw, timers, stopped)
+                collected = collect(self._roles, self._config, batch, self._stream, timers, stopped)
         except BaseException:
             self._halted = True
             raise

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrft.trainer.rollout import Collected
+from lightrft.trainer.account import Collected
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import CheckpointError, ResourceError
 from lightrft.utils.files import is_disk_full
@@ -35,7 +35,7 @@ def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> l
 
 
 def pack_collected(collected: Collected) -> dict[str, Any]:
-    """``collected`` as plain data; groups name their answers by place."""
+    """``collected``, settled, as plain data; groups name their answers by place."""
     place = {id(rollout): i for i, rollout in enumerate(collected.rollouts)}
     fields = {f.name: getattr(collected, f.name) for f in dataclasses.fields(collected)}
     packed = {name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()}

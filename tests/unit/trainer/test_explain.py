@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightrft.config import PRESETS, RLConfig
+from lightrft.presets import PAPERS
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.explain import Explanation, explain, symbol_of, to_latex, to_text
@@ -193,3 +194,8 @@ def test_the_numbers_and_the_first_steps_of_a_critic_are_shown() -> None:
     assert numbers["algorithm.advantage.options.alpha"] == (0.05, "preset vapo")
     assert "In the first 50 steps it is trained alone: the policy that answers stays as it is." in found.gradient
     assert "critic.warmup_steps" not in {n.key for n in explained("algorithm=grpo")[1].numbers}
+
+
+def test_every_preset_says_where_it_is_from() -> None:
+    assert sorted(PAPERS) == sorted(PRESETS)
+    assert PAPERS["gspo"] in to_text(explained("algorithm=gspo")[1])
