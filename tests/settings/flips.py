@@ -80,7 +80,7 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "sources.weight": (9.0, "prompts", {"sources": [ROWS, OTHER], "blend": "sample"}),
     "sources.limit": (2, "prompts", {}),
     "columns.prompt": ("question", "prompts", {}),
-    "columns.response": ("solution", "conversations", {}),
+    "columns.response": ("solution", "lessons", {}),
     "columns.label": ("solution", "prompts", {}),
     "columns.reference": ("question", "prompts", {}),
     "columns.data_source": ("kind", "prompts", {}),
@@ -95,9 +95,31 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "max_prompt_tokens": (4, "prompts", {"overlong": "truncate", "chat": False}),
     "overlong": ("truncate", "prompts", {"max_prompt_tokens": 6, "chat": False}),
     "malformed": ("skip", "prompts", {"sources": ["{root}/broken.jsonl"]}),
-    "turns": ("last", "conversations", {"sources": ["{root}/talks.jsonl"], "chat": True}),
+    "turns": ("last", "lessons", {"sources": ["{root}/talks.jsonl"], "chat": True}),
 }
 
+PRIME: Tree = {
+    "algorithm": {"preset": "prime"},
+    "process": {"optimizer": {"lr": 0.01}, "threshold": 0.6},
+    "train": {"steps": 3},
+    "rollout": {"samples": 4},
+}
+SELECT: Tree = {"rollout": {"samples": 4, "select": {"name": "top_k", "options": {"keep": 2}}}}
+CURRICULUM: Tree = {"rollout": {"curriculum": {"name": "priority", "threshold": 0.6, "options": {}}}, "train": {"steps": 6}}
+PTX: Tree = {"ptx": {"coef": 0.1, "batch_size": 2, "data": {"sources": [ROWS]}}}
+
+
+LESSONS = ("columns.response", "turns")
+COLUMNS = ("columns.label", "columns.reference", "columns.data_source", "columns.id")
+PROMPTS = (*COLUMNS, "sources.name", "max_prompt_tokens", "overlong")
+INERT = {
+    **{f"{branch}.{key}": f"ptx.data.{key}" for branch in ("data", "eval.data") for key in LESSONS},
+    **{f"ptx.data.{key}": f"data.{key}" for key in PROMPTS},
+}
+"""Settings that a class shared by branches has, and that only the other branch reads: what prompts are made of is not what
+conversations are made of."""
+QUESTIONS, TALKS = {"prompts": "questions"}, {"prompts": "lessons"}
+ALONE: dict[str, Tree] = {"asked_of_datasets": {"data": {"sources": []}}}
 ERRORS = ("malformed", "sources.subset")
 
 
@@ -149,15 +171,26 @@ FLIPS: dict[str, Flip] = {
     "critic.warmup_steps": Flip(1, "run", CRITIC),
     **{f"critic.optimizer.{k}": Flip(v, "run", under("critic.optimizer", c, CRITIC)) for k, (v, c) in OPTIMIZER.items()},
     **{f"optimizer.{k}": Flip(v, "run", under("optimizer", c, LONG)) for k, (v, c) in OPTIMIZER.items()},
-    **{f"data.{k}": Flip(v, probe, nested("data", c), k in ERRORS) for k, (v, probe, c) in DATA.items()},
+    "process.path": Flip("{root}/second", "run", PRIME),
+    "process.beta": Flip(0.5, "run", PRIME),
+    "process.threshold": Flip(0.3, "run", PRIME),
+    "process.forward": Flip("double", "run", PRIME),
+    **{f"process.optimizer.{k}": Flip(v, "run", under("process.optimizer", c, PRIME)) for k, (v, c) in OPTIMIZER.items()},
+    "ptx.coef": Flip(0.5, "run", PTX),
+    "ptx.batch_size": Flip(3, "run", PTX),
+    "ptx.max_tokens": Flip(26, "lessons", PTX),
+    **{
+        f"ptx.data.{k}": Flip(v, TALKS.get(probe, probe), {**under("ptx.data", c, PTX), **ALONE.get(probe, {})}, k in ERRORS)
+        for k, (v, probe, c) in DATA.items()
+        if k not in PROMPTS
+    },
+    **{f"data.{k}": Flip(v, probe, nested("data", c), k in ERRORS) for k, (v, probe, c) in DATA.items() if k not in LESSONS},
     **{
         f"eval.data.{k}": Flip(
-            v,
-            {"prompts": "questions", "conversations": "held_out_conversations"}.get(probe, probe),
-            {**under("eval.data", c, HELD), **({"data": {"sources": []}} if probe == "asked_of_datasets" else {})},
-            k in ERRORS,
+            v, QUESTIONS.get(probe, probe), {**under("eval.data", c, HELD), **ALONE.get(probe, {})}, k in ERRORS
         )
         for k, (v, probe, c) in DATA.items()
+        if k not in LESSONS
     },
     "eval.every": Flip(1, "run", {**HELD, **LONG}),
     "eval.at_start": Flip(False, "run", HELD),
@@ -173,6 +206,14 @@ FLIPS: dict[str, Flip] = {
     "rollout.prompts": Flip(3, "run"),
     "rollout.samples": Flip(3, "run"),
     "rollout.max_rounds": Flip(2, "run", {"algorithm": {"filters": [{"name": "reward_bounds", "options": {"low": 9.0}}]}}),
+    "rollout.oversample": Flip(2.0, "run"),
+    "rollout.carry_over": Flip(True, "run", {**LONG, "rollout": {"oversample": 3.0}, "algorithm": {"corrections": ["tis"]}}),
+    "rollout.select.name": Flip("random", "run", SELECT),
+    "rollout.select.options": Flip({"keep": 3}, "run", SELECT),
+    "rollout.curriculum.name": Flip("failures", "run", CURRICULUM),
+    "rollout.curriculum.threshold": Flip(0.1, "run", CURRICULUM),
+    "rollout.curriculum.momentum": Flip(0.0, "run", CURRICULUM),
+    "rollout.curriculum.options": Flip({"floor": 0.9}, "run", CURRICULUM),
     "rollout.staleness": Flip(1, "run", {**FAR, **LONG}),
     "engine.token_budget": Flip(64, "run"),
     "engine.max_rows": Flip(2, "run"),

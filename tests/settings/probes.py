@@ -18,7 +18,6 @@ from pytest import MonkeyPatch
 from lightrft.cli.main import main
 from lightrft.config import RLConfig
 from lightrft.datasets import sources
-from lightrft.datasets.sft import SFTDataset
 from lightrft.models import actor as actors
 from lightrft.models.actor import Actor, Scores
 from lightrft.models.decoding import Session
@@ -28,6 +27,7 @@ from lightrft.trainer.controls import Controls
 from lightrft.trainer.gates import gated
 from lightrft.trainer.ppo import with_advantages
 from lightrft.trainer.prompts import PromptStream, held_out
+from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.reward import Scorer
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.update import Objective, weighted
@@ -71,15 +71,14 @@ def questions(tree: Tree, folder: Path) -> Any:
     return [(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source) for p in found]
 
 
-def conversations(tree: Tree, folder: Path) -> Any:
-    """What supervised training makes of ``data``: of settings that say how conversations are read."""
+def lessons(tree: Tree, folder: Path) -> Any:
+    """The conversations that are learned beside the rollouts."""
     config = build(RLConfig, tree)
-    found = SFTDataset(config.data, load_tokenizer(config.model), max_tokens=512, seed=0)
-    return [(found[i].prompt_ids, found[i].response_ids) for i in range(len(found))]
-
-
-def held_out_conversations(tree: Tree, folder: Path) -> Any:
-    return conversations({**tree, "data": tree["eval"]["data"]}, folder)
+    ptx = Ptx.of(config.ptx, load_tokenizer(config.model), config.run.seed)
+    if ptx is None:
+        return None
+    examples = [ptx.dataset[i] for i in ptx.sampler.next(12)]
+    return [(e.prompt_ids, e.response_ids, e.trained) for e in examples]
 
 
 def loaded(tree: Tree, folder: Path) -> Any:
@@ -111,7 +110,8 @@ def asked_of_datasets(tree: Tree, folder: Path) -> Any:
 
     with MonkeyPatch.context() as patch:
         patch.setattr(sources, "_load", asked)
-        return refusal(prompts if tree["data"]["sources"] else questions, tree, folder)
+        asking = prompts if tree["data"]["sources"] else lessons if "ptx" in tree else questions
+        return refusal(asking, tree, folder)
 
 
 def run(tree: Tree, folder: Path) -> Any:
@@ -165,7 +165,7 @@ def workers(tree: Tree, folder: Path) -> Any:
 PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
-        *(objective, prompts, questions, conversations, held_out_conversations, loaded, asked_of_the_hub, asked_of_datasets),
+        *(objective, prompts, questions, lessons, loaded, asked_of_the_hub, asked_of_datasets),
         *(run, run_again, go_on, command, workers),
     )
 }

@@ -14,7 +14,7 @@ import pytest
 from lightrft.config import RLConfig
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
 from lightrft.utils.settings import Settings, build, deep_merge
-from tests.settings.flips import FLIPS, ROWS
+from tests.settings.flips import FLIPS, INERT, ROWS
 from tests.settings.probes import PROBES, refusal
 
 BASE: dict[str, Any] = {
@@ -57,7 +57,7 @@ def large(rollout):
 """,
     "rows.py": """
 def source(count=6):
-    return [{"prompt": f"{i}*2=", "label": str(2 * i)} for i in range(count)]
+    return [{"prompt": f"{i}*2=", "label": str(2 * i), "response": str(2 * i)} for i in range(count)]
 
 def reader(row, sign="+"):
     return {**row, "prompt": f"{row['prompt']}{sign}"}
@@ -118,8 +118,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     rows.append({**rows[0], "prompt": "1+1+1+1+1+1=", "id": "long"})
     write(folder / "rows.jsonl", rows)
-    write(folder / "marked.jsonl", [{"prompt": "<|im_start|>1+1=", "label": "2"}])
-    write(folder / "other.jsonl", [{"prompt": f"{i}-1=", "label": str(i - 1)} for i in range(8)])
+    write(folder / "marked.jsonl", [{"prompt": "<|im_start|>1+1=", "label": "2", "response": "2"}])
+    write(folder / "other.jsonl", [{"prompt": f"{i}-1=", "label": str(i - 1), "response": str(i - 1)} for i in range(8)])
     (folder / "split").mkdir()
     write(folder / "split" / "train.jsonl", rows[:4])
     write(folder / "split" / "test.jsonl", rows[4:])
@@ -174,7 +174,12 @@ def was_refused(found: Any) -> bool:
 
 
 def test_every_setting_has_a_flip_and_every_flip_a_setting() -> None:
-    assert sorted(set(KEYS) ^ set(FLIPS)) == []
+    assert sorted(set(KEYS) ^ {*FLIPS, *INERT}) == []
+    assert sorted(set(FLIPS) & set(INERT)) == []
+
+
+def test_a_setting_that_its_branch_does_not_read_acts_in_another() -> None:
+    assert [key for key, other in INERT.items() if other not in FLIPS] == []
 
 
 def test_a_setting_without_a_flip_is_one_of_a_single_value() -> None:
