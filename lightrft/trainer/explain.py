@@ -7,10 +7,12 @@ from dataclasses import dataclass
 
 from lightrft.config import AlgorithmConfig, LossConfig, NormalizeConfig, RLConfig
 from lightrft.models.divergence import DIVERGENCES
+from lightrft.trainer.curriculum import CURRICULA
 from lightrft.trainer.distill import SAMPLED
 from lightrft.trainer.in_force import Number, numbers
 from lightrft.trainer.kinds import KINDS
 from lightrft.trainer.parts import needs_of
+from lightrft.trainer.selection import SELECTIONS
 from lightrft.trainer.workload import Forward, Role, forwards, gradient, roles
 from lightrft.utils.registry import About
 
@@ -131,6 +133,12 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     yield from _listed("gate of L", "gate", algorithm, found)
     yield Line("aggregation", algorithm.aggregation, KINDS["aggregation"].registry.about(algorithm.aggregation))
     yield from _listed("filter", "filter", algorithm, found)
+    if config.rollout.select is not None:
+        name = config.rollout.select.name
+        yield Line("selection", name, SELECTIONS.about(name), _below("rollout.select", found))
+    if config.rollout.curriculum is not None:
+        name = config.rollout.curriculum.name
+        yield Line("prompts", name, CURRICULA.about(name), _below("rollout.curriculum", found))
 
 
 def _scales(settings: NormalizeConfig, own: tuple[Number, ...]) -> Iterator[Line]:
