@@ -88,12 +88,13 @@ def _idle_loss(leaf: str, algorithm: AlgorithmConfig) -> bool:
 
 def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
     kl = algorithm.kl
+    refreshes = leaf in ("refresh_every", "refresh_decay")
     if not kl.used:
-        return leaf != "where"
+        return leaf != "where" and not (refreshes and kl.refresh_every)
     steered = {"target": "adaptive", "horizon": "adaptive"}
     scheduled = leaf in ("final", "steps") and kl.controller not in ("linear", "cosine")
     weighted = leaf == "weighted" and kl.where != "loss"
-    still = leaf in ("refresh_every", "refresh_decay") and not kl.refresh_every
+    still = refreshes and not kl.refresh_every
     return kl.controller != steered.get(leaf, kl.controller) or scheduled or weighted or still
 
 
@@ -171,6 +172,14 @@ def _beside(config: RLConfig) -> Iterator[tuple[str, Any]]:
     if "critic" in needs_of(config.algorithm):
         yield "critic.warmup_steps", config.critic.warmup_steps
         yield "critic.optimizer.lr", config.critic.optimizer.lr
+    if "process" in needs_of(config.algorithm):
+        yield "process.beta", config.process.beta
+        yield "process.threshold", config.process.threshold
+        yield "process.forward", config.process.forward
+        yield "process.optimizer.lr", config.process.optimizer.lr
+    if config.ptx.coef:
+        yield "ptx.coef", config.ptx.coef
+        yield "ptx.batch_size", config.ptx.batch_size
     yield "rollout.samples", config.rollout.samples
     select, curriculum = config.rollout.select, config.rollout.curriculum
     if select is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lightrft.config import PRESETS, RLConfig
+from lightrft.presets import PAPERS
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.explain import Explanation, explain, symbol_of, to_latex, to_text
@@ -206,3 +207,8 @@ def test_what_is_kept_of_a_group_and_which_prompts_come_are_told_with_their_numb
     assert found["rollout.curriculum.options.width"] == 0.2
     assert found["rollout.curriculum.momentum"] == 0.5
     assert "keep" in to_text(told)
+
+
+def test_every_preset_says_where_it_is_from() -> None:
+    assert sorted(PAPERS) == sorted(PRESETS)
+    assert PAPERS["gspo"] in to_text(explained("algorithm=gspo")[1])
