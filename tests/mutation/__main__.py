@@ -28,26 +28,35 @@ from tests.mutation.mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = ROOT / "lightrft" / "trainer"
-EVERY = ["tests/contracts/test_registered_functions.py"]
+EVERY = ["contracts/test_registered_functions.py"]
 TESTS = {
     "advantages": [
-        "tests/unit/trainer/test_advantages.py",
-        "tests/numbers/test_advantages.py",
-        "tests/unit/trainer/test_parts.py",
+        "unit/trainer/test_advantages.py",
+        "numbers/test_advantages.py",
+        "numbers/test_more_advantages.py",
+        "numbers/test_reward_scales.py",
+        "numbers/test_distill.py",
+        "unit/trainer/test_parts.py",
+        "unit/trainer/test_critic.py",
     ],
     "policy_loss": [
-        "tests/unit/trainer/test_policy_loss.py",
-        "tests/numbers/test_policy_loss.py",
-        "tests/unit/trainer/test_parts.py",
+        "unit/trainer/test_policy_loss.py",
+        "numbers/test_policy_loss.py",
+        "numbers/test_more_losses.py",
+        "numbers/test_ratio_levels.py",
+        "unit/trainer/test_parts.py",
     ],
-    "aggregation": ["tests/unit/trainer/test_aggregation.py", "tests/numbers/test_aggregation.py"],
-    "kl": ["tests/unit/trainer/test_kl.py", "tests/numbers/test_kl.py"],
+    "aggregation": ["unit/trainer/test_aggregation.py", "numbers/test_aggregation.py", "numbers/test_objective.py"],
+    "kl": ["unit/trainer/test_kl.py", "numbers/test_kl.py", "numbers/test_controllers.py", "numbers/test_kl_gradients.py"],
     "corrections": [
-        "tests/unit/trainer/test_corrections.py",
-        "tests/numbers/test_objective_parts.py",
-        "tests/unit/trainer/test_parts.py",
+        "unit/trainer/test_corrections.py",
+        "numbers/test_corrections.py",
+        "numbers/test_objective_parts.py",
+        "unit/trainer/test_parts.py",
     ],
 }
+"""Below ``tests/``, those first that are quick to see a mistake."""
+
 EXAMPLES = 15
 """Of hypothesis for each property."""
 
@@ -120,7 +129,7 @@ def fork(files: Sequence[str], name: str, code: str | None, file: Path, timeout:
 
 
 def tests_of(module: str) -> list[str]:
-    return [t for t in [*TESTS[module], *EVERY] if (ROOT / t).exists()]
+    return [f"tests/{t}" for t in [*TESTS[module], *EVERY] if (ROOT / "tests" / t).exists()]
 
 
 def fingerprint(module: str) -> str:
