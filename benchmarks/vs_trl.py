@@ -226,7 +226,7 @@ def run_lightrft(
         before = peak_mb()
         for step in range(steps + 1):  # the first one warms up
             start, cpu = time.perf_counter(), time.process_time()
-            result = rl_step(run.roles, run.config, step, run.controls, run.stream.draw, session.timers)
+            result = rl_step(run.roles, run.config, step, run.controls, run.stream, session.timers)
             values = session.record(step + 1, result.metrics)
             spent = {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
             tokens = result.collected.tokens["trained"]

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from lightrft import config
-from lightrft.trainer.explain import explain, to_latex
+from lightrft.trainer.explain import Line, explain, symbol_of, to_latex
 from lightrft.utils.settings import Settings, build, dotted
 
 DOCS = Path(__file__).resolve().parent
@@ -160,25 +160,35 @@ def algorithm_page(preset: str) -> str:
     """What ``lightrft explain`` says of ``preset``, with every other setting at its default."""
     found = explain(build(config.RLConfig, {"algorithm": {"preset": preset}}), {"algorithm.preset": "given"})
     lines = [
-        f"| {line.part} | `{line.name}` | `{_cell(line.about.formula)}` | {_cell(line.about.paper)} |" for line in found.lines
+        f"| {line.part} | `{line.name}` | `{_cell(line.about.formula)}` | {_with(line)} | {_cell(line.about.paper)} |"
+        for line in found.lines
     ]
     numbers = [f"| `{n.key}` | `{n.value}` | {n.source} |" for n in found.numbers]
+    passes = [f"| {f.model} | {f.passes} | {f.what} |" for f in found.forwards]
     return "\n".join(
         [
             f"# {preset}\n",
             MADE_BY,
             f"```bash\nlightrft explain {preset}\n```\n",
             f"`{found.objective}`\n",
-            "| part | name | formula | from |\n|---|---|---|---|",
+            "| part | name | formula | with | from |\n|---|---|---|---|---|",
             *lines,
             f"\n```math\n{to_latex(found, 'aligned')}\n```\n",
             *(f"* {line}" for line in found.gradient),
+            "\n## Models\n",
+            *(f"* {role.name}: {role.what}." for role in found.roles),
+            "\n| model | passes over the batch in a step | for |\n|---|---|---|",
+            *passes,
             "\n## Numbers in force\n",
             "| setting | value | from |\n|---|---|---|",
             *numbers,
             "",
         ]
     )
+
+
+def _with(line: Line) -> str:
+    return ", ".join(f"`{symbol_of(n)} = {_cell(str(n.value))}`" for n in line.numbers)
 
 
 def _cell(text: str) -> str:

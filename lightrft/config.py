@@ -82,7 +82,8 @@ class CheckpointConfig(Settings):
 
 
 class LogConfig(Settings):
-    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none.
+    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none; ``batches_every`` too,
+    for batches with all columns that were computed of them, which ``lightrft.trainer.replay`` puts through any phase again.
 
     ``entropy`` measures the policy's entropy also where no loss term needs it.
     """
@@ -90,6 +91,7 @@ class LogConfig(Settings):
     tensorboard: bool = True
     wandb: str | None = None
     rollouts_every: int = Field(1, ge=0)
+    batches_every: int = Field(0, ge=0)
     entropy: bool = True
 
 
@@ -352,10 +354,52 @@ class CriticConfig(Settings):
     warmup_steps: int = Field(0, ge=0)
 
 
+class ProcessConfig(Settings):
+    """The process reward model of ``prime`` (arXiv 2502.01456): starts from ``model`` unless it has a ``path``.
+
+    It learns whether the reward of an answer reaches ``threshold``; its log-ratio to the reference, times ``beta``, is the reward of
+    a token. ``forward``: ``single`` takes token rewards from the forward that it is trained by, ``double`` from one after that.
+    """
+
+    path: str = ""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    beta: float = Field(0.05, gt=0)
+    threshold: float = 1.0
+    forward: Literal["single", "double"] = "single"
+
+
+class PtxConfig(Settings):
+    """Supervised data beside the rollouts (PPO-ptx, arXiv 2203.02155): ``coef`` times the mean of -logp over the tokens of
+    ``batch_size`` conversations of ``data`` is added to the loss of each optimizer step of the policy. Longer conversations than
+    ``max_tokens`` are left out."""
+
+    coef: float = Field(0.0, ge=0)
+    data: DataConfig = DataConfig()
+    batch_size: int = Field(8, ge=1)
+    max_tokens: int = Field(2048, ge=2)
+
+
+class CurriculumConfig(Settings):
+    """Prompts are drawn by weights that the function ``name`` makes of their pass rates, instead of each once an epoch.
+
+    An answer passes when its reward reaches ``threshold``. The running pass rate of a prompt is its first one, then ``momentum``
+    times itself plus the rest of the newest.
+    """
+
+    shorthand: ClassVar[str | None] = "name"
+
+    name: str
+    threshold: float = 1.0
+    momentum: float = Field(0.5, ge=0, lt=1)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
 class RolloutConfig(Settings):
     """``prompts`` groups of ``samples`` answers a step.
 
-    Groups that filters drop are replaced, in at most ``max_rounds`` rounds of generation a step.
+    Groups that filters drop are replaced, in at most ``max_rounds`` rounds of generation a step. Each round draws ``oversample``
+    times as many groups as are missing and ends as soon as enough have passed; groups that are then too many are dropped or, with
+    ``carry_over``, trained on in the next step. ``select`` keeps some of the answers of each group.
     With ``staleness`` above 0, answers are drawn while the policy is trained, by a copy of the weights that it had exactly that
     many steps before (in the first steps: at the start). The algorithm then wants a correction for it.
     """
@@ -363,6 +407,10 @@ class RolloutConfig(Settings):
     prompts: int = Field(32, ge=1)
     samples: int = Field(8, ge=1)
     max_rounds: int = Field(8, ge=1)
+    oversample: float = Field(1.0, ge=1)
+    carry_over: bool = False
+    select: Part | None = None
+    curriculum: CurriculumConfig | None = None
     staleness: int = Field(0, ge=0)
 
 
@@ -403,6 +451,8 @@ class RLConfig(Settings):
     reference: str | None = None
     teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
+    process: ProcessConfig = ProcessConfig()
+    ptx: PtxConfig = PtxConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()

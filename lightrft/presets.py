@@ -218,6 +218,13 @@ PRESETS: dict[str, dict[str, Any]] = {
         "shaping": [{"name": "overlong", "options": {"buffer": 0.2}}],
         "filters": [{"name": "zero_variance", "options": {}}],
     },
+    # PRIME, arXiv 2502.01456: no KL, only prompts of which between 0.2 and 0.8 of the answers are right; see also ``process``
+    "prime": {
+        "advantage": {"name": "prime", "gamma": 1.0},
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "filters": [{"name": "reward_bounds", "options": {"low": 0.2, "high": 0.8}}],
+    },
     # On-policy distillation by the sampled token: arXiv 2306.13649; Thinking Machines, On-Policy Distillation, 2025.
     # algorithm.distill=reverse_kl, forward_kl or jsd beside it compares whole vocabularies.
     "opd": {

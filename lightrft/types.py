@@ -66,6 +66,7 @@ class Rollout:
 
     ``sampled[t]`` says whether the policy sampled token t (tool and environment tokens are not). ``logprobs[t]`` is the
     log-probability under the distribution that token t was drawn from, ``versions[t]`` the policy version that drew it.
+    ``baseline`` is the reward of the greedy answer to the same prompt, where one was drawn.
     ``weights`` has the weight of each of ``terms`` that is part of ``reward``; other terms are only told.
     ``failed`` holds the reason when scoring failed, and is empty otherwise.
     """
@@ -80,6 +81,7 @@ class Rollout:
     sample: int = 0
     text: str = ""
     reward: float | None = None
+    baseline: float | None = None
     terms: dict[str, float] = field(default_factory=dict)
     weights: dict[str, float] = field(default_factory=dict)
     failed: str = ""
@@ -92,13 +94,15 @@ class Rollout:
 class Request:
     """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch.
 
-    ``max_new_tokens`` bounds this answer alone; without it the sampling settings do.
+    ``max_new_tokens`` bounds this answer alone; without it the sampling settings do. A ``greedy`` one takes the likeliest token
+    at each place, as all do at temperature 0.
     """
 
     prompt: Prompt
     seed: int
     sample: int = 0
     max_new_tokens: int | None = None
+    greedy: bool = False
 
 
 @dataclass(slots=True)
@@ -166,6 +170,7 @@ class Batch:
     old_logprobs: Tensor | None = token_column()  # [N] policy before the update
     ref_logprobs: Tensor | None = token_column()  # [N]
     teacher_logprobs: Tensor | None = token_column()  # [N]
+    process_rewards: Tensor | None = token_column()  # [N] of a process reward model
     logprobs: Tensor | None = token_column()  # [N] policy at the start of an optimizer step, without gradient
     entropy: Tensor | None = token_column()  # [N] of the policy before the update
     versions: Tensor | None = token_column()  # [N] the policy version that drew the token

@@ -140,6 +140,11 @@ class PromptDataset:
         return [found[name] for name in ids]
 
     @property
+    def ids(self) -> Sequence[str]:
+        """The id of each prompt, all different, in the order of the data set."""
+        return self._ids
+
+    @property
     def first_problem(self) -> str:
         """Why the first row that was left out was; empty when none was."""
         return self._sources.first_problem

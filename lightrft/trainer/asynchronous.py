@@ -16,10 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from lightrft.config import RLConfig
+from lightrft.trainer.account import Collected
 from lightrft.trainer.prompts import PromptStream
 from lightrft.trainer.replay_buffer import pack_collected, unpack_collected
 from lightrft.trainer.roles import Roles
-from lightrft.trainer.rollout import Collected, Interrupted, collect
+from lightrft.trainer.rollout import Interrupted, collect
 from lightrft.types import Batch
 from lightrft.utils.metrics import Max, Mean, Metrics, Sum
 from lightrft.utils.timers import Timers
@@ -67,9 +68,7 @@ class Ahead:
 
     def begin(self, step: int, state: Mapping[str, Any]) -> None:
         """Start drawing for a run that is at ``step``, with what ``state_dict`` gave there."""
-        # Copied, since products of matrices round by how their memory is aligned, and a file aligns it otherwise.
-        saved = state.get("weights", {}).items()
-        self._snapshots = {version: {name: tensor.clone() for name, tensor in weights.items()} for version, weights in saved}
+        self._snapshots = {version: dict(weights) for version, weights in state.get("weights", {}).items()}
         finished = state.get("finished", [])
         for batch in range(step, min(step + self._staleness, self._steps)):
             if batch - step < len(finished):
@@ -136,7 +135,7 @@ class Ahead:
                 if self._loaded != version:
                     self._engine.load_weights(weights.items(), version)
                     self._loaded = version
-                collected = collect(self._roles, self._config, batch, self._stream.draw, timers, stopped)
+                collected = collect(self._roles, self._config, batch, self._stream, timers, stopped)
         except BaseException:
             self._halted = True
             raise

@@ -11,10 +11,11 @@ from lightrft.types import Batch, Ragged, Rollout, Segments
 
 
 def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.float32) -> Batch:
-    """One ``Batch`` of all answers, group after group, with log-probs in ``dtype``. Every answer must have been scored. Terms of the
-    reward are columns in the order of their names."""
+    """One ``Batch`` of all answers, group after group, with log-probs in ``dtype``. Every answer must have been scored, and all or none
+    have a baseline. Terms of the reward are columns in the order of their names."""
     rollouts = [r for group in groups for r in group]
     prompts = [group[0].prompt for group in groups]
+    baselines = [r.baseline for r in rollouts]
     names = dict.fromkeys(name for p in prompts for name in p.media)
     media = {}
     for name in names:
@@ -33,6 +34,7 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
         versions=flat([r.versions for r in rollouts], torch.long),
         sample=torch.tensor([r.sample for r in rollouts], dtype=torch.long),
         rewards=torch.tensor([r.reward for r in rollouts], dtype=torch.float64),
+        baselines=torch.tensor(baselines, dtype=torch.float64) if any(b is not None for b in baselines) else None,
         terms=of_terms([[r.terms.get(name, math.nan) for name in terms] for r in rollouts]),
         term_weights=of_terms([[r.weights.get(name, 0.0) for name in terms] for r in rollouts]),
         version=torch.tensor([min(r.versions, default=0) for r in rollouts], dtype=torch.long),

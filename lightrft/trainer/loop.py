@@ -57,8 +57,8 @@ class Training(ABC):
 
     @property
     def trained(self) -> dict[str, Trained]:
-        critic = {"critic": self.roles.critic} if self.roles.critic is not None else {}
-        return {"policy": self.roles.policy, **critic}
+        roles = {"policy": self.roles.policy, "critic": self.roles.critic, "process": self.roles.process}
+        return {name: role for name, role in roles.items() if role is not None}
 
 
 def take_up(run: Training) -> None:

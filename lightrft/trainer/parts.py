@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
+
+import numpy as np
 
 from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, Part, RLConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.combinations import nonsense
 from lightrft.trainer.corrections import CORRECTIONS
+from lightrft.trainer.curriculum import CURRICULA
 from lightrft.trainer.filters import FILTERS
 from lightrft.trainer.gates import GATES
+from lightrft.trainer.kinds import misfit as _misfit
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.policy_loss import POLICY_LOSSES
+from lightrft.trainer.selection import SELECTIONS
 from lightrft.trainer.shaping import SHAPINGS
+from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
 
@@ -51,7 +56,9 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 def needs_reward(algorithm: AlgorithmConfig) -> bool:
     """Whether anything reads a reward; without it all that is learned comes from a teacher."""
-    return "teacher" not in needs_of(algorithm) or bool(algorithm.shaping or algorithm.filters)
+    scaled = algorithm.normalize.terms != "none" or algorithm.normalize.rewards != "none"
+    reading = algorithm.shaping or algorithm.filters or algorithm.positive_nll.coef or scaled
+    return "teacher" not in needs_of(algorithm) or bool(reading)
 
 
 def check_parts(algorithm: AlgorithmConfig) -> None:
@@ -59,6 +66,71 @@ def check_parts(algorithm: AlgorithmConfig) -> None:
     problems = [*_problems(algorithm), *nonsense(algorithm)]
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def check_rollout(config: RLConfig) -> None:
+    """Raises ``ConfigError`` with every setting of ``rollout``, and of filters, that cannot be followed."""
+    problems = list(_rollout_problems(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _rollout_problems(config: RLConfig) -> Iterator[str]:
+    rollout, algorithm = config.rollout, config.algorithm
+    for i, part in enumerate(algorithm.filters):
+        yield from _refused(f"algorithm.filters.{i}", FILTERS, part, _example())
+    if rollout.select is not None:
+        misfit = list(_misfit("rollout.select", SELECTIONS, rollout.select, 1))
+        yield from misfit or _refused("rollout.select", SELECTIONS, rollout.select, _example())
+        yield from _kept(config, rollout.select)
+    if rollout.curriculum is not None:
+        part = Part(name=rollout.curriculum.name, options=rollout.curriculum.options)
+        misfit = list(_misfit("rollout.curriculum", CURRICULA, part, 2))
+        yield from misfit or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
+        if not config.data.shuffle:
+            yield "data.shuffle = False: rollout.curriculum draws prompts by weight, in no order; leave one of the two out"
+    if not needs_reward(algorithm) and (rollout.select is not None or rollout.curriculum is not None):
+        what = "select" if rollout.select is not None else "curriculum"
+        yield f"rollout.{what} reads rewards, and this algorithm has none: all that it learns comes from a teacher; leave it out"
+    if rollout.carry_over and rollout.oversample == 1:
+        yield "rollout.carry_over = True changes nothing: without rollout.oversample above 1 no group is left over"
+    if rollout.carry_over and rollout.staleness:
+        yield (
+            f"rollout.carry_over = True would take answers further back than rollout.staleness = {rollout.staleness}; leave one of "
+            "the two out"
+        )
+    if rollout.carry_over and algorithm.proximal == "policy" and "behavior" not in needs_of(algorithm):
+        yield (
+            "rollout.carry_over = True trains on answers of an older policy, which nothing corrects: set "
+            "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio"
+        )
+
+
+def _kept(config: RLConfig, part: Part) -> Iterator[str]:
+    keep, samples = part.options.get("keep"), config.rollout.samples
+    if part.name not in SELECTIONS or not isinstance(keep, int):
+        return
+    if keep >= samples:
+        yield f"rollout.select.options.keep = {keep} leaves out none of rollout.samples = {samples} answers; lower it, or draw more"
+    if keep < 2 and "groups" in needs_of(config.algorithm):
+        name = config.algorithm.advantage.name
+        yield f"rollout.select.options.keep = {keep}: advantage {name!r} compares answers of a group; set it to 2 or more"
+
+
+def _refused(key: str, registry: Registry[Any], part: Part, *example: Any) -> Iterator[str]:
+    """What a built-in function says of its own options, shown an example."""
+    if part.name not in registry:
+        return
+    try:
+        registry[part.name](*example, **part.options)
+    except ConfigError as error:
+        yield f"{key}: {error}"
+    except TypeError as error:  # a word where a number belongs
+        yield f"{key}: {part.name!r} cannot use its options {part.options}: {error}"
+
+
+def _example() -> list[Rollout]:
+    return [Rollout(Prompt("", [0]), [0], [True], [-1.0], [0], "stop", i, i, reward=float(i)) for i in range(2)]
 
 
 def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -116,45 +188,3 @@ def _unread(key: str, registry: Registry[Any], settings: AdvantageConfig | LossC
         if name not in read and value != field.default:
             known = ", ".join(sorted(registry.about(settings.name).reads)) or "none of them"
             yield f"{key}.{name} = {value} changes nothing: {settings.name!r} reads {known}"
-
-
-def _misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given: str) -> Iterator[str]:
-    """Why ``part`` cannot be called with ``arguments`` values, the keywords ``given`` and its own options."""
-    try:
-        function = registry[part.name]
-    except ConfigError as error:
-        yield f"{key}: {error}"
-        return
-    if not callable(function):
-        yield f"{key}: {part.name!r} is not a function"
-        return
-    parameters = list(inspect.signature(function).parameters.values())
-    kinds = {p.kind for p in parameters}
-    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(ordered) < arguments and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
-    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p not in ordered[:arguments]]
-    known = {p.name for p in named} - set(given)
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        for name in sorted(set(given) - {p.name for p in named}):
-            yield f"{key}: {part.name!r} must take the keyword {name}"
-        for name in sorted(part.options.keys() - known):
-            yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}"
-    for name, choices in _choices(function).items():
-        if name in part.options and part.options[name] not in choices:
-            yield f"{key}.options.{name} = {part.options[name]!r} is none of {', '.join(choices)}"
-    for p in named:
-        if p.default is p.empty and p.name not in part.options and p.name not in given:
-            yield f"{key}.options.{p.name} is missing: {part.name!r} needs it"
-    for p in ordered[arguments:]:
-        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
-            yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
-
-
-def _choices(function: Any) -> dict[str, tuple[str, ...]]:
-    """The keywords of ``function`` that take one of a few words, with the words."""
-    try:
-        hints = get_type_hints(function)
-    except (NameError, TypeError):  # annotations of a user's own function may name what is not there
-        return {}
-    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

@@ -13,19 +13,22 @@ import torch
 from torch import Tensor
 
 from lightrft.config import RLConfig
+from lightrft.strategy.engine.base import never
+from lightrft.trainer.account import Collected, rollout_metrics
 from lightrft.trainer.advantages import ADVANTAGES, WHITENINGS
 from lightrft.trainer.collate import collate
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.distill import distilled, with_teacher
 from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
+from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.refresh import refresh
 from lightrft.trainer.roles import Roles, settle_layouts
-from lightrft.trainer.rollout import Collected, collect
+from lightrft.trainer.rollout import Source, collect
 from lightrft.trainer.scoring import by_parts, sampling_temperature
 from lightrft.trainer.shaping import token_rewards, with_rewards
 from lightrft.trainer.update import update
-from lightrft.types import Batch, Prompt, rows_of
-from lightrft.utils.metrics import Max, Mean, Metrics, Sum
+from lightrft.types import Batch, rows_of
+from lightrft.utils.metrics import Metrics
 from lightrft.utils.timers import Timers
 
 
@@ -43,17 +46,18 @@ def rl_step(
     config: RLConfig,
     step: int,
     controls: Controls,
-    draw_prompts: Callable[[int], list[Prompt]],
+    source: Source,
     timers: Timers,
-    stopped: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool] = never,
 ) -> StepResult:
     """Prompts in, one updated policy out."""
-    collected = collect(roles, config, step, draw_prompts, timers, stopped)
+    collected = collect(roles, config, step, source, timers, stopped)
     return learn(roles, config, step, controls, collected, timers)
 
 
 def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collected: Collected, timers: Timers) -> StepResult:
     """Scored groups in, one updated policy out."""
+    refresh(roles, config.algorithm.kl, step)
     metrics = rollout_metrics(collected)
     if not collected.groups:
         return StepResult(collected, None, metrics)
@@ -66,12 +70,13 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
         batch = with_teacher(with_reference(batch, roles, config), roles, config)
     with timers("values"):
         batch = with_values(batch, roles, config, controls)
+    with timers("process"):
+        batch = with_process_rewards(batch, roles, config, metrics)
     with timers("advantages"):
         batch = with_advantages(batch, config, controls)
     with timers("update"):
         metrics.merge(update(roles, batch, config, controls, step))
     metrics.merge(controls.steer(batch))
-    refresh(roles, config.algorithm.kl, step + 1)
     with timers("weights"):
         roles.engine.load_weights(roles.weights(), step + 1)
     return StepResult(collected, batch, metrics)
@@ -134,30 +139,3 @@ def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch
     advantages, returns = ADVANTAGES[settings.name](batch, rewards, settings, **settings.options)
     advantages = distilled(WHITENINGS[settings.whiten](advantages, batch, settings.eps), batch, algorithm.distill)
     return batch.replace(advantages=advantages.float(), returns=returns.float())
-
-
-def rollout_metrics(collected: Collected) -> Metrics:
-    """Rewards, lengths and the account of tokens."""
-    metrics = Metrics()
-    scored = [r for r in collected.rollouts if not r.failed]
-    rewards = [r.reward or 0.0 for r in scored]
-    mean = sum(rewards) / len(rewards) if rewards else 0.0
-    if rewards:
-        metrics.add("reward/mean", Mean(sum(rewards), len(rewards)))
-        metrics.add("reward/std", Mean((sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5))
-        metrics.add("reward/max", Max(max(rewards)))
-    for rollout in scored:
-        for name, value in rollout.terms.items():
-            metrics.add(f"reward/{name}", Mean(value))
-    for rollout in collected.rollouts:
-        metrics.add("response/length", Mean(len(rollout)))
-        metrics.add("response/max_length", Max(len(rollout)))
-        metrics.add("response/truncated", Mean(float(rollout.finish_reason == "length")))
-    for name in ("sampled", "trained", "filtered", "failed"):
-        metrics.add(f"rollout/{name}", Sum(collected.tokens[name]))
-    for reason, count in collected.dropped.items():
-        metrics.add(f"rollout/dropped/{reason}", Sum(count))
-    metrics.add("rollout/failed_answers", Sum(sum(collected.failures.values())))
-    metrics.add("rollout/rounds", Sum(collected.rounds))
-    metrics.add("rollout/groups", Sum(len(collected.groups)))
-    return metrics

@@ -1,32 +1,39 @@
-"""Prompts in an order that depends on nothing but the seed, and a position in it that is saved with the run."""
+"""Prompts in an order that depends on nothing but the seed, and on pass rates where asked for, saved with the run."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import INFO, WARNING, getLogger
 from typing import Any
 
-from lightrft.config import DataConfig
+from lightrft.config import CurriculumConfig, DataConfig
 from lightrft.datasets.prompts import PromptDataset, PromptSampler
-from lightrft.types import Prompt
+from lightrft.trainer.account import Collected
+from lightrft.trainer.curriculum import Curriculum
+from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollouts
+from lightrft.types import Prompt, Rollout
 
 log = getLogger(__name__)
 
 
 @dataclass(slots=True)
 class PromptStream:
-    """An endless stream over a data set, epoch after epoch."""
+    """An endless stream over a data set: epoch after epoch, or as a curriculum draws. ``carried`` are groups of the step before
+    that the next one trains on."""
 
     dataset: PromptDataset
-    sampler: PromptSampler
+    sampler: PromptSampler | Curriculum
+    carried: list[list[Rollout]] = field(default_factory=list)
 
     @staticmethod
-    def of(config: DataConfig, tokenizer: Any, seed: int) -> PromptStream:
+    def of(config: DataConfig, tokenizer: Any, seed: int, curriculum: CurriculumConfig | None = None) -> PromptStream:
         dataset = PromptDataset(config, tokenizer, seed=seed)
         report("data", dataset.counts, dataset.first_problem)
-        return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
+        if curriculum is None:
+            return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
+        return PromptStream(dataset, Curriculum(curriculum, dataset.ids, seed))
 
     def prompts(self) -> Iterator[Prompt]:
         """Each prompt once, in the order of the data set."""
@@ -42,12 +49,28 @@ class PromptStream:
     @contextmanager
     def as_before_on_error(self) -> Generator[None]:
         """When the body raises, what it drew has not been drawn."""
-        before = self.sampler.state_dict()
+        before, carried = self.sampler.state_dict(), self.carried
         try:
             yield
         except BaseException:
             self.sampler.load_state_dict(before)
+            self.carried = carried
             raise
+
+    def settle(self, collected: Collected) -> None:
+        """Learn from what a step has collected, for those after it; what was only kept for that is let go."""
+        self.carried = collected.carried
+        if isinstance(self.sampler, Curriculum):
+            collected.curriculum = self.sampler.observe(collected.finished)
+        collected.finished, collected.carried = [], []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sampler": self.sampler.state_dict(), "carried": [[pack_rollout(r) for r in group] for group in self.carried]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``. Raises ``CheckpointError`` when it cannot be of this data set."""
+        self.sampler.load_state_dict(state["sampler"])
+        self.carried = [unpack_rollouts(group, self.named) for group in state["carried"]]
 
 
 def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None) -> Sequence[Prompt]:

@@ -1,14 +1,20 @@
-"""What was drawn, as plain data: answers that wait for their step."""
+"""What was drawn, kept: answers that wait for their step as plain data, and batches as files, for any phase to be run again."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from lightrft.trainer.rollout import Collected
-from lightrft.types import Prompt, Rollout
+from lightrft.trainer.account import Collected
+from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
+from lightrft.utils.errors import CheckpointError, ResourceError
+from lightrft.utils.files import is_disk_full
+from lightrft.utils.state import load_state, save_state
+
+FORMAT = "lightrft-batch/1"
 
 FindPrompts = Callable[[Sequence[str]], list[Prompt]]
 """Prompts of the run's data set by their ids."""
@@ -29,7 +35,7 @@ def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> l
 
 
 def pack_collected(collected: Collected) -> dict[str, Any]:
-    """``collected`` as plain data; groups name their answers by place."""
+    """``collected``, settled, as plain data; groups name their answers by place."""
     place = {id(rollout): i for i, rollout in enumerate(collected.rollouts)}
     fields = {f.name: getattr(collected, f.name) for f in dataclasses.fields(collected)}
     packed = {name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()}
@@ -43,3 +49,46 @@ def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> Collected:
     whole: dict[str, Any] = {n: Counter(value) if isinstance(value, dict) else value for n, value in packed.items()}
     whole |= {"rollouts": rollouts, "groups": [[rollouts[i] for i in group] for group in packed["groups"]]}
     return Collected(**whole)
+
+
+def save_batch(path: Path, batch: Batch) -> None:
+    """Write ``batch`` as ``<path>.safetensors`` and ``<path>.json``, which comes last: with it the two are whole.
+
+    Raises ``ResourceError`` when the disk is full.
+    """
+    batch = batch.to("cpu")
+    columns = {axis: batch.columns(axis) for axis in ("token", "sample")}
+    parts = {name: _segments_state(getattr(batch, name)) for name in ("prompts", "responses")}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    try:
+        save_state(temporary, {"format": FORMAT, **parts, "prompt_of": batch.prompt_of, **columns})
+        for suffix in (".safetensors", ".json"):
+            temporary.with_name(temporary.name + suffix).replace(path.with_name(path.name + suffix))
+    except Exception as error:
+        for suffix in (".safetensors", ".json"):
+            temporary.with_name(temporary.name + suffix).unlink(missing_ok=True)
+        if is_disk_full(error):
+            raise ResourceError(f"{path} was not saved: the disk is full; free some space, or set log.batches_every=0") from error
+        raise
+
+
+def load_batch(path: Path) -> Batch:
+    """What ``save_batch`` wrote at ``path``. Raises ``CheckpointError`` for anything else."""
+    state = load_state(path)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path}.json is not a batch of {FORMAT}")
+    prompts, responses = (_segments_of(state[name]) for name in ("prompts", "responses"))
+    try:
+        return Batch(prompts, responses, state["prompt_of"], **state["token"], **state["sample"])
+    except TypeError as error:
+        raise CheckpointError(f"{path}.json has columns that batches do not have here: {error}") from None
+
+
+def _segments_state(segments: Segments) -> dict[str, Any]:
+    media = {name: {"values": rows.values, "lengths": rows.lengths} for name, rows in segments.media.items()}
+    return {"tokens": segments.tokens, "lengths": segments.lengths, "media": media}
+
+
+def _segments_of(state: Mapping[str, Any]) -> Segments:
+    return Segments(state["tokens"], state["lengths"], {name: Ragged(**rows) for name, rows in state["media"].items()})

@@ -10,12 +10,15 @@ from lightrft.config import RLConfig
 from lightrft.trainer.asynchronous import Ahead, staleness_metrics
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
-from lightrft.trainer.lengths import check_lengths
+from lightrft.trainer.lengths import check_examples, check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
-from lightrft.trainer.parts import check_parts, needs_of, needs_reference, needs_reward
+from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward
 from lightrft.trainer.ppo import StepResult, learn, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
+from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.refresh import load_refreshed, refreshed_state
+from lightrft.trainer.replay import with_outcomes
+from lightrft.trainer.replay_buffer import save_batch
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
@@ -50,13 +53,15 @@ class RLRun(Training):
             log.info("step %d: %d answers were not scored: %s", done, count, reason)
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
             session.folder.write_rollouts(done, result.collected.rollouts, advantages=advantages_of(result))
+        if config.log.batches_every and done % config.log.batches_every == 0 and result.batch is not None:
+            save_batch(session.path / "batches" / f"step_{done:06d}", with_outcomes(result.batch, result.collected))
         return result.metrics
 
     def learn_next(self) -> StepResult:
         """Draw a batch, and learn from it."""
         stopped = lambda: bool(self.session.stop)  # noqa: E731
         with self.stream.as_before_on_error():
-            return rl_step(self.roles, self.config, self.step, self.controls, self.stream.draw, self.session.timers, stopped)
+            return rl_step(self.roles, self.config, self.step, self.controls, self.stream, self.session.timers, stopped)
 
     def learn_drawn(self, ahead: Ahead) -> StepResult:
         """Learn from a batch that was drawn beside earlier steps."""
@@ -69,12 +74,15 @@ class RLRun(Training):
 
     def state(self) -> dict[str, Any]:
         drawn = {} if self.ahead is None else {"drawn": self.ahead.state_dict(self.step)}  # first: it may move the sampler
-        carried = {"sampler": self.stream.sampler.state_dict(), "controls": self.controls.state_dict()}
-        return {**carried, **refreshed_state(self.roles), **drawn}
+        carried = {**self.stream.state_dict(), "controls": self.controls.state_dict()}
+        ptx = {} if self.roles.ptx is None else {"ptx": self.roles.ptx.state_dict()}
+        return {**carried, **ptx, **refreshed_state(self.roles), **drawn}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.stream.sampler.load_state_dict(state["sampler"])
+        self.stream.load_state_dict(state)
         self.controls.load_state_dict(state["controls"])
+        if self.roles.ptx is not None:
+            self.roles.ptx.load_state_dict(state["ptx"])
         load_refreshed(self.roles, state)
         self._drawn = state.get("drawn", {})
 
@@ -97,6 +105,8 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             if not config.reward.terms:  # rows of a source without terms could turn up after hours
                 run.roles.scorer.check_sources(p.data_source for p in run.stream.prompts())
             check_lengths(run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data")
+            if isinstance(run.roles.ptx, Ptx):
+                check_examples(run.roles.actor, run.roles.ptx.dataset.longest, config.ptx.max_tokens, "ptx.max_tokens")
             take_up(run)
             return run_steps(run)
         finally:
@@ -115,6 +125,7 @@ def check(config: RLConfig) -> None:
             f"coefficient could turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
+    check_rollout(config)
     check_roles(config)
     warn_of_staleness(config)
     if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
@@ -148,6 +159,14 @@ def check_roles(config: RLConfig) -> None:
     if algorithm.distill.kind == "none" and "teacher" in needs_of(algorithm):
         name = algorithm.advantage.name
         raise ConfigError(f"algorithm.advantage = {name} learns from a teacher alone; set algorithm.distill, e.g. to sampled")
+    if "process" not in needs_of(algorithm) and config.process != type(config.process)():
+        raise ConfigError(f"process changes nothing: advantage {algorithm.advantage.name!r} has no process reward; take prime")
+    if config.ptx.coef and not config.ptx.data.sources:
+        raise ConfigError(
+            f"ptx.coef = {config.ptx.coef} needs ptx.data.sources; name what to learn from, e.g. [{{path: sft.jsonl}}]"
+        )
+    if not config.ptx.coef and config.ptx != type(config.ptx)():
+        raise ConfigError("ptx changes nothing: ptx.coef is 0; give it a share in the loss, e.g. ptx.coef=0.1")
     if kl.refresh_every and not needs_reference(algorithm):
         raise ConfigError(
             f"algorithm.kl.refresh_every = {kl.refresh_every} changes nothing: no part in force reads the reference"
@@ -172,9 +191,11 @@ def warn_of_staleness(config: RLConfig) -> None:
 def prepare(config: RLConfig, session: Session) -> RLRun:
     """Data and roles, at step 0."""
     tokenizer = local_tokenizer(config.model)
-    stream = PromptStream.of(config.data, tokenizer, config.run.seed)
+    stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum)
     steps = rollout_steps(config, len(stream.dataset))
+    ptx = Ptx.of(config.ptx, tokenizer, config.run.seed)
     roles = local_roles(config, tokenizer, steps)
+    roles.ptx = ptx
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+import math
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from lightrft.config import RLConfig
-from lightrft.strategy.engine.base import Engine
+from lightrft.strategy.engine.base import Engine, never
 from lightrft.strategy.settings import SamplingConfig
-from lightrft.trainer.filters import drop_reason
+from lightrft.trainer.account import GREEDY, Collected, Verdict, judge
 from lightrft.trainer.parts import needs_of
 from lightrft.trainer.roles import Roles, Scoring
 from lightrft.types import Prompt, Request, Rollout
@@ -22,20 +25,16 @@ class Interrupted(Exception):
     """The run was asked to stop while answers were being drawn; nothing of the step has been used."""
 
 
-@dataclass(slots=True)
-class Collected:
-    """The groups that are trained on, every rollout that was drawn for them, and the account of tokens.
+class Source(Protocol):
+    """Where a step's prompts come from. ``carried`` are groups of the step before that this one trains on."""
 
-    ``tokens`` has ``sampled``, ``trained``, ``filtered`` and ``failed``, with ``sampled`` the sum of the others; ``dropped`` counts
-    groups by reason; ``failures`` counts answers by reason.
-    """
+    carried: list[list[Rollout]]
 
-    groups: list[list[Rollout]] = field(default_factory=list)
-    rollouts: list[Rollout] = field(default_factory=list)
-    tokens: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    failures: Counter[str] = field(default_factory=Counter)
-    rounds: int = 0
+    def draw(self, count: int) -> list[Prompt]: ...
+
+    def settle(self, collected: Collected) -> None:
+        """Learn from what the step has collected, for those after it."""
+        ...
 
 
 def request_seed(*parts: int | str) -> int:
@@ -48,24 +47,40 @@ def collect(
     roles: Roles,
     config: RLConfig,
     step: int,
-    draw_prompts: Callable[[int], list[Prompt]],
+    source: Source,
     timers: Timers,
-    stopped: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool] = never,
 ) -> Collected:
-    """Draw and score until ``rollout.prompts`` groups pass the filters, or ``rollout.max_rounds`` rounds are over."""
+    """Draw and score until, with those carried over from the step before, ``rollout.prompts`` groups pass the filters, or
+    ``rollout.max_rounds`` rounds are over."""
     got = Collected()
-    wanted = config.rollout.prompts
-    least = 2 if "groups" in needs_of(config.algorithm) else 1
-    while len(got.groups) < wanted and got.rounds < config.rollout.max_rounds:
-        prompts = draw_prompts(wanted - len(got.groups))
+    got.take_in(source.carried)
+    needs, asked = needs_of(config.algorithm), config.rollout
+    least = 2 if "groups" in needs else 1
+    while len(got.groups) < asked.prompts and got.rounds < asked.max_rounds:
+        missing = asked.prompts - len(got.groups)
+        prompts = source.draw(math.ceil(missing * asked.oversample))
         seeds = (config.run.seed, step, got.rounds)
-        requests = requests_for(prompts, config.rollout.samples, *seeds)
-        groups = scored(roles.engine, roles.scorer, requests, config.sampling, timers, stopped)
+        requests = requests_for(prompts, asked.samples, *seeds, greedy="greedy" in needs)
+        quota = Quota(missing, lambda group: judge(group, config, least))
+        groups = scored(
+            roles.engine, roles.scorer, requests, config.sampling, timers, stopped, quota if len(prompts) > missing else None
+        )
         got.rounds += 1
-        for group in groups:
-            _account(got, group, config, least)
+        for index, group in enumerate(groups):
+            _settle(got, group, quota.of(index, group), quota.uses(index), config)
     check_scored(got.rollouts, f"of step {step + 1}")
+    source.settle(got)
     return got
+
+
+def _settle(got: Collected, group: list[Rollout], verdict: Verdict, used: bool, config: RLConfig) -> None:
+    if used or verdict.reason:
+        got.add(group, verdict)
+    elif config.rollout.carry_over and len(got.carried) < config.rollout.prompts:
+        got.carry(group, verdict)
+    else:
+        got.add(group, Verdict(reason="surplus"))
 
 
 def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
@@ -79,9 +94,44 @@ def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
         )
 
 
-def requests_for(prompts: Sequence[Prompt], samples: int, *seeds: int | str) -> list[list[Request]]:
-    """One list of requests per prompt, each with a seed of its own."""
-    return [[Request(p, request_seed(*seeds, i, s), s) for s in range(samples)] for i, p in enumerate(prompts)]
+def requests_for(prompts: Sequence[Prompt], samples: int, *seeds: int | str, greedy: bool = False) -> list[list[Request]]:
+    """One list of requests per prompt, each with a seed of its own; with ``greedy``, one for its likeliest answer comes first."""
+    extra = [GREEDY] if greedy else []
+    return [
+        [Request(p, request_seed(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
+        for i, p in enumerate(prompts)
+    ]
+
+
+@dataclass(slots=True)
+class Quota:
+    """Groups judged in the order in which they were drawn out, until ``wanted`` of them pass."""
+
+    wanted: int
+    judge: Callable[[Sequence[Rollout]], Verdict]
+    passed: int = 0
+    _verdicts: dict[int, Verdict] = field(default_factory=dict)
+    _counted: set[int] = field(default_factory=set)
+
+    @property
+    def met(self) -> bool:
+        return self.passed >= self.wanted
+
+    def of(self, index: int, group: Sequence[Rollout]) -> Verdict:
+        """The verdict on group ``index``; each is judged once."""
+        if index not in self._verdicts:
+            self._verdicts[index] = self.judge(group)
+        return self._verdicts[index]
+
+    def count(self, index: int, group: Sequence[Rollout]) -> None:
+        """Take group ``index`` into the quota, if it passes."""
+        if not self.of(index, group).reason:
+            self.passed += 1
+            self._counted.add(index)
+
+    def uses(self, index: int) -> bool:
+        """Whether a group that passes is one of those wanted: all are where the quota was not met."""
+        return not self.met or index in self._counted
 
 
 def scored(
@@ -90,59 +140,87 @@ def scored(
     requests: Sequence[Sequence[Request]],
     sampling: SamplingConfig,
     timers: Timers,
-    stopped: Callable[[], bool] = lambda: False,
+    stopped: Callable[[], bool] = never,
+    quota: Quota | None = None,
 ) -> list[list[Rollout]]:
     """Every request answered and scored, group by group in the order asked. Scoring runs while the rest is still being drawn.
 
-    Raises ``Interrupted`` when ``stopped`` turns true between two answers.
+    Once the ``quota`` is met, what is not finished comes back as it is, with finish reason ``abort`` and without a reward. Raises
+    ``Interrupted`` when ``stopped`` cut the drawing short. Whatever happens, nothing of it is left with ``scorer``.
     """
-    group_of = {request.seed: g for g, group in enumerate(requests) for request in group}
-    groups: list[list[Rollout]] = [[] for _ in requests]
-    waiting = len(group_of)
-
-    def place(done: Rollout) -> None:
-        groups[group_of[done.seed]].append(done)
-
-    with timers("generate"):
-        for rollout in engine.generate([r for group in requests for r in group], sampling):
-            scorer.submit(rollout)
-            for done in scorer.results(wait=False):
-                place(done)
-                waiting -= 1
-            if stopped():
-                break
-        else:
-            stopped = _never
-    with timers("reward"):
-        for done in scorer.results(wait=True):
-            place(done)
-            waiting -= 1
-    if stopped():
+    flow = _Flow(scorer, requests)
+    over = lambda: stopped() or (quota is not None and quota.met)  # noqa: E731
+    try:
+        with timers("generate"):
+            for rollout in engine.generate([r for group in requests for r in group], sampling, over):
+                flow.take(rollout)
+                flow.receive()
+                if quota is not None:
+                    flow.ask(quota)
+        with timers("reward"):
+            flow.receive(wait=True)
+    except Exception:
+        with suppress(RewardError):
+            for _ in scorer.results(wait=True):
+                pass
+        raise
+    if flow.cut and not (quota is not None and quota.met):
         raise Interrupted
-    if waiting:
-        raise RuntimeError(f"{waiting} answers did not come back from generation and scoring")
-    for group in groups:
-        group.sort(key=lambda r: r.sample)
-    return groups
+    return flow.result()
 
 
-def _never() -> bool:
-    return False
+class _Flow:
+    """Answers on their way: from the engine to scoring, and from there to their groups."""
 
+    def __init__(self, scorer: Scoring, requests: Sequence[Sequence[Request]]) -> None:
+        self.scorer = scorer
+        self.groups: list[list[Rollout]] = [[] for _ in requests]
+        self.cut = False
+        self._group_of = {request.seed: g for g, group in enumerate(requests) for request in group}
+        self._undrawn = [len(group) for group in requests]
+        self._missing = list(self._undrawn)
+        self._drawn_out: deque[int] = deque()
 
-def _account(got: Collected, group: list[Rollout], config: RLConfig, least: int) -> None:
-    got.rollouts += group
-    got.tokens["sampled"] += sum(map(len, group))
-    for rollout in group:
-        if rollout.failed:
-            got.failures[rollout.failed] += 1
-            got.tokens["failed"] += len(rollout)
-    kept = [r for r in group if not r.failed]
-    reason = drop_reason(kept, config.algorithm.filters, least)
-    tokens = sum(map(len, kept))
-    if reason:
-        got.dropped[reason] += 1
-        got.tokens["filtered"] += tokens
-    else:
-        got.groups.append(kept)
-        got.tokens["trained"] += tokens
+    def take(self, rollout: Rollout) -> None:
+        """An answer as the engine gives it."""
+        if rollout.finish_reason == "abort":
+            self.cut = True
+            self._place(rollout)
+            return
+        self.scorer.submit(rollout)
+        group = self._group_of[rollout.seed]
+        self._undrawn[group] -= 1
+        if not self._undrawn[group]:
+            self._drawn_out.append(group)
+
+    def receive(self, wait: bool = False) -> None:
+        """Take back what is scored; with ``wait``, all of it."""
+        for done in self.scorer.results(wait=wait):
+            self._place(done)
+
+    def ask(self, quota: Quota) -> None:
+        """Judge groups in the order in which they were drawn out, once as many are as could meet ``quota``. Waits for their scores,
+        so that what is used does not depend on how fast scoring is."""
+        while self._drawn_out and not quota.met and quota.passed + len(self._drawn_out) >= quota.wanted:
+            group = self._drawn_out.popleft()
+            if self._missing[group]:
+                for done in self.scorer.results(wait=True):
+                    self._place(done)
+                    if not self._missing[group]:
+                        break
+            quota.count(group, self._in_order(group))
+
+    def result(self) -> list[list[Rollout]]:
+        """The groups, each in the order of its samples. Raises ``RuntimeError`` when answers are missing."""
+        if waiting := sum(self._missing):
+            raise RuntimeError(f"{waiting} answers did not come back from generation and scoring")
+        return [self._in_order(group) for group in range(len(self.groups))]
+
+    def _in_order(self, group: int) -> list[Rollout]:
+        self.groups[group].sort(key=lambda r: r.sample)
+        return self.groups[group]
+
+    def _place(self, rollout: Rollout) -> None:
+        group = self._group_of[rollout.seed]
+        self.groups[group].append(rollout)
+        self._missing[group] -= 1

@@ -127,6 +127,9 @@ def _from_file(path: Path, name: str, kind: str) -> ModuleType:
 
 
 def _from_package(where: str, name: str, kind: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:  # last: a module beside where the command was typed never hides an installed one
+        sys.path.append(here)
     try:
         return importlib.import_module(where)
     except ImportError as error:

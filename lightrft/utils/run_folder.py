@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
 OURS = (
-    *("checkpoints", "model", "rollouts", "tensorboard", "wandb", "wandb_id"),
+    *("checkpoints", "model", "rollouts", "batches", "tensorboard", "wandb", "wandb_id"),
     *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "eval.yaml", "config.yaml"),
 )
 """What a run writes, and all that ``overwrite`` ever removes; the config goes last, as the sign that the folder is a run's."""
@@ -97,11 +97,11 @@ class RunFolder:
         return folder
 
     def rewind(self, step: int, phase: str = "") -> None:
-        """Forget what was written after ``step`` of ``phase``: rows of metrics, rollouts, and every later phase."""
+        """Forget what was written after ``step`` of ``phase``: rows of metrics, rollouts, batches, and every later phase."""
         self.metrics.rewind(step, phase)
         last = 0 if phase == SUPERVISED else step
-        for file in (self.path / "rollouts").glob("*.jsonl"):
-            match = re.fullmatch(r"[a-z]+_(\d+)\.jsonl", file.name)
+        for file in [*(self.path / "rollouts").glob("*.jsonl"), *(self.path / "batches").glob("step_*.*")]:
+            match = re.fullmatch(r"[a-z]+_(\d+)\.(jsonl|json|safetensors)", file.name)
             if match and int(match[1]) > last:
                 file.unlink()
 

@@ -40,7 +40,8 @@ def load_state(path: Path, device: str = "cpu") -> Any:
         if document["tensors"]:
             from safetensors.torch import load_file
 
-            tensors = load_file(where, device=device)
+            # Copied to memory of their own: in a file they lie anywhere, and how a sum is rounded depends on where a tensor begins.
+            tensors = {name: tensor.clone() for name, tensor in load_file(where, device=device).items()}
         return _unpack(document["tree"], tensors)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{plain} is not a state that can be read: {type(error).__name__}: {error}") from error

@@ -1,6 +1,15 @@
 """Which settings each verb reads."""
 
+from pydantic import ConfigDict
+
 from docs.generate import VERBS
 from lightrft.utils.settings import Settings
 
-CONFIG_OF: dict[str, type[Settings]] = {**VERBS, "explain": VERBS["rl"]}
+
+class Options(Settings):
+    """What ``lightrft check`` passes to a function: whatever that takes."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+CONFIG_OF: dict[str, type[Settings]] = {**VERBS, "explain": VERBS["rl"], "check": Options}

@@ -37,7 +37,7 @@ def main() -> None:
     from lightrft.utils.settings import load_settings
 
     if where == "generation":
-        rollout._account = die_at(nth, rollout._account, after=True)
+        rollout._settle = die_at(nth, rollout._settle, after=True)
     elif where == "update":
         SingleStrategy.step = die_at(nth, SingleStrategy.step, after=True)  # type: ignore[method-assign]
     elif where == "checkpoint files":

@@ -32,7 +32,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
     outcome = command(capsys, verb, flag)
     assert outcome.status == 0
     assert f"lightrft {verb}" in outcome.out
-    assert "presets:" in outcome.out if verb == "explain" else "run.name" in outcome.out
+    assert {"explain": "presets:", "check": "kinds:"}.get(verb, "run.name") in outcome.out
 
 
 def test_help_wins_over_settings_that_are_wrong(capsys):

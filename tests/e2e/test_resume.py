@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from torch import Tensor
 
 from lightrft.config import RLConfig
 from lightrft.strategy.checkpoint import load_state
@@ -44,14 +45,21 @@ def assert_same_end(one: Path, other: Path, step: int) -> None:
     left, right = (load_state(p / "trainer") for p in (a, b))
     assert left.keys() == right.keys()
     assert left["rng"]["torch"].equal(right["rng"]["torch"])
-    assert {k: v for k, v in left.items() if k not in ("rng", "seconds")} == {
-        k: v for k, v in right.items() if k not in ("rng", "seconds")
-    }
+    assert plain({k: v for k, v in left.items() if k not in ("rng", "seconds")}) == plain(
+        {k: v for k, v in right.items() if k not in ("rng", "seconds")}
+    )
     for file in sorted((one / "rollouts").glob("step_*.jsonl")):
         assert file.read_text() == (other / "rollouts" / file.name).read_text()
     metrics = [[json.loads(x) for x in (p / "metrics.jsonl").read_text().splitlines()] for p in (one, other)]
     steady = lambda row: {k: v for k, v in row.items() if not k.startswith(("time/", "seconds", "tokens_per"))}  # noqa: E731
     assert [steady(r) for r in metrics[0]] == [steady(r) for r in metrics[1]]
+
+
+def plain(state: Any) -> Any:
+    """``state`` with lists in place of tensors."""
+    if isinstance(state, dict):
+        return {key: plain(value) for key, value in state.items()}
+    return state.tolist() if isinstance(state, Tensor) else state
 
 
 @pytest.fixture
@@ -87,6 +95,23 @@ def test_a_killed_run_ends_bit_for_bit_like_one_that_was_not(tree, tmp_path, whe
     assert whole.returncode == 0, whole.stderr
     killed = start(tree, "killed", where, nth, tmp_path)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = start(tree, "killed", "never", 0, tmp_path)
+    assert again.returncode == 0, again.stderr
+    assert_same_end(tmp_path / "whole", tmp_path / "killed", 4)
+
+
+@pytest.mark.slow
+def test_pass_rates_and_groups_that_are_carried_over_survive_a_kill(tree, tmp_path):
+    rollout = {"oversample": 1.5, "carry_over": True, "curriculum": {"name": "priority"}}
+    together = {"min_new_tokens": 6}  # so that groups are left over
+    tree = deep_merge(tree, {"rollout": rollout, "algorithm": {"proximal": "behavior"}, "sampling": together})
+    whole = start(tree, "whole", "never", 0, tmp_path)
+    assert whole.returncode == 0, whole.stderr
+    killed = start(tree, "killed", "update", 18, tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    state = load_state(tmp_path / "killed" / "checkpoints" / "step_000002" / "trainer")
+    assert len(state["sampler"]["rates"]) > 3
+    assert state["carried"]
     again = start(tree, "killed", "never", 0, tmp_path)
     assert again.returncode == 0, again.stderr
     assert_same_end(tmp_path / "whole", tmp_path / "killed", 4)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from torch import Tensor
@@ -14,11 +14,22 @@ Fingerprint = dict[str, str]
 """Parameter name to a checksum of what the engine holds."""
 
 
+def never() -> bool:
+    """For whoever is not to be stopped."""
+    return False
+
+
 class Engine(Protocol):
     """Sampling only: native, vllm, sglang, http."""
 
-    def generate(self, requests: Iterable[Request], sampling: SamplingConfig) -> Iterator[Rollout]:
-        """Answers, as each finishes, in no order. Requests whose prompts are one object share that prompt's computation."""
+    def generate(
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+    ) -> Iterator[Rollout]:
+        """One answer to each request, as it finishes, in no order. Requests whose prompts are one object share its computation.
+
+        Once ``stopped`` turns true, which is asked between tokens, those that are not finished come out as they are, with finish
+        reason ``abort``; those that were not begun are empty.
+        """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:

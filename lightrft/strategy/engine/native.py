@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightrft.strategy.engine import sampling as draws
-from lightrft.strategy.engine.base import Fingerprint
+from lightrft.strategy.engine.base import Fingerprint, never
 from lightrft.strategy.engine.stopping import StopStrings
 from lightrft.strategy.settings import EngineConfig, SamplingConfig
 from lightrft.types import FinishReason, Prompt, Request, Rollout
@@ -86,7 +86,9 @@ class NativeEngine:
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._size = sum(tensor.numel() for _, tensor in decoder.parameters())
 
-    def generate(self, requests: Iterable[Request], sampling: SamplingConfig) -> Iterator[Rollout]:
+    def generate(
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+    ) -> Iterator[Rollout]:
         """See ``Engine.generate``. Raises ``ResourceError`` at once for a request that ``token_budget`` can never hold."""
         wanted = list(requests)
         for request in wanted:
@@ -99,17 +101,20 @@ class NativeEngine:
                     f"{len(request.prompt.token_ids)} prompt tokens + max_new_tokens {_limit(request, sampling)} = {tokens}; "
                     f"raise engine.token_budget to at least {tokens}, or lower max_new_tokens or the prompt length"
                 )
-        return self._answers(wanted, sampling)
+        return self._answers(wanted, sampling, stopped)
 
-    def _answers(self, requests: list[Request], sampling: SamplingConfig) -> Iterator[Rollout]:
+    def _answers(self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]) -> Iterator[Rollout]:
         run = _Run(self, requests, sampling)
         while run.unfinished:
+            if stopped():
+                yield from run.abort()
+                return
             if not self.awake:
                 raise RuntimeError("the engine was put to sleep or closed while answers were being drawn; call wake() first")
             # The policy is itself again whenever the caller has control.
             with threads_for(2.0 * self._size * run.width, self.decoder.device), self.decoder.running():
                 done: list[Rollout] = []
-                while run.unfinished and not done:
+                while run.unfinished and not done and not stopped():
                     done = run.advance()
             yield from done
 
@@ -189,6 +194,7 @@ class _Rows:
     requests: list[Request] = field(default_factory=list)
     groups: list[_Group] = field(default_factory=list)
     keys: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    greedy: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
     limits: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     steps: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     tokens: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
@@ -202,6 +208,7 @@ class _Rows:
         self.requests += requests
         self.groups += groups
         self.keys = np.concatenate([self.keys, draws.seed_keys([r.seed for r in requests])])
+        self.greedy = np.concatenate([self.greedy, np.array([r.greedy for r in requests], dtype=bool)])
         self.limits = np.concatenate([self.limits, np.array(limits, dtype=np.int64)])
         self.steps = np.concatenate([self.steps, np.zeros(len(requests), dtype=np.int64)])
         self._resize(len(self), self.tokens.shape[1])
@@ -219,10 +226,11 @@ class _Rows:
             self.requests[dst], self.groups[dst] = self.requests[src], self.groups[src]
         if moves:
             to, of = (list(side) for side in zip(*moves))
-            for column in (self.keys, self.limits, self.steps, self.tokens, self.logprobs, self.versions):
+            for column in (self.keys, self.greedy, self.limits, self.steps, self.tokens, self.logprobs, self.versions):
                 column[to] = column[of]
         del self.requests[rows:], self.groups[rows:]
-        self.keys, self.limits, self.steps = self.keys[:rows], self.limits[:rows], self.steps[:rows]
+        self.keys, self.greedy = self.keys[:rows], self.greedy[:rows]
+        self.limits, self.steps = self.limits[:rows], self.steps[:rows]
         self.tokens, self.logprobs, self.versions = self.tokens[:rows], self.logprobs[:rows], self.versions[:rows]
 
     def _resize(self, rows: int, columns: int) -> None:
@@ -238,6 +246,7 @@ class _Run:
 
     def __init__(self, engine: NativeEngine, requests: list[Request], sampling: SamplingConfig) -> None:
         self._engine, self._sampling, self._config = engine, sampling, engine.config
+        self._likeliest = sampling.model_copy(update={"temperature": 0.0})
         self._device = engine.decoder.device
         self._session = engine.decoder.session()
         eos = () if engine.tokenizer.eos_token_id is None else (engine.tokenizer.eos_token_id,)
@@ -280,6 +289,12 @@ class _Run:
         self._rows.record(host_tokens, host_logprobs, self._engine.version)
         return self._finish(host_tokens)
 
+    def abort(self) -> list[Rollout]:
+        """What is not finished, as it is."""
+        begun = [self._rollout(row, "abort", None) for row in range(len(self._rows))]
+        waiting = [r for group in self._waiting for r in group.waiting]
+        return begun + [Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in waiting]
+
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, sampling = self._rows, self._sampling
         suppress = None
@@ -287,12 +302,15 @@ class _Run:
             mask = np.zeros(tuple(logits.shape), dtype=bool)
             mask[np.ix_(early, self._ends)] = True
             suppress = torch.from_numpy(mask).to(self._device)
-        logits = draws.process(logits, sampling, self._seen, suppress)
-        if sampling.temperature == 0:
-            tokens, logprobs = draws.greedy(logits)
+        if sampling.temperature == 0 or rows.greedy.all():
+            tokens, logprobs = draws.greedy(draws.process(logits, self._likeliest, self._seen, suppress))
         else:
             u = torch.from_numpy(draws.uniforms(rows.keys, rows.steps)).to(self._device)
-            tokens, logprobs = draws.draw(logits, u)
+            tokens, logprobs = draws.draw(draws.process(logits, sampling, self._seen, suppress), u)
+            if rows.greedy.any():
+                at = torch.from_numpy(np.flatnonzero(rows.greedy)).to(self._device)
+                part = [None if mask is None else mask[at] for mask in (self._seen, suppress)]
+                tokens[at], logprobs[at] = draws.greedy(draws.process(logits[at], self._likeliest, *part))
         if self._seen is not None:
             self._seen[torch.arange(len(rows), device=self._device), tokens] = True
         return tokens, logprobs

@@ -35,7 +35,7 @@ from lightrft.trainer.rows import Rows
 from lightrft.types import Batch, Rollout, rows_of
 
 Function = Callable[..., Any]
-TOLERANCE = 1e-12
+TOLERANCE, ROUNDING = 1e-12, 1e-4
 LIMIT = 8
 
 
@@ -54,6 +54,15 @@ def expect_close(found: Tensor, expected: Tensor, where: str) -> None:
     expect(found.shape == expected.shape, f"{where}: shape {tuple(found.shape)}, not {tuple(expected.shape)}")
     close = torch.isclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
     expect(close.all(), f"{where}: {_short(found)}, not {_short(expected)}")
+
+
+def expect_same_in_float32(run: Callable[[Batch], Tensor]) -> None:
+    """What ``run`` makes of a batch in float32 is that of float64 up to rounding in float32."""
+    for name, batch in batches():
+        exact = run(batch).double()
+        found = run(with_dtype(batch, torch.float32)).double()
+        close = torch.isclose(found, exact, rtol=ROUNDING, atol=ROUNDING)
+        expect(close.all(), f"{name}: {_short(found)} in float32, {_short(exact)} in float64")
 
 
 def expect_finite(found: Tensor, where: str) -> None:
@@ -144,6 +153,7 @@ def check_advantage_is_by_group_not_by_place(function: Function) -> None:
 
 def needs_of(function: Function) -> frozenset[str]:
     """As it was registered with, or its own attribute."""
+    function = inspect.unwrap(function)
     registered = [ADVANTAGES.about(name).needs for name in ADVANTAGES if ADVANTAGES[name] is function]
     return frozenset(getattr(function, "needs", ())).union(*registered)
 
@@ -154,6 +164,12 @@ def check_advantage_keeps_the_dtype(function: Function) -> None:
         for name, batch in batches():
             for column in advantages_of(function, with_dtype(batch, dtype)):
                 expect(column.dtype == dtype, f"{name}: {column.dtype} of numbers in {dtype}")
+
+
+def check_advantage_is_the_same_in_float32(function: Function) -> None:
+    """float32 gives what float64 does, up to rounding."""
+    for which in (0, 1):
+        expect_same_in_float32(lambda batch, which=which: advantages_of(function, batch)[which])
 
 
 def check_advantage_leaves_its_input_alone(function: Function) -> None:
@@ -177,6 +193,7 @@ def loss_gradient(function: Function, batch: Batch) -> Tensor:
     """Of the summed losses at sampled tokens, with respect to the log-probs ``[N]``."""
     leaf = there(batch.behavior_logprobs).clone().requires_grad_()
     losses, _ = losses_of(function, batch, leaf)
+    expect(losses.requires_grad, "the losses carry no gradient of the log-probs")
     (found,) = torch.autograd.grad(losses[batch.mask].sum(), leaf, allow_unused=True)
     return torch.zeros_like(leaf) if found is None else found
 
@@ -231,6 +248,12 @@ def check_loss_keeps_the_dtype(function: Function) -> None:
             expect(losses.dtype == dtype, f"{name}: {losses.dtype} of numbers in {dtype}")
             for key, column in stats.items():
                 expect(not column.requires_grad, f"{name}: {key} among the statistics carries gradient")
+
+
+def check_loss_is_the_same_in_float32(function: Function) -> None:
+    """float32 gives the loss and gradient of float64, up to rounding."""
+    expect_same_in_float32(lambda batch: torch.where(batch.mask, losses_of(function, batch)[0], 0.0))
+    expect_same_in_float32(lambda batch: loss_gradient(function, batch))
 
 
 # Aggregations
@@ -417,6 +440,11 @@ def check_shaping_keeps_the_dtype(function: Function) -> None:
             expect(found.dtype == dtype, f"{name}: {found.dtype} of numbers in {dtype}")
 
 
+def check_shaping_is_the_same_in_float32(function: Function) -> None:
+    """float32 gives what float64 does, up to rounding."""
+    expect_same_in_float32(lambda batch: shaped(function, batch))
+
+
 def check_shaping_leaves_its_input_alone(function: Function) -> None:
     """No column of the batch is written to."""
     for name, batch in batches():
@@ -456,6 +484,7 @@ ADVANTAGE_CHECKS = [
     check_advantage_ignores_what_was_not_sampled,
     check_advantage_is_by_group_not_by_place,
     check_advantage_keeps_the_dtype,
+    check_advantage_is_the_same_in_float32,
     check_advantage_leaves_its_input_alone,
 ]
 POLICY_LOSS_CHECKS = [
@@ -465,6 +494,7 @@ POLICY_LOSS_CHECKS = [
     check_loss_ignores_what_was_not_sampled,
     check_loss_is_by_response,
     check_loss_keeps_the_dtype,
+    check_loss_is_the_same_in_float32,
 ]
 AGGREGATION_CHECKS = [
     check_aggregation_is_finite_and_not_negative,
@@ -489,6 +519,7 @@ SHAPING_CHECKS = [
     check_shaping_is_finite,
     check_shaping_is_by_group_not_by_place,
     check_shaping_keeps_the_dtype,
+    check_shaping_is_the_same_in_float32,
     check_shaping_leaves_its_input_alone,
 ]
 FILTER_CHECKS = [check_filter_gives_a_reason_or_nothing, check_filter_is_by_content_not_by_place]

@@ -10,9 +10,10 @@ import pytest
 from lightrft.config import PRESETS, RLConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.explain import Explanation, explain, to_latex, to_text
+from lightrft.trainer.explain import Explanation, explain, symbol_of, to_latex, to_text
+from lightrft.trainer.in_force import Number, flat
 from lightrft.trainer.policy_loss import POLICY_LOSSES
-from lightrft.utils.settings import dotted, load_settings
+from lightrft.utils.settings import load_settings
 
 
 def explained(*overrides: str, files: tuple[Path, ...] = ()) -> tuple[RLConfig, Explanation]:
@@ -24,40 +25,60 @@ def value_of(config: RLConfig, key: str) -> Any:
     """The number that the loop itself reads under a dotted key."""
     found: Any = config.model_dump(mode="json")
     for part in key.split("."):
-        found = found[part]
+        found = found[int(part) if part.isdigit() else part]
     return found
+
+
+def is_default_option(number: Number) -> bool:
+    return number.source.startswith("default of ")
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_the_numbers_are_those_of_the_config_with_their_sources(preset: str) -> None:
     config, found = explained(f"algorithm={preset}", "train.updates=3")
-    assert {n.key: n.value for n in found.numbers} == {n.key: value_of(config, n.key) for n in found.numbers}
-    sources = {n.key: n.source for n in found.numbers}
-    given = {f"algorithm.{key}": value for key, value in dotted(PRESETS[preset])}
-    assert {k: v for k, v in sources.items() if v == f"preset {preset}"}.keys() == given.keys()
-    assert {n.key: n.value for n in found.numbers if n.key in given} == given
-    assert sources["algorithm.preset"] == "command line"
-    assert sources["train.updates"] == "command line"
-    assert sources["algorithm.entropy.coef"] == "default"
+    shown = {n.key: n for n in found.numbers}
+    own = [n for n in found.numbers if not is_default_option(n)]
+    assert {n.key: n.value for n in own} == {n.key: value_of(config, n.key) for n in own}
+    given = {f"algorithm.{key}": value for key, value in flat(PRESETS[preset]).items() if value != {}}
+    from_preset = {n.key: n.value for n in own if n.source == f"preset {preset}"}
+    assert from_preset == {key: value for key, value in given.items() if key in shown}
+    assert shown["algorithm.preset"].source == "command line"
+    assert shown["train.updates"].source == "command line"
+    assert shown["rollout.samples"].source == "default"
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
-def test_every_number_that_an_algorithm_has_is_shown(preset: str) -> None:
-    config, found = explained(f"algorithm={preset}")
-    every = {f"algorithm.{k}" for k, v in dotted(config.algorithm.model_dump(mode="json")) if v not in (None, {}, [])}
-    assert every <= {n.key for n in found.numbers}
+def test_what_a_preset_names_is_in_force(preset: str) -> None:
+    """A number of a row that nothing reads would be one that the paper has and the run has not."""
+    _, found = explained(f"algorithm={preset}")
+    named = {f"algorithm.{key}" for key, value in flat(PRESETS[preset]).items() if value != {}}
+    assert named <= {n.key for n in found.numbers}
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_number_stands_in_the_text_with_its_source(preset: str) -> None:
+    _, found = explained(f"algorithm={preset}")
+    lines = [line.split() for line in to_text(found).splitlines()]
+    assert [n for n in found.numbers if [n.key, *str(n.value).split(), *n.source.split()] not in lines] == []
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_number_of_a_part_stands_beside_its_formula(preset: str) -> None:
+    _, found = explained(f"algorithm={preset}")
+    beside = {n.key for line in found.lines for n in line.numbers}
+    options = {n.key for n in found.numbers if ".options." in n.key or n.key.startswith("algorithm.loss.clip")}
+    assert options <= beside
     text = to_text(found)
-    for n in found.numbers:
-        assert any(line.split() == [n.key, *str(n.value).split(), *n.source.split()] for line in text.splitlines()), n
+    assert all(f"{symbol_of(n)} = {n.value}" in text for line in found.lines for n in line.numbers)
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_the_formulas_are_those_of_the_functions_that_run(preset: str) -> None:
-    config, found = explained(f"algorithm={preset}")
+    config, found = explained(f"algorithm={preset}", "algorithm.loss.ratio=token")
     text, latex = to_text(found), to_latex(found)
     algorithm = config.algorithm
     for table, name in ((ADVANTAGES, algorithm.advantage.name), (POLICY_LOSSES, algorithm.loss.name)):
-        assert table.about(name).formula in text
+        assert table.about(name).formula.replace("min(rho_t, ratio_cap)", "rho_t") in text
         assert table.about(name).paper in text
         assert table.about(name).latex in latex
     assert AGGREGATIONS.about(algorithm.aggregation).paper in text
@@ -65,6 +86,33 @@ def test_the_formulas_are_those_of_the_functions_that_run(preset: str) -> None:
     assert latex.startswith("\\begin{align*}")
     assert latex.endswith("\\end{align*}")
     assert latex.count("{") == latex.count("}")
+
+
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if "ratio" in POLICY_LOSSES.about(name).reads])
+@pytest.mark.parametrize("level", ["sequence", "sequence_token"])
+def test_a_loss_is_shown_with_the_ratio_in_force(name: str, level: str) -> None:
+    _, found = explained(f"algorithm.loss={{name: {name}, ratio: {level}}}")
+    assert "mean_t (logp - logp_old)" in to_text(found)
+    assert r"\frac1{l_i}\sum_t\log" in to_latex(found)
+
+
+def test_bounds_of_the_ratio_are_shown_once_they_are_set() -> None:
+    _, plain = explained("algorithm=grpo")
+    assert "ratio_cap" not in to_text(plain) and "dual_clip" not in to_text(plain)
+    _, bounded = explained("algorithm=grpo", "algorithm.loss.dual_clip=3")
+    assert "L_t <- min(L_t, -dual_clip A_t) where A_t < 0" in to_text(bounded) and "dual_clip = 3.0" in to_text(bounded)
+    _, capped = explained("algorithm=grpo", "algorithm.loss.ratio_cap=2")
+    assert "min(rho_t, ratio_cap)" in to_text(capped) and "ratio_cap = 2.0" in to_text(capped)
+
+
+def test_the_default_of_an_option_is_read_from_the_function(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def late(batch, rewards, *, max_new_tokens, start=3, by=0.5): return rewards\n")
+    name = f"{tmp_path}/mine.py:late"
+    _, found = explained(f"algorithm.shaping=[{{name: '{name}', options: {{by: 0.25}}}}]")
+    numbers = {n.key: (n.value, n.source) for n in found.numbers}
+    assert numbers["algorithm.shaping.0.options.start"] == (3, f"default of {name}")
+    assert numbers["algorithm.shaping.0.options.by"] == (0.25, "command line")
+    assert "with start = 3, by = 0.25" in to_text(found)
 
 
 def test_what_stands_beside_a_preset_wins_and_names_its_file(tmp_path: Path) -> None:
@@ -75,7 +123,8 @@ def test_what_stands_beside_a_preset_wins_and_names_its_file(tmp_path: Path) -> 
     assert numbers["algorithm.kl.coef"] == (0.5, str(file))
     assert numbers["algorithm.advantage.lam"] == (0.9, "command line")
     assert numbers["algorithm.advantage.gamma"] == (1.0, "preset ppo")
-    assert numbers["algorithm.kl.target"] == (6.0, "default")
+    assert numbers["algorithm.kl.controller"] == ("fixed", "default")
+    assert "algorithm.kl.target" not in numbers
 
 
 @pytest.mark.parametrize("aggregation", list(AGGREGATIONS))
@@ -100,7 +149,7 @@ def test_shaping_and_filters_are_shown() -> None:
     named = [(line.part, line.name) for line in found.lines]
     assert ("shaping", "overlong") in named
     assert ("filter", "zero_variance") in named
-    assert "'buffer': 5" in to_text(found)
+    assert "with buffer = 5, penalty = 1.0" in to_text(found)
 
 
 @pytest.mark.parametrize(

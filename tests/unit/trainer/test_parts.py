@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import AlgorithmConfig
-from lightrft.trainer.parts import check_parts
+from lightrft.config import AlgorithmConfig, RLConfig
+from lightrft.trainer.parts import check_parts, needs_old_logprobs, needs_reference, needs_reward
 from lightrft.utils.errors import ConfigError
 
 MINE = """
@@ -137,3 +137,40 @@ def test_a_scale_that_the_advantage_has_no_use_for_is_refused_with_the_reason() 
         (found,) = problems(advantage={"name": "remax"}, **given)
         assert "changes the rewards of answers and not that of the greedy answer" in found
     assert accepted(advantage={"name": "gae"}, normalize={"values": True, "rewards": "standard", "eps": 0.1})
+
+
+@pytest.mark.parametrize("tree", [{"preset": "prime"}, {"preset": "opd"}, {"distill": {"kind": "sampled"}}], ids=str)
+def test_advantages_that_differ_from_token_to_token_do_not_go_with_the_ratio_of_whole_answers(tree: dict[str, Any]) -> None:
+    (found,) = problems(**tree, loss={"name": "ppo_clip", "ratio": "sequence"})
+    assert "take ratio: sequence_token" in found
+
+
+def test_log_probs_that_a_teacher_reads_are_computed_or_asked_for() -> None:
+    (found,) = problems(preset="opd", proximal="interpolated")
+    assert "which distill.kind: sampled reads" in found
+    assert accepted(preset="opd", proximal="behavior", loss={"name": "reinforce"})
+    assert needs_old_logprobs(RLConfig(algorithm=AlgorithmConfig.model_validate("opd")))
+    whole = AlgorithmConfig.model_validate({"preset": "opd", "distill": {"kind": "jsd"}})
+    assert not needs_old_logprobs(RLConfig(algorithm=whole))
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        {"shaping": ["reward_clip"]},
+        {"filters": ["zero_variance"]},
+        {"positive_nll": {"coef": 0.1}},
+        {"normalize": {"rewards": "standard"}},
+        {"normalize": {"terms": "group"}},
+        {"advantage": {"name": "grpo"}},
+    ],
+    ids=str,
+)
+def test_a_reward_is_needed_as_soon_as_one_part_reads_it(reading: dict[str, Any]) -> None:
+    assert not needs_reward(AlgorithmConfig.model_validate("opd"))
+    assert needs_reward(AlgorithmConfig.model_validate({"preset": "opd", **reading}))
+
+
+def test_the_reference_is_needed_for_a_kl_term_or_a_process_reward_alone() -> None:
+    needed = {name: needs_reference(AlgorithmConfig.model_validate(name)) for name in ("grpo", "opd", "prime", "dr_grpo")}
+    assert needed == {"grpo": True, "opd": False, "prime": True, "dr_grpo": False}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.config import RLConfig
+from lightrft.config import PRESETS, AlgorithmConfig, RLConfig
 from lightrft.models.actor import Actor
 from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny import tiny_model
@@ -16,6 +16,7 @@ from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.distill import with_teacher
+from lightrft.trainer.parts import needs_of
 from lightrft.trainer.ppo import with_advantages, with_policy, with_reference
 from lightrft.trainer.roles import Frozen, Roles, Trained
 from lightrft.trainer.update import update
@@ -121,6 +122,32 @@ def test_neither_micro_batches_nor_layouts_change_a_step(aggregation: str, layou
     other = gradients(pieces, batch)
     for name, grad in one.items():
         torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-6)
+
+
+def runs_alone(preset: str) -> bool:
+    """Whether a preset needs neither another model nor terms of a reward."""
+    algorithm = AlgorithmConfig.model_validate(preset)
+    other = {"critic", "process", "greedy", "teacher"}
+    return not needs_of(algorithm) & other and algorithm.normalize.terms == "none"
+
+
+def near_policy(batch: Batch, config: RLConfig) -> Batch:
+    """``batch`` as if the policy, or one a little way off, had drawn it."""
+    logprobs = roles_of(config).actor.score(batch, temperature=1.0).logprobs.detach()
+    noise = torch.rand(batch.tokens, generator=torch.Generator().manual_seed(1)) - 0.5
+    return batch.replace(behavior_logprobs=logprobs + 0.2 * noise, sample=torch.arange(len(batch)))
+
+
+@pytest.mark.parametrize("preset", [preset for preset in sorted(PRESETS) if runs_alone(preset)])
+def test_no_micro_batch_changes_a_step_of_a_preset(preset: str) -> None:
+    tree = {"algorithm": preset, "sampling": {"max_new_tokens": 8}, "train": {"mini_batches": 2}}
+    whole = build(RLConfig, tree)
+    pieces = build(RLConfig, deep_merge(tree, {"train": {"micro_batch_tokens": 16}}))
+    batch = near_policy(batch_of(groups=4), whole)
+    one, other = (gradients(config, batch) for config in (whole, pieces))
+    assert max(float(g.abs().max()) for g in one.values()) > 1e-6
+    for name, grad in one.items():
+        torch.testing.assert_close(other[name], grad, rtol=1e-3, atol=1e-5)
 
 
 def gradients(config: RLConfig, batch: Batch) -> dict[str, torch.Tensor]:

@@ -1,5 +1,6 @@
 """The native engine over small real models: what it draws, what it computes, and what it leaves behind."""
 
+import dataclasses
 import gc
 import itertools
 import math
@@ -444,3 +445,44 @@ def test_many_prompts_are_prefilled_in_parts_and_released_in_any_order(monkeypat
         want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, pad_token_id=0)[0]
         for j in range(3):
             assert got[str(i), j].token_ids == want[len(prompt.token_ids) :].tolist()[: limits[3 * i + j]]
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_a_greedy_request_among_sampled_ones_is_answered_as_at_temperature_0(penalty: float) -> None:
+    model = endless()
+    shared = {"max_new_tokens": 20, "repetition_penalty": penalty, "stop_token_ids": (7,), "min_new_tokens": 20}
+    sampling, greedy = SamplingConfig(temperature=1.3, top_p=0.9, **shared), SamplingConfig(temperature=0, **shared)
+    requests = requests_of(prompts_of(9, 14), 3)
+    want = by_key(engine_of(model).generate(requests, greedy))
+    drawn = by_key(engine_of(model).generate(requests, sampling))
+    marked = [dataclasses.replace(r, greedy=r.sample == 1) for r in requests]
+    for max_rows in (2, 64):
+        mixed = by_key(engine_of(model, max_rows=max_rows).generate(marked, sampling))
+        for key, rollout in mixed.items():
+            assert rollout.token_ids == (want if key[1] == 1 else drawn)[key].token_ids
+        assert mixed["0", 1].logprobs == [0.0] * 20
+
+
+def test_when_stopped_every_request_that_is_not_finished_comes_out_as_it_is() -> None:
+    engine = engine_of(endless(), max_rows=3)
+    requests = requests_of(prompts_of(9, 14), 3, iter([4, 30, 30, 30, 30, 30]))
+    whole = by_key(engine.generate(requests, SamplingConfig()))
+    done: list[Rollout] = []
+    for rollout in engine.generate(requests, SamplingConfig(), lambda: bool(done)):
+        done.append(rollout)
+    assert sorted((r.prompt.id, r.sample) for r in done) == sorted(whole)
+    finished, begun, empty = done[0], done[1:3], done[3:]
+    assert (finished.finish_reason, len(finished)) == ("length", 4)
+    assert [(r.finish_reason, len(r)) for r in begun] == [("abort", 4)] * 2
+    assert [(r.finish_reason, len(r)) for r in empty] == [("abort", 0)] * 3
+    for rollout in begun:
+        assert rollout.token_ids == whole[rollout.prompt.id, rollout.sample].token_ids[:4]
+        assert len(rollout.logprobs) == len(rollout.versions) == len(rollout.sampled) == 4
+
+
+def test_being_stopped_is_seen_between_tokens() -> None:
+    engine = engine_of(endless())
+    asked = itertools.count()
+    [cut] = engine.generate(requests_of(prompts_of(9)), SamplingConfig(max_new_tokens=50), lambda: next(asked) >= 8)
+    assert cut.finish_reason == "abort"
+    assert 0 < len(cut) <= 8

@@ -1,0 +1,112 @@
+"""Any phase of a step again, from the batch that a run kept of it: what would other settings have made of the same answers?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightrft.config import RLConfig
+from lightrft.strategy.checkpoint import CheckpointStore, load_state, verify
+from lightrft.trainer.controls import Controls
+from lightrft.trainer.distill import with_teacher
+from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
+from lightrft.trainer.parts import check_parts
+from lightrft.trainer.ppo import with_advantages, with_policy, with_reference, with_values
+from lightrft.trainer.prompts import PromptStream
+from lightrft.trainer.refresh import load_refreshed
+from lightrft.trainer.replay_buffer import load_batch
+from lightrft.trainer.roles import Roles, settle_layouts
+from lightrft.trainer.rollout import Collected
+from lightrft.trainer.update import update
+from lightrft.types import Batch
+from lightrft.utils.errors import CheckpointError, ConfigError
+from lightrft.utils.metrics import Metrics
+from lightrft.utils.seeding import restore_rng, seed_everything
+from lightrft.utils.settings import load_settings
+
+PHASES = ("policy", "reference", "values", "advantages", "update")
+
+
+@dataclass(slots=True)
+class Replayed:
+    """The batch as the phases left it, and the metrics of the update, if that was one of them."""
+
+    batch: Batch
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+def with_outcomes(batch: Batch, collected: Collected) -> Batch:
+    """``batch`` with its rewards as they were scored, which the phase ``advantages`` starts from and replaces."""
+    scored = [r.reward for group in collected.groups for r in group]
+    return batch.replace(rewards=torch.tensor(scored, dtype=torch.float64))
+
+
+def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overrides: Sequence[str] = ()) -> Replayed:
+    """Put the batch that the run in ``folder`` kept of ``step`` through ``phases`` (of ``PHASES``, in that order), by the run's settings
+    with ``overrides`` (``a.b=value``). Columns that earlier phases made are those of the run.
+
+    Weights, optimizer and coefficients are those that the step began with, so that the same settings give the same numbers; they
+    come from the checkpoint before it. Nothing of the run is changed. Seeds the random generators of this process.
+    Raises ``CheckpointError`` when the batch or that checkpoint was not kept, ``ConfigError`` for settings that cannot be.
+    """
+    if unknown := [phase for phase in phases if phase not in PHASES]:
+        raise ConfigError(f"there is no phase {unknown[0]!r}; take some of {', '.join(PHASES)}")
+    folder = Path(folder)
+    config = load_settings(RLConfig, [folder / "config.yaml"], overrides).settings
+    check_parts(config.algorithm)
+    file = folder / "batches" / f"step_{step:06d}"
+    if not file.with_name(file.name + ".json").exists():
+        kept = sorted(int(f.stem.removeprefix("step_")) for f in file.parent.glob("step_*.json"))
+        raise CheckpointError(f"{folder} kept no batch of step {step}, but of {kept or 'none'}; set log.batches_every in the run")
+    batch = load_batch(file)
+    tokenizer = local_tokenizer(config.model)
+    prompts = 0 if config.train.steps else len(PromptStream.of(config.data, tokenizer, config.run.seed).dataset)
+    roles = local_roles(config, tokenizer, rollout_steps(config, prompts))
+    try:
+        controls = Controls.of(config.algorithm)
+        _take_up(roles, controls, config, folder, step - 1)
+        settle_layouts(roles, batch)
+        return _run(roles, controls, config, step - 1, batch, phases)
+    finally:
+        roles.close()
+
+
+def _run(roles: Roles, controls: Controls, config: RLConfig, step: int, batch: Batch, phases: Sequence[str]) -> Replayed:
+    replayed = Replayed(batch)
+    if "policy" in phases:
+        batch = with_policy(batch, roles, config)
+    if "reference" in phases:
+        batch = with_teacher(with_reference(batch, roles, config), roles, config)
+    if "values" in phases:
+        batch = with_values(batch, roles, config, controls)
+    if "advantages" in phases:
+        batch = with_advantages(batch, config, controls)
+    if "update" in phases:
+        replayed.metrics.merge(update(roles, batch, config, controls, step))
+    replayed.batch = batch
+    return replayed
+
+
+def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, step: int) -> None:
+    """Everything as it was when ``step`` steps were done. Raises ``CheckpointError`` when that was not saved."""
+    if step == 0:
+        seed_everything(config.run.seed)
+        return
+    saved = CheckpointStore(folder / "checkpoints", keep=1).steps()
+    if step not in saved:
+        raise CheckpointError(
+            f"{folder} has no checkpoint of step {step}, with whose weights the batch of step {step + 1} was trained on; it has "
+            f"{sorted(saved) or 'none'}. Set checkpoint.every=1 and checkpoint.keep in the run"
+        )
+    verify(saved[step])
+    state: Mapping[str, Any] = load_state(saved[step] / "trainer")
+    roles.strategy.load(roles.policy.state, saved[step] / "policy")
+    if roles.critic is not None and (saved[step] / "critic").exists():
+        roles.strategy.load(roles.critic.state, saved[step] / "critic")
+    controls.load_state_dict(state["controls"])
+    load_refreshed(roles, state)
+    restore_rng(state["rng"])
