@@ -68,6 +68,9 @@ OWN: dict[str, Own] = {
         {"critic": {"warmup_steps": 4, "optimizer": {"lr": 1e-3}}},
         "the paper trains the critic alone for 50 steps first; here for 4 of the 24, so that it has to learn faster",
     ),
+    "prime": Own(
+        {"process": {"optimizer": {"lr": 1e-4}}}, "its reward model has 24 steps to learn from the start, as the policy has"
+    ),
 }
 
 ON_POLICY = ("reinforce", "rloo", "remax", "opo", "pass_at_k", "maxrl", "gpg", "raft", "rft")
