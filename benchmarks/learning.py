@@ -32,7 +32,7 @@ from typing import Any
 from lightrft.config import PRESETS, DemoConfig, RLConfig
 from lightrft.utils.settings import build, deep_merge, dotted, load_settings
 
-STEPS = 24
+STEPS = 12
 ENOUGH = 0.2
 """What an accuracy has to gain to count as learned."""
 
@@ -40,7 +40,7 @@ RECIPE: dict[str, Any] = {
     "rollout": {"prompts": 16, "samples": 8},
     "train": {"steps": STEPS, "mini_batches": 2},
     "optimizer": {"lr": 3e-4},
-    "eval": {"every": 4},
+    "eval": {"every": 3},
     "checkpoint": {"every": 0, "keep": 1},
     "log": {"tensorboard": False, "rollouts_every": 0},
 }
@@ -65,11 +65,11 @@ OWN: dict[str, Own] = {
         "a control: rewards in training are coin tosses, held-out accuracy is measured as always",
     ),
     "vapo": Own(
-        {"critic": {"warmup_steps": 4, "optimizer": {"lr": 1e-3}}},
-        "the paper trains the critic alone for 50 steps first; here for 4 of the 24, so that it has to learn faster",
+        {"critic": {"warmup_steps": 3, "optimizer": {"lr": 1e-3}}},
+        "the paper trains the critic alone for 50 steps first; here for 3 of the 12, so that it has to learn faster",
     ),
     "prime": Own(
-        {"process": {"optimizer": {"lr": 1e-4}}}, "its reward model has 24 steps to learn from the start, as the policy has"
+        {"process": {"optimizer": {"lr": 1e-4}}}, "its reward model has 12 steps to learn from the start, as the policy has"
     ),
 }
 
@@ -151,7 +151,7 @@ def make_teacher(folder: Path, start: Path) -> Path:
     if not model.exists():
         from lightrft.trainer.rl import run_rl
 
-        config = config_of("grpo", 100, STEPS, start, folder)
+        config = config_of("grpo", 100, 2 * STEPS, start, folder)
         run_rl(config.model_copy(update={"run": config.run.model_copy(update={"name": "teacher", "overwrite": True})}))
     return model
 
