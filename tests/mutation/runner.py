@@ -47,8 +47,7 @@ class Runner:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = session.items
-        for item in items:
-            self.observe(item)
+        self.observe(items)
         if self.failed:
             session.testsfailed = 1
             return True
@@ -58,23 +57,20 @@ class Runner:
             self.write(mutant, *self.fork(mutant, wanted))
         return True
 
-    def observe(self, item: pytest.Item) -> None:
-        """Run ``item`` and note which functions of the module it enters."""
-        names, file = set(), str(self.file)
-
-        def entered(frame: Any, event: str, argument: Any) -> None:
-            if frame.f_code.co_filename == file:
-                names.add(frame.f_code.co_firstlineno)
-
-        sys.setprofile(entered)
-        began = time.perf_counter()
-        try:
+    def observe(self, items: Sequence[pytest.Item]) -> None:
+        """Run ``items`` and note which functions of the module each of them enters."""
+        module, source = sys.modules[self.name], self.file.read_text(encoding="utf-8")
+        names: set[str] = set()
+        vars(module)[ENTERED] = names.add
+        put_in_place(module, telling(source))
+        for item in items:
+            names.clear()
+            began = time.perf_counter()
             run(item)
-        finally:
-            sys.setprofile(None)
-        self.took[item.nodeid] = time.perf_counter() - began
-        for line in names:
-            self.entered[self.span_of(line)].add(item.nodeid)
+            self.took[item.nodeid] = time.perf_counter() - began
+            for name in names:
+                self.entered[name].add(item.nodeid)
+        put_in_place(module, source)
 
     def span_of(self, line: int) -> str:
         return next((name for name, first, last in self.spans if first <= line <= last), "")
@@ -127,13 +123,27 @@ def spans_of(source: str) -> list[tuple[str, int, int]]:
     return found
 
 
+ENTERED = "entered_by_a_test"
+
+
+def telling(source: str) -> str:
+    """``source`` whose functions say when they are entered; a method says the name of its class."""
+    tree = ast.parse(source)
+    for top in tree.body:
+        if isinstance(top, ast.FunctionDef | ast.ClassDef):
+            for node in ast.walk(top):
+                if isinstance(node, ast.FunctionDef):
+                    node.body.insert(0, ast.parse(f"{ENTERED}({top.name!r})").body[0])
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
 def put_in_place(module: ModuleType, code: str) -> None:
     """Give the functions of ``module``, which others hold already, the code of a mutant. Raises what its import raises."""
     fresh = ModuleType(module.__name__)
     fresh.__file__ = module.__file__
     exec(compile(code, "<mutant>", "exec"), fresh.__dict__)
     for name, old in list(vars(module).items()):
-        if name.startswith("__"):
+        if name.startswith("__") or name == ENTERED:
             continue
         if name not in vars(fresh):
             delattr(module, name)
