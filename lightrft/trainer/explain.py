@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from lightrft.config import AlgorithmConfig, LossConfig, NormalizeConfig, RLConfig
 from lightrft.models.divergence import DIVERGENCES
 from lightrft.presets import PAPERS
+from lightrft.trainer.curriculum import CURRICULA
 from lightrft.trainer.distill import SAMPLED
 from lightrft.trainer.in_force import Number, numbers
 from lightrft.trainer.kinds import KINDS
 from lightrft.trainer.parts import needs_of
 from lightrft.trainer.process_model import IMPLICIT, OUTCOME_LOSS
 from lightrft.trainer.ptx import PTX
+from lightrft.trainer.selection import SELECTIONS
 from lightrft.trainer.workload import Forward, Role, forwards, gradient, roles
 from lightrft.utils.registry import About
 
@@ -142,6 +144,12 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     if config.ptx.coef:
         yield Line("beside the objective", "ptx", PTX, tuple(n for n in _below("ptx", found) if symbol_of(n) == "coef"))
     yield from _listed("filter", "filter", algorithm, found)
+    if config.rollout.select is not None:
+        name = config.rollout.select.name
+        yield Line("selection", name, SELECTIONS.about(name), _below("rollout.select", found))
+    if config.rollout.curriculum is not None:
+        name = config.rollout.curriculum.name
+        yield Line("prompts", name, CURRICULA.about(name), _below("rollout.curriculum", found))
 
 
 def _scales(settings: NormalizeConfig, own: tuple[Number, ...]) -> Iterator[Line]:

@@ -11,6 +11,7 @@ import torch
 
 from lightrft.config import RLConfig
 from lightrft.strategy.checkpoint import CheckpointStore, load_state, verify
+from lightrft.trainer.account import Collected
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.distill import with_teacher
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
@@ -20,7 +21,6 @@ from lightrft.trainer.prompts import PromptStream
 from lightrft.trainer.refresh import load_refreshed
 from lightrft.trainer.replay_buffer import load_batch
 from lightrft.trainer.roles import Roles, settle_layouts
-from lightrft.trainer.rollout import Collected
 from lightrft.trainer.update import update
 from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, ConfigError
