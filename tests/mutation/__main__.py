@@ -46,8 +46,8 @@ TESTS = {
         "unit/trainer/test_kl.py",
         "numbers/test_kl.py",
         "numbers/test_controllers.py",
-        "numbers/test_divergence.py",
         "unit/trainer/test_controls.py",
+        "numbers/test_objective_parts.py",
     ],
     "corrections": [
         "unit/trainer/test_corrections.py",

@@ -60,7 +60,7 @@ DROPPED = {"detach", "abs", "square", "sqrt", "exp", "sign", "clamp", "flip", "l
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """``code`` is the whole module; ``line`` and ``text`` say what is different. ``outside``: it is not in the body of a function."""
+    """``code`` is the whole module; ``line`` and ``text`` say what is different. ``outside``: a test that does not enter the function may see it."""
 
     line: int
     text: str
@@ -83,7 +83,7 @@ def mutants(source: str) -> list[Mutant]:
             _put(mutated, path, copy.deepcopy(new))
             code = ast.unparse(ast.fix_missing_locations(mutated))
             if code != original:
-                inside = any(name == "body" for name, _ in path[1:]) and not any(name == "decorator_list" for name, _ in path)
+                inside = len(path) > 1 and all(name != "decorator_list" for name, _ in path)
                 found.setdefault(code, Mutant(getattr(node, "lineno", 0), text, code, not inside))
     return sorted(found.values(), key=lambda m: m.line)
 
