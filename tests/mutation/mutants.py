@@ -60,7 +60,8 @@ DROPPED = {"detach", "abs", "square", "sqrt", "exp", "sign", "clamp", "flip", "l
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """``code`` is the whole module; ``line`` and ``text`` say what is different. ``outside``: a test that does not enter the function may see it."""
+    """``code`` is the whole module; ``line`` and ``text`` say what is different. ``outside``: tests that do not enter the function may see
+    it."""
 
     line: int
     text: str
