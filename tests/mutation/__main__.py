@@ -26,6 +26,7 @@ TRAINER = ROOT / "lightrft" / "trainer"
 EVERY = ["contracts/test_registered_functions.py"]
 TESTS = {
     "advantages": [
+        "unit/trainer/test_declared.py",
         "unit/trainer/test_advantages.py",
         "numbers/test_advantages.py",
         "numbers/test_more_advantages.py",
@@ -35,6 +36,7 @@ TESTS = {
         "unit/trainer/test_critic.py",
     ],
     "policy_loss": [
+        "unit/trainer/test_declared.py",
         "unit/trainer/test_policy_loss.py",
         "numbers/test_policy_loss.py",
         "numbers/test_more_losses.py",
@@ -50,6 +52,7 @@ TESTS = {
         "numbers/test_objective_parts.py",
     ],
     "corrections": [
+        "unit/trainer/test_declared.py",
         "unit/trainer/test_corrections.py",
         "numbers/test_corrections.py",
         "numbers/test_objective_parts.py",

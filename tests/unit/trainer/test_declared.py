@@ -1,0 +1,115 @@
+"""What a part declares (``needs``, ``reads``) is what its function reads: the rest of the program believes the declaration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrft.config import AdvantageConfig, LossConfig
+from lightrft.trainer.advantages import ADVANTAGES
+from lightrft.trainer.contracts.cases import filled, plain_batch
+from lightrft.trainer.corrections import CORRECTIONS
+from lightrft.trainer.policy_loss import POLICY_LOSSES
+from lightrft.trainer.rows import Rows
+from lightrft.types import Batch
+
+LOSS_SETTINGS: dict[str, Any] = {"ratio": "sequence", "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.5, "ratio_cap": 1.4}
+ADVANTAGE_SETTINGS: dict[str, Any] = {"gamma": 0.5, "lam": 0.5, "eps": 0.5}
+COLUMNS = {"critic": "values", "greedy": "baselines", "process": "process_rewards"}
+
+
+def case() -> Batch:
+    """Three groups, one of them of one answer; policies far enough apart that every bound acts."""
+    mask = [[True, True, True], [True, True], [True], [True, True, True, True], [True, False, True], [True, True]]
+    return filled(plain_batch(mask, [0, 1, 0, 1, 2, 1], [1.0, 0.0, 0.0, 2.0, 1.0, 0.5]))
+
+
+def column(batch: Batch, name: str) -> Tensor:
+    found = getattr(batch, name)
+    assert isinstance(found, Tensor)
+    return found
+
+
+def losses_of(name: str, batch: Batch, settings: LossConfig) -> Tensor:
+    columns = (column(batch, c) for c in ("logprobs", "old_logprobs", "advantages"))
+    return POLICY_LOSSES[name](*columns, Rows.of(batch), settings)[0]
+
+
+def changes(function: Callable[[Any], Tensor], before: Any, after: Any) -> bool:
+    return not torch.equal(function(before), function(after))
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_policy_loss_reads_the_settings_that_it_lists_and_no_other(name: str) -> None:
+    batch = case()
+    assert POLICY_LOSSES.about(name).reads == {
+        key
+        for key, value in LOSS_SETTINGS.items()
+        if changes(lambda settings: losses_of(name, batch, settings), LossConfig(), LossConfig(**{key: value}))
+    }
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_a_policy_loss_says_whether_it_reads_the_old_log_probs(name: str) -> None:
+    batch = case()
+    moved = batch.replace(old_logprobs=column(batch, "old_logprobs") - 0.3)
+    read = changes(lambda b: losses_of(name, b, LossConfig()), batch, moved)
+    assert ("old" in POLICY_LOSSES.about(name).needs) == read
+
+
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+def test_what_a_policy_loss_reports_carries_no_gradient(name: str) -> None:
+    batch = case()
+    logprobs = column(batch, "logprobs").requires_grad_()
+    losses, stats = POLICY_LOSSES[name](
+        logprobs, column(batch, "old_logprobs"), column(batch, "advantages"), Rows.of(batch), LossConfig()
+    )
+    assert losses.requires_grad
+    assert not any(stat.requires_grad for stat in stats.values())
+
+
+def advantages_of(name: str, batch: Batch, settings: AdvantageConfig) -> Tensor:
+    rewards = torch.sin(torch.arange(batch.tokens).double())
+    return torch.stack(ADVANTAGES[name](batch, rewards, settings))
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_advantage_reads_the_settings_that_it_lists_and_no_other(name: str) -> None:
+    batch = case()
+    assert ADVANTAGES.about(name).reads == {
+        key
+        for key, value in ADVANTAGE_SETTINGS.items()
+        if changes(lambda settings: advantages_of(name, batch, settings), AdvantageConfig(), AdvantageConfig(**{key: value}))
+    }
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_advantage_says_which_columns_it_cannot_do_without(name: str) -> None:
+    needed = set()
+    for need, missing in COLUMNS.items():
+        try:
+            advantages_of(name, case().replace(**{missing: None}), AdvantageConfig())
+        except ValueError as error:
+            assert missing in str(error)
+            needed.add(need)
+    assert ADVANTAGES.about(name).needs & COLUMNS.keys() == needed
+
+
+@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+def test_a_correction_says_which_log_probs_it_reads(name: str) -> None:
+    batch = case()
+    columns = dict.fromkeys(("now", "old", "behavior"), column(batch, "logprobs"))
+
+    def weights(moved: dict[str, Tensor]) -> Tensor:
+        return CORRECTIONS[name](*moved.values(), column(batch, "advantages"), Rows.of(batch))
+
+    read = {
+        need
+        for need in ("old", "behavior")
+        if any(changes(weights, columns, {**columns, need: columns[need] + size}) for size in (-1, 1))
+    }
+    assert CORRECTIONS.about(name).needs & {"old", "behavior"} == read
