@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,10 +22,13 @@ ADVANTAGE_SETTINGS: dict[str, Any] = {"gamma": 0.5, "lam": 0.5, "eps": 0.5}
 COLUMNS = {"critic": "values", "greedy": "baselines", "process": "process_rewards"}
 
 
-def case() -> Batch:
+GROUPS = [0, 1, 0, 1, 2, 1]
+
+
+def case(prompt_of: Sequence[int] = GROUPS) -> Batch:
     """Three groups, one of them of one answer; policies far enough apart that every bound acts."""
     mask = [[True, True, True], [True, True], [True], [True, True, True, True], [True, False, True], [True, True]]
-    return filled(plain_batch(mask, [0, 1, 0, 1, 2, 1], [1.0, 0.0, 0.0, 2.0, 1.0, 0.5]))
+    return filled(plain_batch(mask, prompt_of, [1.0, 0.0, 0.0, 2.0, 1.0, 0.5]))
 
 
 def column(batch: Batch, name: str) -> Tensor:
@@ -97,6 +100,13 @@ def test_an_advantage_says_which_columns_it_cannot_do_without(name: str) -> None
             assert missing in str(error)
             needed.add(need)
     assert ADVANTAGES.about(name).needs & COLUMNS.keys() == needed
+
+
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_an_advantage_says_whether_it_compares_the_answers_of_a_group(name: str) -> None:
+    together, apart = case(), case(range(len(GROUPS))).replace(baselines=case().baselines)
+    compares = changes(lambda batch: advantages_of(name, batch, AdvantageConfig()), together, apart)
+    assert ("groups" in ADVANTAGES.about(name).needs) == compares
 
 
 @pytest.mark.parametrize("name", sorted(CORRECTIONS))
