@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightrft.trainer.corrections import CORRECTIONS
 from lightrft.trainer.policy_loss import POLICY_LOSSES
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch
+from lightrft.utils.registry import Registry
 
 LOSS_SETTINGS: dict[str, Any] = {"ratio": "sequence", "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.5, "ratio_cap": 1.4}
 ADVANTAGE_SETTINGS: dict[str, Any] = {"gamma": 0.5, "lam": 0.5, "eps": 0.5}
@@ -124,3 +126,38 @@ def test_a_correction_says_which_log_probs_it_reads(name: str) -> None:
         if any(changes(weights, columns, {**columns, need: columns[need] + size}) for size in (-1, 1))
     }
     assert CORRECTIONS.about(name).needs & {"old", "behavior"} == read
+
+
+PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
+    "advantage": {
+        "gae": {"lam_critic": None},
+        "gpg": {"std_eps": None},
+        "pass_at_k": {"std_eps": None},
+        "prime_released": {"outcome_coef": 1.0, "process_coef": 1.0},
+        "rft": {"threshold": 1.0},
+        "vapo": {"alpha": 0.05, "lam_critic": 1.0},
+    },
+    "policy loss": {
+        "cispo_cap": {"cap": 5.0},
+        "dppo": {"low": 0.15, "high": 0.15},
+        "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+        "vespo": {"k_pos": 2.0, "lam_pos": 3.0, "k_neg": 3.0, "lam_neg": 2.0},
+    },
+    "correction": {
+        "icepop": {"low": 0.5, "high": 5.0},
+        "mis": {"level": "sequence", "low": 0.0, "high": 2.0},
+        "sequence_mask": {"level": "geometric", "low": 0.99, "high": 1.01, "cap": None},
+        "sequence_reject": {"level": "geometric", "low": 0.99, "high": 1.01},
+        "tis": {"level": "token", "low": 0.0, "high": 2.0},
+    },
+}
+"""Options with their values when none is given: the numbers of the papers."""
+
+
+@pytest.mark.parametrize("registry", [ADVANTAGES, POLICY_LOSSES, CORRECTIONS], ids=lambda registry: registry.kind)
+def test_options_that_are_not_given_are_the_published_numbers(registry: Registry[Any]) -> None:
+    found = {}
+    for name in registry:
+        options = [p for p in inspect.signature(registry[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        found[name] = {p.name: p.default for p in options if p.default is not p.empty}
+    assert {name: options for name, options in found.items() if options} == PUBLISHED[registry.kind]

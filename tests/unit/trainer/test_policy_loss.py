@@ -109,7 +109,8 @@ def test_cispo_clips_the_weight_on_both_sides_and_keeps_the_gradient() -> None:
 def test_cispo_without_a_lower_bound_and_with_a_cap_differ_in_what_the_number_means() -> None:
     ratios, advantages = [4.0, 0.01], [1.0, 1.0]
     _, relative, _ = alone(ratios, advantages, "cispo", clip_low=1.0, clip_high=2.0)
-    _, absolute, _ = alone(ratios, advantages, "cispo_cap", options={"cap": 2.0})
+    _, absolute, stats = alone(ratios, advantages, "cispo_cap", options={"cap": 2.0})
+    assert stats["clip_fraction"] == [1.0, 0.0]
     assert relative == pytest.approx([-3.0, -0.01])
     assert absolute == pytest.approx([-2.0, -0.01])
 
