@@ -84,7 +84,7 @@ def mutants(source: str) -> list[Mutant]:
             _put(mutated, path, copy.deepcopy(new))
             code = ast.unparse(ast.fix_missing_locations(mutated))
             if code != original:
-                inside = len(path) > 1 and all(name != "decorator_list" for name, _ in path)
+                inside = len(path) > 1 and path[1][0] == "body"
                 found.setdefault(code, Mutant(getattr(node, "lineno", 0), text, code, not inside))
     return sorted(found.values(), key=lambda m: m.line)
 
