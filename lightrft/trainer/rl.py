@@ -193,9 +193,7 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
     tokenizer = local_tokenizer(config.model)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum)
     steps = rollout_steps(config, len(stream.dataset))
-    ptx = Ptx.of(config.ptx, tokenizer, config.run.seed)
     roles = local_roles(config, tokenizer, steps)
-    roles.ptx = ptx
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,

@@ -93,3 +93,18 @@ def test_columns_of_the_run_are_what_is_kept(rl_config, tmp_path):
     assert batch.responses.tokens.tolist() == [t for r in lines for t in r["token_ids"]]
     assert batch.rewards is not None and batch.rewards.tolist() == [r["reward"] for r in lines]
     assert batch.advantages is not None and batch.advantages.tolist() == [a for r in lines for a in r["advantages"]]
+
+
+def test_a_step_with_others_beside_the_policy_is_replayed_as_it_was(rl_config, data_folder, tmp_path):
+    """The third step: the reference has just moved, and process model and supervised data are where two steps left them."""
+    ptx = {"coef": 0.5, "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]}, "batch_size": 3}
+    kl = {"where": "loss", "coef": 0.1, "refresh_every": 2}
+    process = {"threshold": 0.02, "optimizer": {"lr": 1e-2}}
+    run_rl(rl_config(algorithm={"preset": "prime", "filters": [], "kl": kl}, process=process, ptx=ptx, **KEPT))
+    kept = load_batch(tmp_path / "run" / "batches" / "step_000003")
+    again = replay(tmp_path / "run", 3)
+    assert kept.process_rewards is not None
+    assert_equal(without_rewards(kept), without_rewards(again.batch))
+    row, found = read_rows(tmp_path / "run" / "metrics.jsonl")[2], again.metrics.compute()
+    assert {"process/loss", "ptx/nll", "policy/kl"} <= found.keys()
+    assert {k: v for k, v in row.items() if k in found} == found
