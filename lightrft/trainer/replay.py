@@ -70,6 +70,7 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
     try:
         controls = Controls.of(config.algorithm)
         _take_up(roles, controls, config, folder, step - 1)
+        refresh(roles, config.algorithm.kl, step - 1)
         settle_layouts(roles, batch)
         return _run(roles, controls, config, step - 1, batch, phases)
     finally:
@@ -115,5 +116,4 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
     if roles.ptx is not None and "ptx" in state:
         roles.ptx.load_state_dict(state["ptx"])
     load_refreshed(roles, state)
-    refresh(roles, config.algorithm.kl, step)
     restore_rng(state["rng"])
