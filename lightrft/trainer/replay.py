@@ -18,7 +18,8 @@ from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_
 from lightrft.trainer.parts import check_parts
 from lightrft.trainer.ppo import with_advantages, with_policy, with_reference, with_values
 from lightrft.trainer.prompts import PromptStream
-from lightrft.trainer.refresh import load_refreshed
+from lightrft.trainer.ptx import Ptx
+from lightrft.trainer.refresh import load_refreshed, refresh
 from lightrft.trainer.replay_buffer import load_batch
 from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.update import update
@@ -67,8 +68,10 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
     prompts = 0 if config.train.steps else len(PromptStream.of(config.data, tokenizer, config.run.seed).dataset)
     roles = local_roles(config, tokenizer, rollout_steps(config, prompts))
     try:
+        roles.ptx = Ptx.of(config.ptx, tokenizer, config.run.seed)
         controls = Controls.of(config.algorithm)
         _take_up(roles, controls, config, folder, step - 1)
+        refresh(roles, config.algorithm.kl, step - 1)
         settle_layouts(roles, batch)
         return _run(roles, controls, config, step - 1, batch, phases)
     finally:
@@ -109,4 +112,6 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
         roles.strategy.load(roles.critic.state, saved[step] / "critic")
     controls.load_state_dict(state["controls"])
     load_refreshed(roles, state)
+    if roles.ptx is not None and "ptx" in state:
+        roles.ptx.load_state_dict(state["ptx"])
     restore_rng(state["rng"])
