@@ -17,6 +17,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from lightrft import config
+from lightrft.presets import PAPERS
 from lightrft.trainer.explain import Line, explain, symbol_of, to_latex
 from lightrft.utils.settings import Settings, build, dotted
 
@@ -46,13 +47,14 @@ def algorithms_page() -> str:
         chosen = build(config.AlgorithmConfig, {"preset": preset})
         kl = f"{chosen.kl.estimator} in the {chosen.kl.where}" if chosen.kl.used else "none"
         link = f"[{preset}](algorithms/{preset}.md)"
-        rows.append(f"| {link} | `{chosen.advantage.name}` | `{chosen.loss.name}` | `{chosen.aggregation}` | {kl} |")
+        row = f"| {link} | `{chosen.advantage.name}` | `{chosen.loss.name}` | `{chosen.aggregation}` | {kl}"
+        rows.append(f"{row} | {_cell(PAPERS[preset])} |")
     return "\n".join(
         [
             "# Algorithms\n",
             MADE_BY,
             "`algorithm: <name>` takes a published row of settings; what stands beside it wins.\n",
-            "| preset | advantage | policy loss | aggregation | KL |\n|---|---|---|---|---|",
+            "| preset | advantage | policy loss | aggregation | KL | from |\n|---|---|---|---|---|---|",
             *rows,
             "",
         ]
@@ -169,6 +171,7 @@ def algorithm_page(preset: str) -> str:
         [
             f"# {preset}\n",
             MADE_BY,
+            f"{found.paper}.\n",
             f"```bash\nlightrft explain {preset}\n```\n",
             f"`{found.objective}`\n",
             "| part | name | formula | with | from |\n|---|---|---|---|---|",

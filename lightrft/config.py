@@ -354,6 +354,31 @@ class CriticConfig(Settings):
     warmup_steps: int = Field(0, ge=0)
 
 
+class ProcessConfig(Settings):
+    """The process reward model of ``prime`` (arXiv 2502.01456): starts from ``model`` unless it has a ``path``.
+
+    It learns whether the reward of an answer reaches ``threshold``; its log-ratio to the reference, times ``beta``, is the reward of
+    a token. ``forward``: ``single`` takes token rewards from the forward that it is trained by, ``double`` from one after that.
+    """
+
+    path: str = ""
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    beta: float = Field(0.05, gt=0)
+    threshold: float = 1.0
+    forward: Literal["single", "double"] = "single"
+
+
+class PtxConfig(Settings):
+    """Supervised data beside the rollouts (PPO-ptx, arXiv 2203.02155): ``coef`` times the mean of -logp over the tokens of
+    ``batch_size`` conversations of ``data`` is added to the loss of each optimizer step of the policy. Longer conversations than
+    ``max_tokens`` are left out."""
+
+    coef: float = Field(0.0, ge=0)
+    data: DataConfig = DataConfig()
+    batch_size: int = Field(8, ge=1)
+    max_tokens: int = Field(2048, ge=2)
+
+
 class CurriculumConfig(Settings):
     """Prompts are drawn by weights that the function ``name`` makes of their pass rates, instead of each once an epoch.
 
@@ -431,6 +456,8 @@ class RLConfig(Settings):
     reference: str | None = None
     teacher: TeacherConfig = TeacherConfig()
     critic: CriticConfig = CriticConfig()
+    process: ProcessConfig = ProcessConfig()
+    ptx: PtxConfig = PtxConfig()
     data: DataConfig = DataConfig()
     eval: EvalConfig = EvalConfig()
     rollout: RolloutConfig = RolloutConfig()

@@ -178,6 +178,7 @@ class Batch:
     old_logprobs: Tensor | None = token_column()  # [N] policy before the update
     ref_logprobs: Tensor | None = token_column()  # [N]
     teacher_logprobs: Tensor | None = token_column()  # [N]
+    process_rewards: Tensor | None = token_column()  # [N] of a process reward model
     logprobs: Tensor | None = token_column()  # [N] policy at the start of an optimizer step, without gradient
     entropy: Tensor | None = token_column()  # [N] of the policy before the update
     versions: Tensor | None = token_column()  # [N] the policy version that drew the token

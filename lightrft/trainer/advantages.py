@@ -292,6 +292,56 @@ def traced(
 
 
 @ADVANTAGES.register(
+    "prime",
+    formula="A_t = sum_{s>=t} gamma^(s-t) (p_s - mean_{j != i} mean_s p_js) + R_i - mean_{j != i} R_j;  p_t process rewards",
+    latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}\Big(p_s-\tfrac1{G-1}\sum_{j\ne i}\bar p_j\Big)+R_i-\tfrac1{G-1}\sum_{j\ne i}R_j",
+    paper="PRIME, arXiv 2502.01456",
+    needs=["groups", "process"],
+    reads=["gamma"],
+)
+def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Returns of process rewards less the mean token reward of the others of the group, and the leave-one-out outcome."""
+    process, others, count = process_means(batch, token_rewards.dtype)
+    rows = Rows.of(batch)
+    centred = torch.where(rows.mask & rows.spread(count > 0), process - rows.spread(others / count.clamp(min=1)), 0.0)
+    outcome, _ = rloo(batch, token_rewards, settings)
+    total = returns_of(batch, centred.to(process.dtype), settings.gamma) + outcome
+    return total, total
+
+
+@ADVANTAGES.register(
+    "prime_released",
+    formula="A_t = process_coef sum_{s>=t} (G p_s - sum_j mean_s p_js) / (G - 1) + outcome_coef (R_i - mean_{j != i} R_j)",
+    latex=r"\hat A_t=c_p\sum_{s\ge t}\frac{G\,p_s-\sum_j\bar p_j}{G-1}+c_o\Big(R_i-\tfrac1{G-1}\sum_{j\ne i}R_j\Big)",
+    paper="PRIME, arXiv 2502.01456, as its released code has it",
+    needs=["groups", "process"],
+)
+def prime_released(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, outcome_coef: float = 1.0, process_coef: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The mean of the whole group is taken off, the answer's own too. ``G`` counts answers that have sampled tokens."""
+    process, others, count = process_means(batch, token_rewards.dtype)
+    rows = Rows.of(batch)
+    group = rows.spread(rows.mean(process) + others)
+    spread = (process * rows.spread(count + 1) - group) / rows.spread(count.clamp(min=1))
+    centred = torch.where(rows.mask & rows.spread(count > 0), process_coef * spread, 0.0)
+    outcome, _ = rloo(batch, token_rewards, settings)
+    total = returns_of(batch, centred.to(process.dtype), 1.0) + outcome_coef * outcome
+    return total, total
+
+
+def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Process rewards ``[N]``; for each answer ``[B]`` the sum of the mean token rewards of the others of its group, and how many
+    of them have one: those with sampled tokens."""
+    if batch.process_rewards is None:
+        raise ValueError("prime needs batch.process_rewards")
+    rows, process = Rows.of(batch), batch.process_rewards.to(dtype)
+    own, some = rows.mean(process), (rows.count() > 0).to(dtype)
+    groups = Groups(own, batch.prompt_of, len(batch.prompts))
+    return process, groups.sum(own) - own, groups.sum(some) - some
+
+
+@ADVANTAGES.register(
     "teacher",
     formula="A_t = 0, and what distill adds",
     latex=r"\hat A_t=0",

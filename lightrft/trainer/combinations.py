@@ -53,8 +53,10 @@ def _ratio(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _varies(algorithm: AlgorithmConfig) -> str:
     """Why advantages differ from token to token inside a response; empty where they do not, or where that is not known."""
     name, gamma = algorithm.advantage.name, algorithm.advantage.gamma
-    if name in ADVANTAGES and "critic" in ADVANTAGES.about(name).needs:
+    if name in ADVANTAGES and {"critic", "process"} & ADVANTAGES.about(name).needs:
         return f"advantage {name!r} has one for each token"
+    if algorithm.distill.kind == "sampled":
+        return "distill.kind: sampled adds to each token's advantage"
     if name == "reinforce" and gamma < 1:
         return f"advantage 'reinforce' discounts with gamma = {gamma}"
     if name == "reinforce" and algorithm.kl.used and algorithm.kl.where == "reward":
@@ -71,12 +73,13 @@ def _proximal(algorithm: AlgorithmConfig) -> Iterator[str]:
                 f"algorithm.corrections: {name!r} weighs the old policy against the sampler, and with proximal: behavior they are one: "
                 "the ratio already holds the difference, which must not count twice. Leave it out, or take proximal: policy"
             )
+    sampled = algorithm.distill.kind == "sampled"
     reads_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
-    if proximal == "interpolated" and reads_kl:
-        which = "kl.where: reward" if kl.where == "reward" else "kl.controller: adaptive"
+    if proximal == "interpolated" and (reads_kl or sampled):
+        which = "distill.kind: sampled" if sampled else "kl.where: reward" if kl.where == "reward" else "kl.controller: adaptive"
         yield f"algorithm.proximal = interpolated computes no log-probs before the update, which {which} reads; take proximal: policy"
     reads_old = loss not in POLICY_LOSSES or "old" in POLICY_LOSSES.about(loss).needs or algorithm.drift.coef > 0 or kl.weighted
-    if proximal != "policy" and not (reads_old or weighing or algorithm.gates or reads_kl):
+    if proximal != "policy" and not (reads_old or weighing or algorithm.gates or reads_kl or sampled):
         yield f"algorithm.proximal = {proximal} changes nothing: loss {loss!r} has no ratio"
 
 

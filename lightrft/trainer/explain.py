@@ -7,10 +7,15 @@ from dataclasses import dataclass
 
 from lightrft.config import AlgorithmConfig, LossConfig, NormalizeConfig, RLConfig
 from lightrft.models.divergence import DIVERGENCES
+from lightrft.presets import PAPERS
+from lightrft.trainer.curriculum import CURRICULA
 from lightrft.trainer.distill import SAMPLED
 from lightrft.trainer.in_force import Number, numbers
 from lightrft.trainer.kinds import KINDS
 from lightrft.trainer.parts import needs_of
+from lightrft.trainer.process_model import IMPLICIT, OUTCOME_LOSS
+from lightrft.trainer.ptx import PTX
+from lightrft.trainer.selection import SELECTIONS
 from lightrft.trainer.workload import Forward, Role, forwards, gradient, roles
 from lightrft.utils.registry import About
 
@@ -48,6 +53,7 @@ class Explanation:
     """What ``lightrft explain`` shows."""
 
     title: str
+    paper: str
     objective: str
     latex: str
     lines: tuple[Line, ...]
@@ -72,6 +78,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     found = numbers(config, sources)
     return Explanation(
         title=algorithm.preset or "custom",
+        paper=PAPERS.get(algorithm.preset or "", ""),
         objective=f"minimise  {objective}",
         latex=rf"\min_\theta\ {full}",
         lines=tuple(_lines(config, found)),
@@ -108,6 +115,10 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     if kl.used and kl.where == "reward":
         reward = About(f"{reward.formula} - {kl.coef:g} kl_t", rf"{reward.latex}-{kl.coef:g}\,k_{{i,t}}")
     yield Line("token reward", "outcome", reward)
+    if "process" in needs_of(algorithm):
+        own = _below("process", found)
+        yield Line("token reward", "process", IMPLICIT, tuple(n for n in own if symbol_of(n) == "beta"))
+        yield Line("loss of the process model", "outcome", OUTCOME_LOSS, tuple(n for n in own if symbol_of(n) == "threshold"))
     advantage = algorithm.advantage
     about = KINDS["advantage"].registry.about(advantage.name)
     own = tuple(n for n in _below("algorithm.advantage", found) if symbol_of(n) != "eps" or "eps" in about.reads)
@@ -130,7 +141,15 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     yield from _listed("correction of L", "correction", algorithm, found)
     yield from _listed("gate of L", "gate", algorithm, found)
     yield Line("aggregation", algorithm.aggregation, KINDS["aggregation"].registry.about(algorithm.aggregation))
+    if config.ptx.coef:
+        yield Line("beside the objective", "ptx", PTX, tuple(n for n in _below("ptx", found) if symbol_of(n) == "coef"))
     yield from _listed("filter", "filter", algorithm, found)
+    if config.rollout.select is not None:
+        name = config.rollout.select.name
+        yield Line("selection", name, SELECTIONS.about(name), _below("rollout.select", found))
+    if config.rollout.curriculum is not None:
+        name = config.rollout.curriculum.name
+        yield Line("prompts", name, CURRICULA.about(name), _below("rollout.curriculum", found))
 
 
 def _scales(settings: NormalizeConfig, own: tuple[Number, ...]) -> Iterator[Line]:
@@ -232,7 +251,7 @@ def to_text(explanation: Explanation) -> str:
     """For a terminal."""
     e = explanation
     width = max(len(f"{line.part}: {line.name}") for line in e.lines)
-    parts = [f"{e.title}", "", f"  {e.objective}", ""]
+    parts = [e.title, *([f"  {e.paper}"] if e.paper else []), "", f"  {e.objective}", ""]
     for line in e.lines:
         parts.append(f"  {f'{line.part}: {line.name}':<{width}}  {line.about.formula}")
         with_numbers = ", ".join(f"{symbol_of(n)} = {n.value}" for n in line.numbers)

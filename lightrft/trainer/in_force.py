@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config import PARTS, PRESETS, AlgorithmConfig, RLConfig
+from lightrft.trainer.curriculum import CURRICULA
 from lightrft.trainer.gates import GATES
 from lightrft.trainer.kinds import KINDS, Kind
 from lightrft.trainer.parts import needs_of
+from lightrft.trainer.selection import SELECTIONS
 
 OF_LIST = {row.key.removeprefix("algorithm."): row for row in KINDS.values()}
 
@@ -86,12 +88,13 @@ def _idle_loss(leaf: str, algorithm: AlgorithmConfig) -> bool:
 
 def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
     kl = algorithm.kl
+    refreshes = leaf in ("refresh_every", "refresh_decay")
     if not kl.used:
-        return leaf != "where"
+        return leaf != "where" and not (refreshes and kl.refresh_every)
     steered = {"target": "adaptive", "horizon": "adaptive"}
     scheduled = leaf in ("final", "steps") and kl.controller not in ("linear", "cosine")
     weighted = leaf == "weighted" and kl.where != "loss"
-    still = leaf in ("refresh_every", "refresh_decay") and not kl.refresh_every
+    still = refreshes and not kl.refresh_every
     return kl.controller != steered.get(leaf, kl.controller) or scheduled or weighted or still
 
 
@@ -157,11 +160,34 @@ def _given(key: str, sources: Mapping[str, str]) -> str | None:
     )
 
 
+def _options(key: str, given: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    for name, value in {**defaults, **given}.items():
+        if value is not None:
+            yield f"{key}.options.{name}", value
+
+
 def _beside(config: RLConfig) -> Iterator[tuple[str, Any]]:
     if "critic" in needs_of(config.algorithm):
         yield "critic.warmup_steps", config.critic.warmup_steps
         yield "critic.optimizer.lr", config.critic.optimizer.lr
+    if "process" in needs_of(config.algorithm):
+        yield "process.beta", config.process.beta
+        yield "process.threshold", config.process.threshold
+        yield "process.forward", config.process.forward
+        yield "process.optimizer.lr", config.process.optimizer.lr
+    if config.ptx.coef:
+        yield "ptx.coef", config.ptx.coef
+        yield "ptx.batch_size", config.ptx.batch_size
     yield "rollout.samples", config.rollout.samples
+    select, curriculum = config.rollout.select, config.rollout.curriculum
+    if select is not None:
+        yield from _options("rollout.select", select.options, SELECTIONS[select.name])
+    if curriculum is not None:
+        yield "rollout.curriculum.threshold", curriculum.threshold
+        yield "rollout.curriculum.momentum", curriculum.momentum
+        yield from _options("rollout.curriculum", curriculum.options, CURRICULA[curriculum.name])
     yield "train.updates", config.train.updates
     yield "train.mini_batches", config.train.mini_batches
     yield "sampling.temperature", config.sampling.temperature

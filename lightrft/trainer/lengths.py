@@ -32,11 +32,12 @@ def longest(prompts: Sequence[Prompt]) -> int:
     return max((len(prompt.token_ids) for prompt in prompts), default=0)
 
 
-def check_examples(actor: Actor, longest: int, max_tokens: int) -> None:
-    """Raises ``ConfigError`` when an example of ``longest`` tokens is more than the model was made for."""
+def check_examples(actor: Actor, longest: int, max_tokens: int, key: str = "max_tokens") -> None:
+    """Raises ``ConfigError`` when an example of ``longest`` tokens is more than the model was made for. ``key`` is the setting of
+    ``max_tokens``."""
     context = context_length(actor.base.config)
     if context is not None and longest > context:
         raise ConfigError(
-            f"max_tokens = {max_tokens}: there is an example of {longest} tokens, and the model's max_position_embeddings = {context}; "
-            f"lower max_tokens to {context} or less"
+            f"{key} = {max_tokens}: there is an example of {longest} tokens, and the model's max_position_embeddings = {context}; "
+            f"lower {key} to {context} or less"
         )

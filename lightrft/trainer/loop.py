@@ -57,8 +57,7 @@ class Training(ABC):
 
     @property
     def trained(self) -> dict[str, Trained]:
-        critic = {"critic": self.roles.critic} if self.roles.critic is not None else {}
-        return {"policy": self.roles.policy, **critic}
+        return self.roles.trained
 
 
 def take_up(run: Training) -> None:

@@ -56,7 +56,9 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 def needs_reward(algorithm: AlgorithmConfig) -> bool:
     """Whether anything reads a reward; without it all that is learned comes from a teacher."""
-    return "teacher" not in needs_of(algorithm) or bool(algorithm.shaping or algorithm.filters)
+    scaled = algorithm.normalize.terms != "none" or algorithm.normalize.rewards != "none"
+    reading = algorithm.shaping or algorithm.filters or algorithm.positive_nll.coef or scaled
+    return "teacher" not in needs_of(algorithm) or bool(reading)
 
 
 def check_parts(algorithm: AlgorithmConfig) -> None:

@@ -20,6 +20,7 @@ from lightrft.trainer.collate import collate
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.distill import distilled, with_teacher
 from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
+from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.refresh import refresh
 from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.rollout import Source, collect
@@ -56,6 +57,7 @@ def rl_step(
 
 def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collected: Collected, timers: Timers) -> StepResult:
     """Scored groups in, one updated policy out."""
+    refresh(roles, config.algorithm.kl, step)
     metrics = rollout_metrics(collected)
     if not collected.groups:
         publish(roles, step + 1, timers)  # the same weights: a version counts steps, also for a run that goes on from here
@@ -69,12 +71,13 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
         batch = with_teacher(with_reference(batch, roles, config), roles, config)
     with timers("values"):
         batch = with_values(batch, roles, config, controls)
+    with timers("process"):
+        batch = with_process_rewards(batch, roles, config, metrics)
     with timers("advantages"):
         batch = with_advantages(batch, config, controls)
     with timers("update"):
         metrics.merge(update(roles, batch, config, controls, step))
     metrics.merge(controls.steer(batch))
-    refresh(roles, config.algorithm.kl, step + 1)
     publish(roles, step + 1, timers)
     return StepResult(collected, batch, metrics)
 

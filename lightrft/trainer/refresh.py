@@ -70,8 +70,8 @@ class Follower(Frozen):
 
 
 def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
-    """After ``done`` steps, move the reference towards the policy if it is time."""
-    if kl.refresh_every and done % kl.refresh_every == 0 and isinstance(roles.reference, Follower):
+    """Between steps, ``done`` of them over: move the reference towards the policy if it is time."""
+    if kl.refresh_every and done and done % kl.refresh_every == 0 and isinstance(roles.reference, Follower):
         roles.reference.follow(roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay)
 
 

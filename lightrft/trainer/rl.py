@@ -11,11 +11,12 @@ from lightrft.trainer.account import tokens_of
 from lightrft.trainer.asynchronous import Ahead, staleness_metrics
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
-from lightrft.trainer.lengths import check_lengths
+from lightrft.trainer.lengths import check_examples, check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
 from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward
 from lightrft.trainer.ppo import StepResult, learn, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
+from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.refresh import load_refreshed, refreshed_state
 from lightrft.trainer.replay import with_outcomes
 from lightrft.trainer.replay_buffer import save_batch
@@ -78,11 +79,14 @@ class RLRun(Training):
     def state(self) -> dict[str, Any]:
         drawn = {} if self.ahead is None else {"drawn": self.ahead.state_dict(self.step)}  # first: it may move the sampler
         carried = {**self.stream.state_dict(), "controls": self.controls.state_dict()}
-        return {**carried, **refreshed_state(self.roles), **drawn}
+        ptx = {} if self.roles.ptx is None else {"ptx": self.roles.ptx.state_dict()}
+        return {**carried, **ptx, **refreshed_state(self.roles), **drawn}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.stream.load_state_dict(state)
         self.controls.load_state_dict(state["controls"])
+        if self.roles.ptx is not None:
+            self.roles.ptx.load_state_dict(state["ptx"])
         load_refreshed(self.roles, state)
         self._drawn = state.get("drawn", {})
 
@@ -106,6 +110,8 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             if not config.reward.terms:  # rows of a source without terms could turn up after hours
                 run.roles.scorer.check_sources(p.data_source for p in run.stream.prompts())
             check_lengths(run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data")
+            if isinstance(run.roles.ptx, Ptx):
+                check_examples(run.roles.actor, run.roles.ptx.dataset.longest, config.ptx.max_tokens, "ptx.max_tokens")
             take_up(run)
             return run_steps(run)
         finally:
@@ -158,6 +164,14 @@ def check_roles(config: RLConfig) -> None:
     if algorithm.distill.kind == "none" and "teacher" in needs_of(algorithm):
         name = algorithm.advantage.name
         raise ConfigError(f"algorithm.advantage = {name} learns from a teacher alone; set algorithm.distill, e.g. to sampled")
+    if "process" not in needs_of(algorithm) and config.process != type(config.process)():
+        raise ConfigError(f"process changes nothing: advantage {algorithm.advantage.name!r} has no process reward; take prime")
+    if config.ptx.coef and not config.ptx.data.sources:
+        raise ConfigError(
+            f"ptx.coef = {config.ptx.coef} needs ptx.data.sources; name what to learn from, e.g. [{{path: sft.jsonl}}]"
+        )
+    if not config.ptx.coef and config.ptx != type(config.ptx)():
+        raise ConfigError("ptx changes nothing: ptx.coef is 0; give it a share in the loss, e.g. ptx.coef=0.1")
     if kl.refresh_every and not needs_reference(algorithm):
         raise ConfigError(
             f"algorithm.kl.refresh_every = {kl.refresh_every} changes nothing: no part in force reads the reference"
@@ -185,7 +199,9 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
     tokenizer = local_tokenizer(config.model)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum)
     steps = rollout_steps(config, len(stream.dataset))
+    ptx = Ptx.of(config.ptx, tokenizer, config.run.seed)
     roles = local_roles(config, tokenizer, steps)
+    roles.ptx = ptx
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,

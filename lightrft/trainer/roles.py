@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from lightrft.models.critic import Critic
 from lightrft.strategy.base import Strategy, TrainState
 from lightrft.strategy.engine.base import Engine
 from lightrft.types import Batch, Rollout
+from lightrft.utils.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -104,9 +105,21 @@ def settle_layout(role: Trained | Frozen, batch: Batch) -> None:
 
 def settle_layouts(roles: Roles, batch: Batch) -> None:
     """``settle_layout`` for every language model that takes part."""
-    for role in (roles.policy, roles.reference, roles.teacher):
+    for role in (roles.policy, roles.reference, roles.teacher, roles.process):
         if isinstance(role, Trained | Frozen):
             settle_layout(role, batch)
+
+
+class Beside(Protocol):
+    """Data of its own that each optimizer step of the policy learns from too."""
+
+    def term(self, actor: Actor) -> tuple[Batch, Callable[[Batch], tuple[Tensor, Metrics]]]:
+        """The next batch, and the share of a part of it in the loss, with metrics."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -122,11 +135,19 @@ class Roles:
     reference: Reference | None = None
     teacher: Frozen | None = None
     critic: Trained | None = None
+    process: Trained | None = None
+    ptx: Beside | None = None
     ahead: Engine | None = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the policy, whole, by its name in the model that engines hold."""
         return ((name.removeprefix("model."), t) for name, t in self.strategy.full_parameters(self.policy.state))
+
+    @property
+    def trained(self) -> dict[str, Trained]:
+        """What a checkpoint must hold, by name."""
+        roles = {"policy": self.policy, "critic": self.critic, "process": self.process}
+        return {name: role for name, role in roles.items() if role is not None}
 
     @property
     def actor(self) -> Actor:

@@ -14,7 +14,8 @@ SHOWN = 5
 
 
 def headline(path: Path, phase: str) -> dict[str, Any]:
-    """First, last and best held-out accuracy, and the account of tokens, over the rows of ``phase`` in ``metrics.jsonl``."""
+    """First, last and best held-out accuracy, and the account of tokens, over the rows of ``phase`` in ``metrics.jsonl``. Tokens are
+    ``waiting`` that were carried over to a step that never came."""
     rows = [r for r in read_rows(path / "metrics.jsonl") if r.get("phase") == phase]
     found: dict[str, Any] = {}
     accuracy = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
@@ -23,6 +24,9 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
     for kind in ("sampled", "trained", "filtered", "failed"):
         if any(f"rollout/{kind}" in r for r in rows):
             found[f"tokens_{kind}"] = int(sum(r.get(f"rollout/{kind}", 0) for r in rows))
+    waiting = int(sum(r.get("rollout/carried_out", 0) - r.get("rollout/carried_in", 0) for r in rows))
+    if waiting:
+        found["tokens_waiting"] = waiting
     return found
 
 

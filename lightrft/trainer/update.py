@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +26,9 @@ from lightrft.trainer.rows import Rows
 from lightrft.trainer.scoring import by_parts, sampling_temperature
 from lightrft.types import Batch
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
+
+LossOf = Callable[[Batch], tuple[Tensor, Metrics]]
+"""The part of a loss (0-d) that a micro-batch holds, and its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,9 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
         return objective(part, roles.actor.score(part, **options))
 
     active = mini.select(objective.active(mini))
-    loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, config.train.micro_batch_tokens, loss_of)
+    beside = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
+    budget = config.train.micro_batch_tokens
+    loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, budget, loss_of, beside)
     metrics.add("policy/loss", Mean(loss))
     metrics.add("policy/active_rows", Mean(len(active), max(1, len(mini))))
     return metrics
@@ -217,23 +222,24 @@ def optimizer_step(
     trained: Trained,
     batch: Batch,
     budget: int,
-    loss_of: Callable[[Batch], tuple[Tensor, Metrics]],
+    loss_of: LossOf,
+    beside: Sequence[tuple[Batch, LossOf]] = (),
 ) -> tuple[Tensor, Metrics]:
-    """One optimizer step, in micro-batches of at most ``budget`` tokens; none for a batch without rows.
+    """One optimizer step on ``batch`` and those ``beside`` it, in micro-batches of at most ``budget`` tokens; none without rows.
 
-    ``loss_of`` gives the part of the loss (0-d) that a micro-batch holds, and its metrics. Returns the whole loss and all metrics,
-    with those of the step under ``who/``.
+    Returns the whole loss and all metrics, with those of the step under ``who/``.
     """
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     trained.model.train()
-    indices = micro_batches(batch, budget, trained.model.layout)
-    for i, index in enumerate(indices):
-        loss, found = loss_of(batch.select(index).to(strategy.device))
-        strategy.backward(trained.state, loss, last=i == len(indices) - 1)
+    layout = trained.model.layout
+    parts = [(b, f, index) for b, f in ((batch, loss_of), *beside) for index in micro_batches(b, budget, layout)]
+    for i, (whole, loss_of_part, index) in enumerate(parts):
+        loss, found = loss_of_part(whole.select(index).to(strategy.device))
+        strategy.backward(trained.state, loss, last=i == len(parts) - 1)
         total = total + loss.detach()
         metrics.merge(found)
     trained.model.eval()
-    if indices:
+    if parts:
         metrics.merge(_step_metrics(who, strategy.step(trained.state)))
     return total, metrics
 

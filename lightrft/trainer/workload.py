@@ -55,6 +55,10 @@ def forwards(config: RLConfig) -> Iterator[Forward]:
         yield Forward("teacher", 1, False, "log-probs of the sampled tokens")
     if "critic" in needs:
         yield Forward("critic", 1, False, "values before the update")
+    if "process" in needs:
+        yield Forward("process model", 1, True, "the outcome loss, forward and backward")
+    if "process" in needs and config.process.forward == "double":
+        yield Forward("process model", 1, False, "log-probs after that")
     if "current" in needs and algorithm.gates:
         yield Forward("policy", train.updates, False, "log-probs before each optimizer step, for the gates")
     if algorithm.distill.whole:
@@ -88,6 +92,10 @@ def gradient(config: RLConfig) -> Iterator[str]:
         yield "The critic is trained on the returns beside the policy."
         if config.critic.warmup_steps:
             yield f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy that answers stays as it is."
+    if "process" in needs:
+        yield "The process model is trained on the outcomes of each batch before the advantages are taken."
+    if config.ptx.coef:
+        yield f"Each optimizer step of the policy also learns {config.ptx.batch_size} conversations of ptx.data."
     if not needs_reference(algorithm):
         yield "No KL term: no reference model is loaded or run."
     if algorithm.filters:

@@ -151,8 +151,12 @@ def _account(run: RunData) -> str:
     if not sampled:
         return ""
     parts = {name: run.total(f"rollout/{name}") or 0.0 for name in ("trained", "filtered", "failed")}
-    missing = sampled - sum(parts.values())
     classes = ["f2", "f5", "f1"]
+    waiting = (run.total("rollout/carried_out") or 0.0) - (run.total("rollout/carried_in") or 0.0)
+    if waiting:
+        parts["left for a next step"] = waiting
+        classes.append("f3")
+    missing = sampled - sum(parts.values())
     verdict = "every one accounted for"
     if missing:
         parts["not accounted for"] = abs(missing)

@@ -156,3 +156,33 @@ def test_reward_rises_and_a_wrong_sign_makes_it_fall(rl_config, data_folder, tmp
 def test_a_config_that_cannot_run_is_refused_with_the_way_out(rl_config, over, said):
     with pytest.raises(ConfigError, match=said):
         run_rl(rl_config(**over))
+
+
+def test_a_run_with_every_part_of_drawing_accounts_for_every_token(rl_config, data_folder, tmp_path):
+    """Greedy baselines, filters, selection, early stop and a curriculum at once."""
+    drawing = {
+        "oversample": 2.0,
+        "max_rounds": 2,
+        "select": {"name": "balanced", "options": {"keep": 2}},
+        "curriculum": {"name": "priority"},
+    }
+    algorithm = {
+        "preset": None,
+        "advantage": {"name": "remax"},
+        "filters": [{"name": "repeated_answers", "options": {"limit": 0.6}}],
+    }
+    run_rl(rl_config(rollout=drawing, algorithm=algorithm, sampling={"max_new_tokens": 12}))
+    rows = rows_of(tmp_path / "run")
+    for row in rows:
+        filtered = sum(value for name, value in row.items() if name.startswith("rollout/filtered/"))
+        assert row["rollout/filtered"] == filtered
+        assert row["rollout/sampled"] == row["rollout/trained"] + filtered + row["rollout/failed"]
+        assert row["rollout/filtered/baseline"] > 0
+        assert row["rollout/filtered/not_selected"] > 0
+        assert 0 <= row["rollout/dropped_share"] < 1
+    assert [row["curriculum/epoch"] > 0 for row in rows] == [True] * 4
+    written = [json.loads(line) for line in (tmp_path / "run" / "rollouts" / "step_000001.jsonl").read_text().splitlines()]
+    greedy = {r["prompt"]["id"]: r["reward"] for r in written if r["sample"] == -1 and r["finish_reason"] != "abort"}
+    trained = [r for r in written if r["advantages"]]
+    assert trained
+    assert all(r["baseline"] == greedy[r["prompt"]["id"]] for r in trained)

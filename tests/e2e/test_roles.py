@@ -1,4 +1,5 @@
-"""Runs with models beside the policy: a teacher, a reference that moves. Each goes on from a checkpoint bit for bit."""
+"""Runs with others beside the policy: a teacher, a process reward model, a reference that moves, supervised data. Each goes on from
+a checkpoint bit for bit."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from lightrft.models.tiny import PRINTABLE, tiny_model, tiny_tokenizer
 from lightrft.strategy.checkpoint import load_state
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.settings import deep_merge
 from lightrft.utils.trackers import read_rows
 
 MakeConfig = Callable[..., RLConfig]
@@ -33,10 +35,10 @@ def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def assert_goes_on_bit_for_bit(make: MakeConfig, tmp_path: Path, steps: int = 3, **over: Any) -> None:
     """One run of ``steps`` steps, and one that ends a step earlier and is taken up again."""
-    over = {**over, "checkpoint": EVERY_STEP}
-    run_rl(make(run={"name": "whole"}, train={"steps": steps}, **over))
+    tree = deep_merge(over, {"checkpoint": EVERY_STEP})
+    run_rl(make(**deep_merge(tree, {"run": {"name": "whole"}, "train": {"steps": steps}})))
     for end in (steps - 1, steps):
-        run_rl(make(run={"name": "again"}, train={"steps": end}, **over))
+        run_rl(make(**deep_merge(tree, {"run": {"name": "again"}, "train": {"steps": end}})))
     whole, again = (tmp_path / name / "checkpoints" / f"step_{steps:06d}" for name in ("whole", "again"))
     files = sorted(p.relative_to(whole) for p in whole.rglob("*.safetensors"))
     assert files == sorted(p.relative_to(again) for p in again.rglob("*.safetensors"))
@@ -91,7 +93,7 @@ def test_a_reference_that_moves_is_saved_and_goes_on_bit_for_bit(rl_config, tmp_
     assert_goes_on_bit_for_bit(rl_config, tmp_path, steps=4, algorithm={"kl": kl})
     checkpoints = tmp_path / "whole" / "checkpoints"
     held = ["reference" in load_state(checkpoints / f"step_{n:06d}" / "trainer") for n in (1, 2, 3, 4)]
-    assert held == [False, True, True, True]
+    assert held == [False, False, True, True]  # the third step is the first that reads it after it has moved
     rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
     assert (rows[2]["policy/kl"] == 0.0) == (decay == 0.0)  # right after a hard copy the two are one
     assert rows[3]["policy/kl"] > 0
@@ -100,6 +102,65 @@ def test_a_reference_that_moves_is_saved_and_goes_on_bit_for_bit(rl_config, tmp_
 def test_a_reference_that_never_moves_is_not_saved(rl_config, tmp_path):
     run_rl(rl_config(train={"steps": 1}))
     assert "reference" not in load_state(tmp_path / "run" / "checkpoints" / "step_000001" / "trainer")
+
+
+PRIME = {
+    "algorithm": {"preset": "prime", "filters": []},
+    "process": {"threshold": 0.02, "beta": 0.5, "optimizer": {"lr": 1e-2}},
+    "sampling": {"min_new_tokens": 6},
+}
+
+
+@pytest.mark.parametrize("forward", ["single", "double"])
+def test_a_process_reward_model_is_trained_saved_and_goes_on_bit_for_bit(rl_config, tmp_path, forward):
+    over = deep_merge(PRIME, {"process": {"forward": forward}})
+    assert_goes_on_bit_for_bit(rl_config, tmp_path, **over)
+    states = [load_file(tmp_path / "whole" / "checkpoints" / f"step_{n:06d}" / "process" / "state.safetensors") for n in (1, 3)]
+    assert any(not states[0][k].equal(states[1][k]) for k in states[0] if k.startswith("weights/"))
+    rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
+    assert all(r["process/optimizer_steps"] == 1 for r in rows)
+    assert rows[0]["process/loss"] == pytest.approx(0.6931, abs=1e-3)  # it starts as its reference
+
+
+def test_the_first_process_rewards_of_a_single_forward_are_nothing_and_those_of_a_double_one_are_not(rl_config, tmp_path):
+    for forward in ("single", "double"):
+        over = deep_merge(PRIME, {"process": {"forward": forward}})
+        run_rl(rl_config(run={"name": forward}, train={"steps": 1}, **over))
+
+    def even(name: str) -> list[bool]:
+        lines = (tmp_path / name / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+        return [max(row) - min(row) < 1e-4 for row in (json.loads(line)["advantages"] for line in lines)]
+
+    assert all(even("single"))
+    assert not any(even("double"))
+
+
+def test_a_process_reward_model_learns_to_foretell_outcomes(rl_config, tmp_path):
+    over = deep_merge(PRIME, {"optimizer": {"lr": 0.0}})
+    run_rl(rl_config(rollout={"prompts": 6, "samples": 8}, train={"steps": 12}, **over))
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert sum(r["process/loss"] for r in rows[-3:]) < 0.8 * sum(r["process/loss"] for r in rows[:3])
+
+
+def test_supervised_data_beside_the_rollouts_is_learned_and_its_place_is_saved(rl_config, data_folder, tmp_path):
+    ptx = {"coef": 1.0, "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]}, "batch_size": 4}
+    assert_goes_on_bit_for_bit(rl_config, tmp_path, steps=4, ptx=ptx, train={"mini_batches": 2})
+    state = load_state(tmp_path / "whole" / "checkpoints" / "step_000004" / "trainer")
+    assert "ptx" in state
+    rows = read_rows(tmp_path / "whole" / "metrics.jsonl")
+    assert rows[-1]["ptx/nll"] < rows[0]["ptx/nll"]
+
+
+def test_supervised_data_is_learned_also_where_no_answer_has_an_advantage(rl_config, data_folder, tmp_path):
+    zero = [{"name": "reward_scale", "options": {"scale": 0.0}}]
+    over = {"algorithm": {"shaping": zero, "kl": {"coef": 0.0}}, "train": {"steps": 1}, "log": {"entropy": False}}
+    ptx = {"coef": 0.5, "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]}, "batch_size": 4}
+    run_rl(rl_config(run={"name": "without"}, **over))
+    run_rl(rl_config(run={"name": "with"}, ptx=ptx, **over))
+    without, beside = (read_rows(tmp_path / name / "metrics.jsonl")[0] for name in ("without", "with"))
+    assert "policy/optimizer_steps" not in without
+    assert beside["policy/optimizer_steps"] == 1
+    assert beside["policy/loss"] == pytest.approx(0.5 * beside["ptx/nll"], rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -127,6 +188,9 @@ def test_a_reference_that_never_moves_is_not_saved(rl_config, tmp_path):
         ),
         ({"algorithm": {"kl": {"where": "none", "coef": 0.0, "refresh_every": 3}}}, "refresh_every = 3 changes nothing"),
         ({"algorithm": {"kl": {"refresh_every": 3}}, "model": {"lora": {"rank": 2}}}, "model.lora=null"),
+        ({"process": {"beta": 0.1}}, "process changes nothing"),
+        ({"ptx": {"coef": 0.1}}, "needs ptx.data.sources"),
+        ({"ptx": {"batch_size": 3}}, "ptx.coef is 0"),
     ],
 )
 def test_roles_that_do_not_fit_are_refused_at_the_start(rl_config, over, said):

@@ -67,13 +67,14 @@ def double(numbers: Sequence[float]) -> Tensor:
 
 
 def filled(batch: Batch) -> Batch:
-    """Advantages of both signs and of 0, returns, entropies, and rewards of greedy answers."""
+    """Advantages of both signs and of 0, returns, entropies, process rewards, and rewards of greedy answers."""
     n = torch.arange(batch.tokens)
     signs = double([-1.5, 0.5, 0.0, 2.0])
     return batch.replace(
         advantages=torch.where(batch.mask, signs[n % 4], 0.0),
         returns=n.double() / 4,
         entropy=(n * 7 % 5).double() / 4,
+        process_rewards=torch.sin(n.double() + 1),
         baselines=batch.prompt_of.double() / 2,
     )
 
@@ -134,7 +135,7 @@ def renumbered(batch: Batch) -> Batch:
 
 def spoiled(batch: Batch) -> Batch:
     """Other numbers at the tokens that were not sampled."""
-    names = ("old_logprobs", "ref_logprobs", "behavior_logprobs", "values", "logprobs", "entropy")
+    names = ("old_logprobs", "ref_logprobs", "behavior_logprobs", "values", "logprobs", "entropy", "process_rewards")
     columns = batch.columns("token")
     return batch.replace(**{k: torch.where(batch.mask, columns[k], -3.7 - i) for i, k in enumerate(names)})
 

@@ -59,6 +59,7 @@ def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
             ahead=local_ahead(config, actor, tokenizer),
             teacher=local_teacher(config, tokenizer, strategy),
             critic=local_critic(config, strategy, max(1, steps * per_step)),
+            process=local_process(config, strategy, steps),
         )
     except BaseException:
         scorer.close()
@@ -118,6 +119,15 @@ def local_critic(config: RLConfig, strategy: SingleStrategy, optimizer_steps: in
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora": None})
     critic = Critic.load(model, device=strategy.device)
     return Trained(critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps))
+
+
+def local_process(config: RLConfig, strategy: SingleStrategy, steps: int) -> Trained | None:
+    """The process reward model, when the advantage needs one; it takes one optimizer step for each of the run."""
+    if "process" not in needs_of(config.algorithm):
+        return None
+    model = config.model.model_copy(update={"path": config.process.path or config.model.path, "lora": None})
+    actor = Actor.load(model, device=strategy.device)
+    return Trained(actor, strategy.prepare(actor, config.process.optimizer, steps))
 
 
 def rollout_steps(config: RLConfig, prompts: int) -> int:

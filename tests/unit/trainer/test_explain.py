@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from lightrft.config import PRESETS, RLConfig
+from lightrft.presets import PAPERS
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.explain import Explanation, explain, symbol_of, to_latex, to_text
 from lightrft.trainer.in_force import Number, flat
 from lightrft.trainer.policy_loss import POLICY_LOSSES
-from lightrft.utils.settings import load_settings
+from lightrft.utils.settings import build, load_settings
 
 
 def explained(*overrides: str, files: tuple[Path, ...] = ()) -> tuple[RLConfig, Explanation]:
@@ -193,3 +194,21 @@ def test_the_numbers_and_the_first_steps_of_a_critic_are_shown() -> None:
     assert numbers["algorithm.advantage.options.alpha"] == (0.05, "preset vapo")
     assert "In the first 50 steps it is trained alone: the policy that answers stays as it is." in found.gradient
     assert "critic.warmup_steps" not in {n.key for n in explained("algorithm=grpo")[1].numbers}
+
+
+def test_what_is_kept_of_a_group_and_which_prompts_come_are_told_with_their_numbers() -> None:
+    select = {"name": "balanced", "options": {"keep": 4}}
+    curriculum = {"name": "easy_to_hard", "options": {"epochs": 3}}
+    told = explain(build(RLConfig, {"rollout": {"select": select, "curriculum": curriculum}}), {})
+    lines = {line.part: line for line in told.lines}
+    assert (lines["selection"].name, lines["prompts"].name) == ("balanced", "easy_to_hard")
+    assert {"rollout.select.options.keep", "rollout.curriculum.options.epochs"} <= {n.key for n in told.numbers}
+    found = {n.key: n.value for n in told.numbers}
+    assert found["rollout.curriculum.options.width"] == 0.2
+    assert found["rollout.curriculum.momentum"] == 0.5
+    assert "keep" in to_text(told)
+
+
+def test_every_preset_says_where_it_is_from() -> None:
+    assert sorted(PAPERS) == sorted(PRESETS)
+    assert PAPERS["gspo"] in to_text(explained("algorithm=gspo")[1])

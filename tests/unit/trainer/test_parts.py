@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lightrft.config import AlgorithmConfig
-from lightrft.trainer.parts import check_parts
+from lightrft.config import AlgorithmConfig, Part, RLConfig
+from lightrft.trainer.parts import check_parts, check_rollout, needs_old_logprobs, needs_reference, needs_reward
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.settings import build
 
 MINE = """
 def shaped(batch, rewards, *, max_new_tokens, power=1.0): return rewards
@@ -137,3 +139,83 @@ def test_a_scale_that_the_advantage_has_no_use_for_is_refused_with_the_reason() 
         (found,) = problems(advantage={"name": "remax"}, **given)
         assert "changes the rewards of answers and not that of the greedy answer" in found
     assert accepted(advantage={"name": "gae"}, normalize={"values": True, "rewards": "standard", "eps": 0.1})
+
+
+def rollout_problems(**tree: Any) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check_rollout(build(RLConfig, tree))
+    return str(caught.value).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"rollout": {"select": {"name": "top"}}}, "unknown selection 'top'; did you mean 'top_k'?"),
+        ({"rollout": {"select": {"name": "top_k"}}}, "rollout.select.options.keep is missing"),
+        ({"rollout": {"select": {"name": "top_k", "options": {"keep": 8}}}}, "leaves out none of rollout.samples = 8 answers"),
+        ({"rollout": {"select": {"name": "top_k", "options": {"keep": 1}}}}, "'grpo' compares answers of a group"),
+        ({"rollout": {"select": {"name": "balanced", "options": {"keep": 1}}}}, "options.keep is 1"),
+        ({"rollout": {"select": {"name": "top_k", "options": {"keep": "two"}}}}, "cannot use its options|options.keep is two"),
+        ({"rollout": {"curriculum": {"name": "easy_to_hard"}}}, "rollout.curriculum.options.epochs is missing"),
+        ({"rollout": {"curriculum": {"name": "priority", "options": {"floor": -1}}}}, "rollout.curriculum: .*floor is -1"),
+        ({"rollout": {"curriculum": {"name": "priority"}}, "data": {"shuffle": False}}, "data.shuffle = False"),
+        ({"rollout": {"carry_over": True}}, "changes nothing: without rollout.oversample"),
+        ({"rollout": {"carry_over": True, "oversample": 2}}, "an older policy, which nothing corrects"),
+        (
+            {"rollout": {"carry_over": True, "oversample": 2, "staleness": 1}, "algorithm": {"corrections": ["tis"]}},
+            "further back than rollout.staleness = 1",
+        ),
+        ({"algorithm": {"filters": [{"name": "pass_rate", "options": {"low": 1, "high": 0}}]}}, "algorithm.filters.0: .* above"),
+        ({"algorithm": "opd", "rollout": {"curriculum": {"name": "priority"}}}, "rollout.curriculum reads rewards"),
+    ],
+)
+def test_settings_of_rollouts_that_cannot_be_followed_are_told(tree: dict[str, Any], said: str) -> None:
+    assert any(re.search(said, problem) for problem in rollout_problems(**tree))
+
+
+def test_settings_of_rollouts_that_fit_are_accepted() -> None:
+    rollout = {"oversample": 1.5, "carry_over": True, "select": {"name": "balanced", "options": {"keep": 4}}}
+    curriculum = {"name": "easy_to_hard", "options": {"epochs": 2}}
+    filters = [{"name": "pass_rate", "options": {"low": 0.1, "high": 0.9}}]
+    chosen = build(
+        RLConfig, {"rollout": {**rollout, "curriculum": curriculum}, "algorithm": {"filters": filters, "corrections": ["tis"]}}
+    )
+    check_rollout(chosen)
+    assert chosen.rollout.select == Part(name="balanced", options={"keep": 4})
+
+
+@pytest.mark.parametrize("tree", [{"preset": "prime"}, {"preset": "opd"}, {"distill": {"kind": "sampled"}}], ids=str)
+def test_advantages_that_differ_from_token_to_token_do_not_go_with_the_ratio_of_whole_answers(tree: dict[str, Any]) -> None:
+    (found,) = problems(**tree, loss={"name": "ppo_clip", "ratio": "sequence"})
+    assert "take ratio: sequence_token" in found
+
+
+def test_log_probs_that_a_teacher_reads_are_computed_or_asked_for() -> None:
+    (found,) = problems(preset="opd", proximal="interpolated")
+    assert "which distill.kind: sampled reads" in found
+    assert accepted(preset="opd", proximal="behavior", loss={"name": "reinforce"})
+    assert needs_old_logprobs(RLConfig(algorithm=AlgorithmConfig.model_validate("opd")))
+    whole = AlgorithmConfig.model_validate({"preset": "opd", "distill": {"kind": "jsd"}})
+    assert not needs_old_logprobs(RLConfig(algorithm=whole))
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        {"shaping": ["reward_clip"]},
+        {"filters": ["zero_variance"]},
+        {"positive_nll": {"coef": 0.1}},
+        {"normalize": {"rewards": "standard"}},
+        {"normalize": {"terms": "group"}},
+        {"advantage": {"name": "grpo"}},
+    ],
+    ids=str,
+)
+def test_a_reward_is_needed_as_soon_as_one_part_reads_it(reading: dict[str, Any]) -> None:
+    assert not needs_reward(AlgorithmConfig.model_validate("opd"))
+    assert needs_reward(AlgorithmConfig.model_validate({"preset": "opd", **reading}))
+
+
+def test_the_reference_is_needed_for_a_kl_term_or_a_process_reward_alone() -> None:
+    needed = {name: needs_reference(AlgorithmConfig.model_validate(name)) for name in ("grpo", "opd", "prime", "dr_grpo")}
+    assert needed == {"grpo": True, "opd": False, "prime": True, "dr_grpo": False}

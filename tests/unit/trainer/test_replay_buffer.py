@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lightrft.trainer.account import Collected
 from lightrft.trainer.replay_buffer import load_batch, pack_collected, save_batch, unpack_collected
-from lightrft.trainer.rollout import Collected
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import CheckpointError
 

@@ -1,0 +1,89 @@
+"""The implicit process reward model of PRIME (arXiv 2502.01456): a language model that learns from outcomes what a token is worth.
+
+Its log-ratio to the reference, summed over an answer, is the logit of a right outcome; taken token by token, it is a reward. One
+optimizer step on the batch of the step comes before the advantages.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightrft.config import RLConfig
+from lightrft.trainer.batching import micro_batches
+from lightrft.trainer.roles import Roles
+from lightrft.trainer.rows import Rows
+from lightrft.trainer.scoring import by_parts, sampling_temperature
+from lightrft.trainer.update import optimizer_step
+from lightrft.types import Batch, rows_of
+from lightrft.utils.metrics import Mean, Metrics
+from lightrft.utils.registry import About
+
+IMPLICIT = About(
+    "p_t = beta (logp_process - logp_ref)",
+    r"p_t=\beta\,(\log\pi_\phi-\log\pi_{ref})",
+    "PRIME, arXiv 2502.01456; Free Process Rewards, arXiv 2412.01981",
+)
+OUTCOME_LOSS = About(
+    "-o log sigma(sum_t p_t) - (1 - o) log sigma(-sum_t p_t), mean over answers,  o = 1[R >= threshold]",
+    r"-o\log\sigma\big(\textstyle\sum_tp_t\big)-(1-o)\log\sigma\big(-\sum_tp_t\big),\quad o=\mathbb 1[R\ge\tau]",
+    "PRIME, arXiv 2502.01456",
+)
+
+
+def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics) -> Batch:
+    """Train the process reward model on ``batch`` and take its rewards of tokens: with ``process.forward`` single as they were in
+    that training's own forward, with double by another one of the trained model. ``metrics`` get those of the training."""
+    if roles.process is None:
+        return batch
+    logprobs = train_process(batch, roles, config, metrics)
+    if config.process.forward == "double":
+        actor = roles.process.model
+
+        def score(part: Batch, index: Tensor) -> Tensor:
+            return actor.score(part, temperature=sampling_temperature(config)).logprobs
+
+        logprobs = by_parts(batch, score, roles, config)
+    return batch.replace(process_rewards=config.process.beta * (logprobs - _reference(batch).to(logprobs)))
+
+
+def train_process(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics) -> Tensor:
+    """One optimizer step of the process reward model; returns its log-probs ``[N]`` before it."""
+    process, settings, budget = roles.process, config.process, config.train.micro_batch_tokens
+    if process is None or batch.rewards is None:
+        raise ValueError("a process reward model learns from batch.rewards")
+    share = 1.0 / max(1, int((Rows.of(batch).count() > 0).sum()))
+    before: list[Tensor] = []
+
+    def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
+        logprobs = process.model.score(part, temperature=sampling_temperature(config)).logprobs
+        before.append(logprobs.detach())
+        losses, right = outcome_losses(logprobs, part, settings.beta, settings.threshold)
+        found = Metrics({"process/accuracy": Mean(float(right.sum()), len(right))}) if len(right) else Metrics()
+        return losses.sum() * share, found
+
+    loss, found = optimizer_step("process", roles.strategy, process, batch, budget, loss_of)
+    metrics.merge(found)
+    metrics.add("process/loss", Mean(loss))
+    column = torch.zeros(batch.tokens)
+    for index, values in zip(micro_batches(batch, budget, process.model.layout), before, strict=True):
+        column[rows_of(batch.lengths, index)] = values.float().cpu()
+    return column
+
+
+def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float) -> tuple[Tensor, Tensor]:
+    """``[K]`` over the answers that have sampled tokens: the cross-entropy of each, and whether its outcome was foretold."""
+    if batch.rewards is None:
+        raise ValueError("the outcome of an answer needs batch.rewards")
+    rows = Rows.of(batch)
+    some = rows.count() > 0
+    logit = beta * rows.sum(logprobs - _reference(batch).to(logprobs))[some]
+    outcome = batch.rewards[some] >= threshold
+    return F.softplus(torch.where(outcome, -logit, logit)), (logit > 0) == outcome
+
+
+def _reference(batch: Batch) -> Tensor:
+    if batch.ref_logprobs is None:
+        raise ValueError("a process reward needs batch.ref_logprobs")
+    return batch.ref_logprobs

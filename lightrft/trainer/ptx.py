@@ -1,0 +1,62 @@
+"""Supervised data mixed into the policy's optimizer steps, against forgetting (PPO-ptx, arXiv 2203.02155, eq. 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightrft.config import PtxConfig
+from lightrft.datasets.prompts import PromptSampler
+from lightrft.datasets.sft import SFTDataset
+from lightrft.models.actor import Actor
+from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.prompts import report
+from lightrft.trainer.rows import Rows
+from lightrft.trainer.supervised import examples_to_batch
+from lightrft.trainer.update import LossOf, weighted_sum
+from lightrft.types import Batch
+from lightrft.utils.metrics import Mean, Metrics
+from lightrft.utils.registry import About
+
+PTX = About(
+    "coef * mean over the tokens of a batch of its own of -logp",
+    r"\gamma\,\operatorname{mean}_{(x,t)\sim\mathcal D}\big[-\log\pi_\theta(x_t)\big]",
+    "PPO-ptx: InstructGPT, arXiv 2203.02155, eq. 2, there summed over the tokens of a text",
+)
+
+
+@dataclass(slots=True)
+class Ptx:
+    """The next conversations of ``dataset`` in the order of ``sampler``, and their share in the loss."""
+
+    config: PtxConfig
+    dataset: SFTDataset
+    sampler: PromptSampler
+
+    @staticmethod
+    def of(config: PtxConfig, tokenizer: Any, seed: int) -> Ptx | None:
+        """``None`` when it has no share in the loss."""
+        if not config.coef:
+            return None
+        dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=seed)
+        report("ptx", dataset.counts, dataset.first_problem)
+        return Ptx(config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle))
+
+    def term(self, actor: Actor) -> tuple[Batch, LossOf]:
+        """The next batch, and ``coef`` times the mean of -logp over its trained tokens as a loss of its parts."""
+        batch = examples_to_batch([self.dataset[i] for i in self.sampler.next(self.config.batch_size)])
+        batch = batch.replace(loss_weights=AGGREGATIONS["token"](Rows.of(batch), 1))
+
+        def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
+            losses = -actor.score(part).logprobs
+            return self.config.coef * weighted_sum(losses, part), Metrics({"ptx/nll": Mean.of(losses, part.mask)})
+
+        return batch, loss_of
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state)
