@@ -164,7 +164,7 @@ class KLConfig(Settings):
     def _means_something(self) -> KLConfig:
         if self.where == "none" and self.coef > 0:
             raise ValueError(f"kl.coef is {self.coef} but kl.where is 'none'; set kl.where to 'reward' or 'loss'")
-        if self.where == "loss" and self.estimator == "k1" and self.coef > 0 and not self.weighted:
+        if self.where == "loss" and self.estimator == "k1" and self.used and not self.weighted:
             raise ValueError(
                 "kl.estimator k1 in the loss has zero expected gradient; take k2 or k3, or kl.weighted: true, or kl.where: reward"
             )

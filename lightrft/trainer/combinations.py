@@ -21,6 +21,7 @@ def nonsense(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from _ratio(algorithm)
     yield from _proximal(algorithm)
     yield from _kl(algorithm)
+    yield from _rewards(algorithm)
     yield from _other_terms(algorithm)
     if algorithm.constant_length is not None and algorithm.aggregation != "constant":
         yield (
@@ -47,6 +48,11 @@ def _ratio(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield (
             f"algorithm.loss.ratio = sequence gives every token of a response the same gradient, so only the mean of its advantages "
             f"would count, and {varies}; take ratio: sequence_token, which has the same ratio and the gradient of each token"
+        )
+    if loss.ratio == "sequence" and algorithm.gates:
+        yield (
+            f"algorithm.gates: {algorithm.gates[0].name!r} leaves tokens out, and with loss.ratio: sequence every token of a response has "
+            "the gradient of all, so that those left out would still get it; take ratio: sequence_token"
         )
 
 
@@ -104,6 +110,25 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.kl.steps is missing: controller {kl.controller!r} goes from kl.coef to kl.final in so many steps"
     if kl.controller == "adaptive" and kl.where != "none" and kl.coef == 0:
         yield "algorithm.kl.coef = 0 stays 0 under kl.controller: adaptive, which multiplies it; start above 0"
+
+
+def _rewards(algorithm: AlgorithmConfig) -> Iterator[str]:
+    """Changes of rewards that the advantage does not read, or that its threshold is not for."""
+    name, normalize = algorithm.advantage.name, algorithm.normalize
+    given = {f"normalize.{k}": getattr(normalize, k) for k in ("terms", "rewards") if getattr(normalize, k) != "none"}
+    if algorithm.kl.used and algorithm.kl.where == "reward":
+        given["kl.where"] = "reward"
+    if name == "rft":
+        for key, value in given.items():
+            yield (
+                f"algorithm.{key} = {value} moves rewards, and advantage 'rft' compares them with options.threshold, which is for "
+                "rewards as they were scored; leave it out (a KL may stand in the loss)"
+            )
+    if name == "teacher":
+        given |= {"shaping": algorithm.shaping[0].name} if algorithm.shaping else {}
+        given |= {"advantage.whiten": algorithm.advantage.whiten} if algorithm.advantage.whiten != "none" else {}
+        for key, value in given.items():
+            yield f"algorithm.{key} = {value} changes nothing: advantage 'teacher' takes no reward; leave it out"
 
 
 def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:

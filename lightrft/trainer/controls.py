@@ -43,18 +43,21 @@ class Controls:
     def _returns_with(self, batch: Batch) -> Moments:
         return self.returns if batch.returns is None else self.returns.including(batch.returns[batch.mask])
 
-    def steer(self, batch: Batch) -> Metrics:
-        """Report what was in force and move it by what ``batch`` shows."""
+    def steer(self, batch: Batch, *, frozen: bool = False) -> Metrics:
+        """Report what was in force and move it by what ``batch`` shows. A coefficient is not to blame for a policy that was ``frozen``:
+        those that follow what the policy does then stay."""
         metrics = Metrics({"policy/kl_coef": Mean(self.kl.coef)}) if self.kl.config.used else Metrics()
         if batch.old_logprobs is not None and batch.ref_logprobs is not None:
             distance = Rows.of(batch).sum(batch.old_logprobs - batch.ref_logprobs).mean()
             metrics.add("policy/kl_per_answer", Mean(distance))
-            self.kl.update(float(distance), len(batch))
+            if not frozen:
+                self.kl.update(float(distance), len(batch))
         self.kl.advance()
         if self.entropy.config.target is not None:
             entropy = mean_entropy(batch)
             metrics.add("policy/entropy_coef", Mean(self.entropy.in_force(entropy)))
-            self.entropy.update(entropy)
+            if not frozen:
+                self.entropy.update(entropy)
         if self.normalize.rewards != "none" and batch.outcomes is not None:
             self.rewards = self.rewards.including(batch.outcomes)
             metrics.merge(_of("reward/seen", self.rewards))

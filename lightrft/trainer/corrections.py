@@ -7,6 +7,7 @@ weighs ``old`` against ``behavior`` says so with ``needs=["old", "behavior"]``.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config import Part
+from lightrft.trainer.ratios import LIMIT, bounded
 from lightrft.trainer.rows import Rows
 from lightrft.utils.registry import Registry
 
@@ -30,7 +32,7 @@ LEVELS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
 
 def weight_of(old: Tensor, behavior: Tensor, rows: Rows, level: Level) -> Tensor:
     """``[N]``: ``exp(old - behavior)`` of each token, or its product (``sequence``) or geometric mean over the response."""
-    return torch.exp(LEVELS[level](old - behavior, rows))
+    return torch.exp(bounded(LEVELS[level](old - behavior, rows)))
 
 
 def inside(weight: Tensor, low: float, high: float) -> Tensor:
@@ -173,11 +175,11 @@ def opsm(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, ro
 def correction_weights(
     parts: Sequence[Part], logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows
 ) -> Tensor:
-    """``[N]``: the product of every part's weights."""
+    """``[N]``: the product of every part's weights, which is a number in float32 times any ratio."""
     weights = torch.ones_like(logprobs)
     for part in parts:
         weights = weights * CORRECTIONS[part.name](logprobs, old, behavior, advantages, rows, **part.options)
-    return weights
+    return weights.clamp(max=math.exp(LIMIT))
 
 
 def version_share(versions: Tensor, proximal: int, current: int) -> Tensor:

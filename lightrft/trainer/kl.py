@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config import EntropyConfig, KLConfig
+from lightrft.trainer.ratios import bounded
 from lightrft.utils.registry import Registry
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
@@ -32,14 +33,14 @@ def k2(logprobs: Tensor, ref: Tensor) -> Tensor:
 def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
     """Unbiased and never negative; as a loss its expected gradient is that of KL(reference, policy)."""
     d = logprobs - ref
-    return torch.expm1(-d) + d
+    return torch.expm1(bounded(-d)) + d
 
 
 def capped_k3(old: Tensor, logprobs: Tensor, cap: float) -> Tensor:
     """``[N]``: ``sg(min(r - 1, cap)) log r``, ``r = pi / pi_old``: the gradient of ``k3(old, logprobs)``, which is ``r - 1``, bounded from
     above (CPGD, arXiv 2505.12504). Its value is not that of the KL."""
     gap = logprobs - old
-    return torch.expm1(gap.detach()).clamp(max=cap) * gap
+    return torch.expm1(bounded(gap.detach())).clamp(max=cap) * gap
 
 
 @dataclass(slots=True)

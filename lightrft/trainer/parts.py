@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, Part, RLConfig
+from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, Part, RLConfig, ValueConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.combinations import nonsense
@@ -178,6 +178,8 @@ def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:
         return  # told where the name is looked up
     if settings.values and "critic" not in needs:
         yield f"algorithm.normalize.values = True changes nothing: advantage {name!r} has no critic"
+    if algorithm.value != ValueConfig() and "critic" not in needs:
+        yield f"algorithm.value.clip = {algorithm.value.clip} changes nothing: advantage {name!r} has no critic"
     if settings == NormalizeConfig(eps=settings.eps) != NormalizeConfig():
         yield f"algorithm.normalize.eps = {settings.eps} changes nothing: no terms, rewards or values are normalised"
     given = [f"normalize.{k}" for k in ("terms", "rewards") if getattr(settings, k) != "none"]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config import LossConfig
+from lightrft.trainer.ratios import LIMIT, bounded, ratio_of
 from lightrft.trainer.rows import Rows
 from lightrft.utils.registry import Registry
 
@@ -23,12 +24,12 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 def token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
     """``[N]``: ``pi / pi_old`` of each token."""
-    return torch.exp(logprobs - old)
+    return ratio_of(logprobs, old)
 
 
 def sequence_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
     """``[N]``: the geometric mean of a row's token ratios, at each of its tokens (GSPO, arXiv 2507.18071, eq. 7)."""
-    return rows.spread(torch.exp(rows.mean(logprobs - old)))
+    return rows.spread(torch.exp(bounded(rows.mean(logprobs - old))))
 
 
 def sequence_token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
@@ -81,7 +82,7 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, sett
 )
 def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
     """The plain policy gradient: no ratio, so it is that of the policy that sampled."""
-    return -advantages * logprobs, {"ratio": torch.exp(logprobs.detach() - old)}
+    return -advantages * logprobs, {"ratio": ratio_of(logprobs.detach(), old)}
 
 
 @POLICY_LOSSES.register(
@@ -111,10 +112,10 @@ def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings
     """The geometric mean of clipped token ratios. Its gradient is written as that of each token's own ratio, which is the same when
     the advantage is one for the whole response, and leaves a token alone where it is gated."""
     gap, sign = logprobs - old, advantages.sign()
-    bounded = sign * torch.minimum(sign * gap, sign * gap.clamp(-settings.clip_low, settings.clip_high))
-    level = rows.spread(torch.exp(rows.mean(bounded.detach())))
-    held = (bounded != gap) & (sign != 0)
-    losses = -advantages * level * torch.exp(bounded - bounded.detach())
+    held_back = sign * torch.minimum(sign * gap, sign * gap.clamp(-settings.clip_low, settings.clip_high))
+    level = rows.spread(torch.exp(bounded(rows.mean(held_back.detach()))))
+    held = (held_back != gap) & (sign != 0)
+    losses = -advantages * level * torch.exp(held_back - held_back.detach())
     return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": level}
 
 
@@ -128,7 +129,7 @@ def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings
 )
 def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
     """The weight is clipped, on both sides, and every token keeps a gradient."""
-    ratio = torch.exp(logprobs.detach() - old)
+    ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return -weight * advantages * logprobs, {"clip_fraction": (weight != ratio).to(logprobs.dtype), "ratio": ratio}
 
@@ -144,7 +145,7 @@ def cispo_cap(
     logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig, *, cap: float = 5.0
 ) -> tuple[Tensor, Stats]:
     """``cispo`` with the one bound ``cap``, which is a ratio and not a distance from 1."""
-    ratio = torch.exp(logprobs.detach() - old)
+    ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(max=cap)
     return -weight * advantages * logprobs, {"clip_fraction": (weight != ratio).to(logprobs.dtype), "ratio": ratio}
 
@@ -165,7 +166,7 @@ def cpgd(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings
     plain = -gap * advantages
     clipped = -gap.clamp(low, math.log(1 + settings.clip_high)) * advantages
     held = (clipped > plain).to(logprobs.dtype)
-    return torch.maximum(plain, clipped), {"clip_fraction": held, "ratio": torch.exp(gap.detach())}
+    return torch.maximum(plain, clipped), {"clip_fraction": held, "ratio": ratio_of(logprobs.detach(), old)}
 
 
 @POLICY_LOSSES.register(
@@ -186,7 +187,7 @@ def sapo(
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, Stats]:
     """A soft gate in the place of the clip: at ratio 1 the plain policy gradient, fading on either side."""
-    ratio = torch.exp(logprobs - old)
+    ratio = ratio_of(logprobs, old)
     tau = by_sign(advantages > 0, tau_pos, tau_neg, ratio)
     return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), {"ratio": ratio.detach()}
 
@@ -216,8 +217,8 @@ def vespo(
     gap = rows.spread(rows.sum(logprobs.detach() - old))
     up = advantages >= 0
     k, lam = by_sign(up, k_pos, k_neg, gap), by_sign(up, lam_pos, lam_neg, gap)
-    weight = torch.exp(lam + k * gap - lam * torch.exp(gap))
-    return -weight * advantages * logprobs, {"weight": weight, "ratio": torch.exp(logprobs.detach() - old)}
+    weight = torch.exp((lam + k * gap - lam * torch.exp(bounded(gap))).clamp(max=LIMIT))
+    return -weight * advantages * logprobs, {"weight": weight, "ratio": ratio_of(logprobs.detach(), old)}
 
 
 @POLICY_LOSSES.register(
@@ -239,7 +240,7 @@ def dppo(
     high: float = 0.15,
 ) -> tuple[Tensor, Stats]:
     """The trust region is a distance of probabilities, not a ratio: rare tokens may move by more, frequent ones by less."""
-    ratio = torch.exp(logprobs - old)
+    ratio = ratio_of(logprobs, old)
     moved = torch.exp(logprobs.detach()) - torch.exp(old)
     held = ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
     losses = torch.where(held, torch.zeros_like(ratio), -ratio * advantages)

@@ -26,7 +26,7 @@ from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.rollout import Source, collect
 from lightrft.trainer.scoring import by_parts, sampling_temperature
 from lightrft.trainer.shaping import token_rewards, with_rewards
-from lightrft.trainer.update import update
+from lightrft.trainer.update import actor_frozen, update
 from lightrft.types import Batch, rows_of
 from lightrft.utils.metrics import Metrics
 from lightrft.utils.timers import Timers
@@ -77,7 +77,7 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
         batch = with_advantages(batch, config, controls)
     with timers("update"):
         metrics.merge(update(roles, batch, config, controls, step))
-    metrics.merge(controls.steer(batch))
+    metrics.merge(controls.steer(batch, frozen=actor_frozen(roles, config, step)))
     publish(roles, step + 1, timers)
     return StepResult(collected, batch, metrics)
 

@@ -19,6 +19,7 @@ from lightrft.trainer.parts import check_parts
 from lightrft.trainer.ppo import with_advantages, with_policy, with_reference, with_values
 from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.prompts import PromptStream
+from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.refresh import load_refreshed, refresh
 from lightrft.trainer.replay_buffer import load_batch
 from lightrft.trainer.roles import Roles, settle_layouts
@@ -68,8 +69,10 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
     prompts = 0 if config.train.steps else len(PromptStream.of(config.data, tokenizer, config.run.seed).dataset)
     roles = local_roles(config, tokenizer, rollout_steps(config, prompts))
     try:
+        roles.ptx = Ptx.of(config.ptx, tokenizer, config.run.seed)
         controls = Controls.of(config.algorithm)
         _take_up(roles, controls, config, folder, step - 1)
+        refresh(roles, config.algorithm.kl, step - 1)
         settle_layouts(roles, batch)
         return _run(roles, controls, config, step - 1, batch, phases)
     finally:
@@ -98,7 +101,6 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
     """Everything as it was when ``step`` steps were done. Raises ``CheckpointError`` when that was not saved."""
     if step == 0:
         seed_everything(config.run.seed)
-        refresh(roles, config.algorithm.kl, step)
         return
     saved = CheckpointStore(folder / "checkpoints", keep=1).steps()
     if step not in saved:
@@ -113,5 +115,6 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
             roles.strategy.load(role.state, saved[step] / name)
     controls.load_state_dict(state["controls"])
     load_refreshed(roles, state)
-    refresh(roles, config.algorithm.kl, step)
+    if roles.ptx is not None and "ptx" in state:
+        roles.ptx.load_state_dict(state["ptx"])
     restore_rng(state["rng"])

@@ -164,6 +164,12 @@ def check_roles(config: RLConfig) -> None:
     if algorithm.distill.kind == "none" and "teacher" in needs_of(algorithm):
         name = algorithm.advantage.name
         raise ConfigError(f"algorithm.advantage = {name} learns from a teacher alone; set algorithm.distill, e.g. to sampled")
+    if "critic" not in needs_of(algorithm) and config.critic != type(config.critic)():
+        raise ConfigError(f"critic changes nothing: advantage {algorithm.advantage.name!r} has no critic; take gae or vapo")
+    if config.reference is not None and not needs_reference(algorithm):
+        raise ConfigError(
+            f"reference = {config.reference!r} changes nothing: no part in force reads it; set algorithm.kl, or leave it out"
+        )
     if "process" not in needs_of(algorithm) and config.process != type(config.process)():
         raise ConfigError(f"process changes nothing: advantage {algorithm.advantage.name!r} has no process reward; take prime")
     if config.ptx.coef and not config.ptx.data.sources:

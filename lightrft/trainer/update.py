@@ -20,12 +20,16 @@ from lightrft.trainer.gates import gated
 from lightrft.trainer.kl import KL_ESTIMATORS, capped_k3
 from lightrft.trainer.parts import needs_of
 from lightrft.trainer.policy_loss import POLICY_LOSSES, value_loss
+from lightrft.trainer.ratios import ratio_of
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import request_seed
 from lightrft.trainer.rows import Rows
 from lightrft.trainer.scoring import by_parts, sampling_temperature
 from lightrft.types import Batch
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
+
+FLAT_AT_0 = ("k2", "k3")
+"""Estimators of a distance whose gradient is 0, and not only its mean, where the policies are one."""
 
 LossOf = Callable[[Batch], tuple[Tensor, Metrics]]
 """The part of a loss (0-d) that a micro-batch holds, and its metrics."""
@@ -57,7 +61,7 @@ class Objective:
         """``[K]``: the rows that can get gradient. A row whose policy loss is 0 has none unless another term reaches it."""
         rows = Rows.of(batch)
         leaves = batch.old_logprobs is not None or self.algorithm.proximal == "interpolated"
-        drifts = leaves and self.algorithm.drift.coef > 0
+        drifts = self.algorithm.drift.coef > 0 and (leaves or self.algorithm.drift.estimator not in FLAT_AT_0)
         if self.wants_entropy or self.wants_kl or drifts or self.algorithm.distill.whole or batch.pull is not None:
             return (rows.count() > 0).nonzero()[:, 0]
         useful = _need(batch.advantages) != 0
@@ -126,7 +130,7 @@ class Objective:
             return 0.0
         losses = KL_ESTIMATORS[kl.estimator](logprobs, ref)
         if kl.weighted:
-            losses = torch.exp(logprobs - old) * losses
+            losses = ratio_of(logprobs, old) * losses
         return self.kl_coef * weighted_sum(losses, batch)
 
 
@@ -143,7 +147,7 @@ def old_logprobs(batch: Batch, logprobs: Tensor, proximal: str, version: int) ->
 def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, step: int) -> Metrics:
     """Train policy and critic on ``batch``: ``train.updates`` passes of ``train.mini_batches`` optimizer steps each."""
     objective = Objective.of(config.algorithm, controls, batch, step)
-    actor_frozen = roles.critic is not None and step < config.critic.warmup_steps
+    frozen = actor_frozen(roles, config, step)
     batch = controls.for_critic(batch)
     metrics = Metrics()
     for epoch in range(config.train.updates):
@@ -153,11 +157,16 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
             if config.algorithm.gates:
                 current = with_current(mini, roles, config, step)
                 mini = gated(current, config.algorithm.gates, config.algorithm.loss, generator)
-            if not actor_frozen:
+            if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, config))
             if roles.critic is not None:
                 metrics.merge(critic_step(roles.strategy, roles.critic, mini, config))
     return metrics
+
+
+def actor_frozen(roles: Roles, config: RLConfig, step: int) -> bool:
+    """Whether the critic is still trained alone."""
+    return roles.critic is not None and step < config.critic.warmup_steps
 
 
 def weighted(batch: Batch, config: RLConfig) -> Batch:

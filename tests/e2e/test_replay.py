@@ -73,6 +73,17 @@ def test_a_run_with_generation_ahead_is_replayed_too(rl_config, tmp_path):
     assert {k: v for k, v in row.items() if k in found} == found
 
 
+def test_a_reference_that_moved_and_data_beside_the_rollouts_are_replayed_too(rl_config, data_folder, tmp_path):
+    ptx = {"coef": 0.5, "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]}, "batch_size": 4}
+    kl = {"where": "loss", "coef": 0.1, "refresh_every": 2}
+    run_rl(rl_config(ptx=ptx, algorithm={"kl": kl}, train={"steps": 3}, **KEPT))
+    again = replay(tmp_path / "run", 3)
+    assert_equal(without_rewards(load_batch(tmp_path / "run" / "batches" / "step_000003")), without_rewards(again.batch))
+    row, found = read_rows(tmp_path / "run" / "metrics.jsonl")[2], again.metrics.compute()
+    assert "ptx/nll" in found
+    assert {k: v for k, v in row.items() if k in found} == found
+
+
 def test_what_was_not_kept_is_refused_with_the_way_out(rl_config, tmp_path):
     run_rl(rl_config(train={"steps": 3}, log={"batches_every": 3}))
     with pytest.raises(CheckpointError, match=r"no batch of step 2, but of \[3\]"):

@@ -189,6 +189,8 @@ def test_supervised_data_is_learned_also_where_no_answer_has_an_advantage(rl_con
         ({"algorithm": {"kl": {"where": "none", "coef": 0.0, "refresh_every": 3}}}, "refresh_every = 3 changes nothing"),
         ({"algorithm": {"kl": {"refresh_every": 3}}, "model": {"lora": {"rank": 2}}}, "model.lora=null"),
         ({"process": {"beta": 0.1}}, "process changes nothing"),
+        ({"critic": {"warmup_steps": 3}}, "critic changes nothing: advantage 'grpo' has no critic"),
+        ({"algorithm": "dr_grpo", "reference": "x"}, "reference = 'x' changes nothing"),
         ({"ptx": {"coef": 0.1}}, "needs ptx.data.sources"),
         ({"ptx": {"batch_size": 3}}, "ptx.coef is 0"),
     ],

@@ -60,11 +60,12 @@ DROPPED = {"detach", "abs", "square", "sqrt", "exp", "sign", "clamp", "flip", "l
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """``code`` is the whole module; ``line`` and ``text`` say what is different."""
+    """``code`` is the whole module; ``line`` and ``text`` say what is different. ``outside``: it is not in the body of a function."""
 
     line: int
     text: str
     code: str
+    outside: bool
 
 
 Change = tuple[str, ast.AST | None]
@@ -82,7 +83,8 @@ def mutants(source: str) -> list[Mutant]:
             _put(mutated, path, copy.deepcopy(new))
             code = ast.unparse(ast.fix_missing_locations(mutated))
             if code != original:
-                found.setdefault(code, Mutant(getattr(node, "lineno", 0), text, code))
+                inside = any(name == "body" for name, _ in path[1:]) and not any(name == "decorator_list" for name, _ in path)
+                found.setdefault(code, Mutant(getattr(node, "lineno", 0), text, code, not inside))
     return sorted(found.values(), key=lambda m: m.line)
 
 

@@ -33,6 +33,7 @@ def batch() -> Batch:
     return plain.replace(
         entropy=(n * 7 % 5).double() / 4,
         teacher_logprobs=-(n % 3).double() - 0.1,
+        process_rewards=(n % 4).double() / 8,
         baselines=torch.full((5,), 0.3, dtype=torch.float64),
         terms=rewards,
         term_weights=torch.ones_like(rewards),

@@ -119,6 +119,10 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
             "take k2 or k3, or kl.weighted: true, or kl.where: reward",
         ),
         (
+            ["algorithm.kl={where: loss, estimator: k1, coef: 0, final: 0.1, controller: linear, steps: 3}"],
+            "algorithm.kl (from command line): kl.estimator k1 in the loss has zero expected gradient",
+        ),
+        (
             ["algorithm.normalize={terms: group, rewards: scale}"],
             "algorithm.normalize (from command line): normalize.terms is 'group' and normalize.rewards 'scale': terms that have a scale",
         ),

@@ -110,6 +110,19 @@ def test_a_step_reports_what_was_in_force_and_moves_it() -> None:
     assert controls.entropy.coef == pytest.approx(0.012)
 
 
+def test_what_a_frozen_policy_does_moves_no_coefficient() -> None:
+    controls = controls_of(
+        entropy={"coef": 0.01, "target": 0.6}, kl={"where": "loss", "coef": 0.3, "controller": "adaptive", "horizon": 100}
+    )
+    logprobs = torch.zeros(3)
+    batch = batch_with(0.5).replace(old_logprobs=logprobs, ref_logprobs=logprobs)
+    assert controls.steer(batch, frozen=True).compute()["policy/entropy_coef"] == 0.01
+    assert (controls.entropy.coef, controls.kl.coef) == (0.01, 0.3)
+    controls.steer(batch)
+    assert controls.entropy.coef > 0.01
+    assert controls.kl.coef < 0.3
+
+
 def test_coefficients_are_taken_up_where_they_were_left() -> None:
     tree = {
         "kl": {"where": "loss", "coef": 0.4, "controller": "linear", "final": 0.0, "steps": 4},

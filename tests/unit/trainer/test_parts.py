@@ -135,6 +135,7 @@ def test_a_scale_that_the_advantage_has_no_use_for_is_refused_with_the_reason() 
     assert problems(normalize={"eps": 0.1}) == [
         "algorithm.normalize.eps = 0.1 changes nothing: no terms, rewards or values are normalised"
     ]
+    assert problems(value={"clip": 0.3}) == ["algorithm.value.clip = 0.3 changes nothing: advantage 'grpo' has no critic"]
     for given in ({"normalize": {"rewards": "scale"}}, {"normalize": {"terms": "group"}}, {"shaping": "reward_clip"}):
         (found,) = problems(advantage={"name": "remax"}, **given)
         assert "changes the rewards of answers and not that of the greedy answer" in found

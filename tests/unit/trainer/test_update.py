@@ -92,6 +92,14 @@ def test_a_drift_reaches_rows_without_advantage_once_there_is_an_old_policy() ->
     assert objective.active(batch_for(algorithm, old_logprobs=None)).tolist() == []
 
 
+@pytest.mark.parametrize(("estimator", "reached"), [("k1", [0, 1, 2]), ("k2", []), ("k3", [])])
+def test_a_drift_leaves_no_row_out_whose_gradient_it_has(estimator: str, reached: list[int]) -> None:
+    algorithm = algorithm_of(drift={"coef": 0.6, "estimator": estimator})
+    batch = batch_for(algorithm, old_logprobs=None)
+    assert Objective(algorithm, 0.0, 0.0).active(batch).tolist() == reached
+    assert (slopes(algorithm, batch) != [0.0] * 7) == bool(reached)
+
+
 def test_rows_that_a_gate_leaves_out_are_not_run() -> None:
     algorithm = algorithm_of()
     batch = batch_for(algorithm, advantage=1.0).replace(gate=torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]))

@@ -1,0 +1,20 @@
+"""Log-ratios of two policies to ratios that stay numbers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+LIMIT = 40.0
+"""Nats. ``exp`` of it, squared, is a float32: a ratio may meet another one, as in a weighted KL or under a correction."""
+
+
+def bounded(gap: Tensor) -> Tensor:
+    """``gap``, held inside ``[-LIMIT, LIMIT]``, with the gradient of ``gap`` everywhere: what is too far away must still be pulled the
+    right way, and where a clip has taken the gradient away, 0 times it is 0 and not nan."""
+    return gap + (gap.clamp(-LIMIT, LIMIT) - gap).detach()
+
+
+def ratio_of(logprobs: Tensor, old: Tensor) -> Tensor:
+    """``pi / pi_old``, between ``exp(-LIMIT)`` and ``exp(LIMIT)``."""
+    return torch.exp(bounded(logprobs - old))

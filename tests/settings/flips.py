@@ -1,0 +1,308 @@
+"""For every setting of ``RLConfig`` another legal value, and the probe that sees it act.
+
+``{root}`` is the folder of models and data, ``{tmp}`` that of one run. A context is what the setting needs around it to mean
+anything: the same on both sides of the comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightrft.utils.settings import deep_merge
+
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Flip:
+    """``value`` in the place of what the base has; ``refused`` says that one of the two is an error with the way out."""
+
+    value: Any
+    probe: str
+    context: Tree = field(default_factory=dict)
+    refused: bool = False
+
+
+ROWS, OTHER = "{root}/rows.jsonl", "{root}/other.jsonl"
+ADAPTERS: Tree = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
+CRITIC: Tree = {"algorithm": {"preset": "ppo"}, "critic": {"optimizer": {"lr": 0.01}}, "train": {"steps": 3}}
+TEACHER: Tree = {"algorithm": {"preset": "opd"}, "teacher": {"path": "{root}/second"}}
+WHOLE: Tree = {**TEACHER, "algorithm": {"preset": "opd", "distill": {"kind": "jsd"}}}
+LONG: Tree = {"train": {"steps": 3}}
+SLOW: Tree = {"reward": {"terms": ["{root}/reward.py:slow"]}}
+BOTH: Tree = {"reward": {"terms": [{"function": "{root}/reward.py:digits", "options": {}}, "{root}/reward.py:length"]}}
+HELD: Tree = {"eval": {"data": {"sources": [ROWS]}, "sampling": {"max_new_tokens": 5}}}
+WIDE: Tree = {"rollout": {"prompts": 6}}
+PENALTY: Tree = {"algorithm": {"preset": "ppo"}}
+FAR: Tree = {"algorithm": {"preset": None, "proximal": "behavior"}}
+
+ADAPTIVE: Tree = {
+    "reference": "{root}/second",
+    "algorithm": {"preset": "ppo", "kl": {"controller": "adaptive", "horizon": 100, "target": 0.001}},
+    "train": {"steps": 2},
+}
+
+
+def algorithm(**tree: Any) -> Tree:
+    return {"algorithm": {"preset": None, **tree}}
+
+
+SAMPLING: dict[str, tuple[Any, Tree]] = {
+    "temperature": (0.5, {}),
+    "top_p": (0.2, {}),
+    "top_k": (2, {}),
+    "min_p": (0.9, {}),
+    "repetition_penalty": (3.0, {"max_new_tokens": 12}),
+    "max_new_tokens": (3, {}),
+    "min_new_tokens": (4, {"stop_token_ids": list(range(4, 60))}),
+    "stop": (["a", "b", "c", "d", "e", "1", "2", "3", "4", " ", "X", "Y", "Z", "k", "q"], {"max_new_tokens": 12}),
+    "stop_token_ids": (list(range(4, 60)), {}),
+}
+OPTIMIZER: dict[str, tuple[Any, Tree]] = {
+    "lr": (0.005, {}),
+    "betas": ([0.5, 0.6], {}),
+    "eps": (0.1, {}),
+    "weight_decay": (0.5, {}),
+    "schedule": ("linear", {}),
+    "warmup": (2.0, {}),
+    "min_lr": (0.9, {"schedule": "linear"}),
+    "max_grad_norm": (1e-4, {}),
+}
+DATA: dict[str, tuple[Any, str, Tree]] = {
+    "sources.path": (OTHER, "prompts", {}),
+    "sources.name": ("mine", "prompts", {"sources": [{"path": OTHER}]}),
+    "sources.subset": ("main", "asked_of_datasets", {"sources": ["hub-name"]}),
+    "sources.split": ("test", "prompts", {"sources": ["{root}/split"]}),
+    "sources.reader": ("{root}/rows.py:reader", "prompts", {}),
+    "sources.options": ({"count": 3}, "prompts", {"sources": ["{root}/rows.py:source"]}),
+    "sources.reader_options": ({"sign": "-"}, "prompts", {"sources": [{"path": ROWS, "reader": "{root}/rows.py:reader"}]}),
+    "sources.weight": (9.0, "prompts", {"sources": [ROWS, OTHER], "blend": "sample"}),
+    "sources.limit": (2, "prompts", {}),
+    "columns.prompt": ("question", "prompts", {}),
+    "columns.response": ("solution", "lessons", {}),
+    "columns.label": ("solution", "prompts", {}),
+    "columns.reference": ("question", "prompts", {}),
+    "columns.data_source": ("kind", "prompts", {}),
+    "columns.id": ("key", "prompts", {}),
+    "chat": (True, "prompts", {"chat": False}),
+    "chat_options": ({"shout": True}, "prompts", {"chat": True}),
+    "template": ("Q: {prompt}", "prompts", {}),
+    "system": ("Be brief.", "prompts", {"chat": True}),
+    "special_tokens": ("control", "prompts", {"sources": ["{root}/marked.jsonl"]}),
+    "blend": ("sample_all", "prompts", {"sources": [{"path": ROWS}, {"path": OTHER}], "shuffle": False}),
+    "shuffle": (False, "prompts", {"sources": [ROWS, OTHER], "blend": "sample", "shuffle": True}),
+    "max_prompt_tokens": (4, "prompts", {"overlong": "truncate", "chat": False}),
+    "overlong": ("truncate", "prompts", {"max_prompt_tokens": 6, "chat": False}),
+    "malformed": ("skip", "prompts", {"sources": ["{root}/broken.jsonl"]}),
+    "turns": ("last", "lessons", {"sources": ["{root}/talks.jsonl"], "chat": True}),
+}
+
+PRIME: Tree = {
+    "algorithm": {"preset": "prime"},
+    "process": {"optimizer": {"lr": 0.01}, "threshold": 0.6},
+    "train": {"steps": 3},
+    "rollout": {"samples": 4},
+}
+SELECT: Tree = {"rollout": {"samples": 4, "select": {"name": "top_k", "options": {"keep": 2}}}}
+CURRICULUM: Tree = {"rollout": {"curriculum": {"name": "priority", "threshold": 0.6, "options": {}}}, "train": {"steps": 6}}
+PTX: Tree = {"ptx": {"coef": 0.1, "batch_size": 2, "data": {"sources": [ROWS]}}}
+
+
+LESSONS = ("columns.response", "turns")
+COLUMNS = ("columns.label", "columns.reference", "columns.data_source", "columns.id")
+PROMPTS = (*COLUMNS, "sources.name", "max_prompt_tokens", "overlong")
+INERT = {
+    **{f"{branch}.{key}": f"ptx.data.{key}" for branch in ("data", "eval.data") for key in LESSONS},
+    **{f"ptx.data.{key}": f"data.{key}" for key in PROMPTS},
+}
+"""Settings that a class shared by branches has, and that only the other branch reads: what prompts are made of is not what
+conversations are made of."""
+QUESTIONS, TALKS = {"prompts": "questions"}, {"prompts": "lessons"}
+ALONE: dict[str, Tree] = {"asked_of_datasets": {"data": {"sources": []}}}
+ERRORS = ("malformed", "sources.subset")
+
+
+def nested(branch: str, tree: Tree) -> Tree:
+    """``tree`` under the dotted ``branch``."""
+    for part in reversed(branch.split(".")):
+        tree = {part: tree}
+    return tree
+
+
+def under(branch: str, tree: Tree, context: Tree) -> Tree:
+    """``context`` with ``tree`` in its ``branch``."""
+    return deep_merge(context, nested(branch, tree))
+
+
+FLIPS: dict[str, Flip] = {
+    "run.name": Flip("other", "run"),
+    "run.dir": Flip("{tmp}/elsewhere", "run"),
+    "run.seed": Flip(1, "run"),
+    "run.resume": Flip("never", "go_on", refused=True),
+    "run.overwrite": Flip(True, "run_again", refused=True),
+    "run.threads": Flip(2, "command", {"run": {"threads": 1}}),
+    "run.progress": Flip(False, "command"),
+    "model.path": Flip("{root}/second", "run"),
+    "model.tokenizer": Flip("{root}/backwards", "prompts"),
+    "model.chat_template": Flip("{% for m in messages %}{{ m['content'] }}!{% endfor %}", "prompts", {"data": {"chat": True}}),
+    "model.revision": Flip("v2", "asked_of_the_hub"),
+    "model.dtype": Flip("bfloat16", "loaded"),
+    "model.attention": Flip("eager", "loaded", {"model": {"layout": "padded"}}),
+    "model.layout": Flip("padded", "loaded"),
+    "model.check_layout": Flip(False, "run"),
+    "model.lora.rank": Flip(2, "loaded", ADAPTERS),
+    "model.lora.alpha": Flip(16.0, "loaded", ADAPTERS),
+    "model.lora.dropout": Flip(0.5, "loaded", ADAPTERS),
+    "model.lora.targets": Flip(["q_proj"], "loaded", ADAPTERS),
+    "model.lora.dora": Flip(True, "loaded", ADAPTERS),
+    "model.load_in_4bit": Flip(True, "loaded", refused=True),
+    "model.gradient_checkpointing": Flip(True, "loaded"),
+    "model.logits_mb": Flip(1, "loaded"),
+    "model.trust_remote_code": Flip(True, "asked_of_the_hub"),
+    "model.freeze": Flip(["model.embed_tokens"], "loaded"),
+    "reference": Flip("{root}/second", "run"),
+    "teacher.path": Flip("{root}/policy", "run", TEACHER),
+    "teacher.revision": Flip("v2", "asked_of_the_hub", TEACHER),
+    "teacher.dtype": Flip("bfloat16", "run", TEACHER),
+    "teacher.load_in_4bit": Flip(True, "run", TEACHER, refused=True),
+    "teacher.trust_remote_code": Flip(True, "asked_of_the_hub", TEACHER),
+    "critic.path": Flip("{root}/second", "run", CRITIC),
+    "critic.warmup_steps": Flip(1, "run", CRITIC),
+    **{f"critic.optimizer.{k}": Flip(v, "run", under("critic.optimizer", c, CRITIC)) for k, (v, c) in OPTIMIZER.items()},
+    **{f"optimizer.{k}": Flip(v, "run", under("optimizer", c, LONG)) for k, (v, c) in OPTIMIZER.items()},
+    "process.path": Flip("{root}/second", "run", PRIME),
+    "process.beta": Flip(0.5, "run", PRIME),
+    "process.threshold": Flip(0.3, "run", PRIME),
+    "process.forward": Flip("double", "run", PRIME),
+    **{f"process.optimizer.{k}": Flip(v, "run", under("process.optimizer", c, PRIME)) for k, (v, c) in OPTIMIZER.items()},
+    "ptx.coef": Flip(0.5, "run", PTX),
+    "ptx.batch_size": Flip(3, "run", PTX),
+    "ptx.max_tokens": Flip(26, "lessons", PTX),
+    **{
+        f"ptx.data.{k}": Flip(v, TALKS.get(probe, probe), {**under("ptx.data", c, PTX), **ALONE.get(probe, {})}, k in ERRORS)
+        for k, (v, probe, c) in DATA.items()
+        if k not in PROMPTS
+    },
+    **{f"data.{k}": Flip(v, probe, nested("data", c), k in ERRORS) for k, (v, probe, c) in DATA.items() if k not in LESSONS},
+    **{
+        f"eval.data.{k}": Flip(
+            v, QUESTIONS.get(probe, probe), {**under("eval.data", c, HELD), **ALONE.get(probe, {})}, k in ERRORS
+        )
+        for k, (v, probe, c) in DATA.items()
+        if k not in LESSONS
+    },
+    "eval.every": Flip(1, "run", {**HELD, **LONG}),
+    "eval.at_start": Flip(False, "run", HELD),
+    "eval.limit": Flip(2, "run", HELD),
+    "eval.samples": Flip(2, "run", HELD),
+    **{
+        f"eval.sampling.{k}": Flip(v, "run", under("eval.sampling", {"temperature": 1.0, "max_new_tokens": 5, **c}, HELD))
+        for k, (v, c) in SAMPLING.items()
+    },
+    "eval.threshold": Flip(0.0, "run", HELD),
+    "eval.stop_at": Flip(0.0, "run", {**HELD, **LONG}),
+    **{f"sampling.{k}": Flip(v, "run", nested("sampling", c)) for k, (v, c) in SAMPLING.items()},
+    "rollout.prompts": Flip(3, "run"),
+    "rollout.samples": Flip(3, "run"),
+    "rollout.max_rounds": Flip(2, "run", {"algorithm": {"filters": [{"name": "reward_bounds", "options": {"low": 9.0}}]}}),
+    "rollout.oversample": Flip(2.0, "run"),
+    "rollout.carry_over": Flip(True, "run", {**LONG, "rollout": {"oversample": 3.0}, "algorithm": {"corrections": ["tis"]}}),
+    "rollout.select.name": Flip("random", "run", SELECT),
+    "rollout.select.options": Flip({"keep": 3}, "run", SELECT),
+    "rollout.curriculum.name": Flip("failures", "run", CURRICULUM),
+    "rollout.curriculum.threshold": Flip(0.1, "run", CURRICULUM),
+    "rollout.curriculum.momentum": Flip(0.0, "run", CURRICULUM),
+    "rollout.curriculum.options": Flip({"floor": 0.9}, "run", CURRICULUM),
+    "rollout.staleness": Flip(1, "run", {**FAR, **LONG}),
+    "engine.token_budget": Flip(64, "run"),
+    "engine.max_rows": Flip(2, "run"),
+    "reward.terms.function": Flip("{root}/reward.py:half", "run", BOTH),
+    "reward.terms.weight": Flip(0.5, "run", BOTH),
+    "reward.terms.name": Flip("sum", "run", BOTH),
+    "reward.terms.options": Flip({"modulus": 3}, "run", BOTH),
+    "reward.per_source.function": Flip("{root}/reward.py:length", "run", WIDE),
+    "reward.per_source.weight": Flip(0.5, "run", WIDE),
+    "reward.per_source.name": Flip("sum", "run", WIDE),
+    "reward.per_source.options": Flip({"modulus": 3}, "run", WIDE),
+    "reward.workers": Flip(2, "workers"),
+    "reward.deadline": Flip(0.05, "run", SLOW),
+    "reward.memory_mb": Flip(64, "run", {"reward": {"terms": ["{root}/reward.py:large"]}}),
+    "train.steps": Flip(2, "run"),
+    "train.epochs": Flip(2.0, "run", {"train": {"steps": None}, "rollout": {"prompts": 8}}),
+    "train.updates": Flip(2, "run"),
+    "train.mini_batches": Flip(2, "run"),
+    "train.micro_batch_tokens": Flip(16, "run"),
+    "strategy.device": Flip("cuda:77", "run", refused=True),
+    "checkpoint.every": Flip(1, "run", LONG),
+    "checkpoint.keep": Flip(1, "run", {**LONG, "checkpoint": {"every": 1}}),
+    "checkpoint.best": Flip("-reward/mean", "run", {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 1}}),
+    "log.tensorboard": Flip(True, "run"),
+    "log.wandb": Flip("project", "run", refused=True),
+    "log.rollouts_every": Flip(0, "run"),
+    "log.entropy": Flip(False, "run"),
+    "log.batches_every": Flip(1, "run"),
+    "algorithm.preset": Flip("dr_grpo", "objective"),
+    "algorithm.advantage.name": Flip("rloo", "objective"),
+    "algorithm.advantage.gamma": Flip(0.5, "objective", PENALTY),
+    "algorithm.advantage.lam": Flip(0.5, "objective", PENALTY),
+    "algorithm.advantage.eps": Flip(0.1, "objective"),
+    "algorithm.advantage.whiten": Flip("group", "objective"),
+    "algorithm.advantage.options": Flip({"alpha": 0.5}, "objective", {"algorithm": {"preset": "vapo"}}),
+    "algorithm.loss.name": Flip("reinforce", "objective"),
+    "algorithm.loss.ratio": Flip("sequence", "objective"),
+    "algorithm.loss.clip_low": Flip(0.01, "objective"),
+    "algorithm.loss.clip_high": Flip(0.01, "objective"),
+    "algorithm.loss.dual_clip": Flip(1.1, "objective"),
+    "algorithm.loss.ratio_cap": Flip(1.3, "objective"),
+    "algorithm.loss.options": Flip({"tau_pos": 5.0}, "objective", {"algorithm": {"preset": "sapo"}}),
+    "algorithm.proximal": Flip("behavior", "run", {"train": {"updates": 2}, "model": {"dtype": "bfloat16"}}),
+    "algorithm.corrections.name": Flip("icepop", "objective", algorithm(corrections=[{"name": "tis"}])),
+    "algorithm.corrections.options": Flip({"high": 0.5}, "objective", algorithm(corrections=[{"name": "tis"}])),
+    "algorithm.gates.name": Flip("kl_cov", "objective", algorithm(gates=[{"name": "high_entropy"}])),
+    "algorithm.gates.options": Flip({"rho": 0.6}, "objective", algorithm(gates=[{"name": "high_entropy"}])),
+    "algorithm.aggregation": Flip("sequence_sum", "objective"),
+    "algorithm.constant_length": Flip(3, "objective", algorithm(aggregation="constant")),
+    "algorithm.kl.where": Flip("reward", "objective"),
+    "algorithm.kl.estimator": Flip("k2", "objective"),
+    "algorithm.kl.weighted": Flip(True, "objective"),
+    "algorithm.kl.coef": Flip(0.5, "objective"),
+    "algorithm.kl.controller": Flip("adaptive", "objective", {"algorithm": {"kl": {"horizon": 10}}}),
+    "algorithm.kl.target": Flip(1e6, "run", ADAPTIVE),
+    "algorithm.kl.horizon": Flip(10, "objective", {"algorithm": {"kl": {"controller": "adaptive"}}}),
+    "algorithm.kl.final": Flip(0.5, "objective", {"algorithm": {"kl": {"controller": "linear", "steps": 4}}}),
+    "algorithm.kl.steps": Flip(2, "objective", {"algorithm": {"kl": {"controller": "linear", "steps": 4}}}),
+    "algorithm.kl.refresh_every": Flip(1, "run", LONG),
+    "algorithm.kl.refresh_decay": Flip(0.5, "run", {**LONG, "algorithm": {"kl": {"refresh_every": 1}}}),
+    "algorithm.distill.kind": Flip("reverse_kl", "run", TEACHER),
+    "algorithm.distill.coef": Flip(0.5, "objective", TEACHER),
+    "algorithm.distill.beta": Flip(0.9, "run", WHOLE),
+    "algorithm.distill.temperature": Flip(2.0, "run", WHOLE),
+    "algorithm.entropy.coef": Flip(0.1, "objective"),
+    "algorithm.entropy.target": Flip(9.0, "objective"),
+    "algorithm.entropy.rate": Flip(0.5, "objective", {"algorithm": {"entropy": {"target": 9.0}}}),
+    "algorithm.drift.coef": Flip(0.1, "objective"),
+    "algorithm.drift.estimator": Flip("k2", "objective", {"algorithm": {"drift": {"coef": 0.1}}}),
+    "algorithm.drift.cap": Flip(0.1, "objective", {"algorithm": {"drift": {"coef": 0.1}}}),
+    "algorithm.positive_nll.coef": Flip(0.1, "objective"),
+    "algorithm.positive_nll.threshold": Flip(0.0, "objective", {"algorithm": {"positive_nll": {"coef": 0.1}}}),
+    "algorithm.value.clip": Flip(0.001, "run", {**CRITIC, "train": {"steps": 1, "updates": 2}}),
+    "algorithm.normalize.terms": Flip("batch", "objective"),
+    "algorithm.normalize.rewards": Flip("standard", "objective", {"algorithm": {"preset": "dr_grpo"}}),
+    "algorithm.normalize.values": Flip(True, "run", CRITIC),
+    "algorithm.normalize.eps": Flip(0.5, "objective", {"algorithm": {"preset": "dr_grpo", "normalize": {"rewards": "standard"}}}),
+    "algorithm.shaping.name": Flip("overlong", "objective", algorithm(shaping=[{"name": "reward_clip"}])),
+    "algorithm.shaping.options": Flip({"high": 0.5}, "objective", algorithm(shaping=[{"name": "reward_clip"}])),
+    "algorithm.filters.name": Flip(
+        "zero_variance",
+        "run",
+        {
+            "rollout": {"max_rounds": 1},
+            "reward": {"terms": ["{root}/reward.py:half"]},
+            "algorithm": {"filters": [{"name": "reward_bounds"}]},
+        },
+    ),
+    "algorithm.filters.options": Flip(
+        {"low": 9.0}, "run", {"rollout": {"max_rounds": 1}, "algorithm": {"filters": [{"name": "reward_bounds"}]}}
+    ),
+}

@@ -1,0 +1,223 @@
+"""What a setting can act on, each seen in a way that costs little: a probe gives plain data that two configs can be compared by."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytest import MonkeyPatch
+
+from lightrft.cli.main import main
+from lightrft.config import RLConfig
+from lightrft.datasets import sources
+from lightrft.models import actor as actors
+from lightrft.models.actor import Actor, Scores
+from lightrft.models.decoding import Session
+from lightrft.models.loading import AutoConfig, load_tokenizer
+from lightrft.strategy.engine.native import NativeEngine
+from lightrft.trainer.controls import Controls
+from lightrft.trainer.gates import gated
+from lightrft.trainer.ppo import with_advantages
+from lightrft.trainer.prompts import PromptStream, held_out
+from lightrft.trainer.ptx import Ptx
+from lightrft.trainer.reward import Scorer
+from lightrft.trainer.rl import run_rl
+from lightrft.trainer.update import Objective, weighted
+from lightrft.utils.errors import DataError, UserError
+from lightrft.utils.settings import build, to_yaml
+from lightrft.utils.trackers import read_rows
+from tests.numbers.test_explained_numbers import batch
+
+Tree = dict[str, Any]
+CLOCK = ("time/", "seconds", "tokens_per_second", "throughput", "memory")
+
+
+def objective(tree: Tree, folder: Path) -> Any:
+    """Three steps of advantages, loss and gradient on one batch, with what moves from step to step."""
+    config = build(RLConfig, tree)
+    algorithm, controls = config.algorithm, Controls.of(config.algorithm)
+    found = []
+    for step in range(3):
+        whole = weighted(with_advantages(batch(), config, controls), config)
+        whole = gated(whole, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(step))
+        objective = Objective.of(algorithm, controls, whole, step)
+        leaf = whole.logprobs.clone().requires_grad_()  # type: ignore[union-attr]
+        loss, _ = objective(whole, Scores(leaf, (leaf * 0.3).sin() + 2))
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        found.append((float(loss.detach()), gradient.tolist(), whole.returns.tolist()))  # type: ignore[union-attr]
+        controls.steer(whole)
+    return found
+
+
+def prompts(tree: Tree, folder: Path) -> Any:
+    """The first prompts that are drawn."""
+    config = build(RLConfig, tree)
+    drawn = PromptStream.of(config.data, load_tokenizer(config.model), config.run.seed).draw(8)
+    return [(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source) for p in drawn]
+
+
+def questions(tree: Tree, folder: Path) -> Any:
+    """The held-out prompts."""
+    config = build(RLConfig, tree)
+    found = held_out(config.eval.data, load_tokenizer(config.model), config.run.seed, config.eval.limit)
+    return [(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source) for p in found]
+
+
+def lessons(tree: Tree, folder: Path) -> Any:
+    """The conversations that are learned beside the rollouts."""
+    config = build(RLConfig, tree)
+    ptx = Ptx.of(config.ptx, load_tokenizer(config.model), config.run.seed)
+    if ptx is None:
+        return None
+    examples = [ptx.dataset[i] for i in ptx.sampler.next(12)]
+    return [(e.prompt_ids, e.response_ids, e.trained) for e in examples]
+
+
+def loaded(tree: Tree, folder: Path) -> Any:
+    """A model as it is after loading."""
+    config = build(RLConfig, tree).model
+    with recording() as seen:
+        actor = Actor.load(config)
+        with torch.no_grad():
+            actor.score(batch())
+    adapters = [(n, getattr(m, "scaling", None)) for n, m in actor.named_modules() if hasattr(m, "scaling")]
+    trained = [n for n, p in actor.named_parameters() if p.requires_grad]
+    implementation = actor.base.config._attn_implementation
+    kept = (str(actor.base.dtype), actor.base.is_gradient_checkpointing, implementation, actor.layout)
+    return (repr(actor.model), adapters, trained, kept, seen)
+
+
+def asked_of_the_hub(tree: Tree, folder: Path) -> Any:
+    """What the loaders of models pass on: revisions and code matter only to models that are not a plain folder."""
+    with recording() as seen:
+        run_rl(config_in(tree, folder))
+    return seen
+
+
+def asked_of_datasets(tree: Tree, folder: Path) -> Any:
+    """What is asked of the hub of data sets."""
+
+    def asked(*names: Any, **options: Any) -> Any:
+        raise DataError(f"{names} {options}")
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(sources, "_load", asked)
+        asking = prompts if tree["data"]["sources"] else lessons if "ptx" in tree else questions
+        return refusal(asking, tree, folder)
+
+
+def run(tree: Tree, folder: Path) -> Any:
+    """A whole run: metrics, files, answers, exported weights, and how often the models were asked."""
+    with recording() as seen:
+        run_rl(config_in(tree, folder))
+    return (left_behind(folder), seen)
+
+
+def run_again(tree: Tree, folder: Path) -> Any:
+    """A run in the folder of an earlier one that sampled otherwise."""
+    run_rl(
+        config_in(
+            {**tree, "run": {**tree["run"], "resume": "auto", "overwrite": False}, "sampling": {"max_new_tokens": 2}}, folder
+        )
+    )
+    run_rl(config_in(tree, folder))
+    return left_behind(folder)
+
+
+def go_on(tree: Tree, folder: Path) -> Any:
+    """A run that goes on from an earlier one by a step."""
+    run_rl(config_in({**tree, "run": {**tree["run"], "resume": "auto"}}, folder))
+    run_rl(config_in({**tree, "train": {**tree["train"], "steps": 2}}, folder))
+    return left_behind(folder)
+
+
+def command(tree: Tree, folder: Path) -> Any:
+    """The command line: what is said while a run goes on, and the threads that it is given."""
+    before = torch.get_num_threads()
+    (folder / "config.yaml").write_text(to_yaml(config_in(tree, folder)))
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            main(["rl", str(folder / "config.yaml")])
+        return torch.get_num_threads(), "1/1" in said.getvalue()
+    finally:
+        torch.set_num_threads(before)
+
+
+def workers(tree: Tree, folder: Path) -> Any:
+    """The processes that score, once they have all started."""
+    config = config_in(tree, folder).reward
+    with Scorer(config) as scorer:
+        until = time.monotonic() + 20
+        while len(scorer._workers) < config.workers and time.monotonic() < until:
+            time.sleep(0.01)
+        return len(scorer._workers)
+
+
+PROBES: dict[str, Callable[[Tree, Path], Any]] = {
+    f.__name__: f
+    for f in (
+        *(objective, prompts, questions, lessons, loaded, asked_of_the_hub, asked_of_datasets),
+        *(run, run_again, go_on, command, workers),
+    )
+}
+
+
+def refusal(probe: Callable[[Tree, Path], Any], tree: Tree, folder: Path) -> Any:
+    """What ``probe`` gives, or why the config was refused."""
+    try:
+        return probe(tree, folder)
+    except UserError as error:
+        return ("refused", str(error))
+
+
+def config_in(tree: Tree, folder: Path) -> RLConfig:
+    """``tree`` with ``{tmp}`` as ``folder``."""
+    return build(RLConfig, json.loads(json.dumps(tree).replace("{tmp}", str(folder))))
+
+
+def left_behind(folder: Path) -> Any:
+    """Everything below ``folder`` that says what a run did, clocks left out."""
+    files = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file() and "events.out" not in p.name)
+    kept = {"events": any(p.name.startswith("events.out") for p in folder.rglob("*")), "files": files}
+    for path in sorted(folder.rglob("metrics.jsonl")):
+        kept["rows"] = [{k: v for k, v in row.items() if not k.startswith(CLOCK)} for row in read_rows(path)]
+    for path in sorted(folder.rglob("rollouts/*.jsonl")):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        kept[path.name] = [(row["token_ids"], row["reward"], row["text"], row.get("terms")) for row in rows]
+    for path in sorted(folder.rglob("model/*.safetensors")):
+        kept[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return kept
+
+
+@contextlib.contextmanager
+def recording() -> Generator[Counter[str]]:
+    """How often models were asked what, beside what is really done."""
+    seen: Counter[str] = Counter()
+
+    def spy(owner: Any, name: str, say: Callable[..., str]) -> None:
+        real = getattr(owner, name)
+
+        def called(*values: Any, **options: Any) -> Any:
+            seen[say(*values, **options)] += 1
+            return real(*values, **options)
+
+        patch.setattr(owner, name, called)
+
+    with MonkeyPatch.context() as patch:
+        spy(Actor, "forward", lambda self, *a, **k: f"forward, gradient {torch.is_grad_enabled()}, layout {self.layout}")
+        spy(Actor, "check_layout", lambda *a, **k: "layout checked")
+        spy(Session, "step", lambda self, tokens: f"{len(tokens)} rows drawn at once")
+        spy(Session, "reserve", lambda self, *a: f"room for {a[-1]} tokens")
+        spy(NativeEngine, "load_weights", lambda *a, **k: "weights given to the engine")
+        spy(AutoConfig, "from_pretrained", lambda *a, **k: f"{k}")
+        spy(actors, "token_logprobs", lambda *a, **k: f"logits of {k['chunk_mb']} MiB")
+        yield seen

@@ -1,0 +1,212 @@
+"""Every leaf of the tree that ``lightrft rl`` reads is set to another legal value, and something is then different."""
+
+from __future__ import annotations
+
+import copy
+import json
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from lightrft.config import RLConfig
+from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.utils.settings import Settings, build, deep_merge
+from tests.settings.flips import FLIPS, INERT, ROWS
+from tests.settings.probes import PROBES, refusal
+
+BASE: dict[str, Any] = {
+    "run": {"dir": "{tmp}/runs", "name": "run"},
+    "model": {"path": "{root}/policy", "dtype": "float32"},
+    "data": {"sources": [{"path": ROWS}]},
+    "rollout": {"prompts": 2, "samples": 2},
+    "sampling": {"max_new_tokens": 5},
+    "reward": {
+        "terms": ["{root}/reward.py:digits"],
+        "per_source": {"sums": [{"function": "{root}/reward.py:digits", "options": {}}]},
+    },
+    "algorithm": {"preset": "grpo"},
+    "optimizer": {"lr": 0.01},
+    "train": {"steps": 1},
+    "log": {"tensorboard": False},
+}
+FILES = {
+    "reward.py": """
+import time
+
+def digits(rollout, modulus=7):
+    return sum(rollout.token_ids) % modulus / modulus
+
+def half(rollout):
+    return 0.5
+
+def length(rollout):
+    return float(len(rollout.text))
+
+def slow(rollout):
+    if rollout.sample == 0:
+        time.sleep(0.2)
+    return digits(rollout)
+
+def large(rollout):
+    if rollout.sample == 0:
+        return float(len(bytearray(200 * 2**20)) > 0)
+    return digits(rollout)
+""",
+    "rows.py": """
+def source(count=6):
+    return [{"prompt": f"{i}*2=", "label": str(2 * i), "response": str(2 * i)} for i in range(count)]
+
+def reader(row, sign="+"):
+    return {**row, "prompt": f"{row['prompt']}{sign}"}
+""",
+}
+
+
+def leaves(cls: type[Settings], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every setting by its dotted key, through lists and tables too, with its type."""
+    for name, field in cls.model_fields.items():
+        below = list(dict.fromkeys(branches(field.annotation)))
+        for branch in below:
+            yield from leaves(branch, f"{prefix}{name}.")
+        if not below:
+            yield f"{prefix}{name}", field.annotation
+
+
+def branches(kind: Any) -> Iterator[type[Settings]]:
+    if isinstance(kind, type) and issubclass(kind, Settings):
+        yield kind
+    for inner in typing.get_args(kind):
+        yield from branches(inner)
+
+
+def has_one_value(kind: Any) -> bool:
+    return typing.get_origin(kind) is Literal and len(typing.get_args(kind)) == 1
+
+
+KEYS = [key for key, kind in leaves(RLConfig) if not has_one_value(kind)]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models, a third tokenizer, rows of several kinds, rewards."""
+    folder = tmp_path_factory.mktemp("root")
+    tokenizer, backwards = tiny_tokenizer(), tiny_tokenizer(chars="\n" + "".join(chr(c) for c in range(126, 31, -1)))
+    for tokens in (tokenizer, backwards):
+        tokens.chat_template = tokens.chat_template.replace("{{ m['content'] }}", "{{ m['content'] }}{{ '!' if shout else '' }}")
+    for seed, name in enumerate(("policy", "second")):
+        model = tiny_model("qwen2", seed=seed + 1, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer))
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    backwards.save_pretrained(folder / "backwards")
+    rows = [
+        {
+            "prompt": f"{i}+{i}=",
+            "response": str(2 * i),
+            "label": str(2 * i),
+            "data_source": "sums" if i % 2 else "odd",
+            "question": f"Twice {i}?",
+            "solution": f"is {2 * i}",
+            "reference": f"{i}",
+            "kind": "x",
+            "key": f"k{i}",
+            "id": f"i{i}",
+        }
+        for i in range(8)
+    ]
+    rows.append({**rows[0], "prompt": "1+1+1+1+1+1=", "id": "long"})
+    write(folder / "rows.jsonl", rows)
+    write(folder / "marked.jsonl", [{"prompt": "<|im_start|>1+1=", "label": "2", "response": "2"}])
+    write(folder / "other.jsonl", [{"prompt": f"{i}-1=", "label": str(i - 1), "response": str(i - 1)} for i in range(8)])
+    (folder / "split").mkdir()
+    write(folder / "split" / "train.jsonl", rows[:4])
+    write(folder / "split" / "test.jsonl", rows[4:])
+    write(folder / "broken.jsonl", [*rows, {"prompt": None}])
+    talk = [{"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, "abcd", strict=True)]
+    write(folder / "talks.jsonl", [{"messages": talk}])
+    for name, text in FILES.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def put(tree: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A copy of ``tree`` with ``value`` at ``key``; of a list the first, of a table of rewards its own source."""
+    tree = copy.deepcopy(tree)
+    *parts, leaf = key.split(".")
+    place: Any = tree
+    for part in parts:
+        place = place.setdefault(part, {})
+        place = place["sums"] if part == "per_source" else place
+        if isinstance(place, list):
+            if not isinstance(place[0], dict):
+                place[0] = {("path" if part == "sources" else "function"): place[0]}
+            place = place[0]
+    place[leaf] = value
+    return tree
+
+
+def tree_of(key: str) -> dict[str, Any]:
+    """What both sides of the comparison share."""
+    branch = FLIPS[key].context.get("algorithm", {})
+    base = {**BASE, "algorithm": {}} if "preset" in branch else BASE
+    return deep_merge(base, FLIPS[key].context)
+
+
+seen_before: dict[str, Any] = {}
+
+
+def seen(probe: str, tree: dict[str, Any], root: Path, factory: pytest.TempPathFactory) -> Any:
+    """What ``probe`` says of ``tree``; asked once."""
+    text = json.dumps(tree).replace("{root}", str(root))
+    if f"{probe} {text}" not in seen_before:
+        seen_before[f"{probe} {text}"] = refusal(PROBES[probe], json.loads(text), factory.mktemp("probe"))
+    return seen_before[f"{probe} {text}"]
+
+
+def was_refused(found: Any) -> bool:
+    return isinstance(found, tuple) and found[0] == "refused"
+
+
+def test_every_setting_has_a_flip_and_every_flip_a_setting() -> None:
+    assert sorted(set(KEYS) ^ {*FLIPS, *INERT}) == []
+    assert sorted(set(FLIPS) & set(INERT)) == []
+
+
+def test_a_setting_that_its_branch_does_not_read_acts_in_another() -> None:
+    assert [key for key, other in INERT.items() if other not in FLIPS] == []
+
+
+def test_a_setting_without_a_flip_is_one_of_a_single_value() -> None:
+    assert sorted(key for key, kind in leaves(RLConfig) if has_one_value(kind)) == ["engine.kind", "strategy.kind"]
+
+
+@pytest.mark.parametrize("probe", sorted(set(PROBES) - {"asked_of_datasets"}))
+def test_a_probe_repeats_itself(probe: str, root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Else every setting would seem to act."""
+    key = next(key for key, flip in FLIPS.items() if flip.probe == probe)
+    tree = json.loads(json.dumps(tree_of(key)).replace("{root}", str(root)))
+    folders = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    first, second = (refusal(PROBES[probe], tree, folder) for folder in folders)
+    assert json.dumps(first, default=str).replace(str(folders[0]), "") == json.dumps(second, default=str).replace(
+        str(folders[1]), ""
+    )
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key in FLIPS])
+def test_another_value_is_seen(key: str, root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    flip, base = FLIPS[key], tree_of(key)
+    before = seen(flip.probe, base, root, tmp_path_factory)
+    after = seen(flip.probe, put(base, key, flip.value), root, tmp_path_factory)
+    assert before != after
+    assert flip.refused or not was_refused(before), before
+    assert flip.refused or not was_refused(after), after
+
+
+def test_the_base_is_legal(root: Path) -> None:
+    assert build(RLConfig, json.loads(json.dumps(BASE).replace("{root}", str(root)).replace("{tmp}", "x"))).train.steps == 1
