@@ -34,7 +34,7 @@ PHASES = ("policy", "reference", "values", "process", "advantages", "update")
 
 @dataclass(slots=True)
 class Replayed:
-    """The batch as the phases left it, and the metrics of those that train, if they were among them."""
+    """The batch as the phases left it, and the metrics of what was trained."""
 
     batch: Batch
     metrics: Metrics = field(default_factory=Metrics)
@@ -108,12 +108,11 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
         )
     verify(saved[step])
     state: Mapping[str, Any] = load_state(saved[step] / "trainer")
-    roles.strategy.load(roles.policy.state, saved[step] / "policy")
-    for name, role in (("critic", roles.critic), ("process", roles.process)):
-        if role is not None and (saved[step] / name).exists():
+    for name, role in roles.trained.items():
+        if (saved[step] / name).exists():  # settings that the run did not have may need a model that it did not have
             roles.strategy.load(role.state, saved[step] / name)
     controls.load_state_dict(state["controls"])
+    load_refreshed(roles, state)
     if roles.ptx is not None and "ptx" in state:
         roles.ptx.load_state_dict(state["ptx"])
-    load_refreshed(roles, state)
     restore_rng(state["rng"])

@@ -29,10 +29,14 @@ def without_rewards(batch: Batch) -> Batch:
     return batch.replace(rewards=None)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce++"])
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "prime"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_every_phase_again_gives_the_batch_and_the_metrics_of_the_run(rl_config, tmp_path, preset, step):
-    over = {"algorithm": {"preset": preset}, "train": {"updates": 2, "mini_batches": 2}, "optimizer": {"schedule": "cosine"}}
+    over = {
+        "algorithm": {"preset": preset, "filters": []},
+        "train": {"updates": 2, "mini_batches": 2},
+        "optimizer": {"schedule": "cosine"},
+    }
     run_rl(rl_config(**over, **KEPT))
     kept = load_batch(tmp_path / "run" / "batches" / f"step_{step:06d}")
     again = replay(tmp_path / "run", step)
