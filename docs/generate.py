@@ -1,7 +1,7 @@
 """Write the reference pages that the code knows best: ``python docs/generate.py``, or ``make docs``.
 
-``configuration.md`` is made from the settings classes, ``algorithms.md`` from the presets, ``algorithms/*.md`` from what
-``lightrft explain`` says of each.
+``configuration.md`` is made from the settings classes, ``parts.md`` from the registries, ``algorithms.md`` from the presets, and
+``algorithms/*.md`` from what ``lightrft explain`` says of each.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from lightrft import config
 from lightrft.presets import PAPERS
 from lightrft.trainer.explain import Line, explain, symbol_of, to_latex
+from lightrft.trainer.kinds import KINDS, Kind
 from lightrft.utils.settings import Settings, build, dotted
 
 DOCS = Path(__file__).resolve().parent
@@ -37,7 +38,12 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 def pages() -> dict[Path, str]:
     """Path below ``docs`` to the text of the page."""
     made = {Path("algorithms", f"{preset}.md"): algorithm_page(preset) for preset in config.PRESETS}
-    return {Path("configuration.md"): configuration_page(), Path("algorithms.md"): algorithms_page(), **made}
+    return {
+        Path("configuration.md"): configuration_page(),
+        Path("algorithms.md"): algorithms_page(),
+        Path("parts.md"): parts_page(),
+        **made,
+    }
 
 
 def algorithms_page() -> str:
@@ -59,6 +65,45 @@ def algorithms_page() -> str:
             "",
         ]
     )
+
+
+TITLES = {
+    "advantage": "Advantages",
+    "loss": "Policy losses",
+    "correction": "Corrections",
+    "gate": "Gates",
+    "shaping": "Shapings of the reward",
+    "filter": "Filters of groups",
+    "aggregation": "Aggregations",
+    "kl": "KL estimators",
+}
+
+
+def parts_page() -> str:
+    """Every registered part by kind: its formula, its options with their defaults, what it needs, and where it was published."""
+    return (
+        "\n".join(
+            [
+                "# Parts\n",
+                MADE_BY,
+                "What an algorithm is put together from. A name stands where its setting says; one of your own does too",
+                "([extending](extending.md)). An option without a value must be given.\n",
+                *(_parts_of(KINDS[kind], title) for kind, title in TITLES.items()),
+            ]
+        ).rstrip("\n")
+        + "\n"
+    )
+
+
+def _parts_of(kind: Kind, title: str) -> str:
+    rows = [f"## {title}\n", f"`{kind.key}`, called with `{', '.join((*kind.arguments, *kind.given))}`.\n"]
+    rows.append("| name | formula | options | reads | needs | from |\n|---|---|---|---|---|---|")
+    for name in kind.registry:
+        about, options = kind.registry.about(name), kind.options(kind.registry[name])
+        given = ", ".join(f"`{o}`" if d is inspect.Parameter.empty else f"`{o} = {d}`" for o, d in options.items())
+        reads, needs = (", ".join(f"`{x}`" for x in sorted(names)) for names in (about.reads, about.needs))
+        rows.append(f"| `{name}` | `{_cell(about.formula)}` | {given} | {reads} | {needs} | {_cell(about.paper)} |")
+    return "\n".join([*rows, ""])
 
 
 def configuration_page() -> str:

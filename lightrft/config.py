@@ -402,6 +402,9 @@ class RolloutConfig(Settings):
     ``carry_over``, trained on in the next step. ``select`` keeps some of the answers of each group.
     With ``staleness`` above 0, answers are drawn while the policy is trained, by a copy of the weights that it had exactly that
     many steps before (in the first steps: at the start). The algorithm then wants a correction for it.
+    With ``partial``, answers that are not finished when a step has enough are not dropped: they go on in the next step, by its
+    weights. ``step_tokens`` bounds what an answer grows by in one step, so that no step waits for the longest; a step then trains on
+    the groups that it finishes (Kimi k1.5, arXiv 2501.12599, section 2.6.2).
     """
 
     prompts: int = Field(32, ge=1)
@@ -412,6 +415,8 @@ class RolloutConfig(Settings):
     select: Part | None = None
     curriculum: CurriculumConfig | None = None
     staleness: int = Field(0, ge=0)
+    partial: bool = False
+    step_tokens: int | None = Field(None, ge=1)
 
 
 class TrainConfig(Settings):

@@ -95,7 +95,8 @@ class Request:
     """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch.
 
     ``max_new_tokens`` bounds this answer alone; without it the sampling settings do. A ``greedy`` one takes the likeliest token
-    at each place, as all do at temperature 0.
+    at each place, as all do at temperature 0. An answer goes on from what was ``begun`` of it, and once it has ``pause`` tokens it
+    comes back as it is, with finish reason ``abort``, to go on some other time.
     """
 
     prompt: Prompt
@@ -103,6 +104,13 @@ class Request:
     sample: int = 0
     max_new_tokens: int | None = None
     greedy: bool = False
+    begun: Rollout | None = None
+    pause: int | None = None
+
+    @property
+    def held(self) -> int:
+        """Tokens of the answer that are there already."""
+        return len(self.begun) if self.begun is not None else 0
 
 
 @dataclass(slots=True)

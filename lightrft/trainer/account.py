@@ -45,17 +45,19 @@ class Collected:
     """The groups that are trained on, every rollout that was drawn for them, and the account of tokens.
 
     ``tokens`` has ``sampled``, ``trained``, ``filtered``, ``failed``, and those of groups that came from the step before,
-    ``carried_in``, and are left for the next, ``carried_out``: sampled + carried_in = trained + filtered + failed + carried_out.
+    ``carried_in``, and are left for the next, ``carried_out``, finished or not:
+    sampled + carried_in = trained + filtered + failed + carried_out.
     Its ``dropped`` are all tokens of dropped groups, whatever else they count as. ``filtered`` has the filtered tokens by reason:
     that of the dropped group, ``not_selected`` or ``baseline``. ``dropped`` counts groups by reason, ``failures`` answers by reason.
-    ``finished`` holds the scored answers of each group that was not cut short, ``carried`` the groups for the next step; both are
-    empty once that has been settled. ``curriculum`` has what a curriculum then knows.
+    ``finished`` holds the scored answers of each group that was not cut short, ``carried`` the groups for the next step, ``begun`` those
+    with answers that go on then; all are empty once that has been settled. ``curriculum`` has what a curriculum then knows.
     """
 
     groups: list[list[Rollout]] = field(default_factory=list)
     rollouts: list[Rollout] = field(default_factory=list)
     finished: list[list[Rollout]] = field(default_factory=list)
     carried: list[list[Rollout]] = field(default_factory=list)
+    begun: list[list[Rollout]] = field(default_factory=list)
     tokens: Counter[str] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -85,6 +87,17 @@ class Collected:
         self._count(group, verdict)
         self.carried.append(list(verdict.kept))
         self.tokens["carried_out"] += tokens_of(verdict.kept)
+
+    def go_on(self, group: Sequence[Rollout]) -> None:
+        """What earlier steps drew of a group that this one draws on, before it is added, carried or left."""
+        self.tokens["carried_in"] += tokens_of(group)
+        self.tokens["sampled"] -= tokens_of(group)
+
+    def leave(self, group: Sequence[Rollout]) -> None:
+        """A group with answers that are not finished: the next step draws on."""
+        self.begun.append(list(group))
+        self.tokens["sampled"] += tokens_of(group)
+        self.tokens["carried_out"] += tokens_of(group)
 
     def _count(self, group: Sequence[Rollout], verdict: Verdict) -> None:
         self.rollouts += [r for r in group if len(r) or r.finish_reason != "abort"]

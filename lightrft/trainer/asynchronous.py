@@ -82,10 +82,11 @@ class Ahead:
         """The batch of ``step``; then the policy as it is now, which is version ``step``, is handed over for a later batch."""
         with timers("wait"):
             drawn = self._jobs[step].future.result()
-        oldest = min((v for r in drawn.collected.rollouts for v in r.versions), default=step)
-        if step - oldest > self._staleness:
+        newest = max((v for r in drawn.collected.rollouts for v in r.versions), default=step)
+        if step - newest > self._staleness:
             raise RuntimeError(
-                f"step {step} got tokens of version {oldest}: more than rollout.staleness = {self._staleness} behind"
+                f"step {step} was drawn by version {newest}, more than rollout.staleness = {self._staleness} behind: the engine did "
+                "not take over the weights that it was given"
             )
         del self._jobs[step]
         with timers("weights"):

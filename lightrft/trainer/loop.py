@@ -57,8 +57,7 @@ class Training(ABC):
 
     @property
     def trained(self) -> dict[str, Trained]:
-        roles = {"policy": self.roles.policy, "critic": self.roles.critic, "process": self.roles.process}
-        return {name: role for name, role in roles.items() if role is not None}
+        return self.roles.trained
 
 
 def take_up(run: Training) -> None:

@@ -94,6 +94,17 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
         yield f"rollout.{what} reads rewards, and this algorithm has none: all that it learns comes from a teacher; leave it out"
     if rollout.carry_over and rollout.oversample == 1:
         yield "rollout.carry_over = True changes nothing: without rollout.oversample above 1 no group is left over"
+    if rollout.partial and rollout.oversample == 1 and rollout.step_tokens is None:
+        yield (
+            "rollout.partial = True changes nothing: no answer is left unfinished; set rollout.step_tokens, or rollout.oversample above 1"
+        )
+    if rollout.step_tokens is not None and not rollout.partial:
+        yield f"rollout.step_tokens = {rollout.step_tokens} needs rollout.partial=true, so that what it leaves unfinished goes on"
+    if rollout.step_tokens is not None and rollout.step_tokens >= config.sampling.max_new_tokens:
+        yield (
+            f"rollout.step_tokens = {rollout.step_tokens} changes nothing: answers have at most sampling.max_new_tokens = "
+            f"{config.sampling.max_new_tokens} tokens"
+        )
     if rollout.carry_over and rollout.staleness:
         yield (
             f"rollout.carry_over = True would take answers further back than rollout.staleness = {rollout.staleness}; leave one of "

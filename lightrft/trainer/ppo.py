@@ -60,6 +60,7 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
     refresh(roles, config.algorithm.kl, step)
     metrics = rollout_metrics(collected)
     if not collected.groups:
+        publish(roles, step + 1, timers)  # the same weights: a version counts steps, also for a run that goes on from here
         return StepResult(collected, None, metrics)
     batch = collate(collected.groups)
     with timers("layout"):
@@ -77,9 +78,14 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
     with timers("update"):
         metrics.merge(update(roles, batch, config, controls, step))
     metrics.merge(controls.steer(batch, frozen=actor_frozen(roles, config, step)))
-    with timers("weights"):
-        roles.engine.load_weights(roles.weights(), step + 1)
+    publish(roles, step + 1, timers)
     return StepResult(collected, batch, metrics)
+
+
+def publish(roles: Roles, version: int, timers: Timers) -> None:
+    """Hand the policy's weights to the engine."""
+    with timers("weights"):
+        roles.engine.load_weights(roles.weights(), version)
 
 
 def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:

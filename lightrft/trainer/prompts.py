@@ -21,11 +21,12 @@ log = getLogger(__name__)
 @dataclass(slots=True)
 class PromptStream:
     """An endless stream over a data set: epoch after epoch, or as a curriculum draws. ``carried`` are groups of the step before
-    that the next one trains on."""
+    that the next one trains on, ``begun`` those that it draws on first."""
 
     dataset: PromptDataset
     sampler: PromptSampler | Curriculum
     carried: list[list[Rollout]] = field(default_factory=list)
+    begun: list[list[Rollout]] = field(default_factory=list)
 
     @staticmethod
     def of(config: DataConfig, tokenizer: Any, seed: int, curriculum: CurriculumConfig | None = None) -> PromptStream:
@@ -49,28 +50,32 @@ class PromptStream:
     @contextmanager
     def as_before_on_error(self) -> Generator[None]:
         """When the body raises, what it drew has not been drawn."""
-        before, carried = self.sampler.state_dict(), self.carried
+        before, carried, begun = self.sampler.state_dict(), self.carried, self.begun
         try:
             yield
         except BaseException:
             self.sampler.load_state_dict(before)
-            self.carried = carried
+            self.carried, self.begun = carried, begun
             raise
 
     def settle(self, collected: Collected) -> None:
         """Learn from what a step has collected, for those after it; what was only kept for that is let go."""
-        self.carried = collected.carried
+        self.carried, self.begun = collected.carried, collected.begun
         if isinstance(self.sampler, Curriculum):
             collected.curriculum = self.sampler.observe(collected.finished)
-        collected.finished, collected.carried = [], []
+        collected.finished, collected.carried, collected.begun = [], [], []
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sampler": self.sampler.state_dict(), "carried": [[pack_rollout(r) for r in group] for group in self.carried]}
+        waiting = {"carried": self.carried, "begun": self.begun}
+        packed = {name: [[pack_rollout(r) for r in group] for group in groups] for name, groups in waiting.items()}
+        return {"sampler": self.sampler.state_dict(), **packed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``. Raises ``CheckpointError`` when it cannot be of this data set."""
         self.sampler.load_state_dict(state["sampler"])
-        self.carried = [unpack_rollouts(group, self.named) for group in state["carried"]]
+        self.carried, self.begun = (
+            [unpack_rollouts(group, self.named) for group in state[name]] for name in ("carried", "begun")
+        )
 
 
 def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None) -> Sequence[Prompt]:

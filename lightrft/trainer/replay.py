@@ -17,8 +17,8 @@ from lightrft.trainer.distill import with_teacher
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.parts import check_parts
 from lightrft.trainer.ppo import with_advantages, with_policy, with_reference, with_values
+from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.prompts import PromptStream
-from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.refresh import load_refreshed, refresh
 from lightrft.trainer.replay_buffer import load_batch
 from lightrft.trainer.roles import Roles, settle_layouts
@@ -29,12 +29,12 @@ from lightrft.utils.metrics import Metrics
 from lightrft.utils.seeding import restore_rng, seed_everything
 from lightrft.utils.settings import load_settings
 
-PHASES = ("policy", "reference", "values", "advantages", "update")
+PHASES = ("policy", "reference", "values", "process", "advantages", "update")
 
 
 @dataclass(slots=True)
 class Replayed:
-    """The batch as the phases left it, and the metrics of the update, if that was one of them."""
+    """The batch as the phases left it, and the metrics of what was trained."""
 
     batch: Batch
     metrics: Metrics = field(default_factory=Metrics)
@@ -68,7 +68,6 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
     prompts = 0 if config.train.steps else len(PromptStream.of(config.data, tokenizer, config.run.seed).dataset)
     roles = local_roles(config, tokenizer, rollout_steps(config, prompts))
     try:
-        roles.ptx = Ptx.of(config.ptx, tokenizer, config.run.seed)
         controls = Controls.of(config.algorithm)
         _take_up(roles, controls, config, folder, step - 1)
         refresh(roles, config.algorithm.kl, step - 1)
@@ -86,6 +85,8 @@ def _run(roles: Roles, controls: Controls, config: RLConfig, step: int, batch: B
         batch = with_teacher(with_reference(batch, roles, config), roles, config)
     if "values" in phases:
         batch = with_values(batch, roles, config, controls)
+    if "process" in phases:
+        batch = with_process_rewards(batch, roles, config, replayed.metrics)
     if "advantages" in phases:
         batch = with_advantages(batch, config, controls)
     if "update" in phases:
@@ -107,9 +108,9 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
         )
     verify(saved[step])
     state: Mapping[str, Any] = load_state(saved[step] / "trainer")
-    roles.strategy.load(roles.policy.state, saved[step] / "policy")
-    if roles.critic is not None and (saved[step] / "critic").exists():
-        roles.strategy.load(roles.critic.state, saved[step] / "critic")
+    for name, role in roles.trained.items():
+        if (saved[step] / name).exists():  # settings that the run did not have may need a model that it did not have
+            roles.strategy.load(role.state, saved[step] / name)
     controls.load_state_dict(state["controls"])
     load_refreshed(roles, state)
     if roles.ptx is not None and "ptx" in state:

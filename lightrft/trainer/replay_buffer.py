@@ -15,6 +15,7 @@ from lightrft.utils.files import is_disk_full
 from lightrft.utils.state import load_state, save_state
 
 FORMAT = "lightrft-batch/1"
+COUNTS = {f.name for f in dataclasses.fields(Collected) if f.default_factory is Counter}
 
 FindPrompts = Callable[[Sequence[str]], list[Prompt]]
 """Prompts of the run's data set by their ids."""
@@ -36,18 +37,22 @@ def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> l
 
 def pack_collected(collected: Collected) -> dict[str, Any]:
     """``collected``, settled, as plain data; groups name their answers by place."""
-    place = {id(rollout): i for i, rollout in enumerate(collected.rollouts)}
+    known = {id(rollout) for rollout in collected.rollouts}
+    earlier = [r for group in collected.groups for r in group if id(r) not in known]
+    place = {id(rollout): i for i, rollout in enumerate([*collected.rollouts, *earlier])}
     fields = {f.name: getattr(collected, f.name) for f in dataclasses.fields(collected)}
     packed = {name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()}
     groups = [[place[id(rollout)] for rollout in group] for group in collected.groups]
-    return {**packed, "rollouts": [pack_rollout(r) for r in collected.rollouts], "groups": groups}
+    lists = {"rollouts": collected.rollouts, "earlier": earlier}
+    return {**packed, "groups": groups, **{name: [pack_rollout(r) for r in rollouts] for name, rollouts in lists.items()}}
 
 
 def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> Collected:
     """The inverse of ``pack_collected``."""
-    rollouts = unpack_rollouts(packed["rollouts"], find)
-    whole: dict[str, Any] = {n: Counter(value) if isinstance(value, dict) else value for n, value in packed.items()}
-    whole |= {"rollouts": rollouts, "groups": [[rollouts[i] for i in group] for group in packed["groups"]]}
+    drawn = unpack_rollouts([*packed["rollouts"], *packed["earlier"]], find)
+    whole: dict[str, Any] = {f.name: packed[f.name] for f in dataclasses.fields(Collected)}
+    whole = {name: Counter(value) if name in COUNTS else value for name, value in whole.items()}
+    whole |= {"rollouts": drawn[: len(packed["rollouts"])], "groups": [[drawn[i] for i in group] for group in packed["groups"]]}
     return Collected(**whole)
 
 

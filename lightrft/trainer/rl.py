@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config import RLConfig
+from lightrft.trainer.account import tokens_of
 from lightrft.trainer.asynchronous import Ahead, staleness_metrics
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
@@ -61,7 +62,10 @@ class RLRun(Training):
         """Draw a batch, and learn from it."""
         stopped = lambda: bool(self.session.stop)  # noqa: E731
         with self.stream.as_before_on_error():
-            return rl_step(self.roles, self.config, self.step, self.controls, self.stream, self.session.timers, stopped)
+            result = rl_step(self.roles, self.config, self.step, self.controls, self.stream, self.session.timers, stopped)
+        if self.config.rollout.partial:
+            result.metrics.merge(staleness_metrics(result.batch, self.step))
+        return result
 
     def learn_drawn(self, ahead: Ahead) -> StepResult:
         """Learn from a batch that was drawn beside earlier steps."""
@@ -87,7 +91,8 @@ class RLRun(Training):
         self._drawn = state.get("drawn", {})
 
     def about(self) -> dict[str, Any]:
-        return {"algorithm": self.config.algorithm.preset or "custom"}
+        begun = {"tokens_in_flight": sum(map(tokens_of, self.stream.begun))} if self.config.rollout.partial else {}
+        return {"algorithm": self.config.algorithm.preset or "custom", **begun}
 
     def close(self) -> None:
         """End what draws, then the roles that it uses."""
@@ -186,11 +191,12 @@ def check_roles(config: RLConfig) -> None:
 
 def warn_of_staleness(config: RLConfig) -> None:
     """Say so when nothing in the algorithm knows that answers come from older weights."""
-    if config.rollout.staleness and config.algorithm.proximal == "policy" and "behavior" not in needs_of(config.algorithm):
+    rollout, algorithm = config.rollout, config.algorithm
+    if (rollout.staleness or rollout.partial) and algorithm.proximal == "policy" and "behavior" not in needs_of(algorithm):
         log.warning(
-            "rollout.staleness = %d: answers come from an older policy, and nothing corrects for it; set "
-            "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio",
-            config.rollout.staleness,
+            "rollout.%s: tokens come from an older policy, and nothing corrects for it; set algorithm.corrections=[tis], or "
+            "algorithm.proximal=behavior with a loss that clips the ratio",
+            f"staleness = {rollout.staleness}" if rollout.staleness else "partial = True",
         )
 
 
@@ -199,9 +205,7 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
     tokenizer = local_tokenizer(config.model)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum)
     steps = rollout_steps(config, len(stream.dataset))
-    ptx = Ptx.of(config.ptx, tokenizer, config.run.seed)
     roles = local_roles(config, tokenizer, steps)
-    roles.ptx = ptx
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,

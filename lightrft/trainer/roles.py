@@ -144,6 +144,12 @@ class Roles:
         return ((name.removeprefix("model."), t) for name, t in self.strategy.full_parameters(self.policy.state))
 
     @property
+    def trained(self) -> dict[str, Trained]:
+        """What a checkpoint must hold, by name."""
+        roles = {"policy": self.policy, "critic": self.critic, "process": self.process}
+        return {name: role for name, role in roles.items() if role is not None}
+
+    @property
     def actor(self) -> Actor:
         return self.policy.model
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lightrft.config import RLConfig
@@ -26,9 +26,11 @@ class Interrupted(Exception):
 
 
 class Source(Protocol):
-    """Where a step's prompts come from. ``carried`` are groups of the step before that this one trains on."""
+    """Where a step's prompts come from. ``carried`` are groups of the step before that this one trains on, ``begun`` those that
+    it draws on first."""
 
     carried: list[list[Rollout]]
+    begun: list[list[Rollout]]
 
     def draw(self, count: int) -> list[Prompt]: ...
 
@@ -55,27 +57,38 @@ def collect(
     ``rollout.max_rounds`` rounds are over."""
     got = Collected()
     got.take_in(source.carried)
+    waiting = deque(source.begun)
     needs, asked = needs_of(config.algorithm), config.rollout
     least = 2 if "groups" in needs else 1
     while len(got.groups) < asked.prompts and got.rounds < asked.max_rounds:
         missing = asked.prompts - len(got.groups)
-        prompts = source.draw(math.ceil(missing * asked.oversample))
+        wanted = math.ceil(missing * asked.oversample) - len(got.begun)
+        if wanted <= 0:
+            break
+        begun = [waiting.popleft() for _ in range(min(wanted, len(waiting)))]
+        prompts = source.draw(wanted - len(begun)) if wanted > len(begun) else []
         seeds = (config.run.seed, step, got.rounds)
-        requests = requests_for(prompts, asked.samples, *seeds, greedy="greedy" in needs)
+        fresh = requests_for(prompts, asked.samples, *seeds, greedy="greedy" in needs)
+        requests = paused([*map(rest_of, begun), *fresh], asked.step_tokens)
+        ready = [[r for r in group if r.finish_reason != "abort"] for group in begun] + [[] for _ in fresh]
         quota = Quota(missing, lambda group: judge(group, config, least))
-        groups = scored(
-            roles.engine, roles.scorer, requests, config.sampling, timers, stopped, quota if len(prompts) > missing else None
-        )
+        limit = quota if len(requests) > missing else None
+        groups = scored(roles.engine, roles.scorer, requests, config.sampling, timers, stopped, limit, ready)
         got.rounds += 1
+        for group in begun:
+            got.go_on(group)
         for index, group in enumerate(groups):
             _settle(got, group, quota.of(index, group), quota.uses(index), config)
+    got.begun += waiting
     check_scored(got.rollouts, f"of step {step + 1}")
     source.settle(got)
     return got
 
 
 def _settle(got: Collected, group: list[Rollout], verdict: Verdict, used: bool, config: RLConfig) -> None:
-    if used or verdict.reason:
+    if config.rollout.partial and any(r.finish_reason == "abort" for r in group):
+        got.leave(group)
+    elif used or verdict.reason:
         got.add(group, verdict)
     elif config.rollout.carry_over and len(got.carried) < config.rollout.prompts:
         got.carry(group, verdict)
@@ -101,6 +114,18 @@ def requests_for(prompts: Sequence[Prompt], samples: int, *seeds: int | str, gre
         [Request(p, request_seed(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
         for i, p in enumerate(prompts)
     ]
+
+
+def rest_of(group: Sequence[Rollout]) -> list[Request]:
+    """Requests for what is not finished of ``group``."""
+    return [Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, begun=r) for r in group if r.finish_reason == "abort"]
+
+
+def paused(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[list[Request]]:
+    """``requests`` that grow by at most ``tokens`` tokens each."""
+    if tokens is None:
+        return [list(group) for group in requests]
+    return [[replace(r, pause=r.held + tokens) for r in group] for group in requests]
 
 
 @dataclass(slots=True)
@@ -142,13 +167,15 @@ def scored(
     timers: Timers,
     stopped: Callable[[], bool] = never,
     quota: Quota | None = None,
+    ready: Sequence[Sequence[Rollout]] = (),
 ) -> list[list[Rollout]]:
-    """Every request answered and scored, group by group in the order asked. Scoring runs while the rest is still being drawn.
+    """Every request answered and scored, group by group in the order asked, each with those that are ``ready`` of it. Scoring runs
+    while the rest is still being drawn.
 
     Once the ``quota`` is met, what is not finished comes back as it is, with finish reason ``abort`` and without a reward. Raises
     ``Interrupted`` when ``stopped`` cut the drawing short. Whatever happens, nothing of it is left with ``scorer``.
     """
-    flow = _Flow(scorer, requests)
+    flow = _Flow(scorer, requests, ready)
     over = lambda: stopped() or (quota is not None and quota.met)  # noqa: E731
     try:
         with timers("generate"):
@@ -164,7 +191,7 @@ def scored(
             for _ in scorer.results(wait=True):
                 pass
         raise
-    if flow.cut and not (quota is not None and quota.met):
+    if flow.cut and stopped() and not (quota is not None and quota.met):
         raise Interrupted
     return flow.result()
 
@@ -172,9 +199,9 @@ def scored(
 class _Flow:
     """Answers on their way: from the engine to scoring, and from there to their groups."""
 
-    def __init__(self, scorer: Scoring, requests: Sequence[Sequence[Request]]) -> None:
+    def __init__(self, scorer: Scoring, requests: Sequence[Sequence[Request]], ready: Sequence[Sequence[Rollout]]) -> None:
         self.scorer = scorer
-        self.groups: list[list[Rollout]] = [[] for _ in requests]
+        self.groups = [list(group) for group in ready] or [[] for _ in requests]
         self.cut = False
         self._group_of = {request.seed: g for g, group in enumerate(requests) for request in group}
         self._undrawn = [len(group) for group in requests]

@@ -13,6 +13,7 @@ import pytest
 from docs.generate import pages
 from lightrft.cli.main import VERBS
 from lightrft.config import PRESETS
+from lightrft.trainer.kinds import KINDS
 from lightrft.utils.settings import dotted, load_settings
 from tests.architecture.tree import ROOT
 from tests.architecture.verbs import CONFIG_OF
@@ -88,6 +89,13 @@ def test_the_pages_made_from_the_code_name_every_setting_with_its_default_and_do
     assert "| `horizon` | int, ≥ 1 | `10000` |" in text
     assert "| `where` | `none` or `reward` or `loss` | `none` |" in text
     assert "`temperature` 0 is greedy." in text
+
+
+def test_the_page_of_parts_has_every_registered_part_with_its_formula() -> None:
+    text = pages()[Path("parts.md")]
+    for kind in KINDS.values():
+        for name in kind.registry:
+            assert f"| `{name}` | `{kind.registry.about(name).formula.replace('|', chr(92) + '|')}` |" in text
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)

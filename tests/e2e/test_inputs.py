@@ -115,9 +115,9 @@ import torch
 from lightrft.trainer.rollout import Rollout
 
 
-def advantage(batch, token_rewards, settings):
+def advantage(batch, token_rewards, settings, *, factor):
     """Twice the reward, on every token."""
-    flat = batch.rewards.repeat_interleave(batch.lengths) * settings.options["factor"]
+    flat = batch.rewards.repeat_interleave(batch.lengths) * factor
     return flat, flat
 
 

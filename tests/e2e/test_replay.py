@@ -29,10 +29,14 @@ def without_rewards(batch: Batch) -> Batch:
     return batch.replace(rewards=None)
 
 
-@pytest.mark.parametrize("preset", ["grpo", "ppo", "reinforce++"])
+@pytest.mark.parametrize("preset", ["grpo", "ppo", "prime"])
 @pytest.mark.parametrize("step", [1, 3])
 def test_every_phase_again_gives_the_batch_and_the_metrics_of_the_run(rl_config, tmp_path, preset, step):
-    over = {"algorithm": {"preset": preset}, "train": {"updates": 2, "mini_batches": 2}, "optimizer": {"schedule": "cosine"}}
+    over = {
+        "algorithm": {"preset": preset, "filters": []},
+        "train": {"updates": 2, "mini_batches": 2},
+        "optimizer": {"schedule": "cosine"},
+    }
     run_rl(rl_config(**over, **KEPT))
     kept = load_batch(tmp_path / "run" / "batches" / f"step_{step:06d}")
     again = replay(tmp_path / "run", step)
@@ -104,3 +108,18 @@ def test_columns_of_the_run_are_what_is_kept(rl_config, tmp_path):
     assert batch.responses.tokens.tolist() == [t for r in lines for t in r["token_ids"]]
     assert batch.rewards is not None and batch.rewards.tolist() == [r["reward"] for r in lines]
     assert batch.advantages is not None and batch.advantages.tolist() == [a for r in lines for a in r["advantages"]]
+
+
+def test_a_step_with_others_beside_the_policy_is_replayed_as_it_was(rl_config, data_folder, tmp_path):
+    """The third step: the reference has just moved, and process model and supervised data are where two steps left them."""
+    ptx = {"coef": 0.5, "data": {"sources": [{"path": str(data_folder / "train.jsonl")}]}, "batch_size": 3}
+    kl = {"where": "loss", "coef": 0.1, "refresh_every": 2}
+    process = {"threshold": 0.02, "optimizer": {"lr": 1e-2}}
+    run_rl(rl_config(algorithm={"preset": "prime", "filters": [], "kl": kl}, process=process, ptx=ptx, **KEPT))
+    kept = load_batch(tmp_path / "run" / "batches" / "step_000003")
+    again = replay(tmp_path / "run", 3)
+    assert kept.process_rewards is not None
+    assert_equal(without_rewards(kept), without_rewards(again.batch))
+    row, found = read_rows(tmp_path / "run" / "metrics.jsonl")[2], again.metrics.compute()
+    assert {"process/loss", "ptx/nll", "policy/kl"} <= found.keys()
+    assert {k: v for k, v in row.items() if k in found} == found

@@ -28,7 +28,8 @@ class Engine(Protocol):
         """One answer to each request, as it finishes, in no order. Requests whose prompts are one object share its computation.
 
         Once ``stopped`` turns true, which is asked between tokens, those that are not finished come out as they are, with finish
-        reason ``abort``; those that were not begun are empty.
+        reason ``abort``; those that were not begun are empty. A request goes on from what was begun of it, by the weights of now: what
+        they make of the tokens that are there is computed anew.
         """
         ...
 

@@ -6,7 +6,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -94,6 +94,10 @@ class NativeEngine:
         for request in wanted:
             if _limit(request, sampling) < 1:
                 raise ValueError(f"max_new_tokens {request.max_new_tokens} of a request must be at least 1")
+            if request.held >= _end(request, sampling):
+                raise ValueError(
+                    f"{request.held} tokens of an answer to {request.prompt.id!r} are there; it ends at {_end(request, sampling)}"
+                )
             tokens = len(request.prompt.token_ids) + _limit(request, sampling)
             if tokens > self.config.token_budget:
                 raise ResourceError(
@@ -143,6 +147,24 @@ class NativeEngine:
 
 def _limit(request: Request, sampling: SamplingConfig) -> int:
     return sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+
+
+def _end(request: Request, sampling: SamplingConfig) -> int:
+    """Tokens of the answer at which it comes back, finished or not."""
+    limit = _limit(request, sampling)
+    return limit if request.pause is None else min(limit, request.pause)
+
+
+def _room(request: Request, sampling: SamplingConfig) -> int:
+    """Tokens that the answer may grow by in this call."""
+    return _end(request, sampling) - request.held
+
+
+def _read(request: Request) -> Prompt:
+    """What is computed before the first token that is drawn: the prompt, and after it what was begun of the answer."""
+    if request.begun is None or not request.held:
+        return request.prompt
+    return replace(request.prompt, token_ids=request.prompt.token_ids + request.begun.token_ids)
 
 
 CHECKSUM_PART = 1 << 22
@@ -205,13 +227,19 @@ class _Rows:
         return len(self.requests)
 
     def append(self, requests: list[Request], groups: list[_Group], limits: list[int]) -> None:
+        first = len(self)
         self.requests += requests
         self.groups += groups
         self.keys = np.concatenate([self.keys, draws.seed_keys([r.seed for r in requests])])
         self.greedy = np.concatenate([self.greedy, np.array([r.greedy for r in requests], dtype=bool)])
         self.limits = np.concatenate([self.limits, np.array(limits, dtype=np.int64)])
-        self.steps = np.concatenate([self.steps, np.zeros(len(requests), dtype=np.int64)])
-        self._resize(len(self), self.tokens.shape[1])
+        held = np.array([r.held for r in requests], dtype=np.int64)
+        self.steps = np.concatenate([self.steps, held])
+        self._resize(len(self), max(self.tokens.shape[1], int(held.max(initial=0))))
+        for row, request in enumerate(requests, start=first):
+            if request.begun is not None:
+                for column, values in zip((self.tokens, self.logprobs, self.versions), _columns(request.begun)):
+                    column[row, : request.held] = values
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """One more token in every row."""
@@ -241,6 +269,10 @@ class _Rows:
             setattr(self, name, new)
 
 
+def _columns(rollout: Rollout) -> tuple[list[int], list[float], list[int]]:
+    return rollout.token_ids, rollout.logprobs, rollout.versions
+
+
 class _Run:
     """One ``generate`` call: who waits, who grows, and the cache. ``advance`` adds one token to every row."""
 
@@ -254,9 +286,9 @@ class _Run:
         self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
         groups: dict[Any, _Group] = {}
         for request in requests:
-            prompt = request.prompt
-            key = id(prompt) if prompt.media else tuple(prompt.token_ids)
-            groups.setdefault(key, _Group(prompt)).waiting.append(request)
+            tokens = _read(request).token_ids
+            key = (id(request.prompt) if request.prompt.media else None, *tokens)
+            groups.setdefault(key, _Group(_read(request))).waiting.append(request)
         self._waiting = deque(groups.values())
         self._open: list[_Group] = []  # groups whose prompt is in the cache
         self._rows = _Rows()
@@ -293,7 +325,7 @@ class _Run:
         """What is not finished, as it is."""
         begun = [self._rollout(row, "abort", None) for row in range(len(self._rows))]
         waiting = [r for group in self._waiting for r in group.waiting]
-        return begun + [Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in waiting]
+        return begun + [r.begun or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in waiting]
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         rows, sampling = self._rows, self._sampling
@@ -323,12 +355,12 @@ class _Run:
             len(self._open),
             max((len(g.prompt.token_ids) for g in self._open), default=0),
             len(self._rows),
-            int(self._rows.limits.max(initial=0)),
+            max((_room(r, self._sampling) for r in self._rows.requests), default=0),
         )
         while self._waiting and shape.rows < self._config.max_rows:
             group = self._waiting[0]
             new = group.handle < 0 and (not fresh or fresh[-1] is not group)
-            larger = shape.with_row(_limit(group.waiting[0], self._sampling), len(group.prompt.token_ids) if new else None)
+            larger = shape.with_row(_room(group.waiting[0], self._sampling), len(group.prompt.token_ids) if new else None)
             if larger.tokens > self._config.token_budget:
                 break
             shape = larger
@@ -355,7 +387,7 @@ class _Run:
     def _enter(self, entering: list[tuple[_Group, Request]]) -> list[Tensor]:
         groups, requests = [g for g, _ in entering], [r for _, r in entering]
         logits = [g.logits for g in groups if g.logits is not None]
-        self._rows.append(requests, groups, [_limit(r, self._sampling) for r in requests])
+        self._rows.append(requests, groups, [_end(r, self._sampling) for r in requests])
         if self._sampling.repetition_penalty != 1:
             seen = torch.zeros(len(groups), logits[0].shape[0], dtype=torch.bool, device=self._device)
             for row, group in zip(seen, groups):
@@ -382,9 +414,13 @@ class _Run:
         finished = np.flatnonzero(stopped | (rows.steps >= rows.limits))
         if not len(finished):
             return []
-        done = [self._rollout(row, "stop" if stopped[row] else "length", cuts.get(row)) for row in finished.tolist()]
+        done = [self._rollout(row, "stop" if stopped[row] else self._cut(row), cuts.get(row)) for row in finished.tolist()]
         self._evict(finished)
         return done
+
+    def _cut(self, row: int) -> FinishReason:
+        """Why an answer that did not stop comes back: it is as long as it may be, or to go on later."""
+        return "length" if self._rows.steps[row] >= _limit(self._rows.requests[row], self._sampling) else "abort"
 
     def _rollout(self, row: int, reason: FinishReason, text: str | None) -> Rollout:
         rows, request = self._rows, self._rows.requests[row]
@@ -395,7 +431,7 @@ class _Run:
         return Rollout(
             prompt=request.prompt,
             token_ids=token_ids,
-            sampled=[True] * length,
+            sampled=(request.begun.sampled if request.begun is not None else []) + [True] * (length - request.held),
             logprobs=rows.logprobs[row, :length].tolist(),
             versions=rows.versions[row, :length].tolist(),
             finish_reason=reason,

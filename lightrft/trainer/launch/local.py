@@ -15,6 +15,7 @@ from lightrft.strategy.engine.native import NativeEngine
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.parts import needs_of, needs_reference
+from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.refresh import Follower
 from lightrft.trainer.reward import Scorer
 from lightrft.trainer.roles import AdaptersOff, Frozen, Reference, Roles, Scoring, Trained, Unscored
@@ -60,6 +61,7 @@ def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
             teacher=local_teacher(config, tokenizer, strategy),
             critic=local_critic(config, strategy, max(1, steps * per_step)),
             process=local_process(config, strategy, steps),
+            ptx=Ptx.of(config.ptx, tokenizer, config.run.seed),
         )
     except BaseException:
         scorer.close()

@@ -24,9 +24,9 @@ def grade(name, text, label=None, **options):
     return REWARDS[name](answer(text, label), **options)
 
 
-def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_results():
+def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scoring_fills():
     names = lambda kind: {f.name for f in dataclasses.fields(kind)}  # noqa: E731
-    assert names(RolloutView) == names(Rollout) - {"reward", "terms", "weights", "failed"}
+    assert names(RolloutView) == names(Rollout) - {"reward", "baseline", "terms", "weights", "failed"}
     assert names(PromptView) == names(Prompt) - {"media"}
     prompt = Prompt("a", [1], "b", "c", "d", "e", {"f": 1})
     seen = view_of(Rollout(prompt, [2], [True], [-1.0], [3], "stop", 4, 5, "g"))

@@ -17,16 +17,18 @@ from lightrft.strategy.engine.base import never
 from lightrft.strategy.settings import SamplingConfig
 from lightrft.trainer.account import GREEDY, Collected, rollout_metrics, tokens_of
 from lightrft.trainer.collate import collate
+from lightrft.trainer.parts import check_rollout
 from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import Interrupted, Quota, Verdict, collect, request_seed, requests_for, scored
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import RewardError
+from lightrft.utils.errors import ConfigError, RewardError
 from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.timers import Timers
 
 
 class FakeEngine:
-    """One token a row and step, all rows at once; answer lengths depend on the seed alone. ``raises`` after that many steps."""
+    """One token a row and step, all rows at once; answer lengths depend on the seed alone, and pauses on requests. ``raises`` after
+    that many steps."""
 
     def __init__(self, longest: int = 6, raises: int = 10**9) -> None:
         self.longest, self.raises, self.calls = longest, raises, 0
@@ -36,13 +38,19 @@ class FakeEngine:
     ) -> Iterator[Rollout]:
         self.calls += 1
         rows = [(r, random.Random(r.seed).randint(0, self.longest)) for r in requests]
+        self.tokens = 0
         for step in range(self.longest + 1):
             if step == self.raises:
                 raise ZeroDivisionError("the engine broke")
             if stopped():
-                yield from (answer(r, max(0, step - 1), "abort") for r, length in rows if length >= step)
+                left = [(r, r.held + max(0, step - 1)) for r, length in rows if length >= r.held + step]
+                self.tokens += sum(tokens - r.held for r, tokens in left)
+                yield from (answer(r, tokens, "abort") for r, tokens in left)
                 return
-            yield from (answer(r, length, "stop") for r, length in rows if length == step)
+            out = [(r, r.held + step, length) for r, length in rows if r.held + step in (length, r.pause)]
+            rows = [(r, length) for r, length in rows if r.held + step not in (length, r.pause)]
+            self.tokens += sum(tokens - r.held for r, tokens, _ in out)
+            yield from (answer(r, tokens, "stop" if tokens == length else "abort") for r, tokens, length in out)
 
 
 def answer(request: Request, length: int, reason: Any) -> Rollout:
@@ -87,6 +95,7 @@ class Prompts:
     def __init__(self, carried: Any = ()) -> None:
         self.asked: list[int] = []
         self.carried = list(carried)
+        self.begun: list[Any] = []
 
     def draw(self, count: int) -> list[Prompt]:
         start = sum(self.asked)
@@ -94,7 +103,7 @@ class Prompts:
         return [Prompt(f"p{start + i}", [1]) for i in range(count)]
 
     def settle(self, collected: Collected) -> None:
-        self.carried = collected.carried
+        self.carried, self.begun = collected.carried, collected.begun
 
 
 def config_of(**over: Any) -> RLConfig:
@@ -377,3 +386,77 @@ def test_each_group_is_judged_once() -> None:
 def test_seeds_depend_on_all_of_their_parts() -> None:
     assert request_seed(1, 2, 3) == request_seed(1, 2, 3)
     assert len({request_seed(1, 2), request_seed(2, 1), request_seed(12), request_seed(1, 2, 0)}) == 4
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    oversample=st.sampled_from([1.0, 1.5, 3.0]),
+    step_tokens=st.sampled_from([1, 2, 4, None]),
+    carry=st.booleans(),
+    fails=st.sampled_from([0, 3]),
+    filters=FILTER_SETS,
+    late=st.integers(0, 5),
+)
+def test_answers_that_go_on_in_the_next_step_are_counted_once_and_none_is_lost(
+    oversample: float, step_tokens: int | None, carry: bool, fails: int, filters: list[str], late: int
+) -> None:
+    over = {"oversample": oversample, "step_tokens": step_tokens, "partial": True, "carry_over": carry, "max_rounds": 3}
+    config = config_of(rollout=over, algorithm={"filters": filters})
+    scorer, source = FakeScorer((0.0, 1.0), fails, late), Prompts()
+    prompts: set[str] = set()
+    for step in range(6):
+        engine = Counting()
+        before = sum(map(tokens_of, [*source.begun, *source.carried]))
+        try:
+            got = run(config, scorer, engine, step=step, prompts=source)
+        except RewardError:
+            return
+        after = sum(map(tokens_of, [*source.begun, *source.carried]))
+        tokens = got.tokens
+        assert tokens["sampled"] == engine.total
+        assert before + tokens["sampled"] == tokens["trained"] + tokens["filtered"] + tokens["failed"] + after
+        assert (
+            tokens["sampled"] + tokens["carried_in"]
+            == tokens["trained"] + tokens["filtered"] + tokens["failed"] + tokens["carried_out"]
+        )
+        assert "aborted" not in got.dropped
+        assert len(got.groups) <= 3
+        for group in got.groups:
+            assert len({r.prompt.id for r in group}) == 1 and all(r.finish_reason == "stop" for r in group)
+            assert group[0].prompt.id not in prompts
+            prompts.add(group[0].prompt.id)
+            assert all(len(r) == random.Random(r.seed).randint(0, 6) for r in group)
+    assert len(scorer.seen) == len(set(scorer.seen))
+
+
+class Counting(FakeEngine):
+    """Counts the tokens of all its calls."""
+
+    total = 0
+
+    def generate(self, *args: Any) -> Iterator[Rollout]:
+        yield from super().generate(*args)
+        self.total += self.tokens
+
+
+def test_what_is_begun_goes_on_before_new_prompts_are_drawn() -> None:
+    config = config_of(rollout={"partial": True, "step_tokens": 2})
+    source = Prompts()
+    first = run(config, FakeScorer(), prompts=source)
+    begun = [group[0].prompt.id for group in source.begun]
+    assert first.rounds == 1 and len(first.groups) + len(begun) == 3 and begun
+    run(config, FakeScorer(), step=1, prompts=source)
+    assert sum(source.asked) == 3 + (3 - len(begun))
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"partial": True}, "rollout.partial = True changes nothing"),
+        ({"step_tokens": 4}, "needs rollout.partial"),
+        ({"partial": True, "step_tokens": 4096}, "rollout.step_tokens = 4096 changes nothing"),
+    ],
+)
+def test_settings_of_partial_answers_that_would_do_nothing_are_refused(over: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_rollout(config_of(rollout=over))

@@ -6,6 +6,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -486,3 +487,87 @@ def test_being_stopped_is_seen_between_tokens() -> None:
     [cut] = engine.generate(requests_of(prompts_of(9)), SamplingConfig(max_new_tokens=50), lambda: next(asked) >= 8)
     assert cut.finish_reason == "abort"
     assert 0 < len(cut) <= 8
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_an_answer_that_pauses_and_goes_on_is_the_one_that_was_never_paused(family: str, penalty: float) -> None:
+    model = endless(family)
+    requests = requests_of(prompts_of(5, 23), 3, itertools.cycle([29, 12, 7]))
+    sampling = SamplingConfig(temperature=1.2, repetition_penalty=penalty, min_new_tokens=3)
+    whole = by_key(engine_of(model).generate(requests, sampling))
+    waiting, found = requests, {}
+    for round_ in range(1, 20):
+        engine = engine_of(model, version=round_, max_rows=4, token_budget=130)
+        drawn = by_key(engine.generate([replace(r, pause=r.held + 5) for r in waiting], sampling))
+        found |= {key: r for key, r in drawn.items() if r.finish_reason != "abort"}
+        assert all(len(r) == 5 * round_ for r in drawn.values() if r.finish_reason == "abort")
+        waiting = [replace(r, begun=drawn[r.prompt.id, r.sample]) for r in waiting if (r.prompt.id, r.sample) not in found]
+        if not waiting:
+            break
+    assert found.keys() == whole.keys()
+    for key, rollout in found.items():
+        assert (rollout.token_ids, rollout.finish_reason, rollout.text) == (
+            whole[key].token_ids,
+            whole[key].finish_reason,
+            whole[key].text,
+        )
+        assert rollout.logprobs == pytest.approx(whole[key].logprobs, abs=2e-6)
+        assert rollout.versions == [1 + t // 5 for t in range(len(rollout))]
+        assert rollout.sampled == [True] * len(rollout)
+
+
+def test_what_goes_on_is_drawn_by_the_weights_of_now() -> None:
+    first, second = endless("qwen2", seed=1), endless("qwen2", seed=2)
+    [request] = requests_of(prompts_of(9), 1, iter([12]))
+    [begun] = engine_of(first).generate([replace(request, pause=5)], SamplingConfig())
+    [whole] = engine_of(second).generate([replace(request, begun=begun)], SamplingConfig())
+    assert whole.token_ids[:5] == begun.token_ids and whole.logprobs[:5] == begun.logprobs
+    want = torch.log_softmax(reference_logits(second, whole), -1).gather(1, torch.tensor(whole.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(whole.logprobs[5:]), want[5:], atol=2e-6, rtol=0)
+
+
+def test_stop_strings_and_ends_are_seen_over_a_pause() -> None:
+    model = endless()
+    [request] = requests_of(prompts_of(9), 1, iter([40]))
+    [free] = engine_of(model).generate([request], SamplingConfig())
+    stop = tiny_tokenizer().decode(free.token_ids[6:9])
+    sampling = SamplingConfig(stop=(stop,))
+    [whole] = engine_of(model).generate([request], sampling)
+    [begun] = engine_of(model).generate([replace(request, pause=8)], sampling)
+    if len(whole) > 8:
+        assert begun.finish_reason == "abort"
+        [begun] = engine_of(model).generate([replace(request, begun=begun)], sampling)
+    assert (begun.token_ids, begun.text, begun.finish_reason) == (whole.token_ids, whole.text, "stop")
+
+
+def test_what_was_begun_and_not_reached_before_a_stop_comes_back_as_it_was() -> None:
+    model = endless()
+    requests = requests_of(prompts_of(9, 12), 1, iter([20, 20]))
+    begun = by_key(engine_of(model).generate([replace(r, pause=4) for r in requests], SamplingConfig()))
+    going_on = [replace(r, begun=begun[r.prompt.id, r.sample]) for r in requests]
+    again = by_key(engine_of(model).generate(going_on, SamplingConfig(), lambda: True))
+    assert again == begun
+
+
+def test_an_answer_that_is_as_long_as_it_may_be_cannot_go_on() -> None:
+    [request] = requests_of(prompts_of(9), 1, iter([4]))
+    [whole] = engine_of(endless()).generate([request], SamplingConfig())
+    with pytest.raises(ValueError, match="4 tokens of an answer to '0' are there; it ends at 4"):
+        engine_of(endless()).generate([replace(request, begun=whole)], SamplingConfig())
+
+
+def test_an_engine_apart_draws_by_the_weights_that_it_was_given_and_leaves_the_policy_alone() -> None:
+    policy, other = endless("qwen2", seed=1), endless("qwen2", seed=2)
+    before = {n: p.clone() for n, p in policy.named_parameters()}
+    requests = requests_of(prompts_of(9, 4), 2, itertools.cycle([12]))
+    apart = NativeEngine(Decoder(policy).apart(), engine_of(policy).tokenizer, EngineConfig(), shared=False)
+    wanted = {key: r.token_ids for key, r in by_key(engine_of(other).generate(requests, SamplingConfig())).items()}
+    weights = {n: p.detach().clone() for n, p in other.named_parameters()}
+    assert apart.load_weights(weights.items(), 3) == engine_of(other).load_weights([], 3)
+    found = by_key(apart.generate(requests, SamplingConfig()))
+    assert {key: r.token_ids for key, r in found.items()} == wanted
+    assert {v for r in found.values() for v in r.versions} == {3}
+    assert all(p.equal(before[n]) and p.requires_grad for n, p in policy.named_parameters())
+    with pytest.raises(ModelError, match=r"'nonsense'.*no such parameter"):
+        apart.load_weights([("nonsense", torch.zeros(2))], 4)
