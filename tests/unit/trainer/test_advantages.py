@@ -209,3 +209,12 @@ def test_a_long_answer_has_a_longer_trace() -> None:
     ]
     with pytest.raises(ConfigError, match=r"options\.alpha is 0"):
         ADVANTAGES["vapo"](batch_of(case), token, AdvantageConfig(name="vapo"), alpha=0.0)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("prime", [-4.0, -1.0, -2.0, 4.0]), ("prime_released", [-4.0, -0.5, -2.0, 4.0])])
+def test_process_rewards_of_three_answers_by_hand(name: str, expected: list[float]) -> None:
+    # means 2, 2 and 6 of the answers' token rewards; equal outcomes, so that nothing else is left
+    made = batch_of(plain_case([[True, True], [True], [True]], [0, 0, 0], [1.0, 1.0, 1.0]))
+    made = made.replace(process_rewards=torch.tensor([1.0, 3.0, 2.0, 6.0], dtype=torch.float64))
+    found, _ = ADVANTAGES[name](made, torch.zeros(4, dtype=torch.float64), AdvantageConfig(name=name))
+    assert found.tolist() == pytest.approx(expected)
