@@ -17,9 +17,11 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(f"lightrft explain <preset | config.yaml> [key=value ...] [--latex]\n\npresets: {presets}\n")
         return 0
     from lightrft.trainer.explain import explain, to_latex, to_text
+    from lightrft.trainer.parts import check_parts
 
     words = [f"algorithm={w}" if "=" not in w and not w.endswith((".yaml", ".yml")) else w for w in words]
     loaded = parse(RLConfig, words)
+    check_parts(loaded.settings.algorithm)
     explanation = explain(loaded.settings, loaded.sources)
     sys.stdout.write((to_latex(explanation) if "--latex" in arguments else to_text(explanation)) + "\n")
     return 0
