@@ -291,8 +291,8 @@ def page(found: Sequence[Learned], args: argparse.Namespace) -> str:
 ABOUT = """\
 All go on from the same model, the demo's after its supervised warm-up, which mostly guesses and knows how to work a problem out. A step is
 16 problems x 8 answers, in two optimizer steps, so that ratios leave 1 and clipping acts. Accuracy is that of greedy answers to 200
-problems that were never trained on. *Lowest gain* is that of the worst seed; *clipped* the share of tokens whose ratio was clipped, capped
-or gated by the loss, over all optimizer steps; *seconds* a whole run with its evaluations, by the clock of a busy
+problems that were never trained on. *Lowest gain* is that of the worst seed; *clipped* the share of tokens whose ratio the loss clipped or
+capped, over all optimizer steps (what a gate leaves out is not in it); *seconds* a whole run with its evaluations, by the clock of a busy
 machine, and *CPU* the seconds that it computed, the mean over seeds."""
 
 

@@ -130,3 +130,10 @@ def test_on_policy_every_weight_is_one() -> None:
     for name in CORRECTIONS:
         options = {"delta": 0.1} if name == "opsm" else {}
         assert CORRECTIONS[name](same, same, same, -torch.ones(5), ROWS, **options).tolist() == [1.0] * 5
+
+
+def test_the_product_of_corrections_stays_a_number_in_float32() -> None:
+    old = torch.full((5,), 30.0)
+    parts = [Part(name="importance"), Part(name="importance")]
+    found = correction_weights(parts, old, old, torch.zeros(5), torch.ones(5), ROWS)
+    assert found.tolist() == pytest.approx([math.exp(40.0)] * 5)
