@@ -9,6 +9,7 @@ import torch
 
 from lightrft.config import AdvantageConfig
 from lightrft.trainer.advantages import ADVANTAGES, WHITENINGS, discounted, whiten
+from lightrft.trainer.contracts.cases import empty_batch
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from tests.numbers.strategies import batch_of, plain_case
@@ -228,4 +229,4 @@ def test_whitening_inside_groups_by_hand() -> None:
 
 
 def test_whitening_inside_groups_of_an_empty_batch_is_empty() -> None:
-    assert WHITENINGS["group"](torch.zeros(0), batch_of(plain_case([], [])), 1.0).tolist() == []
+    assert WHITENINGS["group"](torch.zeros(0), empty_batch(), 1.0).tolist() == []
