@@ -158,3 +158,9 @@ def test_on_policy_every_loss_has_the_gradient_of_the_policy_gradient(name: str)
     advantages = [1.5, 1.5, 1.5]
     assert alone([1.0] * 3, advantages, name)[1] == pytest.approx([-1.5] * 3, rel=1e-12)
     assert alone([1.0] * 3, [-0.5] * 3, name)[1] == pytest.approx([0.5] * 3, rel=1e-12)
+
+
+def test_vespo_without_a_fading_side_is_held_to_a_number() -> None:
+    # w = 1e30 ^ 2 with lam 0 would be e^138
+    _, _, stats = alone([1e30], [1.0], "vespo", options={"k_pos": 2.0, "lam_pos": 0.0})
+    assert stats["weight"] == pytest.approx([math.exp(40)])
