@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lightrft.config import AdvantageConfig
-from lightrft.trainer.advantages import ADVANTAGES, discounted, whiten
+from lightrft.trainer.advantages import ADVANTAGES, WHITENINGS, discounted, whiten
+from lightrft.trainer.contracts.cases import empty_batch
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from tests.numbers.strategies import batch_of, plain_case
@@ -218,3 +219,14 @@ def test_process_rewards_of_three_answers_by_hand(name: str, expected: list[floa
     made = made.replace(process_rewards=torch.tensor([1.0, 3.0, 2.0, 6.0], dtype=torch.float64))
     found, _ = ADVANTAGES[name](made, torch.zeros(4, dtype=torch.float64), AdvantageConfig(name=name))
     assert found.tolist() == pytest.approx(expected)
+
+
+def test_whitening_inside_groups_by_hand() -> None:
+    # group 0: 1 and 3 (the 50 between them was not sampled), of two answers; group 1: equal; group 2: one token alone
+    made = batch_of(plain_case([[True, False], [True], [True, True], [True]], [0, 0, 1, 2]))
+    found = WHITENINGS["group"](torch.tensor([1.0, 50.0, 3.0, 7.0, 7.0, 9.0], dtype=torch.float64), made, 1.0)
+    assert found.tolist() == [-0.5, 0.0, 0.5, 0.0, 0.0, 0.0]
+
+
+def test_whitening_inside_groups_of_an_empty_batch_is_empty() -> None:
+    assert WHITENINGS["group"](torch.zeros(0), empty_batch(), 1.0).tolist() == []
