@@ -215,6 +215,8 @@ FLIPS: dict[str, Flip] = {
     "rollout.curriculum.momentum": Flip(0.0, "run", CURRICULUM),
     "rollout.curriculum.options": Flip({"floor": 0.9}, "run", CURRICULUM),
     "rollout.staleness": Flip(1, "run", {**FAR, **LONG}),
+    "rollout.partial": Flip(True, "run", {**FAR, **LONG, "rollout": {"oversample": 3.0}}),
+    "rollout.step_tokens": Flip(2, "run", {**FAR, **LONG, "rollout": {"partial": True, "step_tokens": 3}}),
     "engine.token_budget": Flip(64, "run"),
     "engine.max_rows": Flip(2, "run"),
     "reward.terms.function": Flip("{root}/reward.py:half", "run", BOTH),
