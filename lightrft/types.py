@@ -42,12 +42,29 @@ Media = dict[str, Ragged]
 """Model input name to its rows, over the samples of the ``Segments`` that hold it. Nothing outside the models looks inside."""
 
 
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How large something decoded is: the ``shape`` of its array, and when in seconds each entry of the first axis was, if it is time."""
+
+    shape: tuple[int, ...]
+    times: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Attachment:
+    """Something of a prompt that is not text, for people: a small file of its own. Equal ones have equal names."""
+
+    name: str
+    data: bytes = field(repr=False)
+
+
 @dataclass(slots=True)
 class Prompt:
     """One task for the policy.
 
     ``columns`` holds every other column of the data row: rewards may want them. ``media`` holds this prompt's inputs
-    only (each ``Ragged`` has one sample). ``reference`` is a reference answer or solution, ``label`` what a reward compares with.
+    only (each ``Ragged`` has one sample), ``attachments`` what people see and hear of them. ``reference`` is a reference answer or
+    solution, ``label`` what a reward compares with.
     """
 
     id: str
@@ -58,6 +75,7 @@ class Prompt:
     data_source: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     media: Media = field(default_factory=dict)
+    attachments: tuple[Attachment, ...] = ()
 
 
 @dataclass(slots=True)
@@ -128,6 +146,11 @@ class Segments:
     def of(rows: Sequence[Sequence[int]], media: Media | None = None) -> Segments:
         flat = [t for row in rows for t in row]
         return Segments(torch.tensor(flat, dtype=torch.long), torch.tensor([len(r) for r in rows], dtype=torch.long), media or {})
+
+    @staticmethod
+    def of_prompts(prompts: Sequence[Prompt]) -> Segments:
+        """A run for each of ``prompts``, with its media."""
+        return Segments.cat([Segments.of([p.token_ids], p.media) for p in prompts])
 
     def select(self, index: Tensor) -> Segments:
         """The runs named by ``index [K]``, in its order."""

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.models import attention
 from lightrft.models.divergence import Target, token_divergence
+from lightrft.models.embedding import Seen, own_inputs, see
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.loading import load_model
 from lightrft.models.logprobs import bend_logits, token_logprobs
@@ -72,23 +73,32 @@ class Backbone(nn.Module):
 
     def hidden(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
         """States ``[N, H]`` that predict the response tokens, and with ``final`` those after each last token, ``[B, H]``."""
-        packed = pack(batch.to(self.device), self._layout, final=final)
-        states = self.states(packed).flatten(0, 1)
+        batch = batch.to(self.device)
+        seen = see(self.base, self.family, batch.prompts, batch.responses, batch.prompt_of)
+        packed = pack(batch, self._layout, final=final, axes=None if seen is None else seen.positions)
+        states = self.states(packed, seen).flatten(0, 1)
         after = None if packed.final is None else states.index_select(0, packed.final)
         return states.index_select(0, packed.gather), after
 
-    def states(self, packed: Packed) -> Tensor:
+    def states(self, packed: Packed, seen: Seen | None = None) -> Tensor:
         """Last hidden states ``[S, T, H]`` of one model call."""
         self.use_attention("padded" if packed.plan is None else "flat")
         if packed.plan is not None:
-            packed.plan.last_layer = self.base.config.get_text_config().num_hidden_layers - 1
-        return self.decoder(**packed.inputs, use_cache=False).last_hidden_state
+            packed.plan.last_layer = self.text_config.num_hidden_layers - 1
+        inputs = packed.inputs
+        if seen is not None:
+            inputs |= seen.inputs(self.base, inputs.pop("input_ids"), packed.source)
+        return self.decoder(**inputs, use_cache=False).last_hidden_state
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        """The config of the language model: of a model that reads media, a part of its own."""
+        return self.base.config.get_text_config(decoder=True)
 
     def use_attention(self, kind: str) -> None:
-        """``flat``: attention by plan; ``padded``: transformers' own. Nothing happens when it is set already."""
+        """``flat``: attention by plan; ``padded``: transformers' own. Towers keep theirs."""
         wanted = attention.NAME if kind == "flat" else (self.config.attention or self.family.padded_attention)
-        if self.base.config._attn_implementation != wanted:
-            self.base.set_attn_implementation(wanted)
+        self.text_config._attn_implementation = wanted
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
         """Recompute layers in the backward pass. transformers does so only while the model is in training mode."""
@@ -187,7 +197,7 @@ class Actor(Backbone):
         self.eval()
         reasons = []
         try:
-            truth = self._own_logprobs(few)
+            truth = self.own_logprobs(few)
             for layout in _ORDER[_ORDER.index(self._layout) :]:
                 why = self._differs(few, layout, truth)
                 if not why:
@@ -211,11 +221,12 @@ class Actor(Backbone):
         worst = float((gap.max() if exact else gap.mean()) if gap.numel() else 0.0)
         return "" if worst <= (1e-3 if exact else 0.03) else f"differs from the model's own log-probs by {worst:.2g}"
 
-    def _own_logprobs(self, batch: Batch) -> Tensor:
+    def own_logprobs(self, batch: Batch) -> Tensor:
         """By the model's own forward, head included, on padded rows."""
         self.use_attention("padded")
         packed = pack(batch, "padded")
-        logits = self.base(**packed.inputs, use_cache=False).logits.flatten(0, 1)[packed.gather]
+        inputs = own_inputs(self.base, self.family, batch, packed)
+        logits = self.base(**inputs, use_cache=False).logits.flatten(0, 1)[packed.gather]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return wide.log_softmax(-1).gather(1, batch.responses.tokens[:, None])[:, 0]
 

@@ -285,7 +285,8 @@ def _packed(sequences: Tensor, attention_mask: Tensor | None, lengths: Sequence[
             runs.append((start, length))
         start += length
     positions = utils.reset_position_ids(attention_mask)
-    return Packed(sequences, positions, SegmentPlan(runs, [], positions[0]), sequences.new_zeros(0), None)
+    source = torch.arange(sequences.shape[1], device=sequences.device)
+    return Packed(sequences, positions, SegmentPlan(runs, [], positions[0]), sequences.new_zeros(0), None, source)
 
 
 def _states(backbone: Backbone, sequences: Tensor, attention_mask: Tensor | None, packed: Packed | None) -> Tensor:

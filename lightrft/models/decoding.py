@@ -15,16 +15,18 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from lightrft.models import attention
-from lightrft.types import Prompt
+from lightrft.models.embedding import see
+from lightrft.models.families import decoder_of, family_of, head_transform
+from lightrft.models.logprobs import bend_logits
+from lightrft.models.lora import base_model
+from lightrft.models.segment_attention import SegmentPlan
+from lightrft.types import Prompt, Segments
 from lightrft.utils.errors import DataError, ModelError
 
 PREFILL_TOKENS = 8192
 """Prompt tokens (padded) that go through the model in one call; bounds the activations of a prefill."""
-QUERY_BLOCK = 256
-"""Queries whose scores exist at one time where the fused kernel does not apply (soft-cap, sliding window)."""
 
 
 class Decoder:
@@ -102,17 +104,21 @@ class Session:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._model = base_model(model)
+        self._family = family_of(self._model.config)
+        self._decoder = decoder_of(self._model, self._family)
         self._device = next(model.parameters()).device
         self._prompts = _Rectangle()
         self._answers = _Rectangle()
         self._handles: list[int] = []  # slot -> handle
         self._next_handle = 0
         self._prompt_lengths = np.zeros(0, dtype=np.int64)  # by slot
+        self._shifts = np.zeros(0, dtype=np.int64)  # by slot: from a place in the sequence to its rotary position
         self._handle_of = np.zeros(0, dtype=np.int64)  # by row
         self._lengths = np.zeros(0, dtype=np.int64)  # by row: answer tokens whose keys are held
         self._room = 0
         self._rows: _Rows | None = None
+        self._shift: Tensor | None = None  # by row
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -135,30 +141,41 @@ class Session:
         self._prompts.resize(prompts, prompt_tokens, len(self._handles), int(self._prompt_lengths.max(initial=0)))
         self._answers.resize(rows, min(self._room, self._answers.columns), len(self), int(self._lengths.max(initial=0)))
 
-    def prefill(self, prompts: Sequence[Prompt]) -> tuple[list[int], Tensor]:
-        """Compute ``prompts`` into new slots: a handle for each, and the logits ``[P, V]`` of their first answer tokens."""
+    def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+        """Compute ``prompts`` into new slots: a handle for each, and the logits ``[P, V]`` of their first answer tokens.
+
+        The last ``begun[p]`` tokens of prompt ``p`` are an answer that goes on.
+        """
         for prompt in prompts:
             if not prompt.token_ids:
                 raise DataError(f"prompt {prompt.id!r} has no tokens")
-            if prompt.media:
-                raise ModelError(f"prompt {prompt.id!r} has media ({', '.join(prompt.media)}), which this model cannot take")
         handles = [self._next_handle + i for i in range(len(prompts))]
         self._next_handle += len(prompts)
         logits: list[Tensor] = [torch.empty(0)] * len(prompts)
         for part in _by_budget([len(p.token_ids) for p in prompts]):
-            found = self._prefill([prompts[i].token_ids for i in part], [handles[i] for i in part])
+            held = [begun[i] for i in part] if begun else []
+            found = self._prefill([prompts[i] for i in part], [handles[i] for i in part], held)
             for i, row in zip(part, found):
                 logits[i] = row
         return handles, torch.stack(logits)
 
-    def _prefill(self, rows: list[list[int]], handles: list[int]) -> Tensor:
-        first = len(self._handles)
-        lengths = np.array([len(r) for r in rows], dtype=np.int64)
-        plan = _PrefillPlan(self._prompts, first, lengths, self._device)
-        tokens = torch.tensor([[t for r in rows for t in r]], device=self._device)
-        logits = self._forward(tokens, plan.positions, plan, plan.last)
+    def _prefill(self, prompts: list[Prompt], handles: list[int], begun: Sequence[int]) -> Tensor:
+        lengths = np.array([len(p.token_ids) for p in prompts], dtype=np.int64)
+        plan = _PrefillPlan(self._prompts, len(self._handles), lengths, self._device)
+        runs = Segments.of_prompts(prompts).to(self._device)
+        tokens, shifts = runs.tokens[None], np.zeros_like(lengths)
+        seen = see(self._model, self._family, runs, begun=begun)
+        inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": plan.positions}
+        if seen is not None:
+            inputs = seen.inputs(self._model, tokens, torch.arange(tokens.numel(), device=self._device))
+            inputs["position_ids"] = plan.positions if seen.positions is None else seen.positions[:, None]
+            if seen.positions is not None:
+                ends = [int(p.max()) + 1 for p in seen.positions.split(lengths.tolist(), dim=1)]
+                shifts = np.array(ends, dtype=np.int64) - lengths
+        logits = self._logits(inputs, plan, plan.last)
         self._handles += handles
         self._prompt_lengths = np.concatenate([self._prompt_lengths, lengths])
+        self._shifts = np.concatenate([self._shifts, shifts])
         self._rows = None
         return logits
 
@@ -178,8 +195,10 @@ class Session:
             slot_of = {handle: slot for slot, handle in enumerate(self._handles)}
             slots = np.array([slot_of[h] for h in self._handle_of.tolist()], dtype=np.int64)
             self._rows = _Rows(slots, self._prompt_lengths, self._lengths, self._device)
+            self._shift = torch.from_numpy(self._shifts[slots]).to(self._device) if self._shifts.any() else None
         plan = _StepPlan(self._prompts, self._answers, self._rows)
-        logits = self._forward(tokens.unsqueeze(0), self._rows.positions.unsqueeze(0), plan, 0)
+        positions = self._rows.positions if self._shift is None else self._rows.positions + self._shift
+        logits = self._logits({"input_ids": tokens[None], "position_ids": positions[None]}, plan)
         self._rows.advance()
         self._lengths += 1
         return logits
@@ -199,15 +218,16 @@ class Session:
         if slot != last:
             self._prompts.move(np.array([slot]), np.array([last]), int(self._prompt_lengths[last]))
             self._handles[slot], self._prompt_lengths[slot] = self._handles[last], self._prompt_lengths[last]
+            self._shifts[slot] = self._shifts[last]
         self._handles.pop()
-        self._prompt_lengths = self._prompt_lengths[:-1]
+        self._prompt_lengths, self._shifts = self._prompt_lengths[:-1], self._shifts[:-1]
         self._rows = None
 
-    def _forward(self, tokens: Tensor, positions: Tensor, plan: attention.AttentionPlan, keep: Any) -> Tensor:
-        out = self._model(
-            input_ids=tokens, position_ids=positions, use_cache=False, attention_plan=plan, logits_to_keep=keep, return_dict=True
-        )
-        return out.logits[0]
+    def _logits(self, inputs: dict[str, Any], plan: attention.AttentionPlan, keep: Tensor | None = None) -> Tensor:
+        """Logits ``[T, V]`` of one flat row of tokens, or of the places ``keep`` of it."""
+        states = self._decoder(**inputs, use_cache=False, attention_plan=plan).last_hidden_state
+        softcap, scale = head_transform(self._model.config, self._family)
+        return bend_logits(self._model.get_output_embeddings()(states if keep is None else states[:, keep])[0], scale, softcap)
 
 
 def _by_budget(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -277,49 +297,18 @@ class _PrefillPlan:
         inside = columns < lengths[:, None]
         gather = np.where(inside, (ends - lengths)[:, None] + columns, 0).reshape(-1)
         self._gather = torch.from_numpy(gather).to(device)  # place in the rectangle -> token
-        self._scatter = torch.from_numpy(np.flatnonzero(inside)).to(device)  # token -> place in the rectangle
         self.positions = torch.from_numpy(np.broadcast_to(columns, inside.shape)[inside]).to(device).unsqueeze(0)
         self.last = torch.from_numpy(ends - 1).to(device)
+        runs = list(zip((ends - lengths).tolist(), lengths.tolist()))
+        self._plan = SegmentPlan(runs, [], self.positions[0])
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
     ) -> Tensor:
-        stored = self._store.layer(layer, key, value)
-        query, key, value = (self._rectangle(x) for x in (query, key, value))
-        for store, new in zip(stored, (key, value)):
-            store[self._first : self._first + self._count, :, : self._columns] = new
-        out = causal_attention(query, key, value, scale=scale, softcap=softcap, window=window)
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, self._scatter).unsqueeze(0)
-
-    def _rectangle(self, x: Tensor) -> Tensor:
-        """``[1, H, N, d]`` to ``[P, H, T, d]``."""
-        return x[0].index_select(1, self._gather).unflatten(1, (self._count, self._columns)).transpose(0, 1)
-
-
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
-) -> Tensor:
-    """``query [B, H, T, d]`` over ``key``/``value [B, H_kv, T, d]``, each position seeing itself and earlier ones, to ``[B, H, T, d]``."""
-    total = query.shape[2]
-    if softcap is None and (window is None or window >= total):
-        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    batch, heads, _, _ = query.shape
-    kv_heads = key.shape[1]
-    blocks = []
-    for start in range(0, total, QUERY_BLOCK):
-        stop = min(total, start + QUERY_BLOCK)
-        first = 0 if window is None else max(0, start - window + 1)
-        at = torch.arange(start, stop, device=query.device).unsqueeze(1)
-        seen_at = torch.arange(first, stop, device=query.device)
-        hidden = seen_at > at
-        if window is not None:
-            hidden |= seen_at <= at - window
-        folded = query[:, :, start:stop].reshape(batch, kv_heads, -1, query.shape[-1])
-        scores = _capped(folded @ key[:, :, first:stop].transpose(-1, -2) * scale, softcap)
-        scores = scores.unflatten(2, (heads // kv_heads, stop - start)).masked_fill(hidden, -torch.inf)
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype).flatten(2, 3)
-        blocks.append((weights @ value[:, :, first:stop]).reshape(batch, heads, stop - start, value.shape[-1]))
-    return torch.cat(blocks, dim=2)
+        for store, new in zip(self._store.layer(layer, key, value), (key, value)):
+            rectangle = new[0].index_select(1, self._gather).unflatten(1, (self._count, self._columns)).transpose(0, 1)
+            store[self._first : self._first + self._count, :, : self._columns] = rectangle
+        return self._plan.attend(layer, query, key, value, scale=scale, softcap=softcap, window=window)
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:

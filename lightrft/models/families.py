@@ -9,12 +9,16 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
+from lightrft.models import towers
 from lightrft.models.settings import Layout
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``decoder``: path of the module that yields last hidden states. ``softcap``, ``multiplier`` and ``divisor`` name config
+    """``loader`` names the transformers class, where it is not the one for causal language models, and ``reader`` says how the
+    family reads what is not text.
+
+    ``decoder``: path of the module that yields last hidden states. ``softcap``, ``multiplier`` and ``divisor`` name config
     fields that bend and scale the head's output. ``layout`` is the leanest layout that can be right; ``padded_attention`` is the
     implementation of transformers that honours everything the family's attention does."""
 
@@ -24,7 +28,11 @@ class Family:
     divisor: str | None = None
     layout: Layout = "prefix_shared"
     padded_attention: str = "sdpa"
+    loader: str = "AutoModelForCausalLM"
+    reader: towers.Reader | None = None
 
+
+_LANGUAGE = "model.language_model"
 
 # A state that is carried from token to token cannot branch at the end of a prompt, nor restart in the middle of a row.
 _RECURRENT = Family(layout="padded")
@@ -51,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     "mamba2": Family(decoder="backbone", layout="padded"),
     "falcon_h1": _RECURRENT,
     "recurrent_gemma": _RECURRENT,
+    "qwen2_5_vl": Family(decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN_VL),
 }
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}

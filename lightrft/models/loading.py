@@ -7,14 +7,14 @@ import logging
 import pickle
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import transformers
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -60,12 +60,13 @@ def load_model(
     options = _options(config, device, dtype)
     if device_map is not None:
         options["device_map"] = device_map
-    settings = _settings(config)
-    implementation = config.attention or family_of(settings).padded_attention
+    settings = model_settings(config)
+    family = family_of(settings)
+    implementation = config.attention or family.padded_attention
     where = _where(config)
     try:
         with quiet(local=Path(where).is_dir()):
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = getattr(transformers, family.loader).from_pretrained(
                 where, config=settings, attn_implementation=implementation, output_loading_info=True, **options
             )
         model, info = loaded
@@ -111,7 +112,8 @@ def _where(config: ModelConfig) -> str:
     return path
 
 
-def _settings(config: ModelConfig) -> PreTrainedConfig:
+def model_settings(config: ModelConfig) -> PreTrainedConfig:
+    """The config of ``config.path``; that of the base model for a folder of adapters. Raises ``ModelError``."""
     where = _where(config)
     try:
         return AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
@@ -174,7 +176,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer: Any = loader.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except (*_BROKEN, TypeError, AttributeError, ImportError) as error:
         raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({_first_line(error)})") from error
-    rows = None if _is_adapter(config.path) or not config.path else _settings(config).get_text_config().vocab_size
+    rows = None if _is_adapter(config.path) or not config.path else model_settings(config).get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:
         raise ModelError(
             f"the tokenizer {where!r} has {len(tokenizer)} tokens, the model {config.path!r} only {rows}: "
@@ -228,7 +230,20 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
         raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model only {rows}: they do not belong together")
 
 
-def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, path: str | Path, *, merge: bool = True) -> None:
+class Saved(Protocol):
+    """What writes itself beside a model's weights."""
+
+    def save(self, path: str | Path, /) -> None: ...
+
+
+def save_model(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: str | Path,
+    *,
+    processor: Saved | None = None,
+    merge: bool = True,
+) -> None:
     """Write a folder that ``from_pretrained`` loads. ``model`` may be an actor.
 
     Adapters are added into the weights that are written; those in memory stay. With ``merge`` off, only adapters are written."""
@@ -244,6 +259,8 @@ def save_model(model: nn.Module, tokenizer: PreTrainedTokenizerBase | None, path
             base.config._attn_implementation = implementation
     if tokenizer is not None:
         tokenizer.save_pretrained(str(path))
+    if processor is not None:
+        processor.save(path)
 
 
 def _first_line(error: BaseException) -> str:

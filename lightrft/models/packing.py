@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from lightrft.types import Batch
 
 @dataclass(slots=True)
 class Packed:
-    """One model call: ``input_ids``/``position_ids [S, T]``, and where its ``[S * T]`` hidden states are read.
+    """One model call: ``input_ids``/``position_ids [S, T]`` (``[axes, S, T]``), and where its ``[S * T]`` hidden states are read.
 
     ``gather [N]``: the state that predicts each response token; ``final [B]``: the state after each answer's last token
     (only when asked for). ``plan`` is what the flat layouts attend to; ``None`` means rows of their own (``padded``).
+    ``source [S * T]`` is each token's place among the prompts' tokens followed by the answers', -1 where rows were filled up.
     """
 
     input_ids: Tensor
@@ -29,9 +31,10 @@ class Packed:
     plan: SegmentPlan | None
     gather: Tensor
     final: Tensor | None
+    source: Tensor
 
     @property
-    def inputs(self) -> dict[str, Tensor | SegmentPlan]:
+    def inputs(self) -> dict[str, Any]:
         """Keywords of the model's forward."""
         plan = {} if self.plan is None else {"attention_plan": self.plan}
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, **plan}
@@ -66,8 +69,10 @@ class _Flat:
         return self.end - length, length
 
 
-def pack(batch: Batch, layout: Layout, *, final: bool = False, pad: int = 0) -> Packed:
+def pack(batch: Batch, layout: Layout, *, final: bool = False, pad: int = 0, axes: Tensor | None = None) -> Packed:
     """``batch`` as one model call. Rows of length 0 and empty batches are fine: nothing is read from them.
+
+    ``axes [axes, N]`` are positions of the prompts' tokens followed by the answers', where they are not places in the sequence.
 
     Raises ``ValueError`` for a prompt of length 0: nothing would predict the first token of its answers.
     """
@@ -78,7 +83,10 @@ def pack(batch: Batch, layout: Layout, *, final: bool = False, pad: int = 0) -> 
     if not rows.needed:
         return _nothing(batch, layout, final)
     make = {"prefix_shared": _prefix_shared, "packed": _packed, "padded": _padded}[layout]
-    return make(batch, rows, final, pad)
+    packed = make(batch, rows, final, pad)
+    if axes is not None:
+        packed.position_ids = axes[:, packed.source.clamp(min=0)].unflatten(1, packed.input_ids.shape)
+    return packed
 
 
 def _rows(batch: Batch, final: bool) -> _Rows:
@@ -102,7 +110,7 @@ def _nothing(batch: Batch, layout: Layout, final: bool) -> Packed:
     one = torch.zeros(1, 1, dtype=torch.long, device=device)
     none = torch.zeros(0, dtype=torch.long, device=device)
     plan = None if layout == "padded" else SegmentPlan([(0, 1)], [], one[0])
-    return Packed(one, one.clone(), plan, none, none.clone() if final else None)
+    return Packed(one, one.clone(), plan, none, none.clone() if final else None, one[0] - 1)
 
 
 def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
@@ -170,30 +178,31 @@ def _flat_row(
     device = batch.responses.tokens.device
     length = torch.tensor(flat.length)
     within = torch.arange(int(length.sum())) - torch.repeat_interleave(length.cumsum(0) - length, length)
-    source = torch.repeat_interleave(torch.tensor(flat.source), length) + within
+    source = (torch.repeat_interleave(torch.tensor(flat.source), length) + within).to(device)
     positions = (torch.repeat_interleave(torch.tensor(flat.first), length) + within).to(device)
-    tokens = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source.to(device)]
+    tokens = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source]
     plan = SegmentPlan(runs, shared, positions, heads)
     gather, after = _reads(rows, torch.tensor(last), torch.tensor(start))
-    return Packed(tokens[None], positions[None], plan, gather.to(device), after.to(device) if final else None)
+    return Packed(tokens[None], positions[None], plan, gather.to(device), after.to(device) if final else None, source)
 
 
 def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
     """A rectangle, filled up on the right: no real token sees what comes after it, so no mask is needed."""
     device = batch.responses.tokens.device
-    prompts, answers = batch.prompts.tokens.split(rows.prompts), batch.responses.tokens.split(rows.answers)
-    of = rows.prompt_of
+    of, prompt_at, answer_at = rows.prompt_of, _starts(rows.prompts), _sources(batch, rows)
     width = max(rows.prompts[of[b]] + rows.run[b] for b in rows.needed)
-    ids = torch.full((len(rows.needed), width), pad, dtype=torch.long, device=device)
+    source = torch.full((len(rows.needed), width), -1, dtype=torch.long)
     last, start = torch.zeros(len(rows.answers), dtype=torch.long), torch.zeros(len(rows.answers), dtype=torch.long)
     for s, b in enumerate(rows.needed):
-        n = rows.prompts[of[b]]
-        ids[s, :n] = prompts[of[b]]
-        ids[s, n : n + rows.run[b]] = answers[b][: rows.run[b]]
+        n, p = rows.prompts[of[b]], prompt_at[of[b]]
+        source[s, :n] = torch.arange(p, p + n)
+        source[s, n : n + rows.run[b]] = torch.arange(answer_at[b], answer_at[b] + rows.run[b])
         last[b], start[b] = s * width + n - 1, s * width + n
+    source = source.to(device)
+    ids = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source].masked_fill(source < 0, pad)
     gather, after = _reads(rows, last, start)
     positions = torch.arange(width, device=device).expand(len(rows.needed), -1)
-    return Packed(ids, positions, None, gather.to(device), after.to(device) if final else None)
+    return Packed(ids, positions, None, gather.to(device), after.to(device) if final else None, source.flatten())
 
 
 def _reads(rows: _Rows, last: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

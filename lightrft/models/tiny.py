@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,14 +21,23 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer(extra_chars: str = "", *, chars: str = PRINTABLE, whole_roles: bool = False) -> PreTrainedTokenizerFast:
+def tiny_tokenizer(
+    extra_chars: str = "",
+    *,
+    chars: str = PRINTABLE,
+    whole_roles: bool = False,
+    special: Sequence[str] = (),
+    chat_template: str = CHAT_TEMPLATE,
+) -> PreTrainedTokenizerFast:
     """A tokenizer of one token per character of ``chars`` and ``extra_chars``; any other character is ``<unk>``.
+
+    ``special`` are more special tokens; they come last.
 
     With ``whole_roles`` the name of a role, right after ``<|im_start|>``, is one token too: it stands in every prompt.
 
     Token 0 pads, ``<|im_end|>`` ends an answer, and the chat template takes system, user and assistant messages.
     """
-    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars, *(ROLES if whole_roles else ())])
+    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars, *(ROLES if whole_roles else ()), *special])
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
     role = rf"^(?:{'|'.join(ROLES)})(?=\n)|" if whole_roles else ""
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(role + r"[\s\S]"), "isolated")
@@ -38,11 +47,11 @@ def tiny_tokenizer(extra_chars: str = "", *, chars: str = PRINTABLE, whole_roles
         pad_token=PAD,
         unk_token=UNK,
         eos_token=END,
-        additional_special_tokens=[START],
+        additional_special_tokens=[START, *special],
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = chat_template
     return tokenizer
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lightrft.types import Batch, Ragged, Rollout, Segments
+from lightrft.types import Batch, Rollout, Segments
 
 
 def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.float32) -> Batch:
@@ -16,17 +16,11 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
     rollouts = [r for group in groups for r in group]
     prompts = [group[0].prompt for group in groups]
     baselines = [r.baseline for r in rollouts]
-    names = dict.fromkeys(name for p in prompts for name in p.media)
-    media = {}
-    for name in names:
-        some = next(p.media[name] for p in prompts if name in p.media)
-        none = Ragged(some.values[:0], torch.zeros(1, dtype=some.lengths.dtype))
-        media[name] = Ragged.cat([p.media.get(name, none) for p in prompts])
     terms = sorted({name for r in rollouts for name in r.weights})
     of_terms = lambda rows: torch.tensor(rows, dtype=torch.float64) if terms else None  # noqa: E731
     flat = lambda rows, kind: torch.tensor([x for row in rows for x in row], dtype=kind)  # noqa: E731
     return Batch(
-        Segments.of([p.token_ids for p in prompts], media),
+        Segments.of_prompts(prompts),
         Segments.of([r.token_ids for r in rollouts]),
         torch.tensor([g for g, group in enumerate(groups) for _ in group], dtype=torch.long),
         sampled=flat([r.sampled for r in rollouts], torch.bool),

@@ -434,7 +434,6 @@ def test_a_bfloat16_policy_draws_with_float32_log_probs() -> None:
 
 def test_many_prompts_are_prefilled_in_parts_and_released_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightrft.models.decoding.PREFILL_TOKENS", 50)
-    monkeypatch.setattr("lightrft.models.decoding.QUERY_BLOCK", 7)
     model = endless("gemma3")
     generator = torch.Generator().manual_seed(5)
     prompts = prompts_of(*torch.randint(1, 45, (9,), generator=generator).tolist())

@@ -1,0 +1,191 @@
+"""Media in its place: features by tower, the tokens whose embeddings they replace, and positions on every axis.
+
+A batch's media goes through its tower in one call, once per prompt, whatever the layout: rows that repeat a prompt read the same
+features again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from lightrft.models.families import Family
+from lightrft.models.packing import Packed
+from lightrft.models.towers import Features, Reader, Tower
+from lightrft.types import Batch, Media, Ragged, Segments
+from lightrft.utils.errors import ModelError
+
+
+@dataclass(slots=True)
+class Seen:
+    """``row [N]``: the feature that replaces each token's embedding, -1 for text; ``features [K, H]`` and ``deep``, as ``Features``.
+
+    ``positions [axes, N]`` is ``None`` where a token's position is its place in its own sequence.
+    """
+
+    row: Tensor
+    features: Tensor
+    deep: tuple[Tensor, ...]
+    positions: Tensor | None
+
+    def inputs(self, model: PreTrainedModel, ids: Tensor, source: Tensor) -> dict[str, object]:
+        """Keywords of the decoder for tokens ``ids [S, T]`` that come from places ``source [S * T]`` of the N (-1: filled up)."""
+        row = torch.where(source < 0, -1, self.row[source.clamp(min=0)])
+        places = (row >= 0).nonzero()[:, 0]
+        embeddings = model.get_input_embeddings()(ids)
+        flat, taken = embeddings.flatten(0, 1), row[places]
+        flat = flat.index_copy(0, places, self.features[taken].to(flat.dtype))
+        made: dict[str, object] = {"inputs_embeds": flat.view_as(embeddings)}
+        if self.deep:
+            made["visual_pos_masks"] = (row >= 0).view(ids.shape)
+            made["deepstack_visual_embeds"] = [d[taken].to(flat.dtype) for d in self.deep]
+        return made
+
+
+def see(
+    model: PreTrainedModel,
+    family: Family,
+    prompts: Segments,
+    responses: Segments | None = None,
+    prompt_of: Tensor | None = None,
+    begun: Sequence[int] = (),
+) -> Seen | None:
+    """Media of ``prompts`` and of ``responses``, over the tokens of both laid end to end; ``None`` where there is none.
+
+    The last ``begun[p]`` tokens of prompt ``p`` are an answer: no placeholder among them stands for anything.
+    Raises ``ModelError`` for media that the family cannot read and for placeholders that are not as many as features.
+    """
+    responses = Segments.of([[]] * 0) if responses is None else responses
+    if not has_media(prompts) and not has_media(responses):
+        return None
+    reader = family.reader
+    names = {name for segments in (prompts, responses) for name, rows in segments.media.items() if rows.values.numel()}
+    unknown = sorted(names - {name for tower in reader.towers for name in tower.inputs} if reader else names)
+    if reader is None or unknown:
+        raise ModelError(f"model type {model.config.model_type!r} cannot read media ({', '.join(unknown)})")
+    both = Segments.cat([prompts, responses.to(prompts.tokens.device)]) if len(responses) else prompts
+    row, found = torch.full_like(both.tokens, -1), []
+    inside = _inside(both.lengths, begun)
+    for tower in reader.towers:
+        features = _features(model, tower, both.media)
+        if features is None:
+            continue
+        places = _places(model, tower, both, inside)
+        if len(places) != len(features.values):
+            raise ModelError(
+                f"{len(places)} {tower.kind} tokens in the batch, but {len(features.values)} {tower.kind} features: "
+                "prompts must hold one token for each feature"
+            )
+        row[places] = torch.arange(len(places), device=row.device) + sum(len(f.values) for f in found)
+        found.append(features)
+    deep = tuple(torch.cat(level) for level in zip(*(f.deep for f in found)))
+    positions = None if reader.positions is None else _positions(model, reader, prompts, responses, prompt_of, begun)
+    return Seen(row, torch.cat([f.values for f in found]), deep, positions)
+
+
+def has_media(segments: Segments) -> bool:
+    """Whether some run has media."""
+    return any(rows.values.shape[0] for rows in segments.media.values())
+
+
+def given(tower: Tower, media: Media) -> dict[str, Tensor]:
+    """The inputs of ``tower`` that ``media`` holds; empty when its content is missing."""
+    first = media.get(tower.inputs[0])
+    if first is None or not first.values.shape[0]:
+        return {}
+    return {name: media[name].values for name in tower.inputs if name in media}
+
+
+def _features(model: PreTrainedModel, tower: Tower, media: Media) -> Features | None:
+    inputs = given(tower, media)
+    return tower.features(model, inputs) if inputs else None
+
+
+def _inside(lengths: Tensor, begun: Sequence[int]) -> Tensor:
+    """``[N]`` bool: tokens that are not part of an answer that was begun."""
+    runs = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    step = torch.arange(len(runs), device=lengths.device) - (lengths.cumsum(0) - lengths)[runs]
+    held = torch.zeros_like(lengths)
+    held[: len(begun)] = torch.tensor(list(begun), dtype=torch.long, device=lengths.device)
+    return step < (lengths - held)[runs]
+
+
+def _places(model: PreTrainedModel, tower: Tower, both: Segments, inside: Tensor) -> Tensor:
+    """Placeholders of ``tower`` in the runs that have its media: elsewhere such a token is one that was sampled, or plain text."""
+    with_media = torch.repeat_interleave(both.media[tower.inputs[0]].lengths > 0, both.lengths)
+    return ((both.tokens == tower.token_id(model.config)) & with_media & inside).nonzero()[:, 0]
+
+
+def _positions(
+    model: PreTrainedModel,
+    reader: Reader,
+    prompts: Segments,
+    responses: Segments,
+    prompt_of: Tensor | None,
+    begun: Sequence[int],
+) -> Tensor:
+    """``[axes, N]`` of prompts' tokens, then of responses': those go on after the largest position of their prompt."""
+    inside = _inside(prompts.lengths, begun)
+    rows = _rope(model, reader, prompts, inside)
+    if prompt_of is None or not len(responses):
+        return torch.cat(rows, dim=1)
+    of = prompt_of.tolist()
+    plain = [torch.arange(n, device=prompts.tokens.device) for n in responses.lengths.tolist()]
+    after = [rows[p].max() + 1 + steps.expand(len(rows[p]), -1) for p, steps in zip(of, plain)]
+    rich = [b for b in range(len(of)) if any(int(r.lengths[b]) for r in responses.media.values())]
+    if rich:
+        whole = _joined(prompts.select(prompt_of[rich]), responses.select(torch.tensor(rich, device=prompt_of.device)))
+        for b, row in zip(rich, _rope(model, reader, whole, torch.ones_like(whole.tokens, dtype=torch.bool))):
+            after[b] = row[:, int(prompts.lengths[of[b]]) :]
+    return torch.cat([*rows, *after], dim=1)
+
+
+def _joined(first: Segments, second: Segments) -> Segments:
+    """Run b of ``first`` followed by run b of ``second``, as one run."""
+    count = len(first)
+    order = torch.arange(2 * count, device=first.tokens.device).view(2, -1).t().reshape(-1)
+    both = Segments.cat([first, second]).select(order)
+    media = {name: Ragged(r.values, r.lengths.view(-1, 2).sum(1)) for name, r in both.media.items()}
+    return Segments(both.tokens, both.lengths.view(-1, 2).sum(1), media)
+
+
+def _rope(model: PreTrainedModel, reader: Reader, runs: Segments, inside: Tensor) -> list[Tensor]:
+    """Positions ``[axes, n]`` of each run."""
+    assert reader.positions is not None
+    lengths = runs.lengths.tolist()
+    types = torch.zeros_like(runs.tokens)
+    for tower in reader.towers:
+        if tower.inputs[0] in runs.media:
+            types[_places(model, tower, runs, inside)] = tower.type_id
+    pad = lambda flat: torch.nn.utils.rnn.pad_sequence(list(flat.split(lengths)), batch_first=True)  # noqa: E731
+    mask = pad(torch.ones_like(runs.tokens))
+    media = {name: values for tower in reader.towers for name, values in given(tower, runs.media).items()}
+    found = reader.positions(model, pad(runs.tokens), pad(types), mask, media)
+    return [row[:, :n] for row, n in zip(found.unbind(1), lengths)]
+
+
+def own_inputs(model: PreTrainedModel, family: Family, batch: Batch, packed: Packed) -> dict[str, Any]:
+    """Keywords of the model's own forward for ``packed`` rows, media and all: the slow way, by which the other is checked."""
+    if not has_media(batch.prompts) and not has_media(batch.responses):
+        return packed.inputs
+    reader = family.reader
+    if reader is None:
+        raise ModelError(f"model type {model.config.model_type!r} cannot read media")
+    needed = torch.unique(packed.gather // packed.input_ids.shape[1])
+    rows = [b for b, n in enumerate(batch.lengths.tolist()) if n]
+    assert len(rows) == len(needed)
+    index = torch.tensor(rows, device=batch.prompt_of.device)
+    whole = _joined(batch.prompts.select(batch.prompt_of[index]), batch.responses.select(index))
+    real = packed.source.view(packed.input_ids.shape) >= 0
+    made: dict[str, Any] = {"input_ids": packed.input_ids, "attention_mask": real.long()}
+    types = torch.zeros_like(packed.input_ids)
+    for tower in reader.towers:
+        if inputs := given(tower, whole.media):
+            made |= tower.adapt(model, inputs)
+            types[packed.input_ids == tower.token_id(model.config)] = tower.type_id
+    return {**made, "mm_token_type_ids": types} if reader.typed else made

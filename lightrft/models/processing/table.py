@@ -1,0 +1,11 @@
+"""Which parts each family is made of."""
+
+from __future__ import annotations
+
+from lightrft.models.processing import qwen
+from lightrft.models.processing.base import Build
+
+BUILD: dict[str, Build] = {
+    "qwen2_vl": qwen.build,
+    "qwen2_5_vl": qwen.build,
+}

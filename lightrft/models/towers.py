@@ -1,0 +1,100 @@
+"""How a model reads what is not text: a tower turns one kind of input into features, each of which takes a placeholder token's place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """``values [K, H]`` replace the embeddings of K placeholders, in order; ``deep`` are ``[K, H]`` each, added to the hidden states
+    of those places after the first layers (DeepStack, arXiv 2406.04334)."""
+
+    values: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+
+Adapt = Callable[[Any, dict[str, Tensor]], dict[str, Any]]
+"""``(model, media by name)`` to keywords of the model's own forward, for media whose shape is not the one it takes."""
+
+
+def as_they_are(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    return dict(inputs)
+
+
+@dataclass(frozen=True, slots=True)
+class Tower:
+    """One kind of input.
+
+    ``inputs`` name the media that it takes, the one with content first; ``token`` is the config field of the placeholder's id.
+    ``getter`` is the model's method that computes features from what ``adapt`` makes of the media; ``compute`` stands in for it
+    where a family has none. ``type_id`` is this kind's entry in ``mm_token_type_ids``.
+    """
+
+    kind: str
+    inputs: tuple[str, ...]
+    token: str
+    getter: str = ""
+    adapt: Adapt = as_they_are
+    compute: Callable[[Any, dict[str, Any]], Features] | None = None
+    type_id: int = 1
+
+    def token_id(self, config: Any) -> int:
+        return getattr(config, self.token)
+
+    def features(self, model: Any, inputs: dict[str, Tensor]) -> Features:
+        """Features of ``inputs``, the values of this tower's media."""
+        adapted = self.adapt(model, inputs)
+        if self.compute is not None:
+            return self.compute(model, adapted)
+        return pooled(getattr(model, self.getter)(**adapted, return_dict=True))
+
+
+Positions = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
+"""``(model, ids [P, L], type ids [P, L], mask [P, L], media by name)`` to positions ``[axes, P, L]``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What a family reads besides text. ``positions`` is there for rotary embeddings of several axes.
+
+    ``parts`` name prefixes of parameters: ``tower`` and ``projector`` (which may lie inside the tower's). ``typed`` says that the
+    model's own forward takes ``mm_token_type_ids``.
+    """
+
+    towers: tuple[Tower, ...]
+    positions: Positions | None = None
+    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    typed: bool = False
+
+
+def pooled(output: Any) -> Features:
+    """Features from what a ``get_..._features`` method gives."""
+    values = getattr(output, "pooler_output", output)
+    deep = getattr(output, "deepstack_features", None) or ()
+    return Features(_joined(values), tuple(_joined(d) for d in deep))
+
+
+def _joined(values: Any) -> Tensor:
+    return values.flatten(0, -2) if isinstance(values, Tensor) else torch.cat([v.flatten(0, -2) for v in values])
+
+
+def rope_index(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
+    """Positions ``[3, P, L]`` by the model's own ``get_rope_index``, from the grids in ``media``."""
+    known = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+    grids = {name: media[name] for name in known if name in media}
+    return model.model.get_rope_index(ids, mm_token_type_ids=types, attention_mask=mask, **grids)[0]
+
+
+# Tables of ``families.py`` are made from these.
+
+IMAGE = Tower("image", ("pixel_values", "image_grid_thw"), "image_token_id", "get_image_features")
+VIDEO = Tower("video", ("pixel_values_videos", "video_grid_thw"), "video_token_id", "get_video_features", type_id=2)
+
+_QWEN_PARTS = {"tower": ("model.visual.",), "projector": ("model.visual.merger.",)}
+QWEN_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS, typed=True)

@@ -1,0 +1,61 @@
+"""Media in every layout: the same log-probs and gradients, towers included, as the family's own forward on plain rows."""
+
+import pytest
+import torch
+
+from lightrft.models.tiny_media import MEDIA_FAMILIES
+from tests.media_helpers import mixed_batch, mixed_prompts, rig
+from tests.model_helpers import Float64, gap, gradients, weights
+
+LAYOUTS = ("prefix_shared", "packed", "padded")
+
+
+def own_gradients(actor, batch):
+    """By the model's own forward, pictures and all, each row with its own copy of them."""
+    actor.zero_grad()
+    logprobs = actor.own_logprobs(batch)
+    (logprobs * weights(len(logprobs), logprobs.dtype)).sum().backward()
+    return logprobs.detach(), {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_media_layouts_agree_with_the_models_own_forward_in_float64_towers_included(family, tmp_path):
+    r = rig(family, tmp_path, torch.float64)
+    batch = mixed_batch(mixed_prompts(r))
+    with Float64():
+        expected, expected_grads = own_gradients(r.actor, batch)
+        assert any("visual" in n or "tower" in n or "vision" in n for n in expected_grads)
+        for layout in LAYOUTS:
+            r.actor.layout = layout
+            found, grads = gradients(r.actor, batch)
+            assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
+            assert gap(grads, expected_grads) < 1e-9
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_media_layouts_agree_in_float32(family, tmp_path):
+    r = rig(family, tmp_path)
+    batch = mixed_batch(mixed_prompts(r))
+    expected, expected_grads = own_gradients(r.actor, batch)
+    for layout in LAYOUTS:
+        r.actor.layout = layout
+        found, grads = gradients(r.actor, batch)
+        assert (found - expected).abs().max() < 2e-6 * expected.abs().max()
+        assert gap(grads, expected_grads) < 2e-6
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_media_change_what_the_model_says(family, tmp_path):
+    r = rig(family, tmp_path)
+    prompts = mixed_prompts(r)
+    batch = mixed_batch(prompts)
+    with torch.no_grad():
+        before = r.actor.score(batch).logprobs
+        for rows in batch.prompts.media.values():
+            if rows.values.is_floating_point():
+                rows.values += 0.5
+        after = r.actor.score(batch).logprobs
+    changed = (before - after).abs() > 1e-5
+    plain = (batch.prompt_of == 0)[batch.row_of]
+    assert changed[~plain].float().mean() > 0.9
+    assert not changed[plain].any()
