@@ -27,7 +27,7 @@ def grade(name, text, label=None, **options):
 def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scoring_fills():
     names = lambda kind: {f.name for f in dataclasses.fields(kind)}  # noqa: E731
     assert names(RolloutView) == names(Rollout) - {"reward", "baseline", "terms", "weights", "failed"}
-    assert names(PromptView) == names(Prompt) - {"media"}
+    assert names(PromptView) == names(Prompt) - {"media", "attachments"}
     prompt = Prompt("a", [1], "b", "c", "d", "e", {"f": 1})
     seen = view_of(Rollout(prompt, [2], [True], [-1.0], [3], "stop", 4, 5, "g"))
     assert seen == RolloutView(PromptView("a", [1], "b", "c", "d", "e", {"f": 1}), [2], [True], [-1.0], [3], "stop", 4, 5, "g")
