@@ -24,6 +24,7 @@ Adapt = Callable[[Any, dict[str, Tensor]], dict[str, Any]]
 
 
 def as_they_are(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """For media that have the names and shapes of the model's forward."""
     return dict(inputs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -45,7 +46,7 @@ class _Frame:
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """About ``count`` round numbers, 1, 2, 2.5 or 5 times a power of ten apart, that enclose ``low`` and ``high``."""
-    if not low < high:
+    if not (high - low) / count > sys.float_info.min:  # nothing between them that could be told apart
         pad = abs(low) * 0.5 or 0.5
         low, high = low - pad, high + pad
     raw = (high - low) / count

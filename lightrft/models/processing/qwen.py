@@ -20,6 +20,7 @@ from lightrft.types import Extent
 
 
 def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Pictures and frames, by the picture processor of the folder."""
     processor = Qwen2VLImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
     image, video = (spelling(tokenizer, i) for i in (settings.image_token_id, settings.video_token_id))
     return {"image": QwenImage(processor, image), "video": QwenVideo(processor, video)}
