@@ -8,7 +8,7 @@ from torch import Tensor
 from lightrft.config import DistillConfig, RLConfig
 from lightrft.models.divergence import Target
 from lightrft.trainer.roles import Roles
-from lightrft.trainer.scoring import by_parts, sampling_temperature
+from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
 from lightrft.types import Batch
 from lightrft.utils.registry import About
 
@@ -25,11 +25,7 @@ def with_teacher(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     teacher = roles.teacher
     if teacher is None or config.algorithm.distill.kind != "sampled":
         return batch
-
-    def score(part: Batch, index: Tensor) -> Tensor:
-        return teacher.score(part, temperature=sampling_temperature(config)).logprobs
-
-    return batch.replace(teacher_logprobs=by_parts(batch, score, roles, config))
+    return batch.replace(teacher_logprobs=logprobs_by_parts(teacher, batch, roles, config))
 
 
 def distilled(advantages: Tensor, batch: Batch, settings: DistillConfig) -> Tensor:

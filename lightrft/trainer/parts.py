@@ -9,17 +9,14 @@ import numpy as np
 
 from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, Part, RLConfig, ValueConfig
 from lightrft.trainer.advantages import ADVANTAGES
-from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.combinations import nonsense
 from lightrft.trainer.corrections import CORRECTIONS
 from lightrft.trainer.curriculum import CURRICULA
 from lightrft.trainer.filters import FILTERS
 from lightrft.trainer.gates import GATES
-from lightrft.trainer.kinds import misfit as _misfit
-from lightrft.trainer.kl import KL_ESTIMATORS
+from lightrft.trainer.kinds import KINDS, misfit
 from lightrft.trainer.policy_loss import POLICY_LOSSES
 from lightrft.trainer.selection import SELECTIONS
-from lightrft.trainer.shaping import SHAPINGS
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
@@ -36,6 +33,11 @@ def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
     if loss not in POLICY_LOSSES or algorithm.drift.coef or algorithm.kl.weighted:
         needs |= {"old"}  # a loss of the user's own is given the old log-probs, so it is taken to read them
     return needs | {"entropy"} if algorithm.entropy.target is not None else needs
+
+
+def trusts_sampler(algorithm: AlgorithmConfig) -> bool:
+    """Whether answers count as the policy's own, whichever version of it drew them: nothing reads what the sampler said of them."""
+    return algorithm.proximal == "policy" and "behavior" not in needs_of(algorithm)
 
 
 def needs_old_logprobs(config: RLConfig) -> bool:
@@ -80,13 +82,13 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
     for i, part in enumerate(algorithm.filters):
         yield from _refused(f"algorithm.filters.{i}", FILTERS, part, _example())
     if rollout.select is not None:
-        misfit = list(_misfit("rollout.select", SELECTIONS, rollout.select, 1))
-        yield from misfit or _refused("rollout.select", SELECTIONS, rollout.select, _example())
+        wrong = list(misfit("rollout.select", SELECTIONS, rollout.select, 1))
+        yield from wrong or _refused("rollout.select", SELECTIONS, rollout.select, _example())
         yield from _kept(config, rollout.select)
     if rollout.curriculum is not None:
         part = Part(name=rollout.curriculum.name, options=rollout.curriculum.options)
-        misfit = list(_misfit("rollout.curriculum", CURRICULA, part, 2))
-        yield from misfit or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
+        wrong = list(misfit("rollout.curriculum", CURRICULA, part, 2))
+        yield from wrong or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
         if not config.data.shuffle:
             yield "data.shuffle = False: rollout.curriculum draws prompts by weight, in no order; leave one of the two out"
     if not needs_reward(algorithm) and (rollout.select is not None or rollout.curriculum is not None):
@@ -110,7 +112,7 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
             f"rollout.carry_over = True would take answers further back than rollout.staleness = {rollout.staleness}; leave one of "
             "the two out"
         )
-    if rollout.carry_over and algorithm.proximal == "policy" and "behavior" not in needs_of(algorithm):
+    if rollout.carry_over and trusts_sampler(algorithm):
         yield (
             "rollout.carry_over = True trains on answers of an older policy, which nothing corrects: set "
             "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio"
@@ -146,27 +148,31 @@ def _example() -> list[Rollout]:
 
 def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage, loss = algorithm.advantage, algorithm.loss
-    yield from _misfit("algorithm.advantage", ADVANTAGES, Part(name=advantage.name, options=advantage.options), 3)
-    yield from _misfit("algorithm.loss", POLICY_LOSSES, Part(name=loss.name, options=loss.options), 5)
-    named: list[tuple[str, Registry[Any], str, int]] = [
-        ("algorithm.aggregation", AGGREGATIONS, algorithm.aggregation, 2),
-        ("algorithm.kl.estimator", KL_ESTIMATORS, algorithm.kl.estimator, 2),
-        ("algorithm.drift.estimator", KL_ESTIMATORS, algorithm.drift.estimator, 2),
-    ]
-    for key, registry, name, arguments in named:
-        yield from _misfit(key, registry, Part(name=name), arguments)
+    for kind, key, part in _named(algorithm):
+        row = KINDS[kind]
+        yield from misfit(key, row.registry, part, len(row.arguments), *row.given)
     yield from _unread("algorithm.advantage", ADVANTAGES, advantage, {"eps"} if advantage.whiten != "none" else set())
     gates = [GATES.about(part.name).reads for part in algorithm.gates if part.name in GATES]
     yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set().union(*gates))
     yield from _unfit_scales(algorithm)
-    for i, part in enumerate(algorithm.corrections):
-        yield from _misfit(f"algorithm.corrections.{i}", CORRECTIONS, part, 5)
-    for i, part in enumerate(algorithm.gates):
-        yield from _misfit(f"algorithm.gates.{i}", GATES, part, 3)
-    for i, part in enumerate(algorithm.shaping):
-        yield from _misfit(f"algorithm.shaping.{i}", SHAPINGS, part, 2, "max_new_tokens")
-    for i, part in enumerate(algorithm.filters):
-        yield from _misfit(f"algorithm.filters.{i}", FILTERS, part, 1)
+
+
+def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, Part]]:
+    """The functions that the settings name: kind, setting, and name with options."""
+    advantage, loss = algorithm.advantage, algorithm.loss
+    yield "advantage", "algorithm.advantage", Part(name=advantage.name, options=advantage.options)
+    yield "loss", "algorithm.loss", Part(name=loss.name, options=loss.options)
+    yield "aggregation", "algorithm.aggregation", Part(name=algorithm.aggregation)
+    yield "kl", "algorithm.kl.estimator", Part(name=algorithm.kl.estimator)
+    yield "kl", "algorithm.drift.estimator", Part(name=algorithm.drift.estimator)
+    lists = {
+        "correction": algorithm.corrections,
+        "gate": algorithm.gates,
+        "shaping": algorithm.shaping,
+        "filter": algorithm.filters,
+    }
+    for kind, parts in lists.items():
+        yield from ((kind, f"{KINDS[kind].key}.{i}", part) for i, part in enumerate(parts))
 
 
 def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:

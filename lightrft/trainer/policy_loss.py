@@ -68,9 +68,9 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, sett
     held = clipped > plain
     if settings.dual_clip is not None:
         ceiling = -settings.dual_clip * advantages
-        bounded = (advantages < 0) & (losses > ceiling)
-        losses = torch.where(bounded, ceiling, losses)
-        held = held | bounded
+        above = (advantages < 0) & (losses > ceiling)
+        losses = torch.where(above, ceiling, losses)
+        held = held | above
     return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": ratio.detach()}
 
 

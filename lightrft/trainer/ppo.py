@@ -24,7 +24,7 @@ from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.refresh import refresh
 from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.rollout import Source, collect
-from lightrft.trainer.scoring import by_parts, sampling_temperature
+from lightrft.trainer.scoring import by_parts, logprobs_by_parts, sampling_temperature
 from lightrft.trainer.shaping import token_rewards, with_rewards
 from lightrft.trainer.update import actor_frozen, update
 from lightrft.types import Batch, rows_of
@@ -113,11 +113,7 @@ def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     reference = roles.reference
     if reference is None or not needs_reference(config.algorithm):
         return batch
-
-    def score(part: Batch, index: Tensor) -> Tensor:
-        return reference.score(part, temperature=sampling_temperature(config)).logprobs
-
-    return batch.replace(ref_logprobs=by_parts(batch, score, roles, config))
+    return batch.replace(ref_logprobs=logprobs_by_parts(reference, batch, roles, config))
 
 
 def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls) -> Batch:

@@ -14,7 +14,7 @@ from lightrft.config import RLConfig
 from lightrft.trainer.batching import micro_batches
 from lightrft.trainer.roles import Roles
 from lightrft.trainer.rows import Rows
-from lightrft.trainer.scoring import by_parts, sampling_temperature
+from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
 from lightrft.trainer.update import optimizer_step
 from lightrft.types import Batch, rows_of
 from lightrft.utils.metrics import Mean, Metrics
@@ -39,12 +39,7 @@ def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: 
         return batch
     logprobs = train_process(batch, roles, config, metrics)
     if config.process.forward == "double":
-        actor = roles.process.model
-
-        def score(part: Batch, index: Tensor) -> Tensor:
-            return actor.score(part, temperature=sampling_temperature(config)).logprobs
-
-        logprobs = by_parts(batch, score, roles, config)
+        logprobs = logprobs_by_parts(roles.process.model, batch, roles, config)
     return batch.replace(process_rewards=config.process.beta * (logprobs - _reference(batch).to(logprobs)))
 
 

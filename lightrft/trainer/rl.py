@@ -13,7 +13,7 @@ from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.lengths import check_examples, check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
-from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward
+from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward, trusts_sampler
 from lightrft.trainer.ppo import StepResult, learn, rl_step
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.ptx import Ptx
@@ -192,7 +192,7 @@ def check_roles(config: RLConfig) -> None:
 def warn_of_staleness(config: RLConfig) -> None:
     """Say so when nothing in the algorithm knows that answers come from older weights."""
     rollout, algorithm = config.rollout, config.algorithm
-    if (rollout.staleness or rollout.partial) and algorithm.proximal == "policy" and "behavior" not in needs_of(algorithm):
+    if (rollout.staleness or rollout.partial) and trusts_sampler(algorithm):
         log.warning(
             "rollout.%s: tokens come from an older policy, and nothing corrects for it; set algorithm.corrections=[tis], or "
             "algorithm.proximal=behavior with a loss that clips the ratio",

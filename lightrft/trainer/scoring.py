@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrft.config import RLConfig
 from lightrft.trainer.batching import micro_batches
-from lightrft.trainer.roles import Roles
+from lightrft.trainer.roles import Reference, Roles
 from lightrft.types import Batch, rows_of
 
 
@@ -21,6 +21,12 @@ def by_parts(batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Role
             values = score(batch.select(index).to(roles.device), index)
             column[rows_of(batch.lengths, index)] = values.float().cpu()
     return column
+
+
+def logprobs_by_parts(model: Reference, batch: Batch, roles: Roles, config: RLConfig) -> Tensor:
+    """What ``model`` gives the response tokens ``[N]``, at the temperature at which they were drawn."""
+    temperature = sampling_temperature(config)
+    return by_parts(batch, lambda part, _: model.score(part, temperature=temperature).logprobs, roles, config)
 
 
 def sampling_temperature(config: RLConfig) -> float:

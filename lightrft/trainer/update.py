@@ -24,7 +24,7 @@ from lightrft.trainer.ratios import ratio_of
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import request_seed
 from lightrft.trainer.rows import Rows
-from lightrft.trainer.scoring import by_parts, sampling_temperature
+from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
 from lightrft.types import Batch
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
 
@@ -184,11 +184,7 @@ def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> B
     """The policy's log-probs before this optimizer step, and the old ones, when a gate reads them."""
     if "current" not in needs_of(config.algorithm):
         return mini
-
-    def score(part: Batch, index: Tensor) -> Tensor:
-        return roles.actor.score(part, temperature=sampling_temperature(config)).logprobs
-
-    logprobs = by_parts(mini, score, roles, config)
+    logprobs = logprobs_by_parts(roles.actor, mini, roles, config)
     return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, config.algorithm.proximal, version))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from tests.architecture.tree import PACKAGE, ROOT
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, timeout=300, check=False)
+    plain = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # which would put a source tree in front
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, cwd=cwd, env=plain, timeout=300, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
     return done.stdout
 
