@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lightrft.models import towers
+from lightrft.models import towers, towers_audio
 from lightrft.models.settings import Layout
 
 
@@ -60,6 +60,7 @@ FAMILIES: dict[str, Family] = {
     "falcon_h1": _RECURRENT,
     "recurrent_gemma": _RECURRENT,
     "qwen2_5_vl": Family(decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN_VL),
+    "qwen2_audio": Family(decoder=_LANGUAGE, loader="Qwen2AudioForConditionalGeneration", reader=towers_audio.QWEN2_AUDIO),
 }
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}

@@ -25,7 +25,7 @@ class _Tiny:
     special: tuple[str, ...]
     written: dict[str, str]
     config: Callable[[dict[str, Any], dict[str, int], dict[str, Any]], PreTrainedConfig]
-    processor: Callable[[], Any]
+    processor: Callable[..., Any]
 
 
 def tiny_media_tokenizer(family: str, **options: Any) -> PreTrainedTokenizerFast:
@@ -69,12 +69,16 @@ def tiny_media_model(
     return model.to(dtype).eval()
 
 
-def save_tiny_media(family: str, path: str | Path, *, chars: str | None = None, **options: Any) -> PreTrainedModel:
-    """Write a folder with a model of ``tiny_media_model``, its tokenizer and its processors; returns the model."""
+def save_tiny_media(
+    family: str, path: str | Path, *, chars: str | None = None, processor: dict[str, Any] | None = None, **options: Any
+) -> PreTrainedModel:
+    """Write a folder with a model of ``tiny_media_model``, its tokenizer and its processors; returns the model.
+
+    ``processor`` are settings of the processor that is saved; those of the tower must fit them."""
     tokenizer = tiny_media_tokenizer(family, **({} if chars is None else {"chars": chars}))
     model = tiny_media_model(family, tokenizer, **options)
     save_model(model, tokenizer, path)
-    _tiny(family).processor().save_pretrained(str(path))
+    _tiny(family).processor(**(processor or {})).save_pretrained(str(path))
     return model
 
 
@@ -109,10 +113,11 @@ def _qwen_ids(ids: dict[str, int]) -> dict[str, Any]:
     return dict(zip(names, ids.values()))
 
 
-def _qwen_processor() -> Any:
+def _qwen_processor(**settings: Any) -> Any:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    return Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, size={"shortest_edge": 64, "longest_edge": 1024})
+    sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024}, **settings}
+    return Qwen2VLImageProcessorPil(**sizes)
 
 
 def _qwen2_5_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
@@ -134,7 +139,35 @@ def _qwen2_5_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any
     return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_ids(ids))
 
 
+def _whisper_extractor(**settings: Any) -> Any:
+    """Windows of one second at 16 kHz, 16 mel bins: 100 frames."""
+    sizes: dict[str, Any] = {"feature_size": 16, "chunk_length": 1, "sampling_rate": 16000, **settings}
+    return transformers.WhisperFeatureExtractor(**sizes)
+
+
+def _qwen2_audio(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    audio = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "initializer_range": 0.1,
+        **tower,
+    }
+    audio.setdefault("encoder_ffn_dim", 2 * audio["d_model"])
+    text = {"model_type": "qwen2", **sizes}
+    return transformers.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=ids["<|AUDIO|>"])
+
+
 _FAMILIES: dict[str, _Tiny] = {
     "qwen2_5_vl": _Tiny(_QWEN_SPECIAL, _QWEN_WRITTEN, _qwen2_5_vl, _qwen_processor),
+    "qwen2_audio": _Tiny(
+        ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
+        {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
+        _qwen2_audio,
+        _whisper_extractor,
+    ),
 }
 MEDIA_FAMILIES: tuple[str, ...] = tuple(_FAMILIES)

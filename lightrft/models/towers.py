@@ -33,8 +33,9 @@ class Tower:
     """One kind of input.
 
     ``inputs`` name the media that it takes, the one with content first; ``token`` is the config field of the placeholder's id.
-    ``getter`` is the model's method that computes features from what ``adapt`` makes of the media; ``compute`` stands in for it
-    where a family has none. ``type_id`` is this kind's entry in ``mm_token_type_ids``.
+    ``getter`` is the model's method that computes features from what ``adapt`` makes of the media; ``compute`` stands in for both
+    where a family has none, or where the model's own wants more than the media hold. ``type_id`` is this kind's entry in
+    ``mm_token_type_ids``.
     """
 
     kind: str
@@ -50,10 +51,9 @@ class Tower:
 
     def features(self, model: Any, inputs: dict[str, Tensor]) -> Features:
         """Features of ``inputs``, the values of this tower's media."""
-        adapted = self.adapt(model, inputs)
         if self.compute is not None:
-            return self.compute(model, adapted)
-        return pooled(getattr(model, self.getter)(**adapted, return_dict=True))
+            return self.compute(model, inputs)
+        return pooled(getattr(model, self.getter)(**self.adapt(model, inputs), return_dict=True))
 
 
 Positions = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]

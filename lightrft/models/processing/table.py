@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from lightrft.models.processing import qwen
+from lightrft.models.processing import audio, qwen
 from lightrft.models.processing.base import Build
 
 BUILD: dict[str, Build] = {
     "qwen2_vl": qwen.build,
     "qwen2_5_vl": qwen.build,
+    "qwen2_audio": audio.qwen2_audio,
 }

@@ -1,0 +1,72 @@
+"""Towers that read sound: log-mel frames of clips, laid end to end, in; one feature for every few frames out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+from torch.nn.utils.rnn import pad_sequence
+from transformers.masking_utils import create_bidirectional_mask
+
+from lightrft.models.towers import Features, Reader, Tower
+
+AROUND = 2
+"""Frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still see."""
+
+
+def kept_frames(frames: int, window: int) -> int:
+    """Of a clip of ``frames``, those that its features depend on, in a window of ``window`` frames."""
+    return min(frames + AROUND, window)
+
+
+def qwen2_audio_features(frames: int) -> int:
+    """Features of a clip of ``frames``: a convolution of stride 2, then means of two."""
+    return ((frames - 1) // 2 + 1) // 2
+
+
+def _clips(inputs: dict[str, Tensor], window: int) -> tuple[list[Tensor], Tensor]:
+    """Frames ``[k, mels]`` of each clip, and how many of them are the clip's own."""
+    own = inputs["feature_lengths"]
+    return list(inputs["input_features"].split([kept_frames(n, window) for n in own.tolist()])), own
+
+
+def _window(tower: Any) -> int:
+    return tower.config.max_source_positions * tower.conv1.stride[0] * tower.conv2.stride[0]
+
+
+def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
+    """``audio_tower`` and projector of the model's own forward, on the frames that there are.
+
+    The model's fills every clip up to its window of 30 seconds, and masks what was filled: the numbers are the same."""
+    tower = model.model.audio_tower
+    clips, own = _clips(inputs, _window(tower))
+    weight = tower.conv1.weight
+    mels = pad_sequence(clips, batch_first=True).to(weight.device, weight.dtype).transpose(1, 2)
+    states = gelu(tower.conv2(gelu(tower.conv1(mels)))).transpose(1, 2)
+    states = states + tower.embed_positions.weight[: states.shape[1]]
+    states = torch.nn.functional.dropout(states, p=tower.dropout, training=tower.training)
+    steps = torch.arange(states.shape[1], device=states.device)
+    seen = (steps < ((own.to(states.device) - 1) // 2 + 1)[:, None]).long()
+    mask = create_bidirectional_mask(config=tower.config, inputs_embeds=states, attention_mask=seen)
+    for layer in tower.layers:
+        states = layer(states, mask)
+    states = tower.layer_norm(tower.avg_pooler(states.transpose(1, 2)).transpose(1, 2))
+    features = model.model.multi_modal_projector(states)
+    counts = [qwen2_audio_features(n) for n in own.tolist()]
+    return Features(torch.cat([row[:n] for row, n in zip(features, counts, strict=True)]))
+
+
+def _qwen2_audio_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    window = _window(model.model.audio_tower)
+    clips, own = _clips(inputs, window)
+    mels = torch.stack([torch.nn.functional.pad(clip, (0, 0, 0, window - len(clip))) for clip in clips])
+    mask = torch.arange(window, device=own.device) < own[:, None]
+    return {"input_features": mels.transpose(1, 2), "feature_attention_mask": mask.long()}
+
+
+QWEN2_AUDIO = Reader(
+    (Tower("audio", ("input_features", "feature_lengths"), "audio_token_index", adapt=_qwen2_audio_own, compute=_qwen2_audio),),
+    parts={"tower": ("model.audio_tower.",), "projector": ("model.multi_modal_projector.",)},
+)

@@ -1,0 +1,148 @@
+"""Sound, family by family: the numbers of transformers' own processors and forward, and what cannot be heard."""
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lightrft.models import attention
+from lightrft.models.actor import Actor
+from lightrft.models.loading import load_model, load_tokenizer, save_model
+from lightrft.models.processing import load_processor
+from lightrft.models.settings import ModelConfig
+from lightrft.models.tiny_media import save_tiny_media
+from lightrft.types import Extent
+from lightrft.utils.errors import ModelError
+from tests.media_helpers import mixed_batch, mixed_prompts, rig
+from tests.model_helpers import Float64
+
+
+def sound(samples, seed=0):
+    return np.random.default_rng(seed).normal(0, 0.1, samples).astype(np.float32)
+
+
+def qwen2_audio(tmp_path, dtype=torch.float32, **options):
+    return rig("qwen2_audio", tmp_path, dtype, **options)
+
+
+@pytest.mark.parametrize("samples", [330, 2500, 7000, 15600, 15999, 16000])
+def test_frames_are_those_of_the_feature_extractor_up_to_the_last_that_matters(tmp_path, samples):
+    part = qwen2_audio(tmp_path).processor.parts["audio"]
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    value = sound(samples)
+    made = extractor(value, sampling_rate=16000, return_attention_mask=True, return_tensors="pt")
+    found = part.inputs(value, Extent(value.shape))
+    assert found["feature_lengths"].tolist() == made["attention_mask"].sum(-1).tolist()
+    frames = found["input_features"]
+    assert len(frames) == min(int(found["feature_lengths"]) + 2, 100)
+    torch.testing.assert_close(frames.T, made["input_features"][0, :, : len(frames)], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("samples", [330, 2500, 7000, 16000])
+def test_the_prompt_is_the_one_that_the_familys_own_processor_writes(tmp_path, samples):
+    r = qwen2_audio(tmp_path)
+    part = r.processor.parts["audio"]
+    own = Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), r.tokenizer)
+    text = f"<|audio_bos|>{part.written}<|audio_eos|>who?"
+    made = own(text=text, audio=[sound(samples)], sampling_rate=16000, return_tensors="pt")
+    extent = Extent((samples,))
+    assert r.tokenizer(text.replace(part.written, part.expand(extent)))["input_ids"] == made["input_ids"][0].tolist()
+    assert part.count(part.inputs(sound(samples), extent)) == (made["input_ids"] == r.processor.tokens["audio"]).sum()
+
+
+def test_features_are_those_of_whole_windows(tmp_path):
+    """The model's own forward takes every clip filled up to its window with silence, and nothing of ours."""
+    r = qwen2_audio(tmp_path, torch.float64)
+    clips = [sound(n, n) for n in (700, 7000, 16000)]
+    own = Qwen2AudioProcessor(WhisperFeatureExtractor(feature_size=16, chunk_length=1), r.tokenizer)
+    made = own(text=["<|AUDIO|>?"] * 3, audio=clips, sampling_rate=16000, return_tensors="pt", padding=True)
+    part = r.processor.parts["audio"]
+    inputs = [part.inputs(c, Extent(c.shape)) for c in clips]
+    with Float64(), torch.no_grad():
+        expected = r.actor.base.model(**made, use_cache=False).last_hidden_state
+        tower = r.actor.family.reader.towers[0]
+        values = tower.features(r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]}).values
+        embeddings = r.actor.base.get_input_embeddings()(made["input_ids"])
+        embeddings[made["input_ids"] == r.processor.tokens["audio"]] = values
+        found = r.actor.base.model.language_model(
+            inputs_embeds=embeddings, attention_mask=made["attention_mask"], use_cache=False
+        ).last_hidden_state
+    real = made["attention_mask"].bool()
+    assert (found - expected)[real].abs().max() < 1e-5 * expected.abs().max()  # the extractor itself computes in float32
+
+
+def test_the_tower_runs_on_no_more_frames_than_the_longest_clip_has(tmp_path):
+    r = qwen2_audio(tmp_path)
+    part = r.processor.parts["audio"]
+    seen = []
+    r.actor.base.model.audio_tower.conv1.register_forward_hook(lambda m, args, out: seen.append(tuple(args[0].shape)))
+    inputs = [part.inputs(sound(n), Extent((n,))) for n in (1600, 3200)]
+    r.actor.family.reader.towers[0].features(r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]})
+    assert seen == [(2, 16, 22)]
+
+
+def test_every_text_layer_attends_by_the_plan_and_no_layer_of_the_tower_does(tmp_path, monkeypatch):
+    r = qwen2_audio(tmp_path)
+    seen = []
+
+    def spy(module, *args, **options):
+        seen.append(module.layer_idx)
+        return attention.attention(module, *args, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.NAME, spy)
+    r.actor.score(mixed_batch(mixed_prompts(r)))
+    assert sorted(seen) == list(range(r.actor.text_config.num_hidden_layers))
+
+
+def test_a_clip_longer_than_the_window_is_an_error_in_seconds(tmp_path):
+    part = qwen2_audio(tmp_path).processor.parts["audio"]
+    for refused in (lambda: part.expand(Extent((24000,))), lambda: part.inputs(sound(24000), Extent((24000,)))):
+        with pytest.raises(ValueError, match=r"1\.5 s .* at most 1 s: cut it into shorter clips"):
+            refused()
+
+
+@pytest.mark.parametrize("samples", [0, 1, 320])
+def test_a_clip_without_a_single_feature_is_an_error(tmp_path, samples):
+    part = qwen2_audio(tmp_path).processor.parts["audio"]
+    with pytest.raises(ValueError, match=f"a clip of {samples} samples .* is too short"):
+        part.expand(Extent((samples,)))
+
+
+def test_an_extractor_that_does_not_fit_the_tower_is_an_error(tmp_path):
+    save_tiny_media("qwen2_audio", tmp_path, processor={"feature_size": 40})
+    config = ModelConfig(path=str(tmp_path))
+    with pytest.raises(ModelError, match=r"\(mel bins, frames\) = \(40, 100\), the audio tower takes \(16, 100\)"):
+        load_processor(config, load_tokenizer(config))
+
+
+def test_sizes_of_tower_and_extractor_can_be_chosen(tmp_path):
+    r = qwen2_audio(
+        tmp_path,
+        tower={"num_mel_bins": 40, "d_model": 96, "encoder_layers": 3, "max_source_positions": 25},
+        processor={"feature_size": 40, "sampling_rate": 8000},
+    )
+    part = r.processor.parts["audio"]
+    assert part.rate == 8000
+    assert part.inputs(sound(8000), Extent((8000,)))["input_features"].shape == (50, 40)
+    assert part.expand(Extent((8000,))) == "<|AUDIO|>" * 12
+    assert r.actor.score(mixed_batch([r.prompt("a", ("audio", (8000,)), "?")])).logprobs.isfinite().all()
+
+
+def test_a_saved_folder_loads_by_transformers_own_classes_and_says_the_same(tmp_path):
+    r = qwen2_audio(tmp_path)
+    batch = mixed_batch(mixed_prompts(r))
+    before = r.actor.score(batch).logprobs
+    again = tmp_path / "again"
+    save_model(r.actor, r.tokenizer, again, processor=r.processor)
+    config = ModelConfig(path=str(again))
+    assert torch.equal(Actor(load_model(config), config).score(batch).logprobs, before)
+    extractor = transformers.AutoFeatureExtractor.from_pretrained(again)
+    assert type(extractor) is WhisperFeatureExtractor and extractor.to_dict() == r.processor.parts["audio"].extractor.to_dict()
+    own = transformers.AutoModelForSeq2SeqLM.from_pretrained(again)
+    assert type(own).__name__ == r.actor.family.loader
+    made = Qwen2AudioProcessor.from_pretrained(again)(
+        text="<|AUDIO|>?", audio=[sound(7000)], sampling_rate=16000, return_tensors="pt"
+    )
+    assert own(**made).logits.isfinite().all()
