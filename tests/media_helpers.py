@@ -70,7 +70,10 @@ def rig(family: str, folder: Path, dtype: torch.dtype = torch.float32, **options
     tokenizer = load_tokenizer(config)
     processor = load_processor(config, tokenizer)
     assert processor is not None
-    return Rig(Actor.load(config, dtype=dtype), tokenizer, processor, path)
+    actor = Actor.load(config, dtype=dtype)
+    if dtype == torch.float64 and hasattr(actor.text_config, "num_experts"):
+        actor.base.set_experts_implementation("eager")  # the grouped kernel knows no float64
+    return Rig(actor, tokenizer, processor, path)
 
 
 def mixed_prompts(rig: Rig) -> list[Prompt]:

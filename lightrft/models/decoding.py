@@ -170,7 +170,7 @@ class Session:
             inputs = seen.inputs(self._model, tokens, torch.arange(tokens.numel(), device=self._device))
             inputs["position_ids"] = plan.positions if seen.positions is None else seen.positions[:, None]
             if seen.positions is not None:
-                ends = [int(p.max()) + 1 for p in seen.positions.split(lengths.tolist(), dim=1)]
+                ends = [int(p[:, -1].max()) + 1 for p in seen.positions.split(lengths.tolist(), dim=1)]
                 shifts = np.array(ends, dtype=np.int64) - lengths
         logits = self._logits(inputs, plan, plan.last)
         self._handles += handles

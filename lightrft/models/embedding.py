@@ -65,7 +65,7 @@ def see(
         return None
     reader = family.reader
     names = {name for segments in (prompts, responses) for name, rows in segments.media.items() if rows.values.numel()}
-    unknown = sorted(names - {name for tower in reader.towers for name in tower.inputs} if reader else names)
+    unknown = sorted(names - {name for tower in reader.towers for name in (*tower.inputs, *tower.hints)} if reader else names)
     if reader is None or unknown:
         raise ModelError(f"model type {model.config.model_type!r} cannot read media ({', '.join(unknown)})")
     both = Segments.cat([prompts, responses.to(prompts.tokens.device)]) if len(responses) else prompts
@@ -93,12 +93,13 @@ def has_media(segments: Segments) -> bool:
     return any(rows.values.shape[0] for rows in segments.media.values())
 
 
-def given(tower: Tower, media: Media) -> dict[str, Tensor]:
-    """The inputs of ``tower`` that ``media`` holds; empty when its content is missing."""
+def given(tower: Tower, media: Media, hints: bool = False) -> dict[str, Tensor]:
+    """The inputs of ``tower`` that ``media`` holds, with or without its hints; empty when its content is missing."""
     first = media.get(tower.inputs[0])
     if first is None or not first.values.shape[0]:
         return {}
-    return {name: media[name].values for name in tower.inputs if name in media}
+    names = (*tower.inputs, *tower.hints) if hints else tower.inputs
+    return {name: media[name].values for name in names if name in media}
 
 
 def _features(model: PreTrainedModel, tower: Tower, media: Media) -> Features | None:
@@ -129,14 +130,14 @@ def _positions(
     prompt_of: Tensor | None,
     begun: Sequence[int],
 ) -> Tensor:
-    """``[axes, N]`` of prompts' tokens, then of responses': those go on after the largest position of their prompt."""
+    """``[axes, N]`` of prompts' tokens, then of responses': those go on after the last token of their prompt, as text does."""
     inside = _inside(prompts.lengths, begun)
     rows = _rope(model, reader, prompts, inside)
     if prompt_of is None or not len(responses):
         return torch.cat(rows, dim=1)
     of = prompt_of.tolist()
     plain = [torch.arange(n, device=prompts.tokens.device) for n in responses.lengths.tolist()]
-    after = [rows[p].max() + 1 + steps.expand(len(rows[p]), -1) for p, steps in zip(of, plain)]
+    after = [rows[p][:, -1].max() + 1 + steps.expand(len(rows[p]), -1) for p, steps in zip(of, plain)]
     rich = [b for b in range(len(of)) if any(int(r.lengths[b]) for r in responses.media.values())]
     if rich:
         whole = _joined(prompts.select(prompt_of[rich]), responses.select(torch.tensor(rich, device=prompt_of.device)))
@@ -164,7 +165,7 @@ def _rope(model: PreTrainedModel, reader: Reader, runs: Segments, inside: Tensor
             types[_places(model, tower, runs, inside)] = tower.type_id
     pad = lambda flat: torch.nn.utils.rnn.pad_sequence(list(flat.split(lengths)), batch_first=True)  # noqa: E731
     mask = pad(torch.ones_like(runs.tokens))
-    media = {name: values for tower in reader.towers for name, values in given(tower, runs.media).items()}
+    media = {name: values for tower in reader.towers for name, values in given(tower, runs.media, hints=True).items()}
     found = reader.positions(model, pad(runs.tokens), pad(types), mask, media)
     return [row[:, :n] for row, n in zip(found.unbind(1), lengths)]
 
@@ -185,7 +186,7 @@ def own_inputs(model: PreTrainedModel, family: Family, batch: Batch, packed: Pac
     made: dict[str, Any] = {"input_ids": packed.input_ids, "attention_mask": real.long()}
     types = torch.zeros_like(packed.input_ids)
     for tower in reader.towers:
-        if inputs := given(tower, whole.media):
+        if inputs := given(tower, whole.media, hints=True):
             made |= tower.adapt(model, inputs)
             types[packed.input_ids == tower.token_id(model.config)] = tower.type_id
     return {**made, "mm_token_type_ids": types} if reader.typed else made

@@ -59,7 +59,10 @@ FAMILIES: dict[str, Family] = {
     "mamba2": Family(decoder="backbone", layout="padded"),
     "falcon_h1": _RECURRENT,
     "recurrent_gemma": _RECURRENT,
-    "qwen2_5_vl": Family(decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN_VL),
+    "qwen2_vl": Family(decoder=_LANGUAGE, loader="Qwen2VLForConditionalGeneration", reader=towers.QWEN2_VL),
+    "qwen2_5_vl": Family(decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN2_5_VL),
+    "qwen3_vl": Family(decoder=_LANGUAGE, loader="Qwen3VLForConditionalGeneration", reader=towers.QWEN3_VL),
+    "qwen3_vl_moe": Family(decoder=_LANGUAGE, loader="Qwen3VLMoeForConditionalGeneration", reader=towers.QWEN3_VL),
     "qwen2_audio": Family(decoder=_LANGUAGE, loader="Qwen2AudioForConditionalGeneration", reader=towers_audio.QWEN2_AUDIO),
 }
 

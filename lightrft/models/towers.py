@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class Tower:
     """One kind of input.
 
     ``inputs`` name the media that it takes, the one with content first; ``token`` is the config field of the placeholder's id.
+    ``hints`` name media that positions alone are made from.
     ``getter`` is the model's method that computes features from what ``adapt`` makes of the media; ``compute`` stands in for both
     where a family has none, or where the model's own wants more than the media hold. ``type_id`` is this kind's entry in
     ``mm_token_type_ids``.
@@ -45,6 +46,7 @@ class Tower:
     adapt: Adapt = as_they_are
     compute: Callable[[Any, dict[str, Any]], Features] | None = None
     type_id: int = 1
+    hints: tuple[str, ...] = ()
 
     def token_id(self, config: Any) -> int:
         return getattr(config, self.token)
@@ -96,6 +98,10 @@ def rope_index(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict
 
 IMAGE = Tower("image", ("pixel_values", "image_grid_thw"), "image_token_id", "get_image_features")
 VIDEO = Tower("video", ("pixel_values_videos", "video_grid_thw"), "video_token_id", "get_video_features", type_id=2)
+TIMED_VIDEO = replace(VIDEO, hints=("second_per_grid_ts",))
 
 _QWEN_PARTS = {"tower": ("model.visual.",), "projector": ("model.visual.merger.",)}
-QWEN_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS, typed=True)
+_QWEN3_PARTS = {**_QWEN_PARTS, "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list.")}
+QWEN2_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS, typed=True)
+QWEN2_5_VL = Reader((IMAGE, TIMED_VIDEO), rope_index, _QWEN_PARTS, typed=True)
+QWEN3_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN3_PARTS, typed=True)

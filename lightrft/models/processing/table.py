@@ -8,5 +8,7 @@ from lightrft.models.processing.base import Build
 BUILD: dict[str, Build] = {
     "qwen2_vl": qwen.build,
     "qwen2_5_vl": qwen.build,
+    "qwen3_vl": qwen.build,
+    "qwen3_vl_moe": qwen.build,
     "qwen2_audio": audio.qwen2_audio,
 }

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading import save_model
 from lightrft.models.tiny import tiny_tokenizer
+from lightrft.models.tiny_media import audio, qwen
+from lightrft.models.tiny_media.row import Tiny
 from lightrft.utils.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiny:
-    """``special``: tokens of the family, last in the vocabulary. ``written``: what the chat template writes for each kind of part.
-    ``config`` is made from the text config's fields and the ids of ``special``; ``processor`` is what is saved beside the model."""
-
-    special: tuple[str, ...]
-    written: dict[str, str]
-    config: Callable[[dict[str, Any], dict[str, int], dict[str, Any]], PreTrainedConfig]
-    processor: Callable[..., Any]
 
 
 def tiny_media_tokenizer(family: str, **options: Any) -> PreTrainedTokenizerFast:
@@ -82,7 +71,7 @@ def save_tiny_media(
     return model
 
 
-def _tiny(family: str) -> _Tiny:
+def _tiny(family: str) -> Tiny:
     if family not in _FAMILIES:
         raise ModelError(f"unknown family {family!r}; known: {', '.join(_FAMILIES)}")
     return _FAMILIES[family]
@@ -101,73 +90,5 @@ def _chat_template(written: dict[str, str]) -> str:
     )
 
 
-_QWEN_SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-_QWEN_WRITTEN = {
-    "image": "<|vision_start|><|image_pad|><|vision_end|>",
-    "video": "<|vision_start|><|video_pad|><|vision_end|>",
-}
-
-
-def _qwen_ids(ids: dict[str, int]) -> dict[str, Any]:
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    return dict(zip(names, ids.values()))
-
-
-def _qwen_processor(**settings: Any) -> Any:
-    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-    sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024}, **settings}
-    return Qwen2VLImageProcessorPil(**sizes)
-
-
-def _qwen2_5_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
-    head = sizes["hidden_size"] // sizes["num_attention_heads"]
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [head // 2 - 2 * (head // 6), head // 6, head // 6]}
-    vision = {
-        "depth": 2,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_heads": 2,
-        "patch_size": 4,
-        "window_size": 16,
-        "fullatt_block_indexes": [1],
-        "out_hidden_size": sizes["hidden_size"],
-        "initializer_range": 0.1,
-        **tower,
-    }
-    text = {**sizes, "rope_parameters": rope}
-    return transformers.Qwen2_5_VLConfig(text_config=text, vision_config=vision, **_qwen_ids(ids))
-
-
-def _whisper_extractor(**settings: Any) -> Any:
-    """Windows of one second at 16 kHz, 16 mel bins: 100 frames."""
-    sizes: dict[str, Any] = {"feature_size": 16, "chunk_length": 1, "sampling_rate": 16000, **settings}
-    return transformers.WhisperFeatureExtractor(**sizes)
-
-
-def _qwen2_audio(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
-    audio = {
-        "model_type": "qwen2_audio_encoder",
-        "num_mel_bins": 16,
-        "max_source_positions": 50,
-        "d_model": 32,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "initializer_range": 0.1,
-        **tower,
-    }
-    audio.setdefault("encoder_ffn_dim", 2 * audio["d_model"])
-    text = {"model_type": "qwen2", **sizes}
-    return transformers.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=ids["<|AUDIO|>"])
-
-
-_FAMILIES: dict[str, _Tiny] = {
-    "qwen2_5_vl": _Tiny(_QWEN_SPECIAL, _QWEN_WRITTEN, _qwen2_5_vl, _qwen_processor),
-    "qwen2_audio": _Tiny(
-        ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
-        {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
-        _qwen2_audio,
-        _whisper_extractor,
-    ),
-}
+_FAMILIES: dict[str, Tiny] = {**qwen.FAMILIES, **audio.FAMILIES}
 MEDIA_FAMILIES: tuple[str, ...] = tuple(_FAMILIES)

@@ -1,0 +1,42 @@
+"""Models that hear, with towers of two layers and windows of one second."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+from lightrft.models.tiny_media.row import Tiny
+
+
+def _whisper_extractor(**settings: Any) -> Any:
+    """Windows of one second at 16 kHz, 16 mel bins: 100 frames."""
+    sizes: dict[str, Any] = {"feature_size": 16, "chunk_length": 1, "sampling_rate": 16000, **settings}
+    return transformers.WhisperFeatureExtractor(**sizes)
+
+
+def _qwen2_audio(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    audio = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "initializer_range": 0.1,
+        **tower,
+    }
+    audio.setdefault("encoder_ffn_dim", 2 * audio["d_model"])
+    text = {"model_type": "qwen2", **sizes}
+    return transformers.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=ids["<|AUDIO|>"])
+
+
+FAMILIES = {
+    "qwen2_audio": Tiny(
+        ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
+        {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
+        _qwen2_audio,
+        _whisper_extractor,
+    ),
+}
