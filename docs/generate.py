@@ -159,6 +159,8 @@ def _table(cls: type[Settings]) -> str:
 
 def _kind(kind: Any) -> str:
     origin, inner = typing.get_origin(kind), typing.get_args(kind)
+    if origin is typing.Annotated:
+        return _kind(inner[0])
     if isinstance(kind, type) and issubclass(kind, Settings):
         verb = next((v for v, c in VERBS.items() if c is kind), None)
         return f"[{kind.__name__}](#{(verb or kind.__name__).lower()})"

@@ -18,6 +18,7 @@ from lightrft.models.loading import load_model
 from lightrft.models.logprobs import bend_logits, token_logprobs
 from lightrft.models.lora import add_adapters, base_model, is_adapted, merged_state
 from lightrft.models.packing import Packed, pack
+from lightrft.models.parts import part_of, parts_of
 from lightrft.models.settings import Layout, ModelConfig
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
@@ -94,6 +95,15 @@ class Backbone(nn.Module):
     def text_config(self) -> PreTrainedConfig:
         """The config of the language model: of a model that reads media, a part of its own."""
         return self.base.config.get_text_config(decoder=True)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """What of it can be trained apart."""
+        return parts_of(self.family)
+
+    def part_of(self, name: str) -> str:
+        """Which of ``parts`` the parameter called ``name`` belongs to."""
+        return part_of(self.family, name.removeprefix("model."))
 
     def use_attention(self, kind: str) -> None:
         """``flat``: attention by plan; ``padded``: transformers' own. Towers keep theirs."""

@@ -24,6 +24,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 from lightrft.models.families import family_of
 from lightrft.models.lora import base_model, is_adapted, merged_state
+from lightrft.models.parts import PARTS, check_parts, part_of
 from lightrft.models.quiet import quiet
 from lightrft.models.settings import ModelConfig
 from lightrft.utils.errors import ModelError
@@ -52,7 +53,7 @@ def load_model(
     A folder of adapters gives its base model with those adapters, trainable.
 
     ``dtype`` wins over ``config.dtype``. Raises ``ModelError``: no such folder and no hub, not a model folder, damaged or
-    missing weights, quantisation without bitsandbytes, a frozen prefix that names nothing.
+    missing weights, quantisation without bitsandbytes, a frozen part or prefix that names nothing.
     """
     adapters = Path(config.path).expanduser() / "adapter_config.json"
     if adapters.is_file():
@@ -142,14 +143,20 @@ def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype
     return options
 
 
-def freeze(model: nn.Module, prefixes: tuple[str, ...]) -> None:
-    """No gradient for parameters whose name, with or without a leading ``model.``, starts with one of ``prefixes``.
+def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
+    """No gradient for the parameters of parts that ``what`` names, nor for those whose name, with or without a leading ``model.``,
+    starts with another of its entries.
 
-    Raises ``ModelError`` for a prefix that names none.
+    Raises ``ModelError`` for a part that the model lacks and for a prefix that names nothing.
     """
     names = dict(model.named_parameters())
-    for prefix in prefixes:
-        hit = [p for name, p in names.items() if name.startswith(prefix) or name.removeprefix("model.").startswith(prefix)]
+    check_parts(model.config, "model.freeze", [part for part in what if part in PARTS])
+    family = family_of(model.config)
+    for prefix in what:
+        if prefix in PARTS:
+            hit = [p for name, p in names.items() if part_of(family, name) == prefix]
+        else:
+            hit = [p for name, p in names.items() if name.startswith(prefix) or name.removeprefix("model.").startswith(prefix)]
         if not hit:
             tops = sorted({".".join(name.split(".")[:2]) for name in names})
             raise ModelError(f"model.freeze = {prefix!r} names no parameter; names start with {', '.join(tops)}")

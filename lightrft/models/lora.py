@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightrft.models.families import family_of
+from lightrft.models.parts import LANGUAGE, TOWER, check_parts, part_of, parts_of
 from lightrft.models.quiet import quiet
 from lightrft.models.settings import LoRAConfig
 from lightrft.utils.errors import ModelError
@@ -21,13 +24,14 @@ _CONNECTORS = ("multi_modal_projector", "merger", "embed_vision", "embed_audio")
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterable[str] = ()) -> nn.Module:
     """``model`` with trainable adapters and everything else frozen. Module paths that contain a name of ``exclude`` get none.
 
-    Raises ``ModelError`` when ``config.targets`` names no module.
+    Raises ``ModelError`` for a part that the model lacks, and when ``config.targets`` names no module of ``config.parts``.
     """
     from peft import LoraConfig, get_peft_model
 
+    check_parts(model.config, "model.lora.parts", config.parts)
     exclude = tuple(exclude)
-    everything = config.targets == "all-linear" and exclude
-    targets = find_all_linear_modules(model, exclude) if everything else config.targets
+    some = bool(exclude) or family_of(model.config).reader is not None
+    targets = target_modules(model, config, exclude) if some else config.targets
     settings = LoraConfig(
         r=config.rank,
         lora_alpha=config.alpha,  # ty: ignore[invalid-argument-type]
@@ -42,6 +46,25 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterabl
             return get_peft_model(model, settings)
     except ValueError as error:
         raise ModelError(f"model.lora.targets = {config.targets!r}: {error}") from None
+
+
+def target_modules(model: PreTrainedModel, config: LoRAConfig, exclude: Iterable[str] = ()) -> list[str]:
+    """Full names of the modules that ``config.targets`` means (``all-linear``, a pattern of whole names, or last parts of names) in
+    ``config.parts``: a last part alone would find modules of other parts too. Raises ``ModelError`` when there are none."""
+    targets = config.targets
+    if targets == "all-linear":
+        named = find_all_linear_modules(model, exclude)
+    else:
+        names = [name for name, _ in model.named_modules() if name and not set(exclude) & set(name.split("."))]
+        if isinstance(targets, str):
+            named = [name for name in names if re.fullmatch(targets, name)]
+        else:
+            named = [name for name in names if any(f".{name}".endswith(f".{target}") for target in targets)]
+    family = family_of(model.config)
+    found = [name for name in named if part_of(family, f"{name}.") in config.parts]
+    if not found:
+        raise ModelError(f"model.lora.targets = {targets!r} names no module of model.lora.parts = {', '.join(config.parts)}")
+    return found
 
 
 def find_all_linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
@@ -67,15 +90,20 @@ def apply_lora_configuration(
 ) -> nn.Module:
     """``model`` with LoRA adapters of rank ``lora_rank``, scaled by ``lora_alpha / lora_rank``, as a peft model.
 
-    ``target_modules`` of ``None`` means every linear layer but the output head and the connectors of towers; towers too when
-    ``freeze_vision_tower``. Raises ``ModelError`` for a rank or an alpha below which adapters could not learn, and for targets
-    that name no module.
+    Never on the connectors of towers, and on towers only without ``freeze_vision_tower``; ``target_modules`` of ``None`` means every
+    other linear layer but the output head. Raises ``ModelError`` for a rank or an alpha below which adapters could not learn, and
+    for targets that name no module.
     """
     if lora_rank < 1 or lora_alpha <= 0:
         raise ModelError(f"lora_rank = {lora_rank} and lora_alpha = {lora_alpha}: both must be positive for adapters to learn")
     targets = "all-linear" if target_modules is None else target_modules
+    towers = () if freeze_vision_tower else tuple(part for part in parts_of(family_of(model.config)) if part == TOWER)
     config = LoRAConfig(
-        rank=lora_rank, alpha=lora_alpha, dropout=lora_dropout, targets=targets if isinstance(targets, str) else tuple(targets)
+        rank=lora_rank,
+        alpha=lora_alpha,
+        dropout=lora_dropout,
+        targets=targets if isinstance(targets, str) else tuple(targets),
+        parts=(LANGUAGE, *towers),
     )
     model.enable_input_require_grads()
     return add_adapters(model, config, exclude=_CONNECTORS + (_TOWERS if freeze_vision_tower else ()))

@@ -10,15 +10,18 @@ from lightrft.utils.settings import Settings
 
 Layout = Literal["prefix_shared", "packed", "padded"]
 DType = Literal["float32", "bfloat16", "float16", "auto"]
+Part = Literal["language", "tower", "projector"]
 
 
 class LoRAConfig(Settings):
-    """Low-rank adapters (arXiv 2106.09685); ``dora`` adds weight decomposition (arXiv 2402.09353)."""
+    """Low-rank adapters (arXiv 2106.09685); ``dora`` adds weight decomposition (arXiv 2402.09353). ``targets`` name modules, of the
+    named ``parts`` of the model only."""
 
     rank: int = Field(16, ge=1)
     alpha: float = Field(32.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: str | tuple[str, ...] = "all-linear"
+    parts: tuple[Part, ...] = Field(("language",), min_length=1)
     dora: bool = False
 
 
@@ -27,8 +30,8 @@ class ModelConfig(Settings):
 
     ``path`` is a Hugging Face folder or name; ``tokenizer`` is another one, where the model's own is not to be used.
     ``chat_template`` is a Jinja template or a file that holds one. ``attention`` names a transformers implementation for the
-    ``padded`` layout. No parameter whose name starts with one of ``freeze`` is trained. ``logits_mb`` bounds the logits that
-    exist at one time, in MiB.
+    ``padded`` layout. ``freeze`` names what is not trained: parts (``language``, ``tower``, ``projector``) or prefixes of
+    parameters' names. ``logits_mb`` bounds the logits that exist at one time, in MiB.
     ``check_layout`` compares the layout with ``padded`` on a run's first batch and falls back, with a warning, where they differ.
     """
 

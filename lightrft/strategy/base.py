@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,16 @@ class StepInfo:
     grad_norm: float
     lr: float
     skipped: str = ""
+
+
+@runtime_checkable
+class Parted(Protocol):
+    """A model that says which part of it a parameter belongs to, for learning rates by part."""
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    def part_of(self, name: str) -> str: ...
 
 
 @dataclass(slots=True)
@@ -44,7 +54,10 @@ class Strategy(Protocol):
         ...
 
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
-        """Place ``model`` and make its optimizer and learning-rate schedule over ``total_steps`` steps."""
+        """Place ``model`` and make its optimizer and learning-rate schedule over ``total_steps`` steps.
+
+        Raises ``ConfigError`` when nothing of it is trained, and for a rate of a part that it lacks or does not train.
+        """
         ...
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:

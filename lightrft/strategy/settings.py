@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,11 +12,14 @@ from lightrft.utils.settings import Settings
 class OptimizerConfig(Settings):
     """AdamW (arXiv 1711.05101) with float32 master weights.
 
+    ``lr_of`` gives parts of the model (``language``, ``tower``, ``projector``) a rate of their own in place of ``lr``; the schedule
+    scales all alike.
     ``warmup`` is a share of all steps when below 1, else a number of steps. ``min_lr`` is the floor of the cosine and linear
     schedules, as a share of ``lr``.
     """
 
     lr: float = Field(1e-6, ge=0)
+    lr_of: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightrft.strategy.base import StepInfo, TrainState
+from lightrft.strategy.base import Parted, StepInfo, TrainState
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.utils.errors import CheckpointError, ConfigError
@@ -43,10 +44,16 @@ class SingleStrategy:
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
         model.to(self.device)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        rates = rates_of(model, parameters, optimizer)
         masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in parameters.items()}
-        decayed = [m for n, m in masters.items() if parameters[n].dim() >= 2]
-        plain = [m for n, m in masters.items() if parameters[n].dim() < 2]
-        groups = [{"params": g, "weight_decay": d} for g, d in ((decayed, optimizer.weight_decay), (plain, 0.0)) if g]
+        groups: list[dict[str, Any]] = []
+        for rate in dict.fromkeys(rates.values()):
+            mine = {n: m for n, m in masters.items() if rates[n] == rate}
+            decayed = [m for n, m in mine.items() if parameters[n].dim() >= 2]
+            plain = [m for n, m in mine.items() if parameters[n].dim() < 2]
+            groups += [
+                {"params": g, "weight_decay": d, "rate": rate} for g, d in ((decayed, optimizer.weight_decay), (plain, 0.0)) if g
+            ]
         adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         inner = Masters(parameters, masters, 0, total_steps)
         self._set_lr(adamw, optimizer, inner)
@@ -69,7 +76,7 @@ class SingleStrategy:
         masters = list(inner.masters.values())
         limit = state.config.max_grad_norm
         norm = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
-        info = StepInfo(float(norm), state.optimizer.param_groups[0]["lr"])
+        info = StepInfo(float(norm), state.config.lr * lr_factor(inner.step, inner.total, state.config))
         if not norm.isfinite():
             info.skipped = "gradient not finite"
         else:
@@ -136,7 +143,29 @@ class SingleStrategy:
     @staticmethod
     def _set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, inner: Masters) -> None:
         for group in adamw.param_groups:
-            group["lr"] = config.lr * lr_factor(inner.step, inner.total, config)
+            group["lr"] = group["rate"] * lr_factor(inner.step, inner.total, config)
+
+
+def rates_of(model: nn.Module, names: Iterable[str], config: OptimizerConfig) -> dict[str, float]:
+    """The learning rate of each of ``names``, parameters of ``model``, before the schedule. Raises ``ConfigError``."""
+    names = list(names)
+    if not names:
+        raise ConfigError(
+            "nothing of the model is trained: model.freeze leaves no parameter; leave a part of the model out of it"
+        )
+    if not config.lr_of:
+        return dict.fromkeys(names, config.lr)
+    if not isinstance(model, Parted):
+        raise ConfigError(f"optimizer.lr_of = {config.lr_of}: this model does not say which parts it has; leave it out")
+    part_of = {name: model.part_of(name) for name in names}
+    for part, rate in config.lr_of.items():
+        if part not in model.parts:
+            raise ConfigError(f"optimizer.lr_of.{part} = {rate}: the model has no such part; it has {', '.join(model.parts)}")
+        if part not in part_of.values():
+            raise ConfigError(
+                f"optimizer.lr_of.{part} = {rate} changes nothing: nothing of that part is trained (model.freeze, model.lora)"
+            )
+    return {name: config.lr_of.get(part, config.lr) for name, part in part_of.items()}
 
 
 def _pick_device() -> torch.device:

@@ -26,6 +26,7 @@ class Flip:
 
 ROWS, OTHER = "{root}/rows.jsonl", "{root}/other.jsonl"
 ADAPTERS: Tree = {"model": {"lora": {"rank": 4, "alpha": 8.0}}}
+READER: Tree = {"model": {"path": "{root}/reader", "lora": {"rank": 4, "alpha": 8.0}}}
 CRITIC: Tree = {"algorithm": {"preset": "ppo"}, "critic": {"optimizer": {"lr": 0.01}}, "train": {"steps": 3}}
 TEACHER: Tree = {"algorithm": {"preset": "opd"}, "teacher": {"path": "{root}/second"}}
 WHOLE: Tree = {**TEACHER, "algorithm": {"preset": "opd", "distill": {"kind": "jsd"}}}
@@ -61,6 +62,7 @@ SAMPLING: dict[str, tuple[Any, Tree]] = {
 }
 OPTIMIZER: dict[str, tuple[Any, Tree]] = {
     "lr": (0.005, {}),
+    "lr_of": ({"language": 0.005}, {}),
     "betas": ([0.5, 0.6], {}),
     "eps": (0.1, {}),
     "weight_decay": (0.5, {}),
@@ -155,6 +157,7 @@ FLIPS: dict[str, Flip] = {
     "model.lora.alpha": Flip(16.0, "loaded", ADAPTERS),
     "model.lora.dropout": Flip(0.5, "loaded", ADAPTERS),
     "model.lora.targets": Flip(["q_proj"], "loaded", ADAPTERS),
+    "model.lora.parts": Flip(["language", "tower"], "loaded", READER),
     "model.lora.dora": Flip(True, "loaded", ADAPTERS),
     "model.load_in_4bit": Flip(True, "loaded", refused=True),
     "model.gradient_checkpointing": Flip(True, "loaded"),

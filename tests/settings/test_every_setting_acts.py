@@ -13,6 +13,7 @@ import pytest
 
 from lightrft.config import RLConfig
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.models.tiny_media import save_tiny_media
 from lightrft.utils.settings import Settings, build, deep_merge
 from tests.settings.flips import FLIPS, INERT, ROWS
 from tests.settings.probes import PROBES, refusal
@@ -101,6 +102,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     backwards.save_pretrained(folder / "backwards")
+    save_tiny_media("qwen2_5_vl", folder / "reader")
     rows = [
         {
             "prompt": f"{i}+{i}=",
