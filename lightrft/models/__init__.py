@@ -8,6 +8,7 @@ from typing import Any
 _HOMES = {
     "actor": ("Actor", "Scores"),
     "actor_language": ("ActorLanguage", "ActorText", "CriticLanguage"),
+    "actor_vl": ("ActorVL", "CriticVL"),
     "actor_modality": ("MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters", "supports_parameter"),
     "critic": ("Critic",),
     "loading": ("load_model", "load_tokenizer", "save_model"),

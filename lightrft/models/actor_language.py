@@ -1,83 +1,20 @@
-"""The documented text actor and critic, over rectangles ``[B, L]`` and packed rows: thin edges over ``Actor`` and ``Critic``."""
+"""The documented text actor and critic."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from torch import Tensor
 
-from lightrft.models import utils
-from lightrft.models.actor import Actor, Backbone
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.critic import Critic
-from lightrft.models.loading import load_model
-from lightrft.models.lora import is_adapted, trainable_summary
-from lightrft.models.packing import Packed
-from lightrft.models.segment_attention import SegmentPlan
-from lightrft.models.settings import ModelConfig
-from lightrft.utils.errors import ModelError
-
-_GENERATE: dict[str, Any] = {
-    "attention_mask": None,
-    "do_sample": True,
-    "early_stopping": None,
-    "eos_token_id": None,
-    "max_length": None,
-    "max_new_tokens": None,
-    "min_new_tokens": 1,
-    "num_beams": 1,
-    "pad_token_id": None,
-    "temperature": 1.0,
-    "top_k": None,
-    "top_p": None,
-    "use_cache": True,
-}
+from lightrft.models.documented import DocumentedActor, DocumentedCritic
 
 
-class ActorLanguage(nn.Module):
-    """A text policy with the documented surface. ``actor`` is the policy that a loop over ``Batch`` uses; both share weights.
-
-    ``pretrain_or_model``: a folder, a hub name, or a transformers (or peft) model, which keeps its device, dtype and attention.
-    ``packing_samples``: ``forward`` takes rows of several samples. ``high_entropy_token_ratio`` above 0 makes its output carry
-    ``action_entropy``. Raises ``ModelError`` for what cannot be loaded or adapted.
-    """
+class ActorLanguage(DocumentedActor):
+    """A policy that reads and writes text."""
 
     modality: ClassVar[ActorModality] = ActorModality.LANGUAGE_ONLY
-
-    def __init__(
-        self,
-        pretrain_or_model: str | nn.Module,
-        use_flash_attention_2: bool = False,
-        bf16: bool = True,
-        lora_rank: int = 0,
-        lora_alpha: float = 16,
-        lora_dropout: float = 0.0,
-        target_modules: str | list[str] | None = None,
-        ds_config: dict[str, Any] | None = None,
-        device_map: str | dict[str, Any] | None = None,
-        packing_samples: bool = False,
-        high_entropy_token_ratio: float = 0.0,
-        *,
-        load_in_4bit: bool = False,
-    ) -> None:
-        super().__init__()
-        loader = _Loader(use_flash_attention_2, bf16, ds_config, device_map, load_in_4bit)
-        model, config = loader.model(pretrain_or_model)
-        if lora_rank > 0:
-            model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
-        self._loader = loader  # DeepSpeed's settings act only while their object lives
-        self.actor = Actor(model, config)
-        self.packing_samples = packing_samples
-        self.high_entropy_token_ratio = high_entropy_token_ratio
-
-    @property
-    def model(self) -> nn.Module:
-        """The transformers or peft model."""
-        return self.actor.model
 
     def forward(
         self,
@@ -87,130 +24,21 @@ class ActorLanguage(nn.Module):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Log-probs of the actions, or ``(log-probs, output)``; without ``num_actions``, the model's output alone.
+        """Log-probs of the actions: see ``DocumentedActor.score_rows``."""
+        return self.score_rows(sequences, num_actions, attention_mask, return_output, packed_seq_lens, {})
 
-        Rectangles: ``sequences``/``attention_mask [B, L]``, log-probs ``[B, num_actions]`` of the last columns. Packed:
-        ``[1, sum L]``, the mask holding 1..n for the samples, ``num_actions`` one number per sample, log-probs laid end to end
-        ``[1, sum]``. Raises ``ValueError`` when there is nothing to return, or packed lengths are missing.
-        """
-        if num_actions is None and not return_output:
-            raise ValueError("num_actions is None, so return_output must be True: there would be nothing to return")
-        packed = _packed(sequences, attention_mask, packed_seq_lens) if self.packing_samples else None
-        at = None if num_actions is None else _action_places(sequences, num_actions, packed_seq_lens)
-        states = _states(self.actor, sequences, attention_mask, packed)
-        scores = None
-        if at is not None:
-            predicting, targets = states.flatten(0, 1)[at.reshape(-1)], sequences.reshape(-1)[at.reshape(-1) + 1]
-            scores = self.actor.score_states(predicting, targets, entropy=self.high_entropy_token_ratio > 0)
-        logprobs = None if scores is None or at is None else scores.logprobs.reshape(at.shape)
-        if not return_output:
-            return logprobs
-        output = CausalLMOutputWithPast(logits=self.actor.logits(states))
-        if scores is not None and at is not None and scores.entropy is not None:
-            output["action_entropy"] = scores.entropy.reshape(at.shape)
-        return output if logprobs is None else (logprobs, output)
-
-    @torch.no_grad()
     def generate(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Answers by transformers' ``generate``: ``(sequences [B, L], attention_mask [B, L], action_mask [B, L - L_in])``.
-
-        Takes ``attention_mask``, ``do_sample``, ``early_stopping``, ``eos_token_id``, ``max_length``, ``max_new_tokens``,
-        ``min_new_tokens``, ``num_beams``, ``pad_token_id``, ``temperature``, ``top_k``, ``top_p``, ``use_cache``; raises
-        ``TypeError`` for another name. See ``process_sequences`` for what becomes of a row that was cut.
-        """
-        unknown = sorted(set(kwargs) - set(_GENERATE))
-        if unknown:
-            raise TypeError(f"generate() got unknown {', '.join(unknown)}; known: {', '.join(_GENERATE)}")
-        options = {name: value for name, value in {**_GENERATE, **kwargs}.items() if value is not None}
-        options.setdefault("early_stopping", options["num_beams"] > 1)
-        generation = self.actor.base.generation_config
-        for name in ("eos_token_id", "pad_token_id"):
-            options.setdefault(name, getattr(generation, name))
-        eos = options["eos_token_id"]
-        eos = eos[0] if isinstance(eos, list | tuple) else eos
-        pad = eos if options["pad_token_id"] is None else options["pad_token_id"]
-        if eos is None:
-            raise ModelError("generate() needs eos_token_id: the model's generation config has none")
-        self.actor.use_attention("padded")
-        base: Any = self.actor.base
-        sequences = base.generate(input_ids=input_ids, **{**options, "pad_token_id": pad})
-        return self.process_sequences(sequences, input_ids.shape[1], eos, pad)
-
-    def process_sequences(
-        self, sequences: Tensor, input_len: int, eos_token_id: int, pad_token_id: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(sequences, attention_mask [B, L], action_mask [B, L - input_len])`` of generated rows ``[B, L]``.
-
-        Note that a row cut by the length limit has its last token replaced by the end token.
-        """
-        return utils.process_sequences(sequences, input_len, eos_token_id, pad_token_id)
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Recompute layers in the backward pass, by default with ``{"use_reentrant": False}``; in training mode only."""
-        self.actor.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.actor.gradient_checkpointing_disable()
-
-    def print_trainable_parameters(self) -> None:
-        """Write the counts of trainable and of all parameters to standard output, as peft does."""
-        if is_adapted(self.model):
-            self.model.print_trainable_parameters()  # ty: ignore[not-callable]
-            return
-        counts = trainable_summary(self.model)
-        share = 100 * counts["trainable"] / max(1, counts["all"])
-        text = f"trainable params: {counts['trainable']:,} || all params: {counts['all']:,} || trainable%: {share:.4f}\n"
-        _standard_output(text)
+        """Sampled rows and their masks: see ``DocumentedActor.sample_rows``."""
+        return self.sample_rows(input_ids, {}, kwargs)
 
 
 ActorText = ActorLanguage
 
 
-class CriticLanguage(nn.Module):
-    """A value function with the documented surface, over ``Critic``.
-
-    ``normalize_reward`` shifts and scales values by ``mean`` and ``std`` of the model's config. ``init_value_head`` draws a fresh
-    head even where the folder holds one; ``value_head_prefix`` is the name under which the head is found on this module.
-    """
+class CriticLanguage(DocumentedCritic):
+    """A value function over text."""
 
     modality: ClassVar[ActorModality] = ActorModality.LANGUAGE_ONLY
-
-    def __init__(
-        self,
-        pretrain_or_model: str | nn.Module,
-        use_flash_attention_2: bool = False,
-        bf16: bool = True,
-        lora_rank: int = 0,
-        lora_alpha: float = 16,
-        lora_dropout: float = 0.0,
-        target_modules: str | list[str] | None = None,
-        ds_config: dict[str, Any] | None = None,
-        device_map: str | dict[str, Any] | None = None,
-        packing_samples: bool = False,
-        normalize_reward: bool = False,
-        init_value_head: bool = False,
-        value_head_prefix: str = "score",
-    ) -> None:
-        super().__init__()
-        loader = _Loader(use_flash_attention_2, bf16, ds_config, device_map, False)
-        model, config = loader.model(pretrain_or_model)
-        if lora_rank > 0:
-            model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
-        self._loader = loader
-        self.critic = Critic(model, config)
-        if isinstance(pretrain_or_model, str) and not init_value_head:
-            self.critic.load_value_head(pretrain_or_model)
-        self.value_head_prefix = value_head_prefix
-        self.packing_samples = packing_samples
-        self.normalize_reward = normalize_reward
-        settings = self.critic.base.config.to_dict()
-        self.register_buffer("mean", torch.tensor(float(settings.get("mean") or 0.0)), persistent=False)
-        self.register_buffer("std", torch.tensor(float(settings.get("std") or 1.0)), persistent=False)
-
-    def __getattr__(self, name: str) -> Any:
-        if name != "value_head_prefix" and name == self.__dict__.get("value_head_prefix"):
-            return self.critic.value_head
-        return super().__getattr__(name)
 
     def forward(
         self,
@@ -220,109 +48,5 @@ class CriticLanguage(nn.Module):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Values of the states before the actions, laid out as ``ActorLanguage.forward`` lays out log-probs; with
-        ``return_output``, also the values of all states ``[B, L]``."""
-        if num_actions is None and not return_output:
-            raise ValueError("num_actions is None, so return_output must be True: there would be nothing to return")
-        packed = _packed(input_ids, attention_mask, packed_seq_lens) if self.packing_samples else None
-        values = self.critic.value(_states(self.critic, input_ids, attention_mask, packed))
-        if self.normalize_reward:
-            values = (values - self.mean) / self.std
-        if num_actions is None:
-            return values
-        actions = values.reshape(-1)[_action_places(input_ids, num_actions, packed_seq_lens)]
-        return (actions, values) if return_output else actions
-
-
-class _Loader:
-    """How a path or a module becomes the model inside."""
-
-    def __init__(
-        self,
-        use_flash_attention_2: bool,
-        bf16: bool,
-        ds_config: dict[str, Any] | None,
-        device_map: str | dict[str, Any] | None,
-        load_in_4bit: bool,
-    ) -> None:
-        self.settings: dict[str, Any] = {
-            "attention": "flash_attention_2" if use_flash_attention_2 else None,
-            "dtype": "bfloat16" if bf16 else "auto",
-            "load_in_4bit": load_in_4bit,
-        }
-        self.device_map = device_map
-        self.deepspeed: Any = None
-        if ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3:
-            from transformers.integrations import HfDeepSpeedConfig
-
-            self.deepspeed = HfDeepSpeedConfig(ds_config)
-
-    def model(self, source: str | nn.Module) -> tuple[nn.Module, ModelConfig]:
-        if isinstance(source, nn.Module):
-            if not (isinstance(source, PreTrainedModel) or is_adapted(source)):
-                raise ModelError(f"pretrain_or_model is a {type(source).__name__}: give a path, a transformers or a peft model")
-            return source, ModelConfig()
-        config = ModelConfig(path=str(source), **self.settings)
-        device_map = None if torch.empty(0).device.type == "meta" else self.device_map
-        return load_model(config, device=torch.empty(0).device, device_map=device_map), config
-
-
-def _adapt(model: nn.Module, rank: int, alpha: float, dropout: float, targets: str | list[str] | None) -> nn.Module:
-    if is_adapted(model):
-        raise ModelError(f"lora_rank = {rank} but the model has adapters already: pass lora_rank=0 to train those")
-    return utils.apply_lora_configuration(model, rank, alpha, dropout, targets)  # ty: ignore[invalid-argument-type]
-
-
-def _packed(sequences: Tensor, attention_mask: Tensor | None, lengths: Sequence[int] | None) -> Packed:
-    """One flat row of samples that do not see one another. Places after the last sample belong to none."""
-    if lengths is None or attention_mask is None:
-        raise ValueError("packing_samples is on, so packed_seq_lens and attention_mask must be given")
-    if sequences.shape[0] != 1 or sum(lengths) > sequences.shape[1]:
-        raise ValueError(f"sequences {tuple(sequences.shape)} is not one row that holds packed_seq_lens = {list(lengths)}")
-    runs, start = [], 0
-    for length in [*lengths, sequences.shape[1] - sum(lengths)]:
-        if length:
-            runs.append((start, length))
-        start += length
-    positions = utils.reset_position_ids(attention_mask)
-    source = torch.arange(sequences.shape[1], device=sequences.device)
-    return Packed(sequences, positions, SegmentPlan(runs, [], positions[0]), sequences.new_zeros(0), None, source)
-
-
-def _states(backbone: Backbone, sequences: Tensor, attention_mask: Tensor | None, packed: Packed | None) -> Tensor:
-    """Last hidden states ``[B, L, H]``."""
-    if packed is not None:
-        if backbone.family.layout == "padded":
-            raise ModelError(f"packing_samples: model type {backbone.base.config.model_type!r} cannot be packed")
-        return backbone.states(packed)
-    backbone.use_attention("padded")
-    if attention_mask is None:
-        return backbone.decoder(input_ids=sequences, use_cache=False).last_hidden_state
-    positions = attention_mask.long().cumsum(-1) - 1
-    positions = positions.masked_fill(attention_mask == 0, 1)
-    inputs = {"input_ids": sequences, "attention_mask": attention_mask, "position_ids": positions}
-    return backbone.decoder(**inputs, use_cache=False).last_hidden_state
-
-
-def _action_places(sequences: Tensor, num_actions: int | Sequence[int], lengths: Sequence[int] | None) -> Tensor:
-    """Places, in the flattened rows, of the states that predict actions: ``[B, num_actions]``, or ``[1, sum]`` when packed."""
-    rows, width = sequences.shape
-    device = sequences.device
-    if isinstance(num_actions, int):
-        if not 0 <= num_actions < width:
-            raise ValueError(f"num_actions = {num_actions} must be below the row length {width}")
-        steps = torch.arange(width - num_actions - 1, width - 1, device=device)
-        return torch.arange(rows, device=device)[:, None] * width + steps
-    if lengths is None or len(lengths) != len(num_actions):
-        raise ValueError("num_actions has one number per sample, so packed_seq_lens must have as many")
-    pieces, offset = [], 0
-    for length, actions in zip(lengths, num_actions):
-        pieces.append(torch.arange(max(0, offset + length - actions - 1), offset + length - 1, device=device))
-        offset += length
-    return torch.cat(pieces)[None]
-
-
-def _standard_output(text: str) -> None:
-    import sys
-
-    sys.stdout.write(text)
+        """Values of the states before the actions: see ``DocumentedCritic.value_rows``."""
+        return self.value_rows(input_ids, num_actions, attention_mask, return_output, packed_seq_lens, {})

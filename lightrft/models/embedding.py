@@ -183,10 +183,16 @@ def own_inputs(model: PreTrainedModel, family: Family, batch: Batch, packed: Pac
     index = torch.tensor(rows, device=batch.prompt_of.device)
     whole = _joined(batch.prompts.select(batch.prompt_of[index]), batch.responses.select(index))
     real = packed.source.view(packed.input_ids.shape) >= 0
-    made: dict[str, Any] = {"input_ids": packed.input_ids, "attention_mask": real.long()}
-    types = torch.zeros_like(packed.input_ids)
+    made = {"input_ids": packed.input_ids, "attention_mask": real.long()}
+    return made | own_keywords(model, reader, packed.input_ids, whole.media)
+
+
+def own_keywords(model: PreTrainedModel, reader: Reader, ids: Tensor, media: Media) -> dict[str, Any]:
+    """Keywords of the model's own forward for the ``media`` of rows ``ids [S, T]``."""
+    made: dict[str, Any] = {}
+    types = torch.zeros_like(ids)
     for tower in reader.towers:
-        if inputs := given(tower, whole.media, hints=True):
+        if inputs := given(tower, media, hints=True):
             made |= tower.adapt(model, inputs)
-            types[packed.input_ids == tower.token_id(model.config)] = tower.type_id
+            types[ids == tower.token_id(model.config)] = tower.type_id
     return {**made, "mm_token_type_ids": types} if reader.typed else made

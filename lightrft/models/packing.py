@@ -24,6 +24,7 @@ class Packed:
     ``gather [N]``: the state that predicts each response token; ``final [B]``: the state after each answer's last token
     (only when asked for). ``plan`` is what the flat layouts attend to; ``None`` means rows of their own (``padded``).
     ``source [S * T]`` is each token's place among the prompts' tokens followed by the answers', -1 where rows were filled up.
+    ``mask [S, T]`` is 0 there, where rows are not filled up on the right alone.
     """
 
     input_ids: Tensor
@@ -32,12 +33,14 @@ class Packed:
     gather: Tensor
     final: Tensor | None
     source: Tensor
+    mask: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
         """Keywords of the model's forward."""
         plan = {} if self.plan is None else {"attention_plan": self.plan}
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids, **plan}
+        mask = {} if self.mask is None else {"attention_mask": self.mask}
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, **plan, **mask}
 
 
 @dataclass(slots=True)

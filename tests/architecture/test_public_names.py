@@ -14,7 +14,9 @@ from tests.architecture.verbs import CONFIG_OF
 MODELS = (
     "ActorLanguage",
     "ActorText",
+    "ActorVL",
     "CriticLanguage",
+    "CriticVL",
     "apply_lora_configuration",
     "get_supported_parameters",
     "log_probs_from_logits",
