@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,13 +13,19 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from lightrft.models.towers import Features, Reader, Tower
 
-AROUND = 2
-"""Frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still see."""
+_AROUND = 2  # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still see
+_SPILL = 2  # frames after a clip's last whose window of samples reaches back into it
 
 
-def kept_frames(frames: int, window: int) -> int:
-    """Of a clip of ``frames``, those that its features depend on, in a window of ``window`` frames."""
-    return min(frames + AROUND, window)
+def frames_around(frames: int, window: int) -> int:
+    """Of a clip of ``frames``, those that its features depend on, where the tower masks the rest of its window."""
+    return min(frames + _AROUND, window)
+
+
+def frames_to_silence(frames: int, window: int) -> int:
+    """Of a clip of ``frames``, those that differ, where the tower hears the silence after it to the end of the last window: they
+    end with one frame of silence, unless the window ends before."""
+    return min(frames + _SPILL + 1, -(-frames // window) * window)
 
 
 def qwen2_audio_features(frames: int) -> int:
@@ -26,14 +33,19 @@ def qwen2_audio_features(frames: int) -> int:
     return ((frames - 1) // 2 + 1) // 2
 
 
-def _clips(inputs: dict[str, Tensor], window: int) -> tuple[list[Tensor], Tensor]:
+def _clips(inputs: dict[str, Tensor], window: int, kept: Callable[[int, int], int]) -> tuple[list[Tensor], Tensor]:
     """Frames ``[k, mels]`` of each clip, and how many of them are the clip's own."""
     own = inputs["feature_lengths"]
-    return list(inputs["input_features"].split([kept_frames(n, window) for n in own.tolist()])), own
+    return list(inputs["input_features"].split([kept(n, window) for n in own.tolist()])), own
 
 
 def _window(tower: Any) -> int:
     return tower.config.max_source_positions * tower.conv1.stride[0] * tower.conv2.stride[0]
+
+
+def voxtral_features(frames: int, window: int, stacked: int) -> int:
+    """Features of a clip of ``frames``: those of as many whole windows as it takes, ``stacked`` states of the encoder in one."""
+    return -(-frames // window) * (window // 2) // stacked
 
 
 def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
@@ -41,7 +53,7 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
 
     The model's fills every clip up to its window of 30 seconds, and masks what was filled: the numbers are the same."""
     tower = model.model.audio_tower
-    clips, own = _clips(inputs, _window(tower))
+    clips, own = _clips(inputs, _window(tower), frames_around)
     weight = tower.conv1.weight
     mels = pad_sequence(clips, batch_first=True).to(weight.device, weight.dtype).transpose(1, 2)
     states = gelu(tower.conv2(gelu(tower.conv1(mels)))).transpose(1, 2)
@@ -60,13 +72,22 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
 
 def _qwen2_audio_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     window = _window(model.model.audio_tower)
-    clips, own = _clips(inputs, window)
+    clips, own = _clips(inputs, window, frames_around)
     mels = torch.stack([torch.nn.functional.pad(clip, (0, 0, 0, window - len(clip))) for clip in clips])
     mask = torch.arange(window, device=own.device) < own[:, None]
     return {"input_features": mels.transpose(1, 2), "feature_attention_mask": mask.long()}
 
 
-QWEN2_AUDIO = Reader(
-    (Tower("audio", ("input_features", "feature_lengths"), "audio_token_index", adapt=_qwen2_audio_own, compute=_qwen2_audio),),
-    parts={"tower": ("model.audio_tower.",), "projector": ("model.multi_modal_projector.",)},
-)
+def _voxtral(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """Whole windows ``[W, mels, window]``: its tower hears the silence after a clip, too."""
+    window = _window(model.model.audio_tower)
+    clips, _ = _clips(inputs, window, frames_to_silence)
+    whole = [torch.cat([c, c[-1:].expand(-len(c) % window, -1)]) for c in clips]
+    return {"input_features": torch.cat(whole).unflatten(0, (-1, window)).transpose(1, 2)}
+
+
+_INPUTS = ("input_features", "feature_lengths")
+_PARTS = {"tower": ("model.audio_tower.",), "projector": ("model.multi_modal_projector.",)}
+_QWEN2_AUDIO = Tower("audio", _INPUTS, "audio_token_index", adapt=_qwen2_audio_own, compute=_qwen2_audio)
+QWEN2_AUDIO = Reader((_QWEN2_AUDIO,), parts=_PARTS)
+VOXTRAL = Reader((Tower("audio", _INPUTS, "audio_token_id", "get_audio_features", _voxtral),), parts=_PARTS)

@@ -1,9 +1,10 @@
-"""Sound: log-mel frames by the feature extractor of the folder, no more of them than the clip has."""
+"""Sound: log-mel frames by the feature extractor of the folder, no more of them than make a difference."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,46 +13,61 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
 
+from lightrft.models import towers_audio
 from lightrft.models.processing.base import Part, spelling
 from lightrft.models.settings import ModelConfig
-from lightrft.models.towers_audio import kept_frames, qwen2_audio_features
 from lightrft.types import Extent
 
 
 def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Clips up to the extractor's window. Raises ``ValueError`` when that is not the tower's."""
-    extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
+    """Clips up to the tower's window."""
+    extractor, window = _extractor(config, settings.audio_config)
+    kept = partial(towers_audio.frames_around, window=window)
+    return {"audio": Clip(extractor, spelling(tokenizer, settings.audio_token_index), towers_audio.qwen2_audio_features, kept)}
+
+
+def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Clips of any length, in as many windows as they take. The chat template writes the token that a clip begins with."""
     tower = settings.audio_config
+    extractor, window = _extractor(config, tower)
+    features = partial(towers_audio.voxtral_features, window=window, stacked=tower.intermediate_size // tower.hidden_size)
+    kept = partial(towers_audio.frames_to_silence, window=window)
+    return {"audio": Clip(extractor, spelling(tokenizer, settings.audio_token_id), features, kept, windows=None)}
+
+
+def _extractor(config: ModelConfig, tower: Any) -> tuple[Any, int]:
+    """The extractor of the folder, and the tower's window in frames. Raises ``ValueError`` when they do not fit."""
+    extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
     made, taken = (extractor.feature_size, extractor.nb_max_frames), (tower.num_mel_bins, 2 * tower.max_source_positions)
     if made != taken:
         raise ValueError(f"the feature extractor makes (mel bins, frames) = {made}, the audio tower takes {taken}")
-    return {"audio": Clip(extractor, spelling(tokenizer, settings.audio_token_index), qwen2_audio_features)}
+    return extractor, taken[1]
 
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Sound of at most one window. ``written`` is one placeholder; ``features`` gives their number for a number of frames."""
+    """Sound of at most so many ``windows``, or of any length. ``written`` is one placeholder; ``features`` and ``kept`` give for a
+    number of frames how many features are made of them, and how many frames are handed to the tower."""
 
     extractor: Any
     written: str
     features: Callable[[int], int]
+    kept: Callable[[int], int]
+    windows: int | None = 1
 
     @property
     def rate(self) -> int:
         return self.extractor.sampling_rate
 
     def expand(self, extent: Extent) -> str:
-        return self.written * self._features(extent.shape[0])
+        return self.written * self.features(self._frames(extent.shape[0]))
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
-        self._features(len(value))
         frames = self._frames(len(value))
-        kept = kept_frames(frames, self.extractor.nb_max_frames)
+        kept, whole = self.kept(frames), -(-len(value) // self.extractor.n_samples) * self.extractor.n_samples
         # Silence up to the end of the last window of samples that is kept: there is no need to fill up all that the model can hear.
         enough = (kept + -(-self.extractor.n_fft // self.extractor.hop_length) + 1) * self.extractor.hop_length
-        made = self.extractor(
-            value, sampling_rate=self.rate, max_length=min(enough, self.extractor.n_samples), return_tensors="pt"
-        )
+        made = self.extractor(value, sampling_rate=self.rate, max_length=min(enough, whole), return_tensors="pt")
         mels = made["input_features"][0, :, :kept].transpose(0, 1).contiguous()
         return {"input_features": mels, "feature_lengths": torch.tensor([frames])}
 
@@ -65,16 +81,13 @@ class Clip:
         self.extractor.save_pretrained(path)
 
     def _frames(self, samples: int) -> int:
-        return min(-(-samples // self.extractor.hop_length), self.extractor.nb_max_frames)
-
-    def _features(self, samples: int) -> int:
         """Raises ``ValueError`` for a clip that the model cannot hear as a whole, or of which it would hear nothing."""
-        if samples > self.extractor.n_samples:
+        if self.windows is not None and samples > self.windows * self.extractor.n_samples:
             raise ValueError(
                 f"a clip of {samples / self.rate:.3g} s at {self.rate} samples a second, and the model hears at most "
-                f"{self.extractor.chunk_length} s: cut it into shorter clips"
+                f"{self.windows * self.extractor.chunk_length} s: cut it into shorter clips"
             )
-        count = self.features(self._frames(samples)) if samples else 0
-        if not count:
+        frames = -(-samples // self.extractor.hop_length)
+        if not samples or not self.features(frames):
             raise ValueError(f"a clip of {samples} samples ({samples / self.rate:.3g} s) is too short to hear anything in it")
-        return count
+        return frames if self.windows is None else min(frames, self.windows * self.extractor.nb_max_frames)

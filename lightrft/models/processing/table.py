@@ -11,4 +11,5 @@ BUILD: dict[str, Build] = {
     "qwen3_vl": qwen.build,
     "qwen3_vl_moe": qwen.build,
     "qwen2_audio": audio.qwen2_audio,
+    "voxtral": audio.voxtral,
 }

@@ -32,6 +32,22 @@ def _qwen2_audio(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, An
     return transformers.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=ids["<|AUDIO|>"])
 
 
+def _voxtral(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    audio = {
+        "model_type": "voxtral_encoder",
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "initializer_range": 0.05,  # the long silences that it hears add up: at 0.1 float32 is less sharp than what tests look at
+        **tower,
+    }
+    audio.setdefault("intermediate_size", 2 * audio["hidden_size"])
+    text = {"model_type": "llama", "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"], **sizes}
+    return transformers.VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=ids["[AUDIO]"])
+
+
 FAMILIES = {
     "qwen2_audio": Tiny(
         ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
@@ -39,4 +55,5 @@ FAMILIES = {
         _qwen2_audio,
         _whisper_extractor,
     ),
+    "voxtral": Tiny(("[BEGIN_AUDIO]", "[AUDIO]"), {"audio": "[BEGIN_AUDIO][AUDIO]"}, _voxtral, _whisper_extractor),
 }

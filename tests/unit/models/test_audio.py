@@ -1,10 +1,12 @@
 """Sound, family by family: the numbers of transformers' own processors and forward, and what cannot be heard."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import Qwen2AudioProcessor, WhisperFeatureExtractor
+from transformers import Qwen2AudioProcessor, VoxtralProcessor, WhisperFeatureExtractor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lightrft.models import attention
@@ -12,11 +14,13 @@ from lightrft.models.actor import Actor
 from lightrft.models.loading import load_model, load_tokenizer, save_model
 from lightrft.models.processing import load_processor
 from lightrft.models.settings import ModelConfig
-from lightrft.models.tiny_media import save_tiny_media
+from lightrft.models.tiny_media import audio, save_tiny_media
 from lightrft.types import Extent
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64
+
+HEARING = tuple(audio.FAMILIES)
 
 
 def sound(samples, seed=0):
@@ -83,8 +87,9 @@ def test_the_tower_runs_on_no_more_frames_than_the_longest_clip_has(tmp_path):
     assert seen == [(2, 16, 22)]
 
 
-def test_every_text_layer_attends_by_the_plan_and_no_layer_of_the_tower_does(tmp_path, monkeypatch):
-    r = qwen2_audio(tmp_path)
+@pytest.mark.parametrize("family", HEARING)
+def test_every_text_layer_attends_by_the_plan_and_no_layer_of_the_tower_does(family, tmp_path, monkeypatch):
+    r = rig(family, tmp_path)
     seen = []
 
     def spy(module, *args, **options):
@@ -103,9 +108,9 @@ def test_a_clip_longer_than_the_window_is_an_error_in_seconds(tmp_path):
             refused()
 
 
-@pytest.mark.parametrize("samples", [0, 1, 320])
-def test_a_clip_without_a_single_feature_is_an_error(tmp_path, samples):
-    part = qwen2_audio(tmp_path).processor.parts["audio"]
+@pytest.mark.parametrize("family, samples", [("qwen2_audio", 0), ("qwen2_audio", 1), ("qwen2_audio", 320), ("voxtral", 0)])
+def test_a_clip_without_a_single_feature_is_an_error(tmp_path, family, samples):
+    part = rig(family, tmp_path).processor.parts["audio"]
     with pytest.raises(ValueError, match=f"a clip of {samples} samples .* is too short"):
         part.expand(Extent((samples,)))
 
@@ -130,8 +135,9 @@ def test_sizes_of_tower_and_extractor_can_be_chosen(tmp_path):
     assert r.actor.score(mixed_batch([r.prompt("a", ("audio", (8000,)), "?")])).logprobs.isfinite().all()
 
 
-def test_a_saved_folder_loads_by_transformers_own_classes_and_says_the_same(tmp_path):
-    r = qwen2_audio(tmp_path)
+@pytest.mark.parametrize("family", HEARING)
+def test_a_saved_folder_loads_by_transformers_own_classes_and_says_the_same(family, tmp_path):
+    r = rig(family, tmp_path)
     batch = mixed_batch(mixed_prompts(r))
     before = r.actor.score(batch).logprobs
     again = tmp_path / "again"
@@ -140,9 +146,40 @@ def test_a_saved_folder_loads_by_transformers_own_classes_and_says_the_same(tmp_
     assert torch.equal(Actor(load_model(config), config).score(batch).logprobs, before)
     extractor = transformers.AutoFeatureExtractor.from_pretrained(again)
     assert type(extractor) is WhisperFeatureExtractor and extractor.to_dict() == r.processor.parts["audio"].extractor.to_dict()
-    own = transformers.AutoModelForSeq2SeqLM.from_pretrained(again)
-    assert type(own).__name__ == r.actor.family.loader
+    own = getattr(transformers, r.actor.family.loader).from_pretrained(again)
+    assert torch.equal(Actor(own).own_logprobs(batch), r.actor.own_logprobs(batch))
+
+
+def test_a_saved_folder_is_a_processor_of_qwen2_audio(tmp_path):
+    r = qwen2_audio(tmp_path)
+    again = tmp_path / "again"
+    save_model(r.actor, r.tokenizer, again, processor=r.processor)
     made = Qwen2AudioProcessor.from_pretrained(again)(
         text="<|AUDIO|>?", audio=[sound(7000)], sampling_rate=16000, return_tensors="pt"
     )
-    assert own(**made).logits.isfinite().all()
+    assert r.actor.base(**made).logits.isfinite().all()
+
+
+@pytest.mark.parametrize("samples", [1, 2500, 15800, 15999, 16000, 16001, 31700, 40000])
+def test_windows_of_voxtral_are_those_of_its_own_processor(tmp_path, samples):
+    r = rig("voxtral", tmp_path)
+    part, value = r.processor.parts["audio"], sound(samples)
+    own = SimpleNamespace(feature_extractor=WhisperFeatureExtractor(feature_size=16, chunk_length=1))
+    made = VoxtralProcessor._retrieve_input_features(  # the rest of it needs mistral-common
+        own, [value], 100, sampling_rate=16000, padding=True, truncation=False, pad_to_multiple_of=16000, return_tensors="pt"
+    )
+    found = part.inputs(value, Extent(value.shape))
+    assert len(found["input_features"]) <= samples / 160 + 4
+    tower = r.actor.family.reader.towers[0]
+    torch.testing.assert_close(tower.adapt(r.actor.base, found)["input_features"], made, atol=2e-6, rtol=0)
+    assert part.count(found) == len(made) * 25 == part.expand(Extent(value.shape)).count("[AUDIO]")
+
+
+def test_a_clip_of_several_windows_is_heard_in_every_layout(tmp_path):
+    r = rig("voxtral", tmp_path, torch.float64)
+    batch = mixed_batch([r.prompt("0", ("audio", (40000,)), "?"), r.prompt("1", ("audio", (3000,)), ("audio", (16001,)))])
+    with Float64(), torch.no_grad():
+        expected = r.actor.own_logprobs(batch)
+        for layout in ("prefix_shared", "packed", "padded"):
+            r.actor.layout = layout
+            assert (r.actor.score(batch).logprobs - expected).abs().max() < 1e-9
