@@ -77,6 +77,11 @@ class Prompt:
     media: Media = field(default_factory=dict)
     attachments: tuple[Attachment, ...] = ()
 
+    def as_json(self) -> dict[str, Any]:
+        """For files that people read: attachments by name, no media."""
+        kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "media"}
+        return {**kept, "attachments": [a.name for a in self.attachments]}
+
 
 @dataclass(slots=True)
 class Rollout:

@@ -15,7 +15,7 @@ from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_lengths, longest
 from lightrft.trainer.prompts import held_out
-from lightrft.trainer.rollout import check_scored, request_seed, requests_for
+from lightrft.trainer.rollout import attached, check_scored, request_seed, requests_for
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.run_folder import RunFolder
@@ -43,7 +43,7 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
                 found = evaluate(engine, scorer, prompts, config.eval, config.run.seed)
         metrics = found.metrics.compute()
         folder.rewind(0)
-        folder.write_rollouts(0, found.rollouts, name="eval")
+        folder.write_rollouts(0, found.rollouts, name="eval", attached=attached(found.rollouts))
         folder.flush()
         check_scored(found.rollouts, "of the evaluation")
         folder.write_summary({"verb": "eval", "model": config.model.path, "prompts": len(prompts), **metrics})
@@ -83,6 +83,7 @@ def _line(rollout: Rollout) -> dict[str, Any]:
         "id": rollout.prompt.id,
         "sample": rollout.sample,
         "prompt": rollout.prompt.text,
+        **({"attachments": [a.name for a in rollout.prompt.attachments]} if rollout.prompt.attachments else {}),
         "response": rollout.text,
         "finish_reason": rollout.finish_reason,
         "label": rollout.prompt.label,

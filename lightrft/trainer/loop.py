@@ -12,7 +12,7 @@ from lightrft.models.loading import save_model
 from lightrft.trainer.evaluate import evaluate, reached
 from lightrft.trainer.lengths import check_lengths, longest
 from lightrft.trainer.roles import Roles, Trained
-from lightrft.trainer.rollout import Interrupted, check_scored
+from lightrft.trainer.rollout import Interrupted, attached, check_scored
 from lightrft.trainer.session import Session, close_session
 from lightrft.types import Prompt
 from lightrft.utils.errors import RewardError
@@ -125,6 +125,6 @@ def evaluation(run: Training) -> Metrics:
     """Answer the held-out prompts as the policy is now, and write the answers down."""
     run.rest()
     found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed)
-    run.session.folder.write_rollouts(run.step, found.rollouts, name="eval")
+    run.session.folder.write_rollouts(run.step, found.rollouts, name="eval", attached=attached(found.rollouts))
     check_scored(found.rollouts, f"to the held-out prompts at step {run.step}")
     return found.metrics

@@ -20,6 +20,7 @@ from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.refresh import load_refreshed, refreshed_state
 from lightrft.trainer.replay import with_outcomes
 from lightrft.trainer.replay_buffer import save_batch
+from lightrft.trainer.rollout import attached
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
@@ -53,7 +54,8 @@ class RLRun(Training):
         for reason, count in result.collected.failures.most_common(3):
             log.info("step %d: %d answers were not scored: %s", done, count, reason)
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
-            session.folder.write_rollouts(done, result.collected.rollouts, advantages=advantages_of(result))
+            drawn = result.collected.rollouts
+            session.folder.write_rollouts(done, drawn, attached=attached(drawn), advantages=advantages_of(result))
         if config.log.batches_every and done % config.log.batches_every == 0 and result.batch is not None:
             save_batch(session.path / "batches" / f"step_{done:06d}", with_outcomes(result.batch, result.collected))
         return result.metrics

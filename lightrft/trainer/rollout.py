@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -16,7 +16,7 @@ from lightrft.strategy.settings import SamplingConfig
 from lightrft.trainer.account import GREEDY, Collected, Verdict, judge
 from lightrft.trainer.parts import needs_of
 from lightrft.trainer.roles import Roles, Scoring
-from lightrft.types import Prompt, Request, Rollout
+from lightrft.types import Attachment, Prompt, Request, Rollout
 from lightrft.utils.errors import RewardError
 from lightrft.utils.timers import Timers
 
@@ -94,6 +94,11 @@ def _settle(got: Collected, group: list[Rollout], verdict: Verdict, used: bool, 
         got.carry(group, verdict)
     else:
         got.add(group, Verdict(reason="surplus"))
+
+
+def attached(rollouts: Iterable[Rollout]) -> list[Attachment]:
+    """What is attached to the prompts of ``rollouts``, each once."""
+    return list({a.name: a for r in rollouts for a in r.prompt.attachments}.values())
 
 
 def check_scored(rollouts: Sequence[Rollout], which: str) -> None:

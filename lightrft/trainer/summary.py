@@ -61,6 +61,14 @@ def _first_answers(file: Path, threshold: float) -> dict[str, dict[str, Any]]:
         prompt = row["prompt"]
         reward = row["reward"]
         correct = not row["failed"] and reward is not None and reward >= threshold
-        shown = {"prompt": question(prompt["text"]), "text": row["text"], "label": str(prompt["label"]), "correct": correct}
-        answers.setdefault(prompt["id"], shown)
+        answers.setdefault(
+            prompt["id"],
+            {
+                "prompt": question(prompt["text"]),
+                "attachments": prompt["attachments"],
+                "text": row["text"],
+                "label": str(prompt["label"]),
+                "correct": correct,
+            },
+        )
     return answers

@@ -44,7 +44,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def json_line(value: Any) -> str:
-    """``value`` as one line of strict JSON; dataclasses become objects, numbers that are not finite ``null``."""
+    """``value`` as one line of strict JSON; dataclasses become objects (``as_json()`` of those that have it), numbers that are not
+    finite ``null``, and of bytes it is told how many they are."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_as_mapping)
     except ValueError:  # a number that is not finite: rare, so the copy is made only now
@@ -57,12 +58,16 @@ def finite(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         return [finite(item) for item in value]
     return value if value is None or isinstance(value, str | int) else finite(_as_mapping(value))
 
 
 def _as_mapping(value: Any) -> Any:
+    if hasattr(value, "as_json"):
+        return value.as_json()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return f"<{human_bytes(len(value))}>"
     if is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):

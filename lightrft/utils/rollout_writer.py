@@ -5,13 +5,23 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from lightrft.utils.errors import ResourceError
-from lightrft.utils.files import is_disk_full, json_line, sync_folder
+from lightrft.utils.files import is_disk_full, json_line, sync_folder, write_atomic
+
+
+class Attached(Protocol):
+    """A small file that belongs to rollouts; its name is made from its content."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def data(self) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +29,12 @@ class _Job:
     path: Path
     rollouts: Sequence[Any]
     columns: Mapping[str, Sequence[Any]]
+    attached: Sequence[Attached]
 
 
 class RolloutWriter:
-    """Writes each batch of rollouts to a file of its own, which appears only when it is whole.
+    """Writes each batch of rollouts to a file of its own, which appears only when it is whole, and what is attached to them to
+    the folder ``media`` beside that of the rollouts, each once.
 
     Nothing is dropped: what could not be written stays queued, the error is raised by the next call, and a call after
     that tries again. At most ``depth`` batches wait; then ``write`` blocks.
@@ -37,7 +49,9 @@ class RolloutWriter:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
-    def write(self, path: Path, rollouts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> None:
+    def write(
+        self, path: Path, rollouts: Sequence[Any], columns: Mapping[str, Sequence[Any]], attached: Iterable[Attached] = ()
+    ) -> None:
         """Queue one file: a line per rollout (a dataclass), with its entry of each of ``columns``.
 
         The caller must not change the rollouts any more. Raises ``ValueError`` for a column of another length, and what
@@ -49,7 +63,7 @@ class RolloutWriter:
         with self._changed:
             self._start()
             self._changed.wait_for(lambda: len(self._jobs) < self._depth or self._error is not None)
-            self._jobs.append(_Job(path, rollouts, columns))
+            self._jobs.append(_Job(path, rollouts, columns, tuple(attached)))
             self._changed.notify_all()
             self._raise_error()
 
@@ -98,6 +112,7 @@ class RolloutWriter:
                     return
                 job = self._jobs[0]
             try:
+                _write_attached(self.folder.parent / "media", job.attached)
                 _write_file(job)
             except Exception as error:
                 with self._changed:
@@ -107,6 +122,13 @@ class RolloutWriter:
             with self._changed:
                 self._jobs.popleft()
                 self._changed.notify_all()
+
+
+def _write_attached(folder: Path, attached: Iterable[Attached]) -> None:
+    for one in {a.name: a for a in attached}.values():
+        if not (folder / one.name).exists():
+            folder.mkdir(exist_ok=True)
+            write_atomic(folder / one.name, one.data)
 
 
 def _write_file(job: _Job) -> None:

@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -16,7 +16,7 @@ import yaml
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.files import write_atomic, write_json
 from lightrft.utils.logs import FILE_ONLY, log_to_file, stop_logging
-from lightrft.utils.rollout_writer import RolloutWriter
+from lightrft.utils.rollout_writer import Attached, RolloutWriter
 from lightrft.utils.settings import Settings, dotted, to_yaml
 from lightrft.utils.trackers import JsonLines, Row, TensorBoard, Tracker, Wandb
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 LOCK = ".lock"
 SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
 OURS = (
-    *("checkpoints", "model", "rollouts", "batches", "tensorboard", "wandb", "wandb_id"),
+    *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "wandb_id"),
     *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "eval.yaml", "config.yaml"),
 )
 """What a run writes, and all that ``overwrite`` ever removes; the config goes last, as the sign that the folder is a run's."""
@@ -48,7 +48,7 @@ class RunFolder:
         self._trackers: list[Tracker] = []
         self._names: set[str] = set()
         (path / "rollouts").mkdir(exist_ok=True)
-        for torn in (path / "rollouts").glob(".*.jsonl.tmp"):
+        for torn in [*(path / "rollouts").glob(".*.jsonl.tmp"), *(path / "media").glob(".*.tmp")]:
             torn.unlink()
         self.metrics = JsonLines(path / "metrics.jsonl")
         self._writer = RolloutWriter(path / "rollouts")
@@ -114,9 +114,18 @@ class RunFolder:
         for tracker in self._trackers:
             tracker.log(row)
 
-    def write_rollouts(self, step: int, rollouts: Sequence[Any], *, name: str = "step", **columns: Sequence[Any]) -> None:
+    def write_rollouts(
+        self,
+        step: int,
+        rollouts: Sequence[Any],
+        *,
+        name: str = "step",
+        attached: Iterable[Attached] = (),
+        **columns: Sequence[Any],
+    ) -> None:
         """Queue ``rollouts/<name>_000012.jsonl``: a line per rollout with all its fields and its entry of each of ``columns``
-        (``advantages``, say: a list of floats per rollout). Raises what an earlier write failed with.
+        (``advantages``, say: a list of floats per rollout); what is ``attached`` to them goes to ``media/``, by name. Raises what
+        an earlier write failed with.
 
         Raises ``ValueError`` when that file was written before.
         """
@@ -124,14 +133,15 @@ class RunFolder:
         if file in self._names:
             raise ValueError(f"{file} was written before")
         self._names.add(file)
-        self._writer.write(self.path / "rollouts" / file, rollouts, columns)
+        self._writer.write(self.path / "rollouts" / file, rollouts, columns, attached)
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write ``summary.json``: ``values``, and under ``changed`` the settings that are not at their default."""
         write_json(self.path / "summary.json", {**values, "changed": self._changed})
 
     def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``samples.json``: answers to the same prompts, each with ``prompt``, ``text``, ``label``, ``correct``."""
+        """Write ``samples.json``: answers to the same prompts, each with ``prompt``, ``attachments`` (names of files in ``media/``),
+        ``text``, ``label``, ``correct``."""
         write_json(self.path / "samples.json", {"before": list(before), "after": list(after)})
 
     def flush(self) -> None:

@@ -3,10 +3,12 @@ import json
 import threading
 
 import pytest
+import torch
 
-from lightrft.types import Prompt, Rollout
+from lightrft.types import Attachment, Prompt, Ragged, Rollout
 from lightrft.utils import rollout_writer
 from lightrft.utils.errors import ResourceError
+from lightrft.utils.files import write_atomic
 from lightrft.utils.rollout_writer import RolloutWriter
 
 
@@ -133,3 +135,63 @@ def test_a_row_that_cannot_be_written_is_an_error_not_a_gap(tmp_path):
 def test_columns_must_fit(tmp_path):
     with pytest.raises(ValueError, match="advantages"):
         RolloutWriter(tmp_path).write(tmp_path / "a.jsonl", rollouts(1), {"advantages": [[0.0]]})
+
+
+def pictured(step, name="ab12.png", data=b"\x89PNG"):
+    some = rollouts(step)
+    for rollout in some:
+        rollout.prompt.media = {"pixels": Ragged(torch.ones(4, 3), torch.tensor([4]))}
+        rollout.prompt.attachments = (Attachment(name, data),)
+        rollout.prompt.columns = {"raw": b"1234567", "inner": [{"bytes": b"12"}]}
+    return some
+
+
+def test_what_is_attached_is_written_once_by_name_and_lines_hold_the_name_and_no_bytes(tmp_path, monkeypatch):
+    written = []
+    monkeypatch.setattr(rollout_writer, "write_atomic", lambda path, data: (written.append(path.name), write_atomic(path, data)))
+    folder = tmp_path / "rollouts"
+    folder.mkdir()
+    writer = RolloutWriter(folder)
+    for step in (1, 2):
+        some = pictured(step)
+        writer.write(folder / f"{step}.jsonl", some, {}, [a for r in some for a in r.prompt.attachments])
+    writer.close()
+    assert written == ["ab12.png"]
+    assert [p.name for p in (tmp_path / "media").iterdir()] == ["ab12.png"]
+    assert (tmp_path / "media" / "ab12.png").read_bytes() == b"\x89PNG"
+    prompt = read(folder / "2.jsonl")[0]["prompt"]
+    assert prompt["attachments"] == ["ab12.png"]
+    assert prompt["columns"] == {"raw": "<7 B>", "inner": [{"bytes": "<2 B>"}]}
+    assert "media" not in prompt
+
+
+def test_numbers_that_json_lacks_do_not_bring_bytes_or_media_into_a_line(tmp_path):
+    (tmp_path / "rollouts").mkdir()
+    some = pictured(1)
+    some[0].reward = float("nan")
+    writer = RolloutWriter(tmp_path / "rollouts")
+    writer.write(tmp_path / "rollouts" / "a.jsonl", some, {})
+    writer.close()
+    first, second, _ = read(tmp_path / "rollouts" / "a.jsonl")
+    assert first["reward"] is None
+    assert first["prompt"] == second["prompt"]
+    assert not (tmp_path / "media").exists()
+
+
+def test_lines_whose_attachments_could_not_be_written_wait_with_them(tmp_path, monkeypatch):
+    (tmp_path / "rollouts").mkdir()
+    writer = RolloutWriter(tmp_path / "rollouts")
+
+    def full(path, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    some = pictured(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout_writer, "write_atomic", full)
+        writer.write(tmp_path / "rollouts" / "a.jsonl", some, {}, some[0].prompt.attachments)
+        with pytest.raises(ResourceError, match="disk is full"):
+            writer.flush()
+    assert not (tmp_path / "rollouts" / "a.jsonl").exists()
+    writer.close()
+    assert (tmp_path / "rollouts" / "a.jsonl").exists()
+    assert (tmp_path / "media" / "ab12.png").exists()
