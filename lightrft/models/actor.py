@@ -84,11 +84,14 @@ class Backbone(nn.Module):
     def states(self, packed: Packed, seen: Seen | None = None) -> Tensor:
         """Last hidden states ``[S, T, H]`` of one model call."""
         self.use_attention("padded" if packed.plan is None else "flat")
-        if packed.plan is not None:
-            packed.plan.last_layer = self.text_config.num_hidden_layers - 1
         inputs = packed.inputs
         if seen is not None:
             inputs |= seen.inputs(self.base, inputs.pop("input_ids"), packed.source)
+        if packed.plan is not None:
+            packed.plan.last_layer = self.text_config.num_hidden_layers - 1
+            packed.plan.spans = [] if seen is None else seen.spans(packed.source)
+        elif seen is not None:
+            inputs |= seen.masks(self.text_config, inputs["inputs_embeds"], packed.source)
         return self.decoder(**inputs, use_cache=False).last_hidden_state
 
     @property

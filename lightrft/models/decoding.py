@@ -21,7 +21,7 @@ from lightrft.models.embedding import see
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.logprobs import bend_logits
 from lightrft.models.lora import base_model
-from lightrft.models.segment_attention import SegmentPlan
+from lightrft.models.segment_attention import Run, SegmentPlan
 from lightrft.types import Prompt, Segments
 from lightrft.utils.errors import DataError, ModelError
 
@@ -161,13 +161,15 @@ class Session:
 
     def _prefill(self, prompts: list[Prompt], handles: list[int], begun: Sequence[int]) -> Tensor:
         lengths = np.array([len(p.token_ids) for p in prompts], dtype=np.int64)
-        plan = _PrefillPlan(self._prompts, len(self._handles), lengths, self._device)
         runs = Segments.of_prompts(prompts).to(self._device)
         tokens, shifts = runs.tokens[None], np.zeros_like(lengths)
+        source = torch.arange(tokens.numel(), device=self._device)
         seen = see(self._model, self._family, runs, begun=begun)
+        spans = [] if seen is None else seen.spans(source)
+        plan = _PrefillPlan(self._prompts, len(self._handles), lengths, self._device, spans)
         inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": plan.positions}
         if seen is not None:
-            inputs = seen.inputs(self._model, tokens, torch.arange(tokens.numel(), device=self._device))
+            inputs = seen.inputs(self._model, tokens, source)
             inputs["position_ids"] = plan.positions if seen.positions is None else seen.positions[:, None]
             if seen.positions is not None:
                 ends = [int(p[:, -1].max()) + 1 for p in seen.positions.split(lengths.tolist(), dim=1)]
@@ -290,7 +292,9 @@ def _resized(old: Tensor, rows: int, columns: int, used_rows: int, used_columns:
 class _PrefillPlan:
     """Prompts laid end to end; each attends to itself, and its keys and values go to its slot."""
 
-    def __init__(self, store: _Rectangle, first: int, lengths: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self, store: _Rectangle, first: int, lengths: np.ndarray, device: torch.device, spans: Sequence[Run] = ()
+    ) -> None:
         self._store, self._first, self._count, self._columns = store, first, len(lengths), int(lengths.max())
         ends = np.cumsum(lengths)
         columns = np.arange(self._columns)
@@ -300,7 +304,7 @@ class _PrefillPlan:
         self.positions = torch.from_numpy(np.broadcast_to(columns, inside.shape)[inside]).to(device).unsqueeze(0)
         self.last = torch.from_numpy(ends - 1).to(device)
         runs = list(zip((ends - lengths).tolist(), lengths.tolist()))
-        self._plan = SegmentPlan(runs, [], self.positions[0])
+        self._plan = SegmentPlan(runs, [], self.positions[0], spans=spans)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None

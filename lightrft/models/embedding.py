@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
 
 from lightrft.models.families import Family
 from lightrft.models.packing import Packed
+from lightrft.models.segment_attention import Run
 from lightrft.models.towers import Features, Reader, Tower
 from lightrft.types import Batch, Media, Ragged, Segments
 from lightrft.utils.errors import ModelError
@@ -25,13 +27,15 @@ from lightrft.utils.errors import ModelError
 class Seen:
     """``row [N]``: the feature that replaces each token's embedding, -1 for text; ``features [K, H]`` and ``deep``, as ``Features``.
 
-    ``positions [axes, N]`` is ``None`` where a token's position is its place in its own sequence.
+    ``positions [axes, N]`` is ``None`` where a token's position is its place in its own sequence. ``blocks [N]`` numbers the spans
+    whose tokens see one another both ways, -1 outside of them; ``None`` where there are none.
     """
 
     row: Tensor
     features: Tensor
     deep: tuple[Tensor, ...]
     positions: Tensor | None
+    blocks: Tensor | None = None
 
     def inputs(self, model: PreTrainedModel, ids: Tensor, source: Tensor) -> dict[str, object]:
         """Keywords of the decoder for tokens ``ids [S, T]`` that come from places ``source [S * T]`` of the N (-1: filled up)."""
@@ -45,6 +49,34 @@ class Seen:
             made["visual_pos_masks"] = (row >= 0).view(ids.shape)
             made["deepstack_visual_embeds"] = [d[taken].to(flat.dtype) for d in self.deep]
         return made
+
+    def spans(self, source: Tensor) -> list[Run]:
+        """Start and length of each copy of a block in a row of tokens that come from places ``source [T]``."""
+        if self.blocks is None:
+            return []
+        block = self._block_of(source)
+        follows = (block[1:] == block[:-1]) & (source[1:] == source[:-1] + 1)
+        edge = torch.ones(1, dtype=torch.bool, device=source.device)
+        starts = torch.cat([edge, ~follows]).nonzero()[:, 0]
+        lengths = torch.diff(starts, append=starts.new_tensor([len(source)]))
+        return [(s, n) for s, n, b in zip(starts.tolist(), lengths.tolist(), block[starts].tolist()) if b >= 0]
+
+    def masks(self, config: PreTrainedConfig, embeddings: Tensor, source: Tensor) -> dict[str, object]:
+        """Keywords of the decoder of ``config`` for ``embeddings [S, T, H]`` in rows of their own, by its own attention."""
+        if self.blocks is None:
+            return {}
+        block = self._block_of(source).view(embeddings.shape[:2])
+        masks: dict[str, object] = {}
+        for kind in set(config.layer_types):
+            near = sliding_window_overlay(config.sliding_window) if kind == "sliding_attention" else None
+            masks[kind] = create_causal_mask(
+                config, embeddings, None, None, or_mask_function=blockwise_overlay(block), and_mask_function=near
+            )
+        return {"attention_mask": masks}
+
+    def _block_of(self, source: Tensor) -> Tensor:
+        assert self.blocks is not None
+        return torch.where(source < 0, -1, self.blocks[source.clamp(min=0)])
 
 
 def see(
@@ -85,7 +117,8 @@ def see(
         found.append(features)
     deep = tuple(torch.cat(level) for level in zip(*(f.deep for f in found)))
     positions = None if reader.positions is None else _positions(model, reader, prompts, responses, prompt_of, begun)
-    return Seen(row, torch.cat([f.values for f in found]), deep, positions)
+    blocks = _blocks(row, both.lengths) if reader.both_ways else None
+    return Seen(row, torch.cat([f.values for f in found]), deep, positions, blocks)
 
 
 def has_media(segments: Segments) -> bool:
@@ -120,6 +153,15 @@ def _places(model: PreTrainedModel, tower: Tower, both: Segments, inside: Tensor
     """Placeholders of ``tower`` in the runs that have its media: elsewhere such a token is one that was sampled, or plain text."""
     with_media = torch.repeat_interleave(both.media[tower.inputs[0]].lengths > 0, both.lengths)
     return ((both.tokens == tower.token_id(model.config)) & with_media & inside).nonzero()[:, 0]
+
+
+def _blocks(row: Tensor, lengths: Tensor) -> Tensor:
+    """Placeholders that lie side by side in one run are one block."""
+    run = torch.repeat_interleave(torch.arange(len(lengths), device=row.device), lengths)
+    real = row >= 0
+    follows = torch.zeros_like(real)
+    follows[1:] = real[:-1] & (run[1:] == run[:-1])
+    return torch.where(real, (real & ~follows).cumsum(0) - 1, -1)
 
 
 def _positions(
@@ -195,4 +237,5 @@ def own_keywords(model: PreTrainedModel, reader: Reader, ids: Tensor, media: Med
         if inputs := given(tower, media, hints=True):
             made |= tower.adapt(model, inputs)
             types[ids == tower.token_id(model.config)] = tower.type_id
-    return {**made, "mm_token_type_ids": types} if reader.typed else made
+    names = (["mm_token_type_ids"] if reader.typed else []) + ([reader.both_ways] if reader.both_ways else [])
+    return made | dict.fromkeys(names, types)

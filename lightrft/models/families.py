@@ -65,6 +65,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe": Family(decoder=_LANGUAGE, loader="Qwen3VLMoeForConditionalGeneration", reader=towers.QWEN3_VL),
     "qwen2_audio": Family(decoder=_LANGUAGE, loader="Qwen2AudioForConditionalGeneration", reader=towers_audio.QWEN2_AUDIO),
     "voxtral": Family(decoder=_LANGUAGE, loader="VoxtralForConditionalGeneration", reader=towers_audio.VOXTRAL),
+    "gemma3": Family(decoder=_LANGUAGE, loader="Gemma3ForConditionalGeneration", reader=towers.GEMMA_3),
+    "smolvlm": Family(decoder="model.text_model", loader="SmolVLMForConditionalGeneration", reader=towers.SMOL_VLM),
 }
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}

@@ -1,6 +1,7 @@
 """Exact attention over runs of tokens laid end to end, where an answer sees its prompt and itself.
 
-Each query's softmax is taken apart into parts: causal attention inside its own run, and full attention to the run before it.
+Each query's softmax is taken apart into parts: causal attention inside its own run, full attention to the run before it, and,
+inside a span whose tokens all see one another, attention to what comes after it.
 Every part yields an output and the log of its softmax denominator; the parts are joined by those denominators (as in
 arXiv 2310.01889), and the backward pass of a part is exact when it is given the joined output and denominator. So a prompt's
 keys are never copied per answer, all answers of a group read them in one call, and no mask of the whole row exists.
@@ -45,12 +46,30 @@ class Before:
     mask: Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Queries that see keys after them: both lie in the order in which that is causal attention, from the last to the first."""
+
+    query: Own
+    key: Own
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A softmax taken apart; each kind of part is joined to those before it."""
+
+    own: list[Own]
+    before: list[Before]
+    ahead: list[Ahead]
+
+
 @dataclass(slots=True)
 class SegmentPlan:
     """``runs`` attend to themselves; in ``shared``, several runs (side by side) also see all of an earlier one.
 
     ``shared`` holds pairs of the key run and the query runs. ``positions [T]`` are the tokens' places in their own sequence.
     Of the runs in ``heads`` only the last token's final state is read: in ``last_layer`` no other of their queries is computed.
+    Tokens of one of ``spans``, each inside a run, also see those that come after them in it, however far.
     """
 
     runs: Sequence[Run]
@@ -58,21 +77,21 @@ class SegmentPlan:
     positions: Tensor
     heads: Sequence[Run] = ()
     last_layer: int | None = None
-    _parts: dict[tuple[int | None, bool], tuple[list[Own], list[Before]]] = field(default_factory=dict)
+    spans: Sequence[Run] = ()
+    _parts: dict[tuple[int | None, bool], Parts] = field(default_factory=dict)
     _varlen: dict[str, varlen.Keys] = field(default_factory=dict)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
     ) -> Tensor:
         """``query [1, H, T, d]``, ``key``/``value [1, H_kv, T, d]`` to ``[1, T, H, d]``."""
-        if varlen.usable(query, value, softcap):
+        if not self.spans and varlen.usable(query, value, softcap):
             if "keys" not in self._varlen:
                 self._varlen["keys"] = varlen.gather_keys(self.runs, self.shared, query.device)
             return varlen.attend(query, key, value, self._varlen["keys"], scale, window)
-        own, before = self.parts(window, layer == self.last_layer)
-        return _Joined.apply(query, key, value, own, before, scale, softcap)
+        return _Joined.apply(query, key, value, self.parts(window, layer == self.last_layer), scale, softcap)
 
-    def parts(self, window: int | None, last: bool = False) -> tuple[list[Own], list[Before]]:
+    def parts(self, window: int | None, last: bool = False) -> Parts:
         """The parts of the softmax under a sliding window of ``window`` keys; made once, since layers share them."""
         longest = max((length for _, length in self.runs), default=0)
         reach = max((length + max(n for _, n in queries) for (_, length), queries in self.shared), default=0)
@@ -83,14 +102,20 @@ class SegmentPlan:
             self._parts[key] = self._make_parts(*key)
         return self._parts[key]
 
-    def _make_parts(self, window: int | None, last: bool) -> tuple[list[Own], list[Before]]:
+    def _make_parts(self, window: int | None, last: bool) -> Parts:
         heads = set(self.heads) if last else set()
         chunks = [chunk for run in self.runs if run not in heads for chunk in _chunks(run, window)]
         own = [_own(bucket, self.positions.device) for bucket in _buckets(chunks)]
+        unread = [(k, k + m) for k, m in heads]
+        spans = [(s, n) for s, n in self.spans if n > 1 and not any(k <= s < end for k, end in unread)]
+        ahead = [_ahead(bucket, self.positions.device) for bucket in _buckets(spans)]
+        return Parts(own, self._before(window, heads), ahead)
+
+    def _before(self, window: int | None, heads: set[Run]) -> list[Before]:
         if window is None:
             whole = [(slice(runs[0][0], runs[-1][0] + runs[-1][1]), slice(k, k + m)) for (k, m), runs in self.shared]
             whole += [(slice(k + m - 1, k + m), slice(k, k + m)) for k, m in self.runs if (k, m) in heads]
-            return own, [Before(query, key, None) for query, key in whole]
+            return [Before(query, key, None) for query, key in whole]
         reach = window - 1  # how far before itself a query sees
         before = []
         for run in self.runs:
@@ -98,9 +123,9 @@ class SegmentPlan:
             for (k, m), (q, n) in itertools.pairwise(pieces):
                 before.append(self._masked(slice(q, q + min(n, reach)), slice(k, k + m), window))
         for (k, m), runs in self.shared:
-            heads = [torch.arange(q, q + min(n, reach), device=self.positions.device) for q, n in runs]
-            before.append(self._masked(torch.cat(heads), slice(k + max(0, m - reach), k + m), window))
-        return own, [b for b in before if b.mask is None or b.mask.numel()]
+            firsts = [torch.arange(q, q + min(n, reach), device=self.positions.device) for q, n in runs]
+            before.append(self._masked(torch.cat(firsts), slice(k + max(0, m - reach), k + m), window))
+        return [b for b in before if b.mask is None or b.mask.numel()]
 
     def _masked(self, query: slice | Tensor, key: slice, window: int) -> Before:
         seen = self.positions[key][None, :] > self.positions[query][:, None] - window
@@ -138,6 +163,18 @@ def _own(runs: Sequence[Run], device: torch.device) -> Own:
     return Own(0, longest, index.reshape(-1), None if runs[0][1] == longest else real)
 
 
+def _ahead(spans: Sequence[Run], device: torch.device) -> Ahead:
+    """All but the last token of each span as queries, all but the first as keys."""
+    longest = spans[-1][1] - 1
+    starts = torch.tensor([s for s, _ in spans], device=device)
+    lengths = torch.tensor([n - 1 for _, n in spans], device=device)
+    steps = torch.arange(longest, device=device)
+    real = steps[None, :] < lengths[:, None]
+    index = torch.where(real, (starts + lengths)[:, None] - 1 - steps[None, :], 0).reshape(-1)
+    kept = None if spans[0][1] - 1 == longest else real
+    return Ahead(Own(0, longest, index, kept), Own(0, longest, index + 1, kept))
+
+
 class _Joined(torch.autograd.Function):
     """Attention from parts, all with their own kernel call, joined by the logs of their denominators."""
 
@@ -147,8 +184,7 @@ class _Joined(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        own: list[Own],
-        before: list[Before],
+        parts: Parts,
         scale: float,
         softcap: float | None,
     ) -> Tensor:
@@ -156,44 +192,47 @@ class _Joined(torch.autograd.Function):
         heads, tokens, repeat = q.shape[0], q.shape[1], q.shape[0] // k.shape[0]
         out = q.new_zeros(heads, tokens, v.shape[-1])  # stays 0 where nobody asks
         lse = q.new_full((heads, tokens), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
-        for part in own:
+        for part in parts.own:
             o, log = _forward(
                 _take(q, part), _repeat(_take(k, part), repeat), _repeat(_take(v, part), repeat), None, True, scale, softcap
             )
             _put(out, part, o)
             _put(lse.unsqueeze(-1), part, log.unsqueeze(-1))
-        for part in before:
+        for part in parts.before:
             at, keys = part.query, part.key
             o, log = _forward(
                 _fold(q[:, at], repeat), k[None, :, keys], v[None, :, keys], _tile(part.mask, repeat), False, scale, softcap
             )
-            o, log = _unfold(o, heads), _unfold(log, heads)
-            joined = torch.logaddexp(lse[:, at], log)
-            out[:, at] = (out[:, at] * (lse[:, at] - joined).exp().unsqueeze(-1) + o * (log - joined).exp().unsqueeze(-1)).to(
-                out.dtype
+            out[:, at], lse[:, at] = _join(out[:, at], lse[:, at], _unfold(o, heads), _unfold(log, heads))
+        for part in parts.ahead:
+            at, keys = part.query, part.key
+            o, log = _forward(
+                _take(q, at), _repeat(_take(k, keys), repeat), _repeat(_take(v, keys), repeat), None, True, scale, softcap
             )
-            lse[:, at] = joined
+            o, log = _join(_take(out, at), _take(lse.unsqueeze(-1), at).squeeze(-1), o, log)
+            _put(out, at, o)
+            _put(lse.unsqueeze(-1), at, log.unsqueeze(-1))
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.parts = own, before, scale, softcap
+        ctx.parts = parts, scale, softcap
         return out.transpose(0, 1).unsqueeze(0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
-        own, before, scale, softcap = ctx.parts
+        parts, scale, softcap = ctx.parts
         q, k, v, grad = query[0], key[0], value[0], grads[0][0].transpose(0, 1)
         heads, repeat = q.shape[0], q.shape[0] // k.shape[0]
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for part in own:
-            inputs = _take(q, part), _repeat(_take(k, part), repeat), _repeat(_take(v, part), repeat)
-            log, g = _take(lse.unsqueeze(-1), part).squeeze(-1), _take(grad, part)
-            if part.real is not None:  # a filled-up place has no gradient and must not overflow: its probabilities become 0
-                log, g = log.masked_fill(~part.real[:, None], 1e30), g * part.real[:, None, :, None]
-            a, b, c = _backward(g, *inputs, _take(out, part), log, None, True, scale, softcap)
-            _add(dq, part, a)
-            _add(dk, part, _collect(b, repeat))
-            _add(dv, part, _collect(c, repeat))
-        for part in before:
+        for at, keys in [*((part, part) for part in parts.own), *((part.query, part.key) for part in parts.ahead)]:
+            inputs = _take(q, at), _repeat(_take(k, keys), repeat), _repeat(_take(v, keys), repeat)
+            log, g = _take(lse.unsqueeze(-1), at).squeeze(-1), _take(grad, at)
+            if at.real is not None:  # a filled-up place has no gradient and must not overflow: its probabilities become 0
+                log, g = log.masked_fill(~at.real[:, None], 1e30), g * at.real[:, None, :, None]
+            a, b, c = _backward(g, *inputs, _take(out, at), log, None, True, scale, softcap)
+            _add(dq, at, a)
+            _add(dk, keys, _collect(b, repeat))
+            _add(dv, keys, _collect(c, repeat))
+        for part in parts.before:
             at, keys = part.query, part.key
             inputs = _fold(q[:, at], repeat), k[None, :, keys], v[None, :, keys]
             sums = _fold(grad[:, at], repeat), *inputs, _fold(out[:, at], repeat), _fold(lse[:, at], repeat)
@@ -201,7 +240,14 @@ class _Joined(torch.autograd.Function):
             dq[:, at] += _unfold(a, heads)
             dk[:, keys] += b[0]
             dv[:, keys] += c[0]
-        return dq[None], dk[None], dv[None], None, None, None, None
+        return dq[None], dk[None], dv[None], None, None, None
+
+
+def _join(out: Tensor, log: Tensor, more: Tensor, more_log: Tensor) -> tuple[Tensor, Tensor]:
+    """One softmax ``[..., n, d]`` and its log denominators ``[..., n]`` from those of two disjoint sets of keys."""
+    joined = torch.logaddexp(log, more_log)
+    sums = out * (log - joined).exp().unsqueeze(-1) + more * (more_log - joined).exp().unsqueeze(-1)
+    return sums.to(out.dtype), joined
 
 
 def _take(x: Tensor, part: Own) -> Tensor:

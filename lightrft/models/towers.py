@@ -67,13 +67,15 @@ class Reader:
     """What a family reads besides text. ``positions`` is there for rotary embeddings of several axes.
 
     ``parts`` name prefixes of parameters: ``tower`` and ``projector`` (which may lie inside the tower's). ``typed`` says that the
-    model's own forward takes ``mm_token_type_ids``.
+    model's own forward takes ``mm_token_type_ids``. ``both_ways`` is there where tokens of one picture see one another both ways: the
+    keyword by which the model's own forward learns which ones they are.
     """
 
     towers: tuple[Tower, ...]
     positions: Positions | None = None
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     typed: bool = False
+    both_ways: str = ""
 
 
 def pooled(output: Any) -> Features:
@@ -105,3 +107,22 @@ _QWEN3_PARTS = {**_QWEN_PARTS, "projector": ("model.visual.merger.", "model.visu
 QWEN2_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS, typed=True)
 QWEN2_5_VL = Reader((IMAGE, TIMED_VIDEO), rope_index, _QWEN_PARTS, typed=True)
 QWEN3_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN3_PARTS, typed=True)
+
+
+PIXELS = Tower("image", ("pixel_values",), "image_token_id", "get_image_features")
+GEMMA_3 = Reader(
+    (PIXELS,),
+    parts={"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)},
+    both_ways="token_type_ids",
+)
+
+
+def _as_one_row(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """``pixel_values [1, K, C, H, W]``: the model takes a number of crops for each of several rows."""
+    return {name: values.unsqueeze(0) for name, values in inputs.items()}
+
+
+SMOL_VLM = Reader(
+    (Tower("image", ("pixel_values",), "image_token_id", "get_image_features", _as_one_row),),
+    parts={"tower": ("model.vision_model.",), "projector": ("model.connector.",)},
+)

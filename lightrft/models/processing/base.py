@@ -74,6 +74,16 @@ def spelling(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     return str(tokenizer.convert_ids_to_tokens(token))
 
 
+def within(pixels: int, min_pixels: int | None, max_pixels: int | None) -> None:
+    """Refuse bounds for a family that brings every picture to ``pixels``, unless that is within them."""
+    for name, bound, wrong in (
+        ("min_pixels", min_pixels, pixels < (min_pixels or 0)),
+        ("max_pixels", max_pixels, max_pixels is not None and pixels > max_pixels),
+    ):
+        if wrong:
+            raise ModelError(f"{name} = {bound}: this model reads pictures of {pixels} pixels and cannot take it; leave it unset")
+
+
 Build = Callable[[ModelConfig, Any, PreTrainedTokenizerBase], Mapping[str, Part]]
 """``(model settings, the model's config, tokenizer)`` to the parts of a family."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightrft.models.processing import audio, qwen
+from lightrft.models.processing import audio, gemma, qwen, smolvlm
 from lightrft.models.processing.base import Build
 
 BUILD: dict[str, Build] = {
@@ -12,4 +12,6 @@ BUILD: dict[str, Build] = {
     "qwen3_vl_moe": qwen.build,
     "qwen2_audio": audio.qwen2_audio,
     "voxtral": audio.voxtral,
+    "gemma3": gemma.build,
+    "smolvlm": smolvlm.build,
 }

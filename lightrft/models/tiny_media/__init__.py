@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading import save_model
 from lightrft.models.tiny import tiny_tokenizer
-from lightrft.models.tiny_media import audio, qwen
+from lightrft.models.tiny_media import audio, gemma, qwen, smolvlm
 from lightrft.models.tiny_media.row import Tiny
 from lightrft.utils.errors import ModelError
 
@@ -54,6 +54,9 @@ def tiny_media_model(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = getattr(transformers, FAMILIES[config.model_type].loader)(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1 and not parameter.any():  # a projector of zeros would hide the picture
+                torch.nn.init.normal_(parameter, std=0.1)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 3
     return model.to(dtype).eval()
 
@@ -90,5 +93,5 @@ def _chat_template(written: dict[str, str]) -> str:
     )
 
 
-_FAMILIES: dict[str, Tiny] = {**qwen.FAMILIES, **audio.FAMILIES}
+_FAMILIES: dict[str, Tiny] = {**qwen.FAMILIES, **gemma.FAMILIES, **smolvlm.FAMILIES, **audio.FAMILIES}
 MEDIA_FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
