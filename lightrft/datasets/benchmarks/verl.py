@@ -28,3 +28,7 @@ def lmm_r1(row: Mapping[str, Any]) -> dict[str, Any]:
     message = row["message"]
     prompt = json.loads(message) if isinstance(message, str) else message
     return {**row, "prompt": prompt, "label": row["answer"], "data_source": row.get("datasource") or ""}
+
+
+vermulti = READERS.register("vermulti")(lmm_r1)
+"""VerMulti (arXiv 2503.07536) has that layout."""

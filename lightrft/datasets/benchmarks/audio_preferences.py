@@ -1,0 +1,23 @@
+"""Which of two clips is better: Audio-Alpaca (arXiv 2404.09956)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightrft.datasets.benchmarks.pairs import Instruction, judged
+from lightrft.datasets.readers import READERS
+from lightrft.datasets.rows import Row
+
+
+@READERS.register("audio-alpaca")
+def audio_alpaca(row: Row, *, task_instruction: Instruction | None = None) -> dict[str, Any]:
+    """``{prompt, chosen, rejected, strategy}``, both clips with their bytes."""
+    return judged(
+        row,
+        source="audio-alpaca",
+        task="text-to-audio",
+        request=row["prompt"],
+        candidates=(row["chosen"], row["rejected"]),
+        heads={"preference": 0},
+        task_instruction=task_instruction,
+    )

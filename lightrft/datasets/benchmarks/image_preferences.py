@@ -1,0 +1,151 @@
+"""Which of two pictures is better: HPDv3 (arXiv 2508.03789), ImageRewardDB (arXiv 2304.05977), ImageGen-CoT-Reward-5K (arXiv 2505.03318)
+and GenAI-Bench (arXiv 2406.13743)."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+from lightrft.datasets.benchmarks.pairs import Instruction, Made, better, judged, placed
+from lightrft.datasets.readers import READERS
+from lightrft.datasets.rows import Row, Rows
+
+TASK = "text-to-image"
+VERDICT = re.compile(r"<answer>\s*Image ([12]) is better\s*</answer>")
+
+
+@READERS.register("hpdv3")
+def hpdv3(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """``{prompt, path1, path2, model1, model2, confidence, choice_dist}``: the first path is the preferred one."""
+    return judged(
+        row,
+        source="hpdv3",
+        task=TASK,
+        request=row["prompt"],
+        candidates=(row["path1"], row["path2"]),
+        heads={"preference": 0},
+        task_instruction=task_instruction,
+        root=root,
+    )
+
+
+@READERS.register("imagerewarddb")
+def imagerewarddb(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """``{prompt_id, prompt, image_path, rank, overall_rating, classification}``, two of each of what differs: see
+    ``imagerewarddb_pairs``. Raises ``ValueError`` for a row of one picture."""
+    if isinstance(row["image_path"], str):
+        raise ValueError(f"it has one picture; pairs come from the source {__name__}:imagerewarddb_pairs")
+    first, second = row["rank"]
+    return judged(
+        row,
+        source="imagerewarddb",
+        task=TASK,
+        request=row["prompt"],
+        candidates=row["image_path"],
+        heads={"preference": better(-first, -second)},
+        task_instruction=task_instruction,
+        root=root,
+    )
+
+
+def imagerewarddb_pairs(path: str, split: str = "train") -> Made:
+    """A source: of the rows at ``path``, one for each picture, all pairs of one prompt that differ in rank (1 is best)."""
+    rows = _open(path, split)
+    of_prompt: dict[str, list[tuple[int, Any]]] = defaultdict(list)
+    for i in range(len(rows)):
+        of_prompt[rows[i]["prompt_id"]].append((i, rows[i]["rank"]))
+    every = [pair for found in of_prompt.values() for pair in combinations(found, 2)]
+    keys = [(i, j) for (i, best), (j, other) in every if None not in (best, other) and best != other]
+    return Made(keys, partial(_beside, rows))
+
+
+@READERS.register("imagegen-cot-reward-5k")
+def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> dict[str, Any]:
+    """``{images: [first, second], conversations: [{from, value}]}``: the first turn asks, the last thinks and ends in a verdict.
+
+    The pictures keep the order that the thoughts speak of, and their names in it, Image 1 and Image 2; the sentence of the
+    verdict is ``verdict``, for a reward that compares text. Raises ``ValueError`` without a verdict.
+    """
+    asked, said = (row["conversations"][k]["value"] for k in (0, -1))
+    found = VERDICT.findall(said)
+    if not found:
+        raise ValueError("the last turn has no <answer>Image 1 is better</answer> or <answer>Image 2 is better</answer>")
+    best = int(found[-1]) - 1
+    parts = [{"type": "image", "image": placed(image, root)} for image in row["images"]]
+    content: list[dict[str, Any]] = [{"type": "text", "text": asked.replace("<image>", "").strip()}]
+    for k, part in enumerate(parts, start=1):
+        content += [{"type": "text", "text": f"\n\nImage {k}:\n"}, part]
+    named = {"prompt": [{"role": "user", "content": content}], "response": said}
+    letter = "AB"[best]
+    labels = {"label": letter, "preference": letter, "verdict": f"Image {best + 1} is better", "shown": [0, 1]}
+    sides = {"chosen": parts[best], "rejected": parts[1 - best]}
+    return {**row, **named, **labels, **sides, "data_source": "imagegen-cot-reward-5k"}
+
+
+@READERS.register("genai_bench")
+def genai_bench(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """``{Prompt, HumanRatings: {model: ratings}, Index}`` with a column for each of two models: see ``genai_bench_pairs``.
+
+    The higher mean rating wins. Raises ``ValueError`` for a row of other than two models.
+    """
+    one, two = rated(row["HumanRatings"], f"{__name__}:genai_bench_pairs")
+    made = judged(
+        row,
+        source="genai_bench",
+        task=TASK,
+        request=row["Prompt"],
+        candidates=(row[one], row[two]),
+        heads={"preference": better(*(mean(row["HumanRatings"][m]) for m in (one, two)))},
+        ties=True,
+        task_instruction=task_instruction,
+        root=root,
+    )
+    return {**made, "id": f"{row['Index']}/{one}/{two}"}
+
+
+def genai_bench_pairs(path: str, split: str = "train") -> Made:
+    """A source: of the rows at ``path``, all pairs of models that have ratings and a picture."""
+    rows = _open(path, split)
+    keys = [(i, *two) for i in range(len(rows)) for two in combinations(_models(rows[i]), 2)]
+    return Made(keys, partial(_of_two, rows))
+
+
+def rated(ratings: Mapping[str, Any], source: str) -> tuple[str, str]:
+    """The two models that ``ratings`` are of. Raises ``ValueError``, naming the source of pairs, for more or fewer."""
+    models = [m for m, given in ratings.items() if given]
+    if len(models) != 2:
+        raise ValueError(f"it rates {len(models)} models; pairs come from the source {source}")
+    return models[0], models[1]
+
+
+def mean(ratings: Any) -> float:
+    """Of ratings by several people."""
+    return sum(ratings) / len(ratings)
+
+
+def _open(path: str, split: str) -> Rows:
+    from lightrft.datasets.settings import SourceConfig
+    from lightrft.datasets.sources import open_source  # it opens what this package reads
+
+    return open_source(SourceConfig(path=path, split=split))
+
+
+def _beside(rows: Rows, pair: tuple[int, int]) -> dict[str, Any]:
+    first, second = rows[pair[0]], rows[pair[1]]
+    same = ("prompt_id", "prompt", "classification")
+    return {k: v if k in same else [v, second.get(k)] for k, v in first.items()}
+
+
+def _models(row: Row) -> list[str]:
+    return [m for m, given in row["HumanRatings"].items() if given and row.get(m) is not None]
+
+
+def _of_two(rows: Rows, key: tuple[int, str, str]) -> dict[str, Any]:
+    i, *two = key
+    row = rows[i]
+    plain = {k: v for k, v in row.items() if k not in row["HumanRatings"]}
+    return {**plain, "HumanRatings": {m: row["HumanRatings"][m] for m in two}, **{m: row[m] for m in two}}

@@ -1,0 +1,122 @@
+"""Which of two videos is better: Rapidata's sets, VideoDPO (arXiv 2412.14167), VideoGen-RewardBench (arXiv 2501.13918) and the videos
+of GenAI-Bench (arXiv 2406.13743)."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from lightrft.datasets.benchmarks.image_preferences import mean, rated
+from lightrft.datasets.benchmarks.pairs import Instruction, Winner, better, judged
+from lightrft.datasets.readers import READERS
+from lightrft.datasets.rows import Row
+from lightrft.utils.errors import DataError
+
+
+@READERS.register("rapidata-t2v")
+def rapidata_t2v(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """``{prompt, file_name1, file_name2, weighted_results1_Preference, ...}``: the higher score wins, and so for coherence and
+    alignment."""
+    return _rapidata(row, "rapidata-t2v", "text-to-video", None, task_instruction, root)
+
+
+@READERS.register("rapidata-i2v")
+def rapidata_i2v(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """As ``rapidata-t2v``, with the picture that both videos start from in ``prompt_asset``."""
+    return _rapidata(row, "rapidata-i2v", "image-to-video", row["prompt_asset"], task_instruction, root)
+
+
+def _rapidata(row: Row, source: str, task: str, given: Any, task_instruction: Instruction | None, root: str) -> dict[str, Any]:
+    heads = ("Preference", "Coherence", "Alignment")
+    scores = {head.lower(): [row[f"weighted_results{k}_{head}"] for k in (1, 2)] for head in heads}
+    return judged(
+        row,
+        source=source,
+        task=task,
+        request=row["prompt"],
+        candidates=(row["file_name1"], row["file_name2"]),
+        heads={head: better(*both) for head, both in scores.items()},
+        ties=True,
+        given=given,
+        task_instruction=task_instruction,
+        root=root,
+    )
+
+
+@READERS.register("videodpo")
+def videodpo(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """``{video1, video2, frame_caption}`` of ``pair.json``: numbers of videos, of which the first is the preferred one.
+
+    Video 2n is ``winvideos/n.mp4``, video 2n + 1 ``losevideos/n.mp4``, six digits.
+    """
+    return judged(
+        row,
+        source="videodpo",
+        task="text-to-video",
+        request=row["frame_caption"],
+        candidates=[f"{'lose' if n % 2 else 'win'}videos/{n // 2:06d}.mp4" for n in (int(row["video1"]), int(row["video2"]))],
+        heads={"preference": 0},
+        task_instruction=task_instruction,
+        root=root,
+    )
+
+
+@READERS.register("videogen-rewardbench")
+def videogen_rewardbench(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """``{path_A, path_B, prompt, Overall, VQ, MQ, TA}``, each of the last four A, B or same.
+
+    They become ``preference``, ``visual_quality``, ``motion_quality`` and ``text_alignment``, by the letters of the prompt.
+    """
+    names = {"preference": "Overall", "visual_quality": "VQ", "motion_quality": "MQ", "text_alignment": "TA"}
+    return judged(
+        row,
+        source="videogen-rewardbench",
+        task="text-to-video",
+        request=row["prompt"],
+        candidates=(row["path_A"], row["path_B"]),
+        heads={head: _side(row[name], name) for head, name in names.items()},
+        ties=True,
+        task_instruction=task_instruction,
+        root=root,
+    )
+
+
+def _side(letter: Any, column: str) -> Winner:
+    sides: dict[Any, Winner] = {"A": 0, "B": 1, "same": None}
+    if letter not in sides:
+        raise ValueError(f"the column {column!r} is {letter!r}, not one of {', '.join(sides)}")
+    return sides[letter]
+
+
+@READERS.register("genai_bench_video")
+def genai_bench_video(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """``{id, prompt, models: {model: ratings}}`` of two models, whose videos are ``<model>/<id>.mp4``: see
+    ``genai_bench_video_pairs``. The higher mean rating wins. Raises ``ValueError`` for other than two models."""
+    one, two = rated(row["models"], f"{__name__}:genai_bench_video_pairs")
+    made = judged(
+        row,
+        source="genai_bench_video",
+        task="text-to-video",
+        request=row["prompt"],
+        candidates=[f"{model}/{row['id']}.mp4" for model in (one, two)],
+        heads={"preference": better(mean(row["models"][one]), mean(row["models"][two]))},
+        ties=True,
+        task_instruction=task_instruction,
+        root=root,
+    )
+    return {**made, "id": f"{row['id']}/{one}/{two}"}
+
+
+def genai_bench_video_pairs(path: str) -> list[dict[str, Any]]:
+    """A source: of the JSON file at ``path``, ``{id: {prompt, models: {model: ratings}}}``, all pairs of models. Raises ``DataError``."""
+    try:
+        rows = json.loads(Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        raise DataError(f"data.sources: {path} cannot be read as JSON: {error}") from error
+    return [
+        {**row, "id": name, "models": {m: row["models"][m] for m in two}}
+        for name, row in rows.items()
+        for two in combinations([m for m, given in row["models"].items() if given], 2)
+    ]
