@@ -9,6 +9,7 @@ _HOMES = {
     "actor": ("Actor", "Scores"),
     "actor_language": ("ActorLanguage", "ActorText", "CriticLanguage"),
     "actor_vl": ("ActorVL", "CriticVL"),
+    "actor_al": ("ActorAL",),
     "actor_modality": ("MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters", "supports_parameter"),
     "critic": ("Critic",),
     "loading": ("load_model", "load_tokenizer", "save_model"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,10 @@ def as_they_are(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     return dict(inputs)
 
 
+Arrange = Callable[[Any, Sequence[Tensor], Sequence[int] | None, Sequence[int] | None], dict[str, Tensor]]
+"""``(model, an array per clip, lengths of the clips, placeholders of each)`` to media by name; lengths or placeholders may be unknown."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tower:
     """One kind of input.
@@ -36,7 +40,7 @@ class Tower:
     ``hints`` name media that positions alone are made from.
     ``getter`` is the model's method that computes features from what ``adapt`` makes of the media; ``compute`` stands in for both
     where a family has none, or where the model's own wants more than the media hold. ``type_id`` is this kind's entry in
-    ``mm_token_type_ids``.
+    ``mm_token_type_ids``. ``arrange`` makes media of arrays as transformers' processors give them, where the two differ.
     """
 
     kind: str
@@ -47,6 +51,7 @@ class Tower:
     compute: Callable[[Any, dict[str, Any]], Features] | None = None
     type_id: int = 1
     hints: tuple[str, ...] = ()
+    arrange: Arrange | None = None
 
     def token_id(self, config: Any) -> int:
         return getattr(config, self.token)

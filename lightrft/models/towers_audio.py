@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -70,6 +70,20 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
     return Features(torch.cat([row[:n] for row, n in zip(features, counts, strict=True)]))
 
 
+def _qwen2_audio_arranged(
+    model: Any, clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
+) -> dict[str, Tensor]:
+    """``clips [mels, T]`` each. Of a clip whose length is unknown all frames count, unless they would make more features than it has
+    placeholders: then as many as make those."""
+    window = _window(model.model.audio_tower)
+    own = [min(clip.shape[1], window) for clip in clips] if lengths is None else list(lengths)
+    if lengths is None and places is not None:
+        own = [frames if qwen2_audio_features(frames) <= n else 4 * n for frames, n in zip(own, places, strict=True)]
+    kept = [frames_around(n, window) for n in own]
+    frames = [torch.nn.functional.pad(clip[:, :n], (0, max(0, n - clip.shape[1]))) for clip, n in zip(clips, kept)]
+    return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor(own)}
+
+
 def _qwen2_audio_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     window = _window(model.model.audio_tower)
     clips, own = _clips(inputs, window, frames_around)
@@ -86,8 +100,20 @@ def _voxtral(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     return {"input_features": torch.cat(whole).unflatten(0, (-1, window)).transpose(1, 2)}
 
 
+def _voxtral_arranged(
+    model: Any, windows: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
+) -> dict[str, Tensor]:
+    """``windows [mels, T]`` each, of which all counts."""
+    window = _window(model.model.audio_tower)
+    frames = [torch.nn.functional.pad(part[:, :window], (0, max(0, window - part.shape[1]))) for part in windows]
+    return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor([window] * len(frames))}
+
+
 _INPUTS = ("input_features", "feature_lengths")
 _PARTS = {"tower": ("model.audio_tower.",), "projector": ("model.multi_modal_projector.",)}
-_QWEN2_AUDIO = Tower("audio", _INPUTS, "audio_token_index", adapt=_qwen2_audio_own, compute=_qwen2_audio)
+_QWEN2_AUDIO = Tower(
+    "audio", _INPUTS, "audio_token_index", adapt=_qwen2_audio_own, compute=_qwen2_audio, arrange=_qwen2_audio_arranged
+)
+_VOXTRAL = Tower("audio", _INPUTS, "audio_token_id", "get_audio_features", _voxtral, arrange=_voxtral_arranged)
 QWEN2_AUDIO = Reader((_QWEN2_AUDIO,), parts=_PARTS)
-VOXTRAL = Reader((Tower("audio", _INPUTS, "audio_token_id", "get_audio_features", _voxtral),), parts=_PARTS)
+VOXTRAL = Reader((_VOXTRAL,), parts=_PARTS)

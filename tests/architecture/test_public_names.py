@@ -12,6 +12,7 @@ from lightrft.cli.main import VERBS
 from tests.architecture.verbs import CONFIG_OF
 
 MODELS = (
+    "ActorAL",
     "ActorLanguage",
     "ActorText",
     "ActorVL",
