@@ -129,6 +129,18 @@ def test_clips_beyond_the_towers_window_are_cut(example):
         )
 
 
+def test_voxtral_hears_whole_windows(tmp_path):
+    other = rig("voxtral", tmp_path)
+    prompt = mixed_prompts(other)[1]
+    actor, frames = ActorAL(str(other.path), bf16=False), prompt.media["input_features"].values
+    mels = torch.cat([frames, frames[-1:].expand(100 - len(frames), -1)]).t()
+    batch = Batch(Segments.of_prompts([prompt]), Segments.of([ANSWERS[0]]), torch.tensor([0]))
+    with torch.no_grad():
+        expected = actor.actor.own_logprobs(batch)
+        found = actor(torch.tensor([prompt.token_ids + ANSWERS[0]]), 4, audio_values=mels[None])
+    assert torch.allclose(found[0], expected, atol=1e-5)
+
+
 def test_a_batch_without_placeholders_is_text_alone(example):
     actor = actor_of(example, torch.float32)
     ids = torch.tensor([[10, 11, 12, 13, EOS]])

@@ -97,8 +97,11 @@ def of_rows(actor, example):
     return found
 
 
-def test_rows_padded_on_either_side_and_packed_rows_give_the_logprobs_of_the_trainers_actor(example):
-    actor = actor_of(example)
+@pytest.mark.parametrize("family", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_rows_padded_on_either_side_and_packed_rows_give_the_logprobs_of_the_trainers_actor(tmp_path, family):
+    r = rig(family, tmp_path)
+    example = Example(r, mixed_prompts(r))
+    actor = ActorVL(tiny_media_model(family, r.tokenizer, dtype=torch.float64))
     with Float64(), torch.no_grad():
         expected = actor.actor.own_logprobs(example.batch)
         found = of_rows(actor, example) | {"trainer": actor.actor.score(example.batch).logprobs}
