@@ -4,6 +4,9 @@ A special token that is spelled out in a row must not act as one: a user could e
 text enters a template, each such spelling is replaced by a marker (``shield``); the rendered whole is cut at the markers, the
 spellings are encoded as plain text, and everything else as the tokenizer encodes it. A row without such a spelling gets the very
 tokens of ``tokenizer.apply_chat_template``.
+
+Media are marks in the text until it has been rendered: chat templates see parts of their kinds, what they write for each becomes
+its mark again, and ``expanded`` puts the processor's text, with a placeholder for each feature, where the marks are.
 """
 
 from __future__ import annotations
@@ -13,9 +16,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from lightrft.datasets.records import Message, Record, look_up
+from lightrft.datasets.media import NOTHING, MediaReader, Reads
+from lightrft.datasets.media.items import MARK, as_parts, mark, marks, replaced
+from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
+from lightrft.datasets.records import Message, Record, look_up, read_conversation
 from lightrft.datasets.rows import BadRow
 from lightrft.datasets.settings import DataConfig
+from lightrft.types import Extent, Prompt
 from lightrft.utils.errors import ConfigError, ModelError
 
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters: never part of interchanged text
@@ -26,19 +33,20 @@ WAYS_OUT = "set model.chat_template to a template file, or data.chat: false with
 
 
 class Encoder:
-    """What ``config`` and a tokenizer do to text. Raises at construction when the two do not fit.
+    """What ``config``, a tokenizer and a processor of media do to text. Raises at construction when they do not fit.
 
     ``ModelError``: ``chat: true`` and a tokenizer without chat template. ``ConfigError``: a system prompt without a chat
-    template, or a ``template`` without a field.
+    template, or a ``template`` without a field. Without ``processor`` (see ``lightrft.models.processing``) only text is read.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Any, processor: Any = None) -> None:
         self.tokenizer = tokenizer
+        self.media = None if processor is None else MediaReader(config.media, processor)
         has = bool(tokenizer.chat_template)
         if config.chat is True and not has:
             raise ModelError(f"data.chat is true, but the tokenizer {_name(tokenizer)} has no chat template; {WAYS_OUT}")
         self.chat = (has and config.template is None) if config.chat == "auto" else config.chat
-        self.template = None if config.template is None else _parse_template(config.template)
+        self.template = None if config.template is None else _parse_template(config.template, processor is not None)
         self.system = config.system
         self.options = dict(config.chat_options)
         if not self.chat and (config.system is not None or config.chat_options):
@@ -48,13 +56,22 @@ class Encoder:
         added = tokenizer.added_tokens_decoder
         special = {t.content for t in added.values() if t.special} | set(tokenizer.all_special_tokens)
         written = {t.content for t in added.values() if MARKUP.fullmatch(t.content) and t.content in str(tokenizer.chat_template)}
-        self._table = [*sorted(special | written, key=lambda s: (-len(s), s)), OPEN, CLOSE]
+        places = set() if self.media is None else {part.written for part in self.media.parts.values()}
+        self._table = [*sorted(special | written | places, key=lambda s: (-len(s), s)), OPEN, CLOSE]
         self._place = {spelling: k for k, spelling in enumerate(self._table)}
         self._anyone = _any_of(self._table)
-        self._answer = _any_of([s for s in self._table if s in special or s in (OPEN, CLOSE)])
+        self._answer = _any_of([s for s in self._table if s in special or s in places or s in (OPEN, CLOSE)])
         unknown = tokenizer.unk_token_id
         self.special_ids = frozenset({*tokenizer.all_special_ids, *(k for k, t in added.items() if t.special)} - {unknown})
         self._control_ids = self.special_ids | {k for k, t in added.items() if t.content in written}
+
+    @cached_property
+    def reads(self) -> Reads:
+        """What may stand in a row besides text."""
+        if self.media is None:
+            return NOTHING
+        own = {kind: () if self._as_text else (part.written,) for kind, part in self.media.parts.items()}
+        return Reads({kind: tuple(dict.fromkeys((f"<{kind}>", *spelled))) for kind, spelled in own.items()})
 
     @property
     def eos(self) -> int:
@@ -70,6 +87,41 @@ class Encoder:
         full = self._plain_ids(["a"], add_special_tokens=True)[0]
         at = next((k for k in range(len(full)) if full[k : k + len(bare)] == bare), 0)
         return full[:at]
+
+    def ask(self, messages: Sequence[Message], where: str) -> Prompt:
+        """A prompt, without id, of chat messages whose content is text or parts: ``{"type": "image", "image": "cat.png"}``.
+
+        Raises ``BadRow``, a ``DataError``, that begins with ``where`` for what cannot be read.
+        """
+        record = read_conversation(messages, where, self.reads)
+        shown = self.render(self.shielded(record.messages), where, generate=True)
+        (texts,) = self.expanded([(record, [shown])])
+        if isinstance(texts, BadRow):
+            raise texts
+        prompt = Prompt(id="", token_ids=self.encode_prompts(texts)[0], text=self.readable(shown))
+        self.attach(prompt, record, shown)
+        return prompt
+
+    def expanded(self, shown: Sequence[tuple[Record, Sequence[str]]]) -> list[list[str] | BadRow]:
+        """The rendered texts of each record with the text of its media, as large as they are, in the place of their marks."""
+        if self.media is None:
+            return [list(texts) for _, texts in shown]
+        used = [sorted({number for text in texts for _, number in marks(text)}) for _, texts in shown]
+        items = [record.media[k] for (record, _), numbers in zip(shown, used) for k in numbers]
+        extents = iter(self.media.measured(items))
+        rows = [{k: next(extents) for k in numbers} for numbers in used]
+        return [self._expanded(record, texts, known) for (record, texts), known in zip(shown, rows)]
+
+    def attach(self, prompt: Prompt, record: Record, shown: str) -> None:
+        """Give ``prompt`` the media whose marks ``shown`` has. Raises ``BadRow`` when they cannot be read."""
+        if self.media is not None and (order := marks(shown)):
+            items = [record.media[number] for _, number in order]
+            prompt.media, prompt.attachments = self.media.inputs(items, prompt.token_ids, record.where)
+
+    def readable(self, shown: str) -> str:
+        """A rendered text as people read it."""
+        parts = {} if self.media is None else self.media.parts
+        return self.unshield(replaced(shown, lambda kind, _: parts[kind].written))
 
     def prompt(self, record: Record, cut: int = 0) -> str:
         """The shielded text that the policy continues, without the first ``cut`` characters of its last message.
@@ -118,12 +170,13 @@ class Encoder:
     def render(self, messages: Sequence[Message], where: str, *, generate: bool = False) -> str:
         """Shielded ``messages`` through the chat template; ``generate`` opens the assistant's turn."""
         try:
-            return self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=generate, **self.options
-            )
+            shown = messages if self.media is None else [self._with_parts(m) for m in messages]
+            text = self._apply(shown, generate)
         except Exception as error:  # jinja's errors and whatever a template raises
             roles = ", ".join(m["role"] for m in messages)
             raise BadRow(f"{where}: the chat template refuses messages with the roles {roles}: {error}") from error
+        order = [] if self.media is None else [m for message in messages for m in marks(message["content"])]
+        return self._with_marks(text, order, where) if order else text
 
     def shield(self, text: str, *, answer: bool = False) -> str:
         """``text`` with spelled-out special tokens replaced by markers.
@@ -171,6 +224,62 @@ class Encoder:
         )
         return made["input_ids"], [bool(m) for m in made["assistant_masks"]]
 
+    def _apply(self, messages: Sequence[Message], generate: bool) -> str:
+        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate, **self.options)
+
+    def _with_parts(self, message: Message) -> Message:
+        """``message`` as the chat template takes its media: parts, or what would be written for them inside the text."""
+        content = message["content"]
+        kinds = {kind for kind, _ in marks(content)}
+        if all(self._takes[kind] for kind in kinds or {"text"}):
+            return {**message, "content": as_parts(content)} if kinds or not self._takes["string"] else message
+        return {**message, "content": self._written(content)}
+
+    @cached_property
+    def _takes(self) -> dict[str, bool]:
+        """What the chat template writes in full: content that is a ``string``, and parts of each kind."""
+
+        def writes(content: Any, *expected: str) -> bool:
+            try:
+                text = self._apply([{"role": "user", "content": content}], False)
+            except Exception:  # jinja's errors and whatever a template raises
+                return False
+            return all(text.count(e) == 1 for e in expected) and "'type'" not in text
+
+        parts = {} if self.media is None else self.media.parts
+        word = {"type": "text", "text": "(word)"}
+        kinds = {kind: writes([{"type": kind}, word], part.written, "(word)") for kind, part in parts.items()}
+        return {"string": writes("(word)", "(word)"), "text": writes([word], "(word)"), **kinds}
+
+    def _written(self, text: str) -> str:
+        assert self.media is not None
+        parts = self.media.parts
+        return replaced(text, lambda kind, _: parts[kind].written)
+
+    def _with_marks(self, text: str, order: Sequence[tuple[str, int]], where: str) -> str:
+        """``text`` with the marks of ``order`` in the places that the template has written for media."""
+        assert self.media is not None
+        spelled = {kind: self.media.parts[kind].written for kind, _ in order}
+        waiting = {w: [mark(*m) for m in order if spelled[m[0]] == w] for w in spelled.values()}
+        found = _any_of(sorted(waiting, key=len, reverse=True))
+        for written, items in waiting.items():
+            held = sum(m[0] == written for m in found.finditer(text))
+            if held != len(items):
+                raise BadRow(f"{where}: the chat template writes {written!r} {held} times for {len(items)} items")
+        return found.sub(lambda m: waiting[m[0]].pop(0), text)
+
+    def _expanded(self, record: Record, texts: Sequence[str], extents: Mapping[int, Extent | BadRow]) -> list[str] | BadRow:
+        assert self.media is not None
+        media, put = self.media, {}
+        for number, extent in extents.items():
+            if isinstance(extent, BadRow):
+                return extent
+            try:
+                put[number] = media.expand(record.media[number], extent)
+            except BadRow as error:
+                return error
+        return [replaced(text, lambda _, number: put[number]) for text in texts]
+
     def _text_of(self, record: Record, cut: int) -> str:
         prompt = record.prompt
         if not isinstance(prompt, str):
@@ -187,7 +296,7 @@ class Encoder:
 
     def _fill(self, template: list[tuple[str, str]], record: Record, prompt: str) -> str:
         parts: list[str] = []
-        text = ""
+        text = "" if any(name == "prompt" for _, name in template) else "".join(m[0] for m in MARK.finditer(prompt))
         for literal, name in template:
             if literal and text:
                 parts.append(self.shield(text))
@@ -198,6 +307,8 @@ class Encoder:
                 if value is None:
                     have = ", ".join(record.row)
                     raise BadRow(f"{record.where}: data.template names {{{name}}}; the row has: {have}")
+                if record.media and name != "prompt" and MEDIA_OPEN in str(value):
+                    raise BadRow(f"{record.where}: {{{name}}} of data.template holds U+FDD2, which is reserved; take it out")
                 text += str(value)  # neighbouring fields are shielded as one text: a spelling could span them
         return "".join([*parts, self.shield(text)])
 
@@ -271,8 +382,8 @@ def _asking(record: Record) -> list[Message]:
     return messages
 
 
-def _parse_template(template: str) -> list[tuple[str, str]]:
-    """``(literal, field name)`` pairs. Raises ``ConfigError`` for a template without a field."""
+def _parse_template(template: str, media: bool) -> list[tuple[str, str]]:
+    """``(literal, field name)`` pairs. Raises ``ConfigError`` for a template without a field, unless ``media`` can differ."""
     parts: list[tuple[str, str]] = []
     literal, at = "", 0
     for match in FIELD.finditer(template):
@@ -283,7 +394,7 @@ def _parse_template(template: str) -> list[tuple[str, str]]:
             literal = ""
         else:
             literal += match[0][0]
-    if not parts:
+    if not parts and not media:
         raise ConfigError(f"data.template = {template!r} has no field; write {{prompt}} where the prompt goes")
     return [*parts, (literal + template[at:], "")]
 

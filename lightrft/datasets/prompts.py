@@ -5,19 +5,22 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 import numpy as np
 
 from lightrft.datasets.blending import blend, generator
 from lightrft.datasets.encoding import Encoder
+from lightrft.datasets.media import NOTHING, Reads, Workers
 from lightrft.datasets.records import Record, read_record
 from lightrft.datasets.rows import BadRow, Rows
 from lightrft.datasets.settings import DataConfig
-from lightrft.datasets.sources import open_source, source_name
+from lightrft.datasets.sources import media_root, open_source, source_name
 from lightrft.types import Prompt
 from lightrft.utils.errors import CheckpointError, ConfigError, DataError
 
+A = TypeVar("A")
 CHUNK = 1024
 """Rows that are encoded together."""
 
@@ -25,19 +28,21 @@ CHUNK = 1024
 class Sources:
     """The sources of a ``DataConfig``, opened, with counts of what was read and left out."""
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, reads: Reads = NOTHING) -> None:
         if not config.sources:
             raise ConfigError("data.sources is empty; name a file, a folder, a data set or module:function")
         self.config = config
         self.rows: list[Rows] = [open_source(s, config.malformed) for s in config.sources]
         self.names = [source_name(s) for s in config.sources]
+        self.reads = reads
+        self._roots = [media_root(config.media.root, s.path) for s in config.sources]
         self.counts: Counter[str] = Counter(malformed=sum(r.malformed for r in self.rows))
         self.first_problem = ""
 
     def record(self, source: int, row: int) -> Record:
         """Row ``row`` of source ``source``. Raises ``BadRow``."""
         rows = self.rows[source]
-        return read_record(rows[row], self.config.columns, rows.where(row))
+        return read_record(rows[row], self.config.columns, rows.where(row), self.reads, self._roots[source])
 
     def chunks(self, source: int) -> Iterator[list[tuple[int, Record]]]:
         """Numbered records of a source, some at a time; bad rows are errors or counted, as set."""
@@ -59,6 +64,16 @@ class Sources:
             raise error
         self.counts["malformed"] += 1
         self.first_problem = self.first_problem or str(error)
+
+    def made(self, rows: Sequence[A], made: Sequence[list[str] | BadRow]) -> list[tuple[A, list[str]]]:
+        """Those of ``rows`` that something could be made of, with what; the others as ``skip`` says."""
+        pairs: list[tuple[A, list[str]]] = []
+        for row, result in zip(rows, made):
+            if isinstance(result, BadRow):
+                self.skip(result)
+            else:
+                pairs.append((row, result))
+        return pairs
 
     def overlong(self, where: str, tokens: int, limit: int, setting: str) -> None:
         """Count an overlong row that is dropped, or raise ``DataError`` if that is what is set."""
@@ -91,16 +106,18 @@ class PromptDataset:
     """The prompts of ``config``, encoded once. Rows stay where they are and are read again when a prompt is asked for.
 
     ``counts``: ``rows`` read, ``malformed`` (skipped), ``overlong`` (dropped), ``truncated``, ``special_tokens`` (prompts that
-    spell one as text), ``prompts`` (the length). Picklable.
+    spell one as text), ``prompts`` (the length). Picklable. Media are measured at once, and decoded when a prompt is asked for,
+    with ``processor`` (see ``lightrft.models.processing``); without one only text is read. A prompt with media is never cut.
 
     Raises ``DataError`` for rows that cannot be used and when nothing is left, ``ConfigError`` and ``ModelError`` when the
     settings do not fit the tokenizer.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, *, seed: int) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Any, *, seed: int, processor: Any = None) -> None:
         self.config = config
-        self.encoder = Encoder(config, tokenizer)
-        self._sources = Sources(config)
+        self.encoder = Encoder(config, tokenizer, processor)
+        self._sources = Sources(config, self.encoder.reads)
+        self._ahead: dict[int, Future[Prompt | BadRow]] = {}
         self.counts = self._sources.counts
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
         self._tokens = array("i")
@@ -115,21 +132,62 @@ class PromptDataset:
         return len(self._order)
 
     def __getitem__(self, i: int) -> Prompt:
+        return self.prompt(i)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ahead": {}}
+
+    def prompt(self, i: int, *, media: bool = True) -> Prompt:
+        """Prompt ``i``, without its media where they are not wanted. Raises ``BadRow`` for media that cannot be read any more."""
         if not -len(self) <= i < len(self):
             raise IndexError(f"prompt {i} of {len(self)}")
         k = int(self._order[i])
         source = self._source[k]
         record = self._sources.record(source, self._row[k])
         text = self.encoder.prompt(record, self._cuts.get(k, 0))
-        return Prompt(
+        prompt = Prompt(
             id=self._ids[i],
             token_ids=self._tokens[self._ends[k - 1] if k else 0 : self._ends[k]].tolist(),
-            text=self.encoder.unshield(text),
+            text=self.encoder.readable(text),
             label=record.label,
             reference=record.reference if record.reference is not None else record.answer,
             data_source=record.data_source or self._sources.names[source],
             columns=record.columns,
         )
+        if media:
+            self.encoder.attach(prompt, record, text)
+        return prompt
+
+    def fetch(self, indices: Sequence[int]) -> list[Prompt | BadRow]:
+        """The prompts at ``indices``, their media decoded side by side; or why one cannot be read any more."""
+        workers = self._workers
+        if workers is None:
+            return [self.prompt(i) for i in indices]
+        started = {i: self._ahead.pop(i, None) or workers.submit(self._tried, i) for i in dict.fromkeys(indices)}
+        return [started[i].result() for i in indices]
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to decode the media of the prompts at ``indices``, and forget what was begun before and not fetched."""
+        workers = self._workers
+        if workers is None:
+            return
+        wanted = set(indices)
+        for i in [i for i in self._ahead if i not in wanted]:
+            self._ahead.pop(i).cancel()
+        for i in dict.fromkeys(indices):
+            if i not in self._ahead:
+                self._ahead[i] = workers.submit(self._tried, i)
+
+    @property
+    def _workers(self) -> Workers | None:
+        media = self.encoder.media
+        return media.workers if media is not None and media.workers.count else None
+
+    def _tried(self, i: int) -> Prompt | BadRow:
+        try:
+            return self.prompt(i)
+        except BadRow as error:
+            return error
 
     def places(self, ids: Sequence[str]) -> list[int]:
         """Where the prompts called ``ids`` stand. Raises ``CheckpointError`` for one that is not here."""
@@ -162,11 +220,12 @@ class PromptDataset:
                 shown.append((row, record, self.encoder.prompt(record)))
             except BadRow as error:
                 self._sources.skip(error)
+        good = self._sources.made(shown, self.encoder.expanded([(record, [text]) for _, record, text in shown]))
         names = []
-        for (row, record, text), ids in zip(shown, self.encoder.encode_prompts([t for _, _, t in shown])):
+        for ((row, record, text), _), ids in zip(good, self.encoder.encode_prompts([full for _, (full,) in good])):
             cut = 0
             if len(ids) > self.config.max_prompt_tokens:
-                shorter = self._truncate(record, ids) if self.config.overlong == "truncate" else None
+                shorter = self._truncate(record, ids) if self.config.overlong == "truncate" and not record.media else None
                 if shorter is None:
                     self._sources.overlong(record.where, len(ids), self.config.max_prompt_tokens, "data.max_prompt_tokens")
                     continue

@@ -1,16 +1,20 @@
 """A row of any layout to a ``Record``: its prompt as text or messages, its answer, its label.
 
 Empty settings of ``Columns`` mean the usual names, tried in the order of ``USUAL``; a column that is null counts as absent.
+Media that the row names become items, and marks in the text where they belong.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from lightrft.datasets.media import NOTHING, Finder, Item, Reads
+from lightrft.datasets.media.items import replaced
 from lightrft.datasets.rows import BadRow, Row
 from lightrft.datasets.settings import Columns
 
@@ -58,7 +62,7 @@ class Record:
     """A row whose columns have been found.
 
     ``response`` is None where the row has none or its conversation ends with it. ``columns`` are those that no other field
-    took. ``where`` names the row in messages.
+    took, without media. ``where`` names the row in messages. ``media`` are the items whose marks the messages hold, by number.
     """
 
     prompt: str | list[Message]
@@ -70,6 +74,7 @@ class Record:
     columns: dict[str, Any]
     row: Row
     where: str
+    media: list[Item] = field(default_factory=list)
 
     @property
     def messages(self) -> list[Message]:
@@ -90,14 +95,14 @@ class Record:
         if isinstance(self.response, str):
             return self.response
         last = self.messages[-1]
-        return last["content"] if last["role"] == "assistant" else None
+        return replaced(last["content"], lambda *_: "") if last["role"] == "assistant" else None
 
 
-def read_record(row: Row, columns: Columns, where: str) -> Record:
-    """``row`` with its columns found.
+def read_record(row: Row, columns: Columns, where: str, reads: Reads = NOTHING, root: Path = Path()) -> Record:
+    """``row`` with its columns found, for a model that ``reads`` certain media; their relative paths start from ``root``.
 
     Raises ``BadRow``, naming the row, the column and the columns that exist, when there is no prompt or an empty one, when a
-    column that the settings name is missing, and when messages are malformed.
+    column that the settings name is missing, when messages are malformed, and when places and media do not match.
     """
     chosen = {
         "prompt": columns.prompt,
@@ -108,6 +113,10 @@ def read_record(row: Row, columns: Columns, where: str) -> Record:
         "id": columns.id,
     }
     found = {what: _pick(row, what, name, where) for what, name in chosen.items()}
+    finder = Finder(reads, where, root, {"image": columns.images, "video": columns.videos, "audio": columns.audios})
+    asked = found["prompt"][1]
+    if (asked is None or asked == "") and finder.has_columns(row):
+        found["prompt"] = (found["prompt"][0], " ")
     if found["prompt"][1] is None:
         if any(name in row for name in USUAL["prompt"]):
             raise BadRow(f"{where}: the prompt is empty")
@@ -117,12 +126,14 @@ def read_record(row: Row, columns: Columns, where: str) -> Record:
         )
     if found["prompt"][0] in ("input", "instruction") and not columns.prompt and "instruction" in row and "input" in row:
         raise BadRow(f"{where}: both 'instruction' and 'input'; set the source's reader: alpaca, or data.columns.prompt")
-    prompt = read_prompt(found["prompt"][1], where)
+    prompt = read_prompt(found["prompt"][1], where, finder, blank=finder.has_columns(row))
     ends = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
-    taken = {found[what][0] for what in chosen if what != "response"}
+    response = None if ends else _response(found["response"][1], where, finder)
+    prompt, response = _placed(prompt, response, finder, row)
+    taken = {found[what][0] for what in chosen if what != "response"} | finder.taken(row)
     return Record(
         prompt=prompt,
-        response=None if ends else _response(found["response"][1], where),
+        response=response,
         label=found["label"][1],
         reference=found["reference"][1],
         data_source=_text(found["data_source"][1]),
@@ -130,7 +141,16 @@ def read_record(row: Row, columns: Columns, where: str) -> Record:
         columns={k: v for k, v in row.items() if k not in taken},
         row=row,
         where=where,
+        media=finder.items,
     )
+
+
+def read_conversation(messages: Sequence[Mapping[str, Any]], where: str, reads: Reads = NOTHING, root: Path = Path()) -> Record:
+    """A record of messages alone, whose content may hold media. Raises ``BadRow``."""
+    finder = Finder(reads, where, root, {})
+    prompt = read_prompt(list(messages), where, finder)
+    prompt, _ = _placed(prompt, None, finder, {})
+    return Record(prompt, None, None, None, "", "", {}, {}, where, finder.items)
 
 
 def look_up(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
@@ -145,31 +165,32 @@ def look_up(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
     return value
 
 
-def read_prompt(value: Any, where: str) -> str | list[Message]:
+def read_prompt(value: Any, where: str, finder: Finder | None = None, *, blank: bool = False) -> str | list[Message]:
     """Text, or messages with ``role`` and ``content``.
 
     Takes text, a list of messages (``role``/``content`` or ShareGPT's ``from``/``value``), or such a list as a JSON string.
-    Raises ``BadRow`` when it is empty or none of these.
+    Media go to ``finder``. Raises ``BadRow`` when it is empty (unless it may be ``blank``) or none of these.
     """
+    finder = finder or Finder(NOTHING, where, Path(), {})
     if isinstance(value, str):
         inside = _json_messages(value)
         if inside is None:
-            if not value.strip():
+            if not value.strip() and not blank:
                 raise BadRow(f"{where}: the prompt is empty")
-            return value
+            return finder.text(value.strip() if blank and not value.strip() else value, where)
         value = inside
     if not isinstance(value, list | tuple):
         raise BadRow(f"{where}: a prompt must be text or a list of messages, not {type(value).__name__}")
-    messages = [read_message(m, f"{where}, message {k + 1}") for k, m in enumerate(value)]
-    if not messages or not any(m.get("content") for m in messages if m["role"] != "system"):
+    messages = [read_message(m, f"{where}, message {k + 1}", finder) for k, m in enumerate(value)]
+    if not messages or not (blank or any(m.get("content") for m in messages if m["role"] != "system")):
         raise BadRow(f"{where}: the prompt is empty")
     return messages
 
 
-def read_message(value: Any, where: str) -> Message:
-    """One message as ``{"role", "content", ...}``, its content as text. Null fields are left out.
+def read_message(value: Any, where: str, finder: Finder) -> Message:
+    """One message as ``{"role", "content", ...}``, its content as text with marks for media. Null fields are left out.
 
-    Raises ``BadRow`` for what is not a message, and for content that is not text.
+    Raises ``BadRow`` for what is not a message, and for content that the model does not read.
     """
     if not isinstance(value, Mapping):
         raise BadRow(f"{where}: a message must have a role and content, not be a {type(value).__name__}")
@@ -183,21 +204,41 @@ def read_message(value: Any, where: str) -> Message:
         role = SHAREGPT_ROLES[speaker]
     else:
         raise BadRow(f"{where}: neither 'role' nor 'from'; it has: {', '.join(value) or 'nothing'}")
-    return {"role": str(role), "content": _content(content, where), **fields}
+    return {"role": str(role), "content": _content(content, where, finder), **fields}
 
 
-def _content(content: Any, where: str) -> str:
+def _content(content: Any, where: str, finder: Finder) -> str:
     if isinstance(content, str):
-        return content
+        return finder.text(content, where)
     if not isinstance(content, list | tuple):
         raise BadRow(f"{where}: content must be text or a list of parts, not {type(content).__name__}")
     texts = []
     for part in content:
         kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise BadRow(f"{where}: a content part of type {kind!r}; only text can be read here")
-        texts.append(part["text"])
+        if kind == "text" and isinstance(part.get("text"), str):
+            texts.append(finder.plain(part["text"], where))
+        elif isinstance(part, Mapping) and (place := finder.part(part, where)) is not None:
+            texts.append(place)
+        else:
+            raise BadRow(f"{where}: a content part of type {kind!r}; the model reads {finder.reads}")
     return "".join(texts)
+
+
+def _placed(
+    prompt: str | list[Message], response: str | list[Message] | None, finder: Finder, row: Row
+) -> tuple[str | list[Message], str | list[Message] | None]:
+    """Prompt and response with the row's media in their places."""
+    asked = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    answers = [m["content"] for m in response] if isinstance(response, list) else []
+    users = [0] if isinstance(prompt, str) else [k for k, m in enumerate(prompt) if m["role"] == "user"]
+    texts = finder.place([*asked, *answers], users[-1] if users else len(asked) - 1, row)
+    if not finder.items:
+        return prompt, response
+    if isinstance(response, list):
+        response = [{**m, "content": text} for m, text in zip(response, texts[len(asked) :])]
+    if isinstance(prompt, str):
+        return texts[0], response
+    return [{**m, "content": text} for m, text in zip(prompt, texts)], response
 
 
 def _json_messages(text: str) -> list[Any] | None:
@@ -213,9 +254,9 @@ def _json_messages(text: str) -> list[Any] | None:
     return value if good else None
 
 
-def _response(value: Any, where: str) -> str | list[Message] | None:
+def _response(value: Any, where: str, finder: Finder) -> str | list[Message] | None:
     if isinstance(value, list | tuple):
-        return [read_message(m, f"{where}, response message {k + 1}") for k, m in enumerate(value)]
+        return [read_message(m, f"{where}, response message {k + 1}", finder) for k, m in enumerate(value)]
     return None if value is None else str(value)
 
 

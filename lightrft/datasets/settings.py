@@ -10,7 +10,10 @@ from lightrft.utils.settings import Settings
 
 
 class Columns(Settings):
-    """Which column of a row is what; dots reach into nested columns. Empty means: look for the usual names."""
+    """Which column of a row is what; dots reach into nested columns. Empty means: look for the usual names.
+
+    ``images``, ``videos`` and ``audios`` hold one item or a list; null means that there is no such column.
+    """
 
     prompt: str = ""
     response: str = ""
@@ -18,6 +21,42 @@ class Columns(Settings):
     reference: str = ""
     data_source: str = ""
     id: str = ""
+    images: str | None = ""
+    videos: str | None = ""
+    audios: str | None = ""
+
+
+class MediaConfig(Settings):
+    """How pictures, video and sound of rows are found and decoded.
+
+    ``root``: the folder that relative paths start from (empty: the folder of the source's file, and the working directory for
+    other sources). ``downloads`` keeps what URLs name; ``offline`` takes only what is there already; ``timeout`` in seconds is
+    for each download. ``min_pixels`` and ``max_pixels`` bound what the model gets of a picture or frame (empty: as its processor
+    has it), ``max_source_pixels`` what is decoded at all. Of a video ``fps`` frames a second are taken (null: all), at most
+    ``max_frames`` evenly over its length; a list of pictures counts as taken at that rate. ``max_seconds``: longer video or sound
+    is a malformed row. ``resample: false`` makes sound of another rate than the model's one too. ``workers`` threads decode side
+    by side; ``cache_mb`` is what decoded media may take up in memory to be used again.
+    """
+
+    root: str = ""
+    downloads: str = "~/.cache/lightrft/media"
+    offline: bool = False
+    timeout: float = Field(30.0, gt=0)
+    min_pixels: int | None = Field(None, ge=1)
+    max_pixels: int | None = Field(None, ge=1)
+    max_source_pixels: int = Field(64_000_000, ge=1)
+    fps: float | None = Field(2.0, gt=0)
+    max_frames: int = Field(64, ge=1)
+    max_seconds: float | None = Field(None, gt=0)
+    resample: bool = True
+    workers: int = Field(4, ge=0)
+    cache_mb: int = Field(256, ge=0)
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> MediaConfig:
+        if self.min_pixels is not None and self.max_pixels is not None and self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels = {self.min_pixels} is more than max_pixels = {self.max_pixels}")
+        return self
 
 
 class SourceConfig(Settings):
@@ -60,6 +99,7 @@ class DataConfig(Settings):
 
     sources: tuple[SourceConfig, ...] = ()
     columns: Columns = Columns()
+    media: MediaConfig = MediaConfig()
     chat: bool | Literal["auto"] = "auto"
     chat_options: dict[str, Any] = Field(default_factory=dict)
     template: str | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.datasets.encoding import Encoder, check_template, prefix_error
@@ -18,6 +18,7 @@ from lightrft.datasets.prompts import Sources
 from lightrft.datasets.records import Message, Record
 from lightrft.datasets.rows import BadRow
 from lightrft.datasets.settings import DataConfig
+from lightrft.types import Media
 
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
@@ -31,6 +32,8 @@ class Example:
     response_ids: list[int]
     trained: list[bool]
     id: str
+    prompt_media: Media = field(default_factory=dict)
+    response_media: Media = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -55,11 +58,11 @@ class SFTDataset:
     row under a chat template without the prefix property, or the tokenizer lacks an eos token.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, *, max_tokens: int, seed: int) -> None:
+    def __init__(self, config: DataConfig, tokenizer: Any, *, max_tokens: int, seed: int, processor: Any = None) -> None:
         self.config = config
         self.max_tokens = max_tokens
-        self.encoder = Encoder(config, tokenizer)
-        self._sources = Sources(config)
+        self.encoder = Encoder(config, tokenizer, processor)
+        self._sources = Sources(config, self.encoder.reads)
         self.counts = self._sources.counts
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
         self._checked = False

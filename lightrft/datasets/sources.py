@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import glob
 import inspect
@@ -51,6 +52,18 @@ def source_name(source: SourceConfig) -> str:
     if is_function(source.path):
         return source.path.rpartition(":")[0].rpartition(".")[2] if ".py:" not in source.path else Path(source.path).stem
     return Path(source.path).stem or source.path
+
+
+def media_root(root: str, path: str) -> Path:
+    """The folder that relative paths in rows of the source ``path`` start from: ``root``, or that of the source's own file."""
+    if root:
+        return Path(root).expanduser()
+    source = Path(path).expanduser()
+    if is_function(path) or not (source.exists() or glob.has_magic(path)):
+        return Path()
+    if source.is_dir():
+        return source
+    return next(p for p in source.parents if not glob.has_magic(str(p)))
 
 
 def is_function(path: str) -> bool:
@@ -160,7 +173,27 @@ def _from_saved(path: Path, source: SourceConfig) -> Rows:
         if source.split not in saved:
             raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {', '.join(map(str, saved))}")
         saved = saved[source.split]
-    return Listed(saved, str(path))
+    return Listed(_undecoded(saved), str(path))
+
+
+def _undecoded(dataset: Any) -> Any:
+    """``dataset`` with its media as the bytes or paths that they are stored as."""
+
+    def bare(feature: Any) -> Any:
+        if isinstance(feature, dict):
+            return {name: bare(inner) for name, inner in feature.items()}
+        if isinstance(feature, list):
+            return [bare(inner) for inner in feature]
+        if dataclasses.is_dataclass(feature) and getattr(feature, "decode", False) is True:
+            return dataclasses.replace(feature, decode=False)
+        if dataclasses.is_dataclass(feature) and hasattr(feature, "feature"):
+            return dataclasses.replace(feature, feature=bare(feature.feature))
+        return feature
+
+    for name, feature in (dataset.features or {}).items():
+        if (plain := bare(feature)) != feature:
+            dataset = dataset.cast_column(name, plain)
+    return dataset
 
 
 def _from_hub(source: SourceConfig) -> Rows:
@@ -174,7 +207,7 @@ def _load(kind: str, shown_as: str, **options: Any) -> Any:
     bars = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:
-        return datasets.load_dataset(kind, **options)
+        return _undecoded(datasets.load_dataset(kind, **options))
     except Exception as error:  # the library's errors have no common class
         if kind != shown_as:
             raise DataError(f"data.sources: cannot read {shown_as}: {_first_line(error)}") from error
@@ -203,7 +236,7 @@ def _from_function(source: SourceConfig, malformed: Malformed) -> Rows:
         if isinstance(made, Sequence) or (
             hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, Mapping)
         ):
-            return Listed(made, source.path)
+            return Listed(_undecoded(made) if hasattr(made, "cast_column") else made, source.path)
         return _listed(itertools.islice(made, source.limit), source.path, malformed)
     except UserError:
         raise

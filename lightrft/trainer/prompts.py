@@ -29,16 +29,18 @@ class PromptStream:
     begun: list[list[Rollout]] = field(default_factory=list)
 
     @staticmethod
-    def of(config: DataConfig, tokenizer: Any, seed: int, curriculum: CurriculumConfig | None = None) -> PromptStream:
-        dataset = PromptDataset(config, tokenizer, seed=seed)
+    def of(
+        config: DataConfig, tokenizer: Any, seed: int, curriculum: CurriculumConfig | None = None, processor: Any = None
+    ) -> PromptStream:
+        dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
         report("data", dataset.counts, dataset.first_problem)
         if curriculum is None:
             return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
         return PromptStream(dataset, Curriculum(curriculum, dataset.ids, seed))
 
     def prompts(self) -> Iterator[Prompt]:
-        """Each prompt once, in the order of the data set."""
-        return (self.dataset[i] for i in range(len(self.dataset)))
+        """Each prompt once, in the order of the data set, without its media."""
+        return (self.dataset.prompt(i, media=False) for i in range(len(self.dataset)))
 
     def draw(self, count: int) -> list[Prompt]:
         return [self.dataset[i] for i in self.sampler.next(count)]
@@ -78,11 +80,11 @@ class PromptStream:
         )
 
 
-def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None) -> Sequence[Prompt]:
+def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None, processor: Any = None) -> Sequence[Prompt]:
     """Every prompt of ``config``, or the first ``limit``; empty when it names no source."""
     if not config.sources:
         return []
-    dataset = PromptDataset(config, tokenizer, seed=seed)
+    dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
     report("held out", dataset.counts, dataset.first_problem)
     return [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
 

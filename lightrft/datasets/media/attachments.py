@@ -1,0 +1,59 @@
+"""What people see and hear of an item: small files that a browser opens."""
+
+from __future__ import annotations
+
+import io
+import wave
+from hashlib import blake2b
+
+import numpy as np
+from PIL import Image
+
+from lightrft.types import Attachment, Extent
+
+_SIDE, _LOSSLESS = 512, 1 << 16
+"""Longest side in pixels; pictures with no more pixels than this are kept without loss."""
+
+
+def attachment(kind: str, value: np.ndarray, extent: Extent, rate: int) -> Attachment:
+    """A PNG or JPEG of a picture, a WebP animation of frames, a WAV of sound."""
+    if kind == "audio":
+        return _named(_wav(value, rate), ".wav")
+    if kind == "video":
+        return _named(_webp(value, extent.times), ".webp")
+    picture = _small(value)
+    lossless = picture.width * picture.height <= _LOSSLESS
+    return _named(_saved(picture, "PNG") if lossless else _saved(picture, "JPEG", quality=88), ".png" if lossless else ".jpg")
+
+
+def _named(data: bytes, suffix: str) -> Attachment:
+    return Attachment(blake2b(data, digest_size=12).hexdigest() + suffix, data)
+
+
+def _small(value: np.ndarray, side: int = _SIDE) -> Image.Image:
+    picture = Image.fromarray(value)
+    picture.thumbnail((side, side))
+    return picture
+
+
+def _saved(picture: Image.Image, form: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    picture.save(file, form, **options)
+    return file.getvalue()
+
+
+def _webp(frames: np.ndarray, times: tuple[float, ...]) -> bytes:
+    pictures = [_small(frame, _SIDE // 2) for frame in frames]
+    gaps = np.diff(np.asarray(times)) if len(times) > 1 else np.array([0.5])
+    shown = [max(20, round(1000 * gap)) for gap in (*gaps, gaps[-1])][: len(pictures)]
+    return _saved(pictures[0], "WEBP", save_all=True, append_images=pictures[1:], duration=shown, loop=0, quality=70)
+
+
+def _wav(value: np.ndarray, rate: int) -> bytes:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as out:
+        out.setnchannels(1)
+        out.setsampwidth(2)
+        out.setframerate(rate)
+        out.writeframes((np.clip(value, -1, 1) * 32767).round().astype("<i2").tobytes())
+    return file.getvalue()

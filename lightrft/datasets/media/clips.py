@@ -1,0 +1,186 @@
+"""Video files, animations and lists of pictures to frames ``[T, H, W, 3]`` uint8. Raises ``ValueError`` with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from lightrft.datasets.media.contents import Content, Frames, head, stream
+from lightrft.datasets.media.pictures import picture_size, read_picture, to_rgb
+from lightrft.types import Extent
+from lightrft.utils.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Viewing:
+    """Which frames are looked at: ``fps`` of them a second, but never more than ``max_frames`` evenly over the whole."""
+
+    fps: float | None
+    max_frames: int
+    max_seconds: float | None
+    max_source_pixels: int
+
+    def choose(self, times: Sequence[float]) -> list[int]:
+        """Positions in ``times``, which ascend, of the frames to look at."""
+        if not times:
+            raise ValueError("the video has no frames")
+        last = times[-1] - times[0]
+        if self.max_seconds is not None and last > self.max_seconds:
+            raise ValueError(f"the video lasts {last:.1f} s, more than data.media.max_seconds = {self.max_seconds:g}")
+        if self.fps is None:
+            return self.spread(len(times))
+        count = int(last * self.fps + 1e-6) + 1
+        wanted = np.arange(count) / self.fps if count <= self.max_frames else np.linspace(0, last, self.max_frames)
+        found = np.searchsorted(np.asarray(times) - times[0], wanted + 1e-6, side="right") - 1
+        return np.unique(found).tolist()
+
+    def spread(self, count: int) -> list[int]:
+        """At most ``max_frames`` of ``count``, evenly."""
+        return np.unique(np.linspace(0, count - 1, min(count, self.max_frames)).round().astype(int)).tolist()
+
+
+def clip_extent(content: Content, viewing: Viewing) -> Extent:
+    """What ``read_clip`` will give, without decoding every frame."""
+    if isinstance(content, np.ndarray | Frames):
+        chosen, times = _even(content, viewing)
+        size = picture_size(_frame(content, chosen[0]), viewing.max_source_pixels)
+        return Extent((len(chosen), *size), times)
+    if _is_animation(content):
+        with _animation(content) as picture:
+            return _extent_of(picture, viewing)[1]
+    library = _library()
+    with _container(library, content) as container:
+        return _plan(library, container, viewing)[1]
+
+
+def read_clip(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
+    """The frames looked at, and when each was."""
+    if isinstance(content, np.ndarray | Frames):
+        chosen, times = _even(content, viewing)
+        frames = [read_picture(_frame(content, k), viewing.max_source_pixels) for k in chosen]
+        if len({f.shape for f in frames}) > 1:
+            raise ValueError(f"frames of different sizes: {', '.join(sorted({f'{f.shape[1]} x {f.shape[0]}' for f in frames}))}")
+        return np.stack(frames), Extent((len(chosen), *frames[0].shape), times)
+    if _is_animation(content):
+        with _animation(content) as picture:
+            chosen, extent = _extent_of(picture, viewing)
+            return np.stack([_shown(picture, k) for k in chosen]), extent
+    return _decoded(content, viewing)
+
+
+def _decoded(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
+    library = _library()
+    with _container(library, content) as container:
+        places, extent = _plan(library, container, viewing)
+        missing, frames = set(places), {}
+        container.seek(0, backward=True, any_frame=False)
+        try:
+            for frame in container.decode(container.streams.video[0]):
+                if frame.pts in missing:
+                    frames[frame.pts] = _upright(frame)
+                    missing.discard(frame.pts)
+                if not missing:
+                    break
+        except library.FFmpegError as error:
+            raise ValueError(f"the video is damaged: {error.strerror}") from None
+    if missing:
+        raise ValueError(f"the video is damaged: {len(missing)} of {len(places)} frames cannot be decoded")
+    return np.stack([frames[p] for p in places]), extent
+
+
+def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Extent]:
+    """Time stamps of the frames to look at, and their extent, from the packets and the first frame."""
+    if not container.streams.video:
+        raise ValueError("no video in the file")
+    source = container.streams.video[0]
+    try:
+        stamps = sorted(p.pts for p in container.demux(source) if p.pts is not None and not p.is_discard)
+        container.seek(0, backward=True, any_frame=False)
+        first = next(iter(container.decode(source)), None)
+    except library.FFmpegError as error:
+        raise ValueError(f"the video is damaged: {error.strerror}") from None
+    if first is None or not stamps:
+        raise ValueError("the video has no frames")
+    times = [float((s - stamps[0]) * source.time_base) for s in stamps]
+    chosen = viewing.choose(times)
+    height, width = _upright(first).shape[:2]
+    if height * width > viewing.max_source_pixels:
+        raise ValueError(
+            f"frames of {width} x {height} pixels, more than data.media.max_source_pixels = {viewing.max_source_pixels}"
+        )
+    return [stamps[k] for k in chosen], Extent((len(chosen), height, width, 3), tuple(times[k] for k in chosen))
+
+
+def _upright(frame: Any) -> np.ndarray:
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90) % 4))
+
+
+def _even(content: np.ndarray | Frames, viewing: Viewing) -> tuple[list[int], tuple[float, ...]]:
+    """Frames that are taken to be ``viewing.fps`` a second: which ones, and their times."""
+    if isinstance(content, np.ndarray) and content.ndim != 4:
+        raise ValueError(f"an array of shape {content.shape} is no video; it must be [frames, height, width, 3]")
+    count = len(content) if isinstance(content, np.ndarray) else len(content.pictures)
+    if not count:
+        raise ValueError("the video has no frames")
+    chosen = viewing.spread(count)
+    return chosen, tuple(k / (viewing.fps or 1.0) for k in chosen)
+
+
+def _frame(content: np.ndarray | Frames, k: int) -> Any:
+    return content[k] if isinstance(content, np.ndarray) else content.pictures[k]
+
+
+def _is_animation(content: Content) -> bool:
+    if isinstance(content, Image.Image):
+        return True
+    start = head(content) if isinstance(content, Path | bytes) else b""
+    return start[:4] == b"GIF8" or start[:8] == b"\x89PNG\r\n\x1a\n" or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
+
+
+def _animation(content: Any) -> Image.Image:
+    try:
+        return content.copy() if isinstance(content, Image.Image) else Image.open(stream(content))
+    except Exception as error:  # plugins raise SyntaxError, struct.error and more
+        raise ValueError(f"the animation cannot be read: {error}") from error
+
+
+def _extent_of(picture: Image.Image, viewing: Viewing) -> tuple[list[int], Extent]:
+    times, now = [], 0.0
+    for k in range(getattr(picture, "n_frames", 1)):
+        picture.seek(k)
+        picture.load()  # a WebP tells how long a frame stands only then
+        times.append(now)
+        now += (picture.info.get("duration") or 100) / 1000
+    chosen = viewing.choose(times)
+    size = picture_size(picture, viewing.max_source_pixels)
+    return chosen, Extent((len(chosen), *size), tuple(times[k] for k in chosen))
+
+
+def _shown(picture: Image.Image, k: int) -> np.ndarray:
+    try:
+        picture.seek(k)
+        return np.asarray(to_rgb(picture))
+    except Exception as error:  # plugins raise SyntaxError, struct.error and more
+        raise ValueError(f"the animation is damaged at frame {k + 1}: {error}") from error
+
+
+def _container(library: Any, content: Content) -> Any:
+    if not isinstance(content, Path | bytes):
+        raise ValueError(f"{type(content).__name__} is no video")
+    try:
+        return library.open(stream(content))
+    except library.FFmpegError as error:
+        raise ValueError(f"not a video of any known format: {error.strerror}") from None
+
+
+def _library() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise DataError("reading video needs av; pip install 'lightrft[video]'") from None
+    return av

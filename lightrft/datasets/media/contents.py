@@ -1,0 +1,223 @@
+"""What a row's value stands for: a file, bytes, a picture, an array. Raises ``ValueError`` with the reason."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, unquote_to_bytes, urlparse
+
+import numpy as np
+from PIL import Image
+
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{32,}={0,2}\s*")
+_NESTED = ("image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "url", "path", "file")
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Sound as numbers: ``values [N]`` or ``[channels, N]`` or ``[N, channels]``, ``rate`` of them a second."""
+
+    values: np.ndarray
+    rate: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frames:
+    """Pictures that follow one another."""
+
+    pictures: tuple[Any, ...]
+
+
+Content = Path | bytes | Image.Image | np.ndarray | Samples | Frames
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """How files are found and downloads kept: ``folder`` caches what URLs name."""
+
+    folder: Path
+    timeout: float
+    offline: bool = False
+
+    def content(self, value: Any, root: Path) -> Content:
+        """What ``value`` stands for; relative paths start from ``root``."""
+        if isinstance(value, str):
+            return self._named(value, root)
+        if isinstance(value, os.PathLike):
+            return _file(root / value)
+        if isinstance(value, bytes | bytearray | memoryview):
+            return _some(bytes(value))
+        if isinstance(value, Image.Image | np.ndarray):
+            return value
+        if isinstance(value, Mapping):
+            return self._mapping(value, root)
+        if isinstance(value, list | tuple):
+            return self._several(value, root)
+        if hasattr(value, "__array__"):
+            return np.asarray(value)
+        raise ValueError(f"a {type(value).__name__} is neither a path, a URL, bytes, a picture nor an array")
+
+    def _mapping(self, value: Mapping[str, Any], root: Path) -> Content:
+        if value.get("bytes") is not None:
+            return self.content(value["bytes"], root)
+        if value.get("array") is not None:
+            if value.get("sampling_rate") is None:
+                return np.asarray(value["array"])
+            return Samples(np.asarray(value["array"]), int(value["sampling_rate"]))
+        encoded = value.get("data") if value.get("data") is not None else value.get("base64")
+        if encoded is not None:
+            return (
+                _decoded(encoded) if isinstance(encoded, str) and not encoded.startswith("data:") else self.content(encoded, root)
+            )
+        inside = next((value[name] for name in _NESTED if value.get(name) is not None), None)
+        if inside is None:
+            raise ValueError(f"neither bytes, path, url nor array in it; it has: {', '.join(map(str, value)) or 'nothing'}")
+        return self.content(inside, root)
+
+    def _several(self, value: list[Any] | tuple[Any, ...], root: Path) -> Content:
+        if not value:
+            raise ValueError("the list is empty")
+        first = value[0]
+        while isinstance(first, list | tuple) and first:
+            first = first[0]
+        if isinstance(first, int | float):
+            return np.asarray(value)
+        return Frames(tuple(self.content(v, root) for v in value))
+
+    def _named(self, text: str, root: Path) -> Content:
+        if text.startswith("data:"):
+            return _data_uri(text)
+        scheme = urlparse(text).scheme if "://" in text[:16] else ""
+        if scheme in ("http", "https"):
+            return self._download(text)
+        if scheme == "file":
+            return _file(Path(unquote(text.removeprefix("file://").removeprefix("localhost"))))
+        if scheme:
+            raise ValueError(f"{shown(text)}: only http, https and file addresses can be read")
+        path = root / Path(text).expanduser() if len(text) < 4096 else None
+        if (path is None or not _is_file(path)) and _BASE64.fullmatch(text) and len(text) >= 64:
+            return _decoded(text)
+        if path is None:
+            raise ValueError(f"{shown(text)} is neither a path nor base64")
+        return _file(path)
+
+    def _download(self, url: str) -> Path:
+        name = blake2b(url.encode(), digest_size=16).hexdigest()
+        path = self.folder / f"{name}{Path(urlparse(url).path).suffix[:8]}"
+        if path.is_file():
+            return path
+        if self.offline:
+            raise ValueError(f"{url} has not been downloaded to {self.folder}, and data.media.offline is set")
+        import httpx
+
+        try:
+            response = httpx.get(url, timeout=self.timeout, follow_redirects=True)
+            response.raise_for_status()
+        except httpx.HTTPError as error:
+            raise ValueError(f"{url} cannot be downloaded: {type(error).__name__}: {error}") from error
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:  # several workers may want the same one
+            file.write(response.content)
+        Path(file.name).replace(path)
+        return path
+
+
+def digest(content: Content) -> bytes:
+    """A hash of what ``content`` holds, wherever it is kept."""
+    seen = blake2b(digest_size=20)
+    _feed(seen, content)
+    return seen.digest()
+
+
+def stream(content: Path | bytes) -> str | io.BytesIO:
+    """What libraries open."""
+    return str(content) if isinstance(content, Path) else io.BytesIO(content)
+
+
+def head(content: Path | bytes, size: int = 32) -> bytes:
+    """The first bytes of a file."""
+    if isinstance(content, bytes):
+        return content[:size]
+    with content.open("rb") as file:
+        return file.read(size)
+
+
+def shown(value: Any) -> str:
+    """``value`` short enough for a message."""
+    if isinstance(value, str | os.PathLike):
+        text = str(value)
+        return repr(text if len(text) <= 200 else f"{text[:60]}...")
+    if isinstance(value, Mapping):
+        named = next((value[k] for k in ("path", "url") if isinstance(value.get(k), str)), None)
+        return shown(named) if named else f"{{{', '.join(map(str, value))}}}"
+    if isinstance(value, bytes | bytearray):
+        return f"{len(value)} bytes"
+    if isinstance(value, list | tuple):
+        return f"a list of {len(value)}"
+    return f"a {type(value).__name__}"
+
+
+def _feed(seen: Any, content: Content) -> None:
+    if isinstance(content, Path):
+        with content.open("rb") as file:
+            while block := file.read(1 << 20):
+                seen.update(block)
+    elif isinstance(content, bytes):
+        seen.update(content)
+    elif isinstance(content, Image.Image):
+        seen.update(f"{content.mode} {content.size} {content.getexif().get(0x0112)}".encode())
+        seen.update(content.tobytes())
+    elif isinstance(content, Samples):
+        seen.update(str(content.rate).encode())
+        _feed(seen, content.values)
+    elif isinstance(content, Frames):
+        for picture in content.pictures:
+            seen.update(digest(picture))
+    else:
+        seen.update(f"{content.dtype} {content.shape}".encode())
+        seen.update(np.ascontiguousarray(content).tobytes())
+
+
+def _file(path: Path) -> Path:
+    if not _is_file(path):
+        raise ValueError(f"there is no file {path}" + ("" if path.is_absolute() else f" (in {Path.cwd()})"))
+    if path.stat().st_size == 0:
+        raise ValueError(f"{path} is empty")
+    return path
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name too long, or with a null byte
+        return False
+
+
+def _some(data: bytes) -> bytes:
+    if not data:
+        raise ValueError("there are no bytes")
+    return data
+
+
+def _data_uri(text: str) -> bytes:
+    meta, comma, body = text.partition(",")
+    if not comma:
+        raise ValueError("a data: address without a comma")
+    return _decoded(body) if meta.endswith(";base64") else _some(unquote_to_bytes(body))
+
+
+def _decoded(text: str) -> bytes:
+    body = "".join(text.split()).replace("-", "+").replace("_", "/")
+    try:
+        return _some(base64.b64decode(body + "=" * (-len(body) % 4), validate=True))
+    except binascii.Error as error:
+        raise ValueError(f"not base64: {error}") from None

@@ -1,0 +1,198 @@
+"""Items measured, decoded and made into a model's inputs, side by side and once while they are remembered."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.datasets.media.attachments import attachment
+from lightrft.datasets.media.clips import Viewing, clip_extent, read_clip
+from lightrft.datasets.media.contents import Content, Fetch, digest, shown
+from lightrft.datasets.media.items import Item
+from lightrft.datasets.media.pictures import picture_size, read_picture
+from lightrft.datasets.media.sounds import Hearing, read_sound, sound_length
+from lightrft.datasets.media.workers import Workers
+from lightrft.datasets.rows import BadRow
+from lightrft.datasets.settings import MediaConfig
+from lightrft.types import Attachment, Extent, Media, Ragged
+from lightrft.utils.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The tower's inputs of one item, and what people see of it."""
+
+    inputs: Mapping[str, Tensor]
+    extent: Extent
+    attachment: Attachment
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return sum(t.nbytes for t in self.inputs.values()) + len(self.attachment.data)
+
+
+class MediaReader:
+    """Reads items for ``processor`` (see ``lightrft.models.processing``) as ``config`` says. Picklable; every method may be
+    called from several threads.
+
+    What cannot be read raises ``BadRow``, which names row, column and file. ``DataError`` for a library that is not installed.
+    """
+
+    def __init__(self, config: MediaConfig, processor: Any) -> None:
+        self.config = config
+        self.processor = processor.limited(config.min_pixels, config.max_pixels)
+        self.workers = Workers(config.workers)
+        self._fetch = Fetch(Path(config.downloads).expanduser(), config.timeout, config.offline)
+        self._ready = _Recent(config.cache_mb << 20)
+
+    @property
+    def parts(self) -> Mapping[str, Any]:
+        """The processor's part for each kind."""
+        return self.processor.parts
+
+    def measured(self, items: Sequence[Item]) -> list[Extent | BadRow]:
+        """The extent of each item, or why there is none; side by side."""
+        return self.workers.map(self._measured, items)
+
+    def measure(self, item: Item) -> Extent:
+        """How large an item is once decoded, from its header where that is enough."""
+        return self._told(item, lambda: self._measure(item))
+
+    def expand(self, item: Item, extent: Extent) -> str:
+        """The text with placeholders that stands for the item."""
+        return self._told(item, lambda: self._part(item).expand(extent))
+
+    def inputs(self, items: Sequence[Item], ids: Sequence[int], where: str) -> tuple[Media, tuple[Attachment, ...]]:
+        """The inputs of one sample with ``items`` in the order of their places in ``ids``. Raises ``BadRow`` unless ``ids`` has a
+        placeholder for each feature."""
+        ready = [self.load(item) for item in items]
+        self._check(items, ready, ids, where)
+        made: dict[str, list[Tensor]] = {}
+        for one in ready:
+            for name, tensor in one.inputs.items():
+                made.setdefault(name, []).append(tensor)
+        media = {
+            name: Ragged(each[0] if len(each) == 1 else torch.cat(each), torch.tensor([sum(map(len, each))]))
+            for name, each in made.items()
+        }
+        return media, tuple(one.attachment for one in ready)
+
+    def load(self, item: Item) -> Ready:
+        """The item decoded and processed, or as it is remembered by its content."""
+        return self._told(item, lambda: self._load(item))
+
+    def counts(self, items: Sequence[Item]) -> list[int]:
+        """Features of each item, which is how many placeholders it has."""
+        return [self._part(item).count(self.load(item).inputs) for item in items]
+
+    def _check(self, items: Sequence[Item], ready: Sequence[Ready], ids: Sequence[int], where: str) -> None:
+        features = dict.fromkeys(self.processor.tokens.values(), 0)
+        for item, one in zip(items, ready):
+            features[self.processor.tokens[item.kind]] += self._part(item).count(one.inputs)
+        for token, expected in features.items():
+            if (held := ids.count(token)) != expected:
+                kinds = "/".join(kind for kind, t in self.processor.tokens.items() if t == token)
+                raise BadRow(
+                    f"{where}: {held} {kind_tokens(kinds)} for {expected} features; has a file changed since the data was opened?"
+                )
+
+    def _part(self, item: Item) -> Any:
+        return self.parts[item.kind].limited(item.min_pixels, item.max_pixels)
+
+    def _told(self, item: Item, work: Callable[[], T]) -> T:
+        try:
+            return work()
+        except UserError:
+            raise
+        except Exception as error:  # decoders raise what they like
+            reason = str(error) or type(error).__name__
+            known = isinstance(error, ValueError)
+            raise BadRow(
+                f"{item.where}: {shown(item.value)}: {reason if known else f'{type(error).__name__}: {reason}'}"
+            ) from error
+
+    def _measured(self, item: Item) -> Extent | BadRow:
+        try:
+            return self.measure(item)
+        except BadRow as error:
+            return error
+
+    def _measure(self, item: Item) -> Extent:
+        content = self._fetch.content(item.value, item.root)
+        if item.kind == "image":
+            return Extent(picture_size(content, self.config.max_source_pixels))
+        if item.kind == "video":
+            return clip_extent(content, self._viewing(item))
+        return Extent((sound_length(content, self._hearing(item)),))
+
+    def _load(self, item: Item) -> Ready:
+        content = self._fetch.content(item.value, item.root)
+        key = (item.kind, digest(content), item.min_pixels, item.max_pixels, item.fps)
+        return self._ready.get(key, lambda: self._made(item, content))
+
+    def _made(self, item: Item, content: Content) -> Ready:
+        value, extent = self._decoded(item, content)
+        part = self._part(item)
+        return Ready(dict(part.inputs(value, extent)), extent, attachment(item.kind, value, extent, part.rate))
+
+    def _decoded(self, item: Item, content: Content) -> tuple[np.ndarray, Extent]:
+        if item.kind == "video":
+            return read_clip(content, self._viewing(item))
+        if item.kind == "image":
+            value = read_picture(content, self.config.max_source_pixels)
+        else:
+            value = read_sound(content, self._hearing(item))
+        return value, Extent(value.shape)
+
+    def _viewing(self, item: Item) -> Viewing:
+        config = self.config
+        return Viewing(item.fps or config.fps, config.max_frames, config.max_seconds, config.max_source_pixels)
+
+    def _hearing(self, item: Item) -> Hearing:
+        return Hearing(self.parts[item.kind].rate, self.config.resample, self.config.max_seconds)
+
+
+def kind_tokens(kinds: str) -> str:
+    """How messages call placeholders of ``kinds``."""
+    return f"{kinds} placeholders"
+
+
+@dataclass
+class _Recent:
+    """What was used last, up to ``limit`` bytes. Forgotten when pickled."""
+
+    limit: int
+    _kept: OrderedDict[Any, Ready] = field(default_factory=OrderedDict)
+    _size: int = 0
+    _lock: Any = field(default_factory=Lock)
+
+    def get(self, key: Any, make: Callable[[], Ready]) -> Ready:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = make()
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = made
+                self._size += made.size
+            while self._size > self.limit and self._kept:
+                self._size -= self._kept.popitem(last=False)[1].size
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"limit": self.limit}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(**state)
