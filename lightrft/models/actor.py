@@ -236,6 +236,10 @@ class Actor(Backbone):
 
     def own_logprobs(self, batch: Batch) -> Tensor:
         """By the model's own forward, head included, on padded rows."""
+        reader = self.family.reader
+        if reader is not None and reader.alone and len(batch) > 1:
+            rows = [batch.select(torch.tensor([b], device=batch.prompt_of.device)) for b, n in enumerate(batch.lengths) if n]
+            return torch.cat([self.own_logprobs(row) for row in rows])
         self.use_attention("padded")
         packed = pack(batch, "padded")
         inputs = own_inputs(self.base, self.family, batch, packed)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lightrft.models import towers, towers_audio
+from lightrft.models import towers, towers_audio, towers_tiles
 from lightrft.models.settings import Layout
 
 
@@ -63,6 +63,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Family(decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN2_5_VL),
     "qwen3_vl": Family(decoder=_LANGUAGE, loader="Qwen3VLForConditionalGeneration", reader=towers.QWEN3_VL),
     "qwen3_vl_moe": Family(decoder=_LANGUAGE, loader="Qwen3VLMoeForConditionalGeneration", reader=towers.QWEN3_VL),
+    "internvl": Family(decoder=_LANGUAGE, loader="InternVLForConditionalGeneration", reader=towers_tiles.INTERNVL),
+    "llava_onevision": Family(decoder=_LANGUAGE, loader="LlavaOnevisionForConditionalGeneration", reader=towers_tiles.ONEVISION),
     "qwen2_audio": Family(decoder=_LANGUAGE, loader="Qwen2AudioForConditionalGeneration", reader=towers_audio.QWEN2_AUDIO),
     "voxtral": Family(decoder=_LANGUAGE, loader="VoxtralForConditionalGeneration", reader=towers_audio.VOXTRAL),
     "gemma3": Family(decoder=_LANGUAGE, loader="Gemma3ForConditionalGeneration", reader=towers.GEMMA_3),

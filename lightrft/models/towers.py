@@ -73,7 +73,8 @@ class Reader:
 
     ``parts`` name prefixes of parameters: ``tower`` and ``projector`` (which may lie inside the tower's). ``typed`` says that the
     model's own forward takes ``mm_token_type_ids``. ``both_ways`` is there where tokens of one picture see one another both ways: the
-    keyword by which the model's own forward learns which ones they are.
+    keyword by which the model's own forward learns which ones they are. ``alone`` says that it takes media of unequal sizes only in
+    rows of their own.
     """
 
     towers: tuple[Tower, ...]
@@ -81,6 +82,7 @@ class Reader:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     typed: bool = False
     both_ways: str = ""
+    alone: bool = False
 
 
 def pooled(output: Any) -> Features:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -82,6 +83,11 @@ def within(pixels: int, min_pixels: int | None, max_pixels: int | None) -> None:
     ):
         if wrong:
             raise ModelError(f"{name} = {bound}: this model reads pictures of {pixels} pixels and cannot take it; leave it unset")
+
+
+def write_settings(file: Path, fields: Mapping[str, Any]) -> None:
+    """Write ``fields`` as JSON, as transformers does."""
+    file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 Build = Callable[[ModelConfig, Any, PreTrainedTokenizerBase], Mapping[str, Part]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as clip_resize
 from transformers.video_processing_utils import BaseVideoProcessor
 
-from lightrft.models.processing.base import Part, spelling
+from lightrft.models.processing.base import Part, spelling, write_settings
 from lightrft.models.settings import ModelConfig
 from lightrft.types import Extent
 
@@ -111,8 +110,7 @@ class QwenVideo:
         return replace(self, processor=limited, fields={**self.fields, "size": dict(limited.size)})
 
     def save(self, path: Path) -> None:
-        text = json.dumps({**self.fields, "video_processor_type": "Qwen2VLVideoProcessor"}, indent=2, default=list)
-        (path / "video_preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
+        write_settings(path / "video_preprocessor_config.json", {**self.fields, "video_processor_type": "Qwen2VLVideoProcessor"})
 
     def _grid(self, extent: Extent) -> Tensor:
         """Patches along time, height and width."""
@@ -144,8 +142,7 @@ class Qwen3Video(QwenVideo):
         return replace(self, each=(low if min_pixels is None else min_pixels, high if max_pixels is None else max_pixels))
 
     def save(self, path: Path) -> None:
-        text = json.dumps({**self.fields, "video_processor_type": "Qwen3VLVideoProcessor"}, indent=2, default=list)
-        (path / "video_preprocessor_config.json").write_text(text + "\n", encoding="utf-8")
+        write_settings(path / "video_preprocessor_config.json", {**self.fields, "video_processor_type": "Qwen3VLVideoProcessor"})
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
         size, step = self.processor.size, self.processor.temporal_patch_size

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightrft.models.processing import audio, gemma, qwen, smolvlm
+from lightrft.models.processing import audio, gemma, qwen, smolvlm, tiles
 from lightrft.models.processing.base import Build
 
 BUILD: dict[str, Build] = {
@@ -10,6 +10,8 @@ BUILD: dict[str, Build] = {
     "qwen2_5_vl": qwen.build,
     "qwen3_vl": qwen.build,
     "qwen3_vl_moe": qwen.build,
+    "internvl": tiles.internvl,
+    "llava_onevision": tiles.onevision,
     "qwen2_audio": audio.qwen2_audio,
     "voxtral": audio.voxtral,
     "gemma3": gemma.build,

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading import save_model
 from lightrft.models.tiny import tiny_tokenizer
-from lightrft.models.tiny_media import audio, gemma, qwen, smolvlm
+from lightrft.models.tiny_media import audio, gemma, qwen, smolvlm, tiles
 from lightrft.models.tiny_media.row import Tiny
 from lightrft.utils.errors import ModelError
 
@@ -93,5 +93,5 @@ def _chat_template(written: dict[str, str]) -> str:
     )
 
 
-_FAMILIES: dict[str, Tiny] = {**qwen.FAMILIES, **gemma.FAMILIES, **smolvlm.FAMILIES, **audio.FAMILIES}
+_FAMILIES: dict[str, Tiny] = {**qwen.FAMILIES, **tiles.FAMILIES, **gemma.FAMILIES, **smolvlm.FAMILIES, **audio.FAMILIES}
 MEDIA_FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
