@@ -8,7 +8,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightrft.models import ActorAL, ActorLanguage, get_supported_parameters
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.tiny_media import tiny_media_model
+from lightrft.models.loading import load_model
+from lightrft.models.settings import ModelConfig
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_prompts, rig
@@ -66,7 +67,7 @@ def example(tmp_path_factory):
 
 
 def actor_of(example, dtype=torch.float64, **options):
-    return ActorAL(tiny_media_model("qwen2_audio", example.rig.tokenizer, dtype=dtype), **options)
+    return ActorAL(load_model(ModelConfig(path=str(example.rig.path)), dtype=dtype), **options)
 
 
 def of_rows(actor, example, **media):
@@ -152,21 +153,21 @@ def test_a_batch_without_placeholders_is_text_alone(example):
 
 def test_text_alone_gives_the_numbers_of_the_text_actor(example):
     """The language model of an audio-language model, taken out of it."""
-    actor = actor_of(example)
+    actor = actor_of(example, torch.float32)
     text = actor.model.config.get_text_config().to_dict()
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "vocab_size", "rms_norm_eps")
-    alone = small_model("qwen2", torch.float64, **{name: text[name] for name in sizes}, tie_word_embeddings=False)
+    alone = small_model("qwen2", **{name: text[name] for name in sizes}, tie_word_embeddings=False)
     state = {name.replace("language_model.", ""): value for name, value in actor.model.state_dict().items()}
     alone.load_state_dict({n: v for n, v in state.items() if "audio_tower" not in n and "projector" not in n})
     ids, mask = _rectangle([list(range(10, 22)), [30, 31, 32]], "left")
     found = []
-    with Float64(), torch.no_grad():
+    with torch.no_grad():
         for policy in (ActorLanguage(alone), actor, ActorAL(alone), ActorLanguage(actor.model)):
             rows = policy(ids, 2, mask)
             policy.packing_samples = True
             packed = policy(ids[:1], [3, 4], torch.tensor([[1] * 5 + [2] * 7]), packed_seq_lens=[5, 7])
             found.append(torch.cat([rows.flatten(), packed[0]]))
-    assert all((some - found[0]).abs().max() < 1e-12 for some in found)
+    assert all((some - found[0]).abs().max() < 2e-6 * found[0].abs().max() for some in found)
 
 
 def test_greedy_answers_of_a_padded_batch_are_those_of_each_row_alone(example):

@@ -10,8 +10,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from lightrft.models import ActorLanguage, ActorVL, CriticVL, get_supported_parameters
 from lightrft.models.actor_modality import ActorModality
+from lightrft.models.loading import load_model
 from lightrft.models.lora import is_adapted
-from lightrft.models.tiny_media import tiny_media_model
+from lightrft.models.settings import ModelConfig
 from lightrft.types import Batch, Prompt, Segments
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import Rig, mixed_prompts, rig
@@ -77,7 +78,7 @@ def example(tmp_path_factory):
 
 
 def actor_of(example, dtype=torch.float64, kind=ActorVL, **options):
-    return kind(tiny_media_model("qwen2_5_vl", example.rig.tokenizer, dtype=dtype), **options)
+    return kind(load_model(ModelConfig(path=str(example.rig.path)), dtype=dtype), **options)
 
 
 def of_rows(actor, example):
@@ -101,7 +102,7 @@ def of_rows(actor, example):
 def test_rows_padded_on_either_side_and_packed_rows_give_the_logprobs_of_the_trainers_actor(tmp_path, family):
     r = rig(family, tmp_path)
     example = Example(r, mixed_prompts(r))
-    actor = ActorVL(tiny_media_model(family, r.tokenizer, dtype=torch.float64))
+    actor = actor_of(example)
     with Float64(), torch.no_grad():
         expected = actor.actor.own_logprobs(example.batch)
         found = of_rows(actor, example) | {"trainer": actor.actor.score(example.batch).logprobs}
@@ -132,7 +133,7 @@ def test_a_path_loads_the_familys_own_class(example):
 
 
 def test_an_existing_model_is_kept_and_every_attribute_is_set(example):
-    model = tiny_media_model("qwen2_5_vl", example.rig.tokenizer)
+    model = load_model(ModelConfig(path=str(example.rig.path)))
     before = [(name, type(module)) for name, module in model.named_modules()]
     actor = ActorVL(model, packing_samples=True, high_entropy_token_ratio=0.2)
     assert actor.model is model
@@ -267,10 +268,10 @@ def test_generated_rows_get_the_documented_masks(example, row, expected, attende
 
 def test_text_alone_gives_the_numbers_of_the_text_actor(example):
     """The language model of a vision-language model, taken out of it."""
-    actor = actor_of(example)
+    actor = actor_of(example, torch.float32)
     text = actor.model.config.get_text_config().to_dict()
     sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings", "vocab_size", "rms_norm_eps")
-    alone = small_model("qwen2", torch.float64, **{name: text[name] for name in sizes}, tie_word_embeddings=False)
+    alone = small_model("qwen2", **{name: text[name] for name in sizes}, tie_word_embeddings=False)
     state = {
         name.replace("language_model.", ""): value for name, value in actor.model.state_dict().items() if "visual" not in name
     }
@@ -279,12 +280,12 @@ def test_text_alone_gives_the_numbers_of_the_text_actor(example):
     ids, mask = plain.left()
     packed, ones, lengths = plain.packed()
     found = []
-    with Float64(), torch.no_grad():
+    with torch.no_grad():
         for policy in (ActorLanguage(alone), actor, ActorVL(alone), ActorLanguage(actor.model)):
             rows = policy(ids, 6, mask)
             policy.packing_samples = True
             found.append(torch.cat([rows.flatten(), policy(packed, [4, 6], ones, packed_seq_lens=lengths)[0]]))
-    assert all((some - found[0]).abs().max() < 1e-12 for some in found)
+    assert all((some - found[0]).abs().max() < 2e-6 * found[0].abs().max() for some in found)
     limits = {"max_new_tokens": 5, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": False}
     answers = [p.generate(ids[:, :12], attention_mask=mask[:, :12], **limits)[0] for p in (ActorLanguage(alone), actor)]
     assert torch.equal(*answers)
