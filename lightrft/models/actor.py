@@ -91,7 +91,7 @@ class Backbone(nn.Module):
             packed.plan.last_layer = self.text_config.num_hidden_layers - 1
             packed.plan.spans = [] if seen is None else seen.spans(packed.source)
         elif seen is not None:
-            inputs |= seen.masks(self.text_config, inputs["inputs_embeds"], packed.source)
+            inputs |= seen.masks(self.text_config, inputs["inputs_embeds"], packed.source, packed.mask)
         return self.decoder(**inputs, use_cache=False).last_hidden_state
 
     @property

@@ -61,8 +61,9 @@ class Seen:
         lengths = torch.diff(starts, append=starts.new_tensor([len(source)]))
         return [(s, n) for s, n, b in zip(starts.tolist(), lengths.tolist(), block[starts].tolist()) if b >= 0]
 
-    def masks(self, config: PreTrainedConfig, embeddings: Tensor, source: Tensor) -> dict[str, object]:
-        """Keywords of the decoder of ``config`` for ``embeddings [S, T, H]`` in rows of their own, by its own attention."""
+    def masks(self, config: PreTrainedConfig, embeddings: Tensor, source: Tensor, real: Tensor | None) -> dict[str, object]:
+        """Keywords of the decoder of ``config`` for ``embeddings [S, T, H]`` in rows of their own, by its own attention; ``real
+        [S, T]`` is 0 where they are filled up, ``None`` where nothing sees that."""
         if self.blocks is None:
             return {}
         block = self._block_of(source).view(embeddings.shape[:2])
@@ -70,7 +71,7 @@ class Seen:
         for kind in set(config.layer_types):
             near = sliding_window_overlay(config.sliding_window) if kind == "sliding_attention" else None
             masks[kind] = create_causal_mask(
-                config, embeddings, None, None, or_mask_function=blockwise_overlay(block), and_mask_function=near
+                config, embeddings, real, None, or_mask_function=blockwise_overlay(block), and_mask_function=near
             )
         return {"attention_mask": masks}
 

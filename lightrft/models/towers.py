@@ -125,8 +125,8 @@ GEMMA_3 = Reader(
 
 
 def _as_one_row(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """``pixel_values [1, K, C, H, W]``: the model takes a number of crops for each of several rows."""
-    return {name: values.unsqueeze(0) for name, values in inputs.items()}
+    """Crops ``[K, C, H, W]`` as ``[1, K, C, H, W]``, since the model takes some for each of several rows; those stay as they are."""
+    return {name: values.unsqueeze(0) if values.ndim == 4 else values for name, values in inputs.items()}
 
 
 SMOL_VLM = Reader(
