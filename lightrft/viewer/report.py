@@ -13,11 +13,10 @@ from typing import Any
 import yaml
 
 from lightrft.utils.files import write_atomic
+from lightrft.viewer.answers import answers
 from lightrft.viewer.plots import plots
-from lightrft.viewer.run_data import Answer, RunData, read_run
+from lightrft.viewer.run_data import RunData, read_run
 from lightrft.viewer.svg import compact, percent, share_bar
-
-ANSWERS = 5
 
 
 def write_report(folder: Path) -> Path:
@@ -33,8 +32,9 @@ def write_report(folder: Path) -> Path:
 def render(run: RunData) -> str:
     """The page. Every text of the run is escaped, and a content policy allows this page's own style and script only."""
     style, script = _asset("report.css"), _asset("report.js")
-    sections = [_header(run), _hero(run), _curves(run), _answers(run), _settings(run), _next(run)]
-    policy = f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'; base-uri 'none'"
+    sections = [_header(run), _hero(run), _curves(run), answers(run), _settings(run), _next(run)]
+    given = f"img-src data:; media-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
+    policy = f"default-src 'none'; {given}; base-uri 'none'"
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -174,41 +174,6 @@ def _account(run: RunData) -> str:
 
 def _swatch(css: str) -> str:
     return f'<svg viewBox="0 0 14 8" aria-hidden="true"><rect class="{css}" width="14" height="8" rx="2"/></svg>'
-
-
-def _answers(run: RunData) -> str:
-    pairs = list(zip(run.before, run.after))
-    if not pairs:
-        return ""
-    paired = all(a.prompt == b.prompt for a, b in pairs)
-    shown = pairs[:ANSWERS]
-    head = "Answers, before and after" if paired else "Answers at the first step and at the last"
-    of = f"The first {len(shown)} of {len(pairs)} held-out problems that were kept." if paired and len(pairs) > len(shown) else ""
-    items = "".join(_pair(before, after, paired) for before, after in shown)
-    return (
-        f'<section aria-labelledby="answers">\n<h2 id="answers">{head}</h2>\n{f"<p>{of}</p>" if of else ""}'
-        f'<ol class="answers">{items}</ol>\n</section>'
-    )
-
-
-def _pair(before: Answer, after: Answer, paired: bool) -> str:
-    ask = _ask(before) if paired else ""
-    left, right = ("Before", "After") if paired else ("First step", "Last step")
-    return f'<li class="card">{ask}<div class="pair">{_answer(left, before, paired)}{_answer(right, after, paired)}</div></li>'
-
-
-def _ask(answer: Answer) -> str:
-    expected = f'<p class="expected">expected <code>{escape(answer.label)}</code></p>' if answer.label else ""
-    return f'<div class="ask"><p class="prompt">{escape(answer.prompt)}</p>{expected}</div>'
-
-
-def _answer(title: str, answer: Answer, paired: bool) -> str:
-    if answer.correct is not None:
-        mark = '<span class="mark good">✓ right</span>' if answer.correct else '<span class="mark bad">✗ wrong</span>'
-    else:
-        mark = f'<span class="mark">reward {compact(answer.reward)}</span>' if answer.reward is not None else ""
-    text = f"<pre>{escape(answer.text)}</pre>" if answer.text.strip() else '<p class="empty">no text</p>'
-    return f'<div class="answer"><header><span>{title}</span>{mark}</header>{"" if paired else _ask(answer)}{text}</div>'
 
 
 def _settings(run: RunData) -> str:

@@ -19,18 +19,19 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer to show. ``correct`` is ``None`` where only a reward is known."""
+    """One answer to show. ``correct`` is ``None`` where only a reward is known; ``attachments`` are files of the prompt."""
 
     prompt: str
     text: str
     label: str = ""
     correct: bool | None = None
     reward: float | None = None
+    attachments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """``rows`` of the phase that the report is about, ``warm_up`` those of supervised steps before it."""
+    """``rows`` of the phase that the report is about, ``warm_up`` those of supervised steps before it; attachments are in ``media``."""
 
     name: str
     rows: list[dict[str, Any]]
@@ -39,6 +40,7 @@ class RunData:
     config: Mapping[str, Any] = field(default_factory=dict)
     before: list[Answer] = field(default_factory=list)
     after: list[Answer] = field(default_factory=list)
+    media: Path = Path()
 
     def points(self, name: str, warm_up: bool = False) -> Points:
         """(step, value) where the metric ``name`` was written and is a number."""
@@ -71,6 +73,7 @@ def read_run(folder: Path) -> RunData:
         config=dict(dotted(_mapping(_yaml(folder / "config.yaml"), folder / "config.yaml"))),
         before=before,
         after=after,
+        media=folder / "media",
     )
 
 
@@ -91,6 +94,7 @@ def _sample(sample: Mapping[str, Any]) -> Answer:
         _text(sample.get("text")),
         _text(sample.get("label")),
         None if correct is None else bool(correct),
+        attachments=_attachments(sample),
     )
 
 
@@ -103,10 +107,13 @@ def _sampled(path: Path, most: int = 5) -> list[Answer]:
                 break
             row = json.loads(line)
             prompt = row["prompt"]
-            found.setdefault(
-                prompt["id"], Answer(_text(prompt["text"]), _text(row["text"]), _text(prompt["label"]), None, row["reward"])
-            )
+            texts = (_text(prompt["text"]), _text(row["text"]), _text(prompt["label"]))
+            found.setdefault(prompt["id"], Answer(*texts, None, row["reward"], _attachments(prompt)))
     return list(found.values())
+
+
+def _attachments(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(_text(name) for name in row.get("attachments") or ())
 
 
 def _text(value: Any) -> str:

@@ -1,11 +1,14 @@
+import io
 import math
 import re
 import shutil
 import subprocess
+import wave
 from html.parser import HTMLParser
 from importlib.resources import files
 
 import pytest
+from PIL import Image
 
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
@@ -207,6 +210,61 @@ def test_durations_read_well():
     assert [duration(s) for s in (1.25, 42, 222, 7500)] == ["1.2 s", "42 s", "3 min 42 s", "2 h 5 min"]
 
 
+def write_media(folder):
+    """Two pictures, one of them tiny, and a clip of half a second; their names."""
+    folder.mkdir()
+    for name, side in (("tiny.png", 8), ("large.jpg", 200)):
+        Image.new("RGB", (side, side), (30, 90, 200)).save(folder / name)
+    sound = io.BytesIO()
+    with wave.open(sound, "wb") as file:
+        file.setparams((1, 2, 8000, 0, "NONE", ""))
+        file.writeframes(b"\0\1" * 4000)
+    (folder / "clip.wav").write_bytes(sound.getvalue())
+    return ["tiny.png", "large.jpg", "clip.wav"]
+
+
+def run_with_media(path, text="7", names=None):
+    """Answers of one word or long ones, about one file each; every fourth stays wrong."""
+    with RunFolder.open(path, Config(), resume="auto", overwrite=False) as folder:
+        names = names or write_media(path / "media")
+        rows = [
+            {"prompt": "Which digit?", "label": "7", "attachments": [names[i % len(names)]], "correct": False} for i in range(12)
+        ]
+        folder.write_samples(
+            [{**row, "text": "3"} for row in rows], [{**row, "text": text, "correct": i % 4 > 0} for i, row in enumerate(rows)]
+        )
+    return path
+
+
+def test_short_answers_about_pictures_and_clips_stand_beside_them_and_wrong_ones_are_marked(tmp_path):
+    page = page_of(run_with_media(tmp_path / "a"))
+    assert page.text.count("Which digit?") == 1
+    assert "Of these 12 held-out problems 0 were answered right before, 9 after." in page.text
+    assert len([1 for attrs in page.all("li") if attrs.get("class") == "card wrong"]) == page.text.count("✗ 7") == 3
+    assert page.text.count("✓ 7") == 9
+    assert [bool(i.get("class")) for i in page.all("img")] == [True, False] * 4
+    assert all(i["src"].startswith("data:image/") and i["alt"] == "expected 7" for i in page.all("img"))
+    assert len(page.all("audio")) == 4
+    assert all(a["src"].startswith("data:audio/wav;base64,") for a in page.all("audio"))
+
+
+def test_long_answers_about_a_picture_are_shown_in_full_beside_it(tmp_path):
+    page = page_of(run_with_media(tmp_path / "a", text="It looks like a seven.\n" * 3))
+    assert len(page.all("img")) + len(page.all("audio")) == 5
+    assert page.text.count("It looks like a seven.") == 15
+    assert page.text.count("✗ wrong") == 5 + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("gone.png", "gone.png is missing"), ("a.svg", "a.svg cannot be shown"), ("../media/tiny.png", "cannot be shown")],
+)
+def test_a_file_that_cannot_be_shown_is_named(tmp_path, name, said):
+    page = page_of(run_with_media(tmp_path / "a", names=[name]))
+    assert not page.all("img")
+    assert said.replace("cannot be shown", "") in page.text
+
+
 def luminance(color):
     channels = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
@@ -223,7 +281,7 @@ def test_colours_stand_out_enough(scheme):
         low, high = sorted([luminance(palette[a]), luminance(palette[b])])
         return (high + 0.05) / (low + 0.05)
 
-    for ground in ("bg", "card", "soft"):
+    for ground in ("bg", "card", "soft", "bad-bg"):
         for text in ("ink", "muted", "good", "bad", "accent"):
             assert contrast(text, ground) >= 4.5, (text, ground)
     for i in range(8):
@@ -273,6 +331,32 @@ def test_a_real_browser_shows_it_without_a_complaint_at_any_width(tmp_path):
         assert int(plot.split()[1]) > 240
         assert name == "demo: run report"
     assert report.stat().st_size < 2**20
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium is installed")
+@pytest.mark.parametrize("text", ["7", "It looks like a seven.\n" * 3], ids=["short", "long"])
+def test_a_real_browser_shows_the_pictures_and_can_play_the_clips(tmp_path, text):
+    write_report(run_with_media(tmp_path / "demo", text))
+    shutil.rmtree(tmp_path / "demo" / "media")  # the page holds all that it shows
+    (tmp_path / "frame.html").write_text(
+        """<body><iframe width=375 height=900 src="demo/report.html" onload="
+        const page = this.contentDocument, tell = (say) => this.title = 'saw ' + say;
+        const waiting = setInterval(() => {
+          const sounds = [...page.querySelectorAll('audio')];
+          if (sounds.some((a) => !(a.duration > 0) && !a.error)) return;
+          clearInterval(waiting);
+          tell([[...page.querySelectorAll('img')].map((i) => i.naturalWidth).join(' '),
+            sounds.map((a) => a.duration).join(' '), page.documentElement.scrollWidth].join('; '));
+        }, 20)"></iframe>"""
+    )
+    dom, console = browse(tmp_path / "frame.html", tmp_path / "profile")
+    assert console == []
+    seen = re.search(r'title="saw ([\d. ]+); ([\d. ]+); (\d+)"', dom)
+    assert seen, dom[-500:]
+    assert seen[1].split() == (["8", "200"] * 4 if text == "7" else ["8", "200"] * 2)
+    assert set(seen[2].split()) == {"0.5"}
+    assert int(seen[3]) <= 375
 
 
 @pytest.mark.browser

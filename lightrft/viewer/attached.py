@@ -1,0 +1,47 @@
+"""What belongs to a prompt besides its text, shown in the page itself: pictures, moving pictures and sound."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+TYPES = {
+    ".png": "image/png",
+    ".jpg": "image/jpeg",
+    ".jpeg": "image/jpeg",
+    ".webp": "image/webp",
+    ".gif": "image/gif",
+    ".wav": "audio/wav",
+    ".mp3": "audio/mpeg",
+    ".flac": "audio/flac",
+    ".ogg": "audio/ogg",
+}
+"""Endings of files that a browser shows."""
+TINY = 64
+"""Pictures of no more pixels a side than this are enlarged as squares, not smoothed."""
+
+
+def shown(names: Sequence[str], folder: Path, about: str) -> str:
+    """The files called ``names`` of ``folder``, each as an element that holds it; ``about`` is said of it to those who cannot see it.
+    One that is missing or of no known kind is named."""
+    return "".join(_element(name, folder, about) for name in names)
+
+
+def _element(name: str, folder: Path, about: str) -> str:
+    kind = TYPES.get(Path(name).suffix.lower(), "")
+    path = folder / name
+    if not kind or Path(name).name != name or not path.is_file():
+        return f'<p class="empty">{escape(name)} {"is missing" if kind else "cannot be shown"}</p>'
+    data = path.read_bytes()
+    source = f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"
+    if kind.startswith("audio/"):
+        return f'<audio controls preload="metadata" src="{source}" aria-label="{escape(about)}"></audio>'
+    return f'<img src="{source}" alt="{escape(about)}"{_tiny(data)}>'
+
+
+def _tiny(data: bytes) -> str:
+    """The class of a small PNG, whose size stands in bytes 16 to 24."""
+    size = [int.from_bytes(data[k : k + 4], "big") for k in (16, 20)] if data[:4] == b"\x89PNG" else [TINY + 1]
+    return ' class="tiny"' if max(size) <= TINY else ""
