@@ -1,0 +1,44 @@
+import hashlib
+
+import pytest
+
+from lightrft.datasets.digits import handwritten, spoken
+from lightrft.datasets.settings import SourceConfig
+from lightrft.datasets.sources import open_source
+from lightrft.utils.errors import ConfigError
+
+
+def contents(rows, column):
+    return {hashlib.sha256(row[column]["bytes"]).hexdigest() for row in rows}
+
+
+@pytest.mark.parametrize(("rows", "column", "train", "test"), [(handwritten, "image", 1437, 360), (spoken, "audio", 1200, 300)])
+def test_nothing_that_is_held_out_is_trained_on(rows, column, train, test):
+    some, held = rows(split="train"), rows(split="test")
+    assert (len(some), len(held)) == (train, test)
+    assert len({row["id"] for row in [*some, *held]}) == train + test
+    assert not contents(some, column) & contents(held, column)
+    assert {row["label"] for row in some} == {row["label"] for row in held} == set("0123456789")
+    assert all(row["response"] == row["label"] for row in [*some, *held])
+
+
+def test_guesses_tell_nothing_of_the_label_and_are_drawn_by_their_seed():
+    rows = handwritten(guesses=1.0)
+    right = sum(row["response"] == row["label"] for row in rows) / len(rows)
+    assert abs(right - 0.1) < 0.03  # 1437 draws: three deviations are 0.024
+    assert rows == handwritten(guesses=1.0)
+    assert rows != handwritten(guesses=1.0, seed=1)
+    half = sum(row["response"] == row["label"] for row in handwritten(guesses=0.5)) / len(rows)
+    assert abs(half - 0.55) < 0.04
+
+
+def test_a_source_of_digits_takes_its_split_from_the_source():
+    opened = open_source(SourceConfig(path="lightrft.datasets.digits:spoken", split="test"))
+    assert len(opened) == 300
+    assert opened[0]["audio"]["bytes"][:4] == b"fLaC"
+
+
+@pytest.mark.parametrize("options", [{"split": "validation"}, {"guesses": 1.5}])
+def test_a_split_or_a_share_that_cannot_be_is_refused(options):
+    with pytest.raises(ConfigError, match=str(next(iter(options.values())))):
+        handwritten(**options)
