@@ -529,11 +529,14 @@ class ChatConfig(Settings):
 class DemoConfig(Settings):
     """Everything that ``lightrft demo`` reads: a start model of ``family`` with ``model`` sizes, then ``sft``, then ``rl``.
 
+    A family that reads more than text has ``tower`` sizes too, and ``processor`` settings that fit them.
     Both phases run in folders below ``run.dir``/``run.name`` and take their seed from ``run``.
     """
 
     run: RunConfig = RunConfig(name="demo")
     family: str = "qwen2"
-    model: dict[str, int] = Field(default_factory=dict)
+    model: dict[str, Any] = Field(default_factory=dict)
+    tower: dict[str, Any] = Field(default_factory=dict)
+    processor: dict[str, Any] = Field(default_factory=dict)
     sft: SFTConfig = SFTConfig()
     rl: RLConfig = RLConfig()

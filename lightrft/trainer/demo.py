@@ -11,9 +11,11 @@ from typing import Any
 from lightrft.config import DemoConfig, RunConfig
 from lightrft.models.loading import save_model
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.models.tiny_media import MEDIA_FAMILIES, save_tiny_media
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.session import Observer
 from lightrft.trainer.sft import run_sft
+from lightrft.utils.errors import ConfigError
 from lightrft.utils.files import write_atomic, write_json
 
 
@@ -36,13 +38,22 @@ def run_demo(config: DemoConfig, observer: Observer | None = None) -> dict[str, 
 
 
 def make_start(config: DemoConfig, folder: Path) -> None:
-    """A model with random weights and its tokenizer, whole or not at all."""
+    """A model with random weights and its tokenizer, whole or not at all. Raises ``ConfigError`` for settings that nothing reads."""
+    if config.family not in MEDIA_FAMILIES and (config.tower or config.processor):
+        raise ConfigError(
+            f"family = {config.family!r} reads text alone: tower and processor change nothing; leave them out, or take one of "
+            + ", ".join(MEDIA_FAMILIES)
+        )
     temporary = folder.with_name(".start.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
-    tokenizer = tiny_tokenizer(whole_roles=True)
-    sizes: dict[str, Any] = {**config.model, "vocab_size": len(tokenizer)}
-    save_model(tiny_model(config.family, seed=config.run.seed, **sizes), tokenizer, temporary)
+    if config.family in MEDIA_FAMILIES:
+        more: dict[str, Any] = {"tower": config.tower, "processor": config.processor, "whole_roles": True}
+        save_tiny_media(config.family, temporary, seed=config.run.seed, **more, **config.model)
+    else:
+        tokenizer = tiny_tokenizer(whole_roles=True)
+        sizes: dict[str, Any] = {**config.model, "vocab_size": len(tokenizer)}
+        save_model(tiny_model(config.family, seed=config.run.seed, **sizes), tokenizer, temporary)
     temporary.rename(folder)
 
 

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from lightrft import config
+from lightrft.cli.demo_verb import DEMOS, preset
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.settings import Settings, dotted, load_settings
 from tests.architecture.tree import ROOT
@@ -85,6 +86,7 @@ def test_a_key_that_repeats_a_default_is_seen(tmp_path: Path) -> None:
     assert redundant(config.RLConfig, tree, tmp_path) == ["optimizer.lr"]
 
 
-def test_what_the_demo_runs_parses() -> None:
-    with resources.as_file(resources.files("lightrft.cli") / "demo.yaml") as file:
+@pytest.mark.parametrize("name", DEMOS)
+def test_what_the_demos_run_parses(name: str) -> None:
+    with resources.as_file(preset(name)) as file:
         assert load_settings(config.DemoConfig, [file]).settings.rl.reward.terms

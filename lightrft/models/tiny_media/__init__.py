@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading import save_model
-from lightrft.models.tiny import tiny_tokenizer
+from lightrft.models.tiny import PRINTABLE, tiny_tokenizer
 from lightrft.models.tiny_media import audio, gemma, qwen, smolvlm, tiles
 from lightrft.models.tiny_media.row import Tiny
 from lightrft.utils.errors import ModelError
@@ -62,12 +62,18 @@ def tiny_media_model(
 
 
 def save_tiny_media(
-    family: str, path: str | Path, *, chars: str | None = None, processor: dict[str, Any] | None = None, **options: Any
+    family: str,
+    path: str | Path,
+    *,
+    chars: str = PRINTABLE,
+    whole_roles: bool = False,
+    processor: dict[str, Any] | None = None,
+    **options: Any,
 ) -> PreTrainedModel:
     """Write a folder with a model of ``tiny_media_model``, its tokenizer and its processors; returns the model.
 
     ``processor`` are settings of the processor that is saved; those of the tower must fit them."""
-    tokenizer = tiny_media_tokenizer(family, **({} if chars is None else {"chars": chars}))
+    tokenizer = tiny_media_tokenizer(family, chars=chars, whole_roles=whole_roles)
     model = tiny_media_model(family, tokenizer, **options)
     save_model(model, tokenizer, path)
     _tiny(family).processor(**(processor or {})).save_pretrained(str(path))
