@@ -34,9 +34,8 @@ def mmau(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
 
 def _question(source: str, question: str, choices: Mapping[str, str], answer: Any, clip: Any) -> dict[str, Any]:
     letter = letter_of(choices, answer)
-    content = [{"type": "audio", "audio": clip}, {"type": "text", "text": question + shown(choices)}]
-    prompt = [{"role": "user", "content": content}]
-    return {"prompt": prompt, "label": letter, "reference": choices[letter], "data_source": source}
+    named = {"audios": [clip], "prompt": question + shown(choices), "label": letter, "reference": choices[letter]}
+    return {**named, "data_source": source}
 
 
 def _message(message: Mapping[str, Any], root: str) -> dict[str, Any]:

@@ -88,14 +88,10 @@ AVQA = {
 }
 
 
-def clip_question(path, text):
-    return [{"role": "user", "content": [{"type": "audio", "audio": path}, {"type": "text", "text": text}]}]
-
-
 @pytest.mark.parametrize(("root", "path"), [("", "-HG3Omg_89c_30.wav"), ("wavs/", "wavs/-HG3Omg_89c_30.wav")])
 def test_avqa_is_read_as_r1_aqa_prepares_it(tmp_path, root, path):
     shown = "What happened in the video?\n\nA. motorboat\nB. Yacht consignment\nC. Sailboat set sail\nD. Consignment car"
-    named = {"prompt": clip_question(path, shown), "label": "B", "reference": "Yacht consignment", "data_source": "aqa"}
+    named = {"audios": [path], "prompt": shown, "label": "B", "reference": "Yacht consignment", "data_source": "aqa"}
     assert read(tmp_path, AVQA, "aqa", root=root) == {**AVQA, **named}
 
 
@@ -107,13 +103,13 @@ def test_avqa_is_read_as_lightrft_prepares_it_whose_label_names_a_rule(tmp_path)
         "reference": "a dog",
         "label": "avqa_rule",
     }
-    asked = [row["prompt"][0], *clip_question("a.wav", content[1]["text"])]
+    asked = [row["prompt"][0], {"role": "user", "content": [{"type": "audio", "audio": "a.wav"}, content[1]]}]
     assert read(tmp_path, row, "aqa") == {**row, "prompt": asked, "label": "a dog", "data_source": "aqa"}
 
 
 def test_mmau_answers_are_texts_of_choices(tmp_path):
     row = {"id": "3f", "audio_id": "./clips/3f.wav", "question": "Who?", "choices": ["Man", "Woman"], "answer": "Woman"}
-    named = {"prompt": clip_question("/x/clips/3f.wav", "Who?\n\nA. Man\nB. Woman"), "label": "B", "reference": "Woman"}
+    named = {"audios": ["/x/clips/3f.wav"], "prompt": "Who?\n\nA. Man\nB. Woman", "label": "B", "reference": "Woman"}
     assert read(tmp_path, row, "mmau", root="/x") == {**row, **named, "data_source": "mmau"}
 
 
