@@ -5,11 +5,17 @@ import json
 import random
 
 import pytest
+from PIL import Image
 
 from lightrft.datasets.benchmarks import image_preferences, pairs, video_preferences
+from lightrft.datasets.prompts import PromptDataset
 from lightrft.datasets.readers import READERS
-from lightrft.datasets.settings import SourceConfig
+from lightrft.datasets.settings import DataConfig, SourceConfig
 from lightrft.datasets.sources import open_source
+from lightrft.models.loading import load_tokenizer
+from lightrft.models.processing import load_processor
+from lightrft.models.settings import ModelConfig
+from lightrft.models.tiny_media import save_tiny_media
 from lightrft.utils.errors import DataError
 
 ASK = "Two {noun} were made for this request:\n{request}\n\nCompare them by {by}."
@@ -309,3 +315,33 @@ def test_videos_of_one_prompt_are_paired(tmp_path):
     assert [found[i]["id"] for i in range(len(found))] == ["00012/pika/gen2"]
     with pytest.raises(DataError, match="cannot be read as JSON"):
         source_of(video_preferences.genai_bench_video_pairs, tmp_path / "missing.json", "genai_bench_video")
+
+
+def test_pairs_and_questions_are_encoded_with_their_media(tmp_path):
+    """Through the tokenizer and processor of a real family: features of both candidates, in the order of the prompt."""
+    model = ModelConfig(path=str(tmp_path / "model"))
+    save_tiny_media("qwen2_5_vl", tmp_path / "model")
+    tokenizer = load_tokenizer(model)
+    processor = load_processor(model, tokenizer)
+    for name, size in (("1.png", (32, 48)), ("2.png", (48, 32)), ("start.png", (32, 32))):
+        Image.new("RGB", size, "red").save(tmp_path / name)
+    Image.new("RGB", (56, 56)).save(tmp_path / "v.webp", save_all=True, append_images=[Image.new("RGB", (56, 56), "blue")])
+    videos = {"file_name1": "v.webp", "file_name2": "v.webp", "prompt_asset": "start.png"}
+    rows = {
+        "hpdv3": ({**HPD, "path1": "1.png", "path2": "2.png"}, {"image_grid_thw": 2}),
+        "rapidata-i2v": ({**RAPIDATA, **videos}, {"image_grid_thw": 1, "video_grid_thw": 2}),
+        "geo3k": ({"images": ["1.png"], "problem": "<image>Find x.", "answer": "3"}, {"image_grid_thw": 1}),
+        "mathvista": (
+            {"question": "?", "image": "2.png", "choices": ["a"], "answer": "a", "question_type": "multi_choice"},
+            {"image_grid_thw": 1},
+        ),
+    }
+    for reader, (row, counts) in rows.items():
+        (tmp_path / f"{reader}.json").write_text(json.dumps([row]))
+        data = DataConfig(sources=({"path": str(tmp_path / f"{reader}.json"), "reader": reader},))
+        prompt = PromptDataset(data, tokenizer, seed=0, processor=processor)[0]
+        assert {name: len(ragged.values) for name, ragged in prompt.media.items() if name in counts} == counts
+        if reader == "hpdv3":  # the preferred picture is the narrower one
+            widths = prompt.media["image_grid_thw"].values[:, 2].tolist()
+            assert widths == sorted(widths, reverse=prompt.label == "B")
+            assert len(set(widths)) == 2
