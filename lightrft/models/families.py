@@ -69,6 +69,9 @@ FAMILIES: dict[str, Family] = {
     "voxtral": Family(decoder=_LANGUAGE, loader="VoxtralForConditionalGeneration", reader=towers_audio.VOXTRAL),
     "gemma3": Family(decoder=_LANGUAGE, loader="Gemma3ForConditionalGeneration", reader=towers.GEMMA_3),
     "smolvlm": Family(decoder="model.text_model", loader="SmolVLMForConditionalGeneration", reader=towers.SMOL_VLM),
+    "qwen2_5_omni_thinker": Family(
+        decoder=_LANGUAGE, loader="Qwen2_5OmniThinkerForConditionalGeneration", reader=towers_audio.OMNI
+    ),
 }
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}

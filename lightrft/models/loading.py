@@ -114,10 +114,13 @@ def _where(config: ModelConfig) -> str:
 
 
 def model_settings(config: ModelConfig) -> PreTrainedConfig:
-    """The config of ``config.path``; that of the base model for a folder of adapters. Raises ``ModelError``."""
+    """The config of ``config.path``; that of the base model for a folder of adapters. Raises ``ModelError``.
+
+    Of a model that speaks, too, it is that of the part which answers in text: that part alone is loaded."""
     where = _where(config)
     try:
-        return AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        return getattr(found, "thinker_config", found)
     except _BROKEN as error:
         if Path(where).is_dir():
             raise ModelError(f"model.path = {config.path!r}: config.json cannot be used ({_first_line(error)})") from error

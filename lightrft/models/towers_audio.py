@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch.nn.functional import gelu
 from torch.nn.utils.rnn import pad_sequence
 from transformers.masking_utils import create_bidirectional_mask
 
-from lightrft.models.towers import Features, Reader, Tower
+from lightrft.models.towers import IMAGE, TIMED_VIDEO, Features, Reader, Tower
 
 _AROUND = 2  # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still see
 _SPILL = 2  # frames after a clip's last whose window of samples reaches back into it
@@ -20,6 +21,11 @@ _SPILL = 2  # frames after a clip's last whose window of samples reaches back in
 def frames_around(frames: int, window: int) -> int:
     """Of a clip of ``frames``, those that its features depend on, where the tower masks the rest of its window."""
     return min(frames + _AROUND, window)
+
+
+def frames_alone(frames: int, window: int = 0) -> int:
+    """Of a clip of ``frames``, those that its features depend on, where the tower puts nothing around it: its own."""
+    return frames
 
 
 def frames_to_silence(frames: int, window: int) -> int:
@@ -70,15 +76,20 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
     return Features(torch.cat([row[:n] for row, n in zip(features, counts, strict=True)]))
 
 
+def _own_frames(clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None) -> list[int]:
+    """How many frames of each clip ``[mels, T]`` count. Where that is not told all do, unless they would make more features than
+    the clip has placeholders: then as many as make those."""
+    if lengths is not None:
+        return list(lengths)
+    own = [clip.shape[1] for clip in clips]
+    return own if places is None else [n if qwen2_audio_features(n) <= f else 4 * f for n, f in zip(own, places, strict=True)]
+
+
 def _qwen2_audio_arranged(
     model: Any, clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
 ) -> dict[str, Tensor]:
-    """``clips [mels, T]`` each. Of a clip whose length is unknown all frames count, unless they would make more features than it has
-    placeholders: then as many as make those."""
     window = _window(model.model.audio_tower)
-    own = [min(clip.shape[1], window) for clip in clips] if lengths is None else list(lengths)
-    if lengths is None and places is not None:
-        own = [frames if qwen2_audio_features(frames) <= n else 4 * n for frames, n in zip(own, places, strict=True)]
+    own = _own_frames([clip[:, :window] for clip in clips], lengths, places)
     kept = [frames_around(n, window) for n in own]
     frames = [torch.nn.functional.pad(clip[:, :n], (0, max(0, n - clip.shape[1]))) for clip, n in zip(clips, kept)]
     return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor(own)}
@@ -109,6 +120,46 @@ def _voxtral_arranged(
     return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor([window] * len(frames))}
 
 
+def _omni_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """Its tower cuts clips into pieces that do not see one another, and fills nothing up: a clip's own frames are all."""
+    clips, own = _clips(inputs, 0, frames_alone)
+    mels = pad_sequence(clips, batch_first=True)
+    mask = torch.arange(mels.shape[1], device=own.device) < own[:, None]
+    return {"input_features": mels.transpose(1, 2), "feature_attention_mask": mask.long()}
+
+
+def _omni(model: Any, inputs: dict[str, Tensor]) -> Features:
+    return Features(model.get_audio_features(**_omni_own(model, inputs), return_dict=True).last_hidden_state)
+
+
+def _omni_arranged(
+    model: Any, clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
+) -> dict[str, Tensor]:
+    own = _own_frames(clips, lengths, places)
+    frames = [clip[:, :n] for clip, n in zip(clips, own)]
+    return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor(own)}
+
+
+def _omni_video(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    names = {"second_per_grid_ts": "video_second_per_grid"}
+    return {names.get(name, name): values for name, values in inputs.items()}
+
+
+def _omni_positions(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
+    """Positions by the model's own ``get_rope_index``, which goes by the tokens themselves: those of media, and the marks before
+    them. Here it sees them only where they stand for something."""
+    real = types > 0
+    first = torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~real  # the place before each run: its mark
+    return model.get_rope_index(
+        torch.where(real | first, ids, -1),
+        media.get("image_grid_thw"),
+        media.get("video_grid_thw"),
+        mask,
+        audio_seqlens=media.get("feature_lengths"),
+        second_per_grids=media.get("second_per_grid_ts"),
+    )[0]
+
+
 _INPUTS = ("input_features", "feature_lengths")
 _PARTS = {"tower": ("model.audio_tower.",), "projector": ("model.multi_modal_projector.",)}
 _QWEN2_AUDIO = Tower(
@@ -117,3 +168,13 @@ _QWEN2_AUDIO = Tower(
 _VOXTRAL = Tower("audio", _INPUTS, "audio_token_id", "get_audio_features", _voxtral, arrange=_voxtral_arranged)
 QWEN2_AUDIO = Reader((_QWEN2_AUDIO,), parts=_PARTS)
 VOXTRAL = Reader((_VOXTRAL,), parts=_PARTS)
+_OMNI = (
+    IMAGE,
+    replace(TIMED_VIDEO, adapt=_omni_video),
+    Tower("audio", _INPUTS, "audio_token_id", adapt=_omni_own, compute=_omni, type_id=3, arrange=_omni_arranged),
+)
+_OMNI_PARTS = {  # with and without a prefix: older releases of transformers have none
+    "tower": ("model.audio_tower.", "model.visual.", "audio_tower.", "visual."),
+    "projector": ("model.audio_tower.proj.", "model.visual.merger.", "audio_tower.proj.", "visual.merger."),
+}
+OMNI = Reader(_OMNI, _omni_positions, _OMNI_PARTS)

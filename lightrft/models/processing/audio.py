@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
 
 from lightrft.models import towers_audio
+from lightrft.models.processing import qwen
 from lightrft.models.processing.base import Part, spelling
 from lightrft.models.settings import ModelConfig
 from lightrft.types import Extent
@@ -35,6 +37,17 @@ def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBa
     return {"audio": Clip(extractor, spelling(tokenizer, settings.audio_token_id), features, kept, windows=None)}
 
 
+def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Clips up to the extractor's window, which is longer than the tower's pieces; pictures and frames as in Qwen2.5-VL."""
+    extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
+    if extractor.feature_size != settings.audio_config.num_mel_bins:
+        raise ValueError(f"the feature extractor makes {extractor.feature_size} mel bins, the audio tower takes "
+                         f"{settings.audio_config.num_mel_bins}")  # fmt: skip
+    written = spelling(tokenizer, settings.audio_token_id)
+    clip = OmniClip(extractor, written, towers_audio.qwen2_audio_features, towers_audio.frames_alone)
+    return {**qwen.build(config, settings, tokenizer), "audio": clip}
+
+
 def _extractor(config: ModelConfig, tower: Any) -> tuple[Any, int]:
     """The extractor of the folder, and the tower's window in frames. Raises ``ValueError`` when they do not fit."""
     extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
@@ -44,7 +57,7 @@ def _extractor(config: ModelConfig, tower: Any) -> tuple[Any, int]:
     return extractor, taken[1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Clip:
     """Sound of at most so many ``windows``, or of any length. ``written`` is one placeholder; ``features`` and ``kept`` give for a
     number of frames how many features are made of them, and how many frames are handed to the tower."""
@@ -91,3 +104,20 @@ class Clip:
         if not samples or not self.features(frames):
             raise ValueError(f"a clip of {samples} samples ({samples / self.rate:.3g} s) is too short to hear anything in it")
         return frames if self.windows is None else min(frames, self.windows * self.extractor.nb_max_frames)
+
+
+class OmniClip(Clip):
+    """A clip of a model that sees, too: its extractor's config lies in one file with that of pictures."""
+
+    def save(self, path: Path) -> None:
+        save_beside_pictures(self.extractor, path)
+
+
+def save_beside_pictures(extractor: Any, path: Path) -> None:
+    """Add the config of ``extractor`` to the file in which that of pictures is."""
+    file = path / "preprocessor_config.json"
+    pictures = json.loads(file.read_text(encoding="utf-8"))
+    own = type(extractor)().to_dict()  # one that was read from such a file holds the settings of pictures, too
+    sound = {name: value for name, value in json.loads(extractor.to_json_string()).items() if name in own}
+    text = json.dumps({**pictures, **sound}, indent=2, sort_keys=True)
+    file.write_text(text + "\n", encoding="utf-8")

@@ -30,7 +30,8 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
     image, video, start, end = (spelling(tokenizer, getattr(settings, name)) for name in names)
     frames = Qwen2VLImageProcessorPil.from_dict({k: v for k, v in fields.items() if k in processor.to_dict()})
     clip: dict[str, Any] = {"processor": frames, "written": video, "fields": fields}
-    kinds: dict[str, QwenVideo] = {"qwen2_vl": QwenVideo(**clip), "qwen2_5_vl": QwenVideo(**clip, timed=True)}
+    timed = QwenVideo(**clip, timed=True)
+    kinds: dict[str, QwenVideo] = {"qwen2_vl": QwenVideo(**clip), "qwen2_5_vl": timed, "qwen2_5_omni_thinker": timed}
     return {
         "image": QwenImage(processor, image),
         "video": kinds.get(settings.model_type) or Qwen3Video(**clip, marks=(start, end)),

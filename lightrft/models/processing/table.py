@@ -16,4 +16,5 @@ BUILD: dict[str, Build] = {
     "voxtral": audio.voxtral,
     "gemma3": gemma.build,
     "smolvlm": smolvlm.build,
+    "qwen2_5_omni_thinker": audio.omni,
 }

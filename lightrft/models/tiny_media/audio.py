@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import PreTrainedConfig
 
+from lightrft.models.processing.audio import save_beside_pictures
+from lightrft.models.tiny_media import qwen
 from lightrft.models.tiny_media.row import Tiny
 
 
@@ -48,6 +51,60 @@ def _voxtral(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) 
     return transformers.VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=ids["[AUDIO]"])
 
 
+_OMNI_SPECIAL = (
+    "<|audio_bos|>",
+    "<|AUDIO|>",
+    "<|audio_eos|>",
+    "<|vision_bos|>",
+    "<|IMAGE|>",
+    "<|VIDEO|>",
+    "<|vision_eos|>",
+)
+
+
+def _omni(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    audio = {
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+        "n_window": 10,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "output_dim": sizes["hidden_size"],
+        "initializer_range": 0.1,
+        **tower.get("audio", {}),
+    }
+    marks: dict[str, Any] = {
+        "vision_start_token_id": ids["<|vision_bos|>"],
+        "vision_end_token_id": ids["<|vision_eos|>"],
+    }
+    return transformers.Qwen2_5OmniThinkerConfig(
+        audio_config=audio,
+        vision_config=qwen.vision_2_5(sizes, tower.get("vision", {})),
+        text_config=qwen.text(sizes),
+        audio_token_index=ids["<|AUDIO|>"],
+        image_token_index=ids["<|IMAGE|>"],
+        video_token_index=ids["<|VIDEO|>"],
+        audio_start_token_id=ids["<|audio_bos|>"],
+        audio_end_token_id=ids["<|audio_eos|>"],
+        initializer_range=0.1,
+        **marks,
+    )
+
+
+class _OmniProcessors:
+    """``settings`` by kind: ``image`` and ``audio``."""
+
+    def __init__(self, **settings: dict[str, Any]) -> None:
+        self.pictures = qwen.processor(**settings.get("image", {}))
+        self.sound = _whisper_extractor(**settings.get("audio", {}))
+
+    def save_pretrained(self, path: str) -> None:
+        self.pictures.save_pretrained(path)
+        save_beside_pictures(self.sound, Path(path))
+
+
 FAMILIES = {
     "qwen2_audio": Tiny(
         ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
@@ -56,4 +113,14 @@ FAMILIES = {
         _whisper_extractor,
     ),
     "voxtral": Tiny(("[BEGIN_AUDIO]", "[AUDIO]"), {"audio": "[BEGIN_AUDIO][AUDIO]"}, _voxtral, _whisper_extractor),
+    "qwen2_5_omni_thinker": Tiny(
+        _OMNI_SPECIAL,
+        {
+            "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+            "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+            "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+        },
+        _omni,
+        _OmniProcessors,
+    ),
 }

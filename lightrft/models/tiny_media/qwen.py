@@ -21,14 +21,16 @@ def _ids(ids: dict[str, int]) -> dict[str, Any]:
     return dict(zip(names, ids.values()))
 
 
-def _processor(**settings: Any) -> Any:
+def processor(**settings: Any) -> Any:
+    """Patches of 4 pixels, 2 x 2 of which make a feature."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024}, **settings}
     return Qwen2VLImageProcessorPil(**sizes)
 
 
-def _text(sizes: dict[str, Any], **rope: Any) -> dict[str, Any]:
+def text(sizes: dict[str, Any], **rope: Any) -> dict[str, Any]:
+    """Fields of a text config whose positions have three axes."""
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
     sections = [head // 2 - 2 * (head // 6), head // 6, head // 6]
     return {**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **rope}}
@@ -45,11 +47,12 @@ def _qwen2_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any])
         "initializer_range": 0.1,
         **tower,
     }
-    return transformers.Qwen2VLConfig(text_config=_text(sizes), vision_config=vision, **_ids(ids))
+    return transformers.Qwen2VLConfig(text_config=text(sizes), vision_config=vision, **_ids(ids))
 
 
-def _qwen2_5_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
-    vision = {
+def vision_2_5(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the tower's config in Qwen2.5: windows of 2 x 2 features, and one layer that sees everything."""
+    return {
         "depth": 2,
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -61,7 +64,10 @@ def _qwen2_5_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any
         "initializer_range": 0.1,
         **tower,
     }
-    return transformers.Qwen2_5_VLConfig(text_config=_text(sizes), vision_config=vision, **_ids(ids))
+
+
+def _qwen2_5_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    return transformers.Qwen2_5_VLConfig(text_config=text(sizes), vision_config=vision_2_5(sizes, tower), **_ids(ids))
 
 
 def _qwen3_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +87,7 @@ def _qwen3_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any
 
 def _qwen3_text(sizes: dict[str, Any]) -> dict[str, Any]:
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
-    return {**_text(sizes, mrope_interleaved=True), "head_dim": head}
+    return {**text(sizes, mrope_interleaved=True), "head_dim": head}
 
 
 def _qwen3_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
@@ -96,8 +102,8 @@ def _qwen3_vl_moe(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, A
 
 
 FAMILIES = {
-    "qwen2_vl": Tiny(_SPECIAL, _WRITTEN, _qwen2_vl, _processor),
-    "qwen2_5_vl": Tiny(_SPECIAL, _WRITTEN, _qwen2_5_vl, _processor),
-    "qwen3_vl": Tiny(_SPECIAL, _WRITTEN, _qwen3_vl, _processor),
-    "qwen3_vl_moe": Tiny(_SPECIAL, _WRITTEN, _qwen3_vl_moe, _processor),
+    "qwen2_vl": Tiny(_SPECIAL, _WRITTEN, _qwen2_vl, processor),
+    "qwen2_5_vl": Tiny(_SPECIAL, _WRITTEN, _qwen2_5_vl, processor),
+    "qwen3_vl": Tiny(_SPECIAL, _WRITTEN, _qwen3_vl, processor),
+    "qwen3_vl_moe": Tiny(_SPECIAL, _WRITTEN, _qwen3_vl_moe, processor),
 }

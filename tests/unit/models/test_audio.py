@@ -1,11 +1,13 @@
 """Sound, family by family: the numbers of transformers' own processors and forward, and what cannot be heard."""
 
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2AudioProcessor, VoxtralProcessor, WhisperFeatureExtractor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -183,3 +185,102 @@ def test_a_clip_of_several_windows_is_heard_in_every_layout(tmp_path):
         for layout in ("prefix_shared", "packed", "padded"):
             r.actor.layout = layout
             assert (r.actor.score(batch).logprobs - expected).abs().max() < 1e-9
+
+
+def omni(tmp_path, dtype=torch.float32):
+    return rig("qwen2_5_omni_thinker", tmp_path, dtype)
+
+
+def test_features_of_omni_are_those_of_its_own_extractors_frames(tmp_path):
+    r = omni(tmp_path, torch.float64)
+    part, clips = r.processor.parts["audio"], [sound(n, n) for n in (700, 7000, 16000)]
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    made = extractor(clips, sampling_rate=16000, return_attention_mask=True, return_tensors="pt")
+    inputs = [part.inputs(c, Extent(c.shape)) for c in clips]
+    with Float64(), torch.no_grad():
+        expected = r.actor.base.get_audio_features(
+            made["input_features"], feature_attention_mask=made["attention_mask"], return_dict=True
+        ).last_hidden_state
+        tower = r.actor.family.reader.towers[2]
+        found = tower.features(r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]}).values
+    assert (found - expected).abs().max() < 1e-5 * expected.abs().max()  # the extractor itself computes in float32
+    assert len(found) == sum(part.count(i) for i in inputs) == sum(part.expand(Extent(c.shape)).count("<|AUDIO|>") for c in clips)
+
+
+def test_marks_and_placeholders_that_stand_for_nothing_do_not_move_positions_of_omni(tmp_path):
+    r = omni(tmp_path)
+    vocabulary = r.tokenizer.get_vocab()
+    prompt = r.prompt("0", ("audio", (4000,)), "a", ("image", (16, 24, 3)), "b", ("video", (4, 12, 12, 3)), "c")
+    media = {name: rows.values for name, rows in prompt.media.items()}
+    ids = torch.tensor([prompt.token_ids])
+    types = sum((ids == tower.token_id(r.actor.base.config)) * tower.type_id for tower in r.actor.family.reader.towers)
+    strays = [vocabulary[mark] for mark in ("<|audio_bos|>", "<|vision_bos|>", "<|IMAGE|>", "<|AUDIO|>", "<|VIDEO|>")]
+    positions = []
+    for last in (strays, [vocabulary["x"]] * len(strays)):
+        row = torch.cat([ids, torch.tensor([last])], dim=1)
+        kinds = torch.nn.functional.pad(types, (0, len(last)))
+        positions.append(r.actor.family.reader.positions(r.actor.base, row, kinds, torch.ones_like(row), media))
+    assert torch.equal(*positions)
+    assert not torch.equal(positions[0][0], positions[0][1])  # there is height and width in them
+
+
+def test_of_a_folder_that_can_speak_the_part_that_answers_in_text_is_loaded(tmp_path):
+    r = omni(tmp_path)
+    whole = transformers.Qwen2_5OmniConfig(thinker_config=r.actor.base.config.to_dict(), enable_audio_output=False)
+    model = transformers.Qwen2_5OmniForConditionalGeneration(whole)
+    model.thinker.load_state_dict(r.actor.base.state_dict())
+    folder = tmp_path / "whole"
+    save_model(model, r.tokenizer, folder, processor=r.processor)
+    weights = load_file(folder / "model.safetensors")
+    assert all(name.startswith("thinker.") for name in weights)
+    save_file({**weights, "talker.codec_head.weight": torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
+    loaded = Actor.load(ModelConfig(path=str(folder)))
+    batch = mixed_batch(mixed_prompts(r))
+    assert loaded.base.config.model_type == "qwen2_5_omni_thinker"
+    assert torch.equal(loaded.score(batch).logprobs, r.actor.score(batch).logprobs)
+    assert load_processor(loaded.config, load_tokenizer(loaded.config)).parts.keys() == {"image", "video", "audio"}
+
+
+def test_pictures_and_sound_of_omni_are_set_in_one_file(tmp_path):
+    r = omni(tmp_path)
+    again = tmp_path / "again"
+    save_model(r.actor, r.tokenizer, again, processor=r.processor.limited(None, 4096))
+    config = ModelConfig(path=str(again))
+    parts = load_processor(config, load_tokenizer(config)).parts
+    assert parts["image"].processor.size["longest_edge"] == 4096
+    assert (parts["audio"].extractor.feature_size, parts["audio"].rate) == (16, 16000)
+
+
+def test_mel_bins_that_do_not_fit_the_tower_of_omni_are_an_error(tmp_path):
+    save_tiny_media("qwen2_5_omni_thinker", tmp_path, processor={"audio": {"feature_size": 40}})
+    config = ModelConfig(path=str(tmp_path))
+    with pytest.raises(ModelError, match="makes 40 mel bins, the audio tower takes 16"):
+        load_processor(config, load_tokenizer(config))
+
+
+@pytest.mark.parametrize("family", HEARING)
+def test_a_processor_can_be_sent_to_another_process(family, tmp_path):
+    r = rig(family, tmp_path)
+    part = pickle.loads(pickle.dumps(r.processor)).parts["audio"]
+    value = sound(5000)
+    for name, tensor in r.processor.parts["audio"].inputs(value, Extent(value.shape)).items():
+        assert torch.equal(part.inputs(value, Extent(value.shape))[name], tensor)
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["lengths told", "placeholders counted"])
+@pytest.mark.parametrize("family", ["qwen2_audio", "qwen2_5_omni_thinker"])
+def test_frames_of_a_filled_up_clip_are_those_that_count(family, told, tmp_path):
+    r = rig(family, tmp_path)
+    part, clips = r.processor.parts["audio"], [sound(n, n) for n in (6240, 16000)]  # 39 and 100 frames: 10 and 25 features
+    extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+    made = extractor(clips, sampling_rate=16000, return_attention_mask=True, return_tensors="pt")
+    lengths = made["attention_mask"].sum(-1).tolist()
+    assert lengths == [39, 100]
+    tower = next(t for t in r.actor.family.reader.towers if t.kind == "audio")
+    found = tower.arrange(r.actor.base, list(made["input_features"]), lengths if told else None, [10, 25])
+    counted = lengths if told else [40, 100]
+    assert found["feature_lengths"].tolist() == counted
+    if told:
+        inputs = [part.inputs(c, Extent(c.shape)) for c in clips]
+        torch.testing.assert_close(found["input_features"], torch.cat([i["input_features"] for i in inputs]), atol=2e-6, rtol=0)
+    assert len(tower.features(r.actor.base, found).values) == 35
