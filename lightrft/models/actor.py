@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.models import attention
 from lightrft.models.divergence import Target, token_divergence
-from lightrft.models.embedding import Seen, own_inputs, see
+from lightrft.models.embedding import Seen, misread, own_inputs, see
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.loading import load_model
 from lightrft.models.logprobs import bend_logits, token_logprobs
@@ -205,7 +205,8 @@ class Actor(Backbone):
         Returns why it fell back, or nothing when it did not. Raises ``ModelError`` when even ``padded`` disagrees: then this
         family's head does something that is not known here.
         """
-        few = _few(batch.to(self.device))
+        batch = batch.to(self.device)
+        few = _few(batch, misread(self.base, self.family, batch))
         training = self.training
         self.eval()
         reasons = []
@@ -248,10 +249,10 @@ class Actor(Backbone):
         return wide.log_softmax(-1).gather(1, batch.responses.tokens[:, None])[:, 0]
 
 
-def _few(batch: Batch, rows: int = 4) -> Batch:
-    """A few short rows, of the largest group first, so that sharing a prompt is seen."""
+def _few(batch: Batch, out: Tensor, rows: int = 4) -> Batch:
+    """A few short rows, none of ``out [B]``, those with media and of the largest group first, so that sharing a prompt is seen."""
     sizes = torch.bincount(batch.prompt_of, minlength=len(batch.prompts))
-    order = sorted(
-        range(len(batch)), key=lambda b: (int(batch.lengths[b]) == 0, -int(sizes[batch.prompt_of[b]]), int(batch.prompt_of[b]))
-    )
+    media = sum((r.lengths for r in batch.prompts.media.values()), torch.zeros_like(sizes)) > 0
+    groups = list(zip((~media[batch.prompt_of]).tolist(), (-sizes[batch.prompt_of]).tolist(), batch.prompt_of.tolist()))
+    order = sorted((b for b in range(len(batch)) if not out[b]), key=lambda b: (int(batch.lengths[b]) == 0, *groups[b]))
     return batch.select(torch.tensor(order[:rows], dtype=torch.long, device=batch.prompt_of.device))

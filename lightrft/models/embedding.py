@@ -6,6 +6,7 @@ features again.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,6 +128,16 @@ def has_media(segments: Segments) -> bool:
     return any(rows.values.shape[0] for rows in segments.media.values())
 
 
+def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
+    """``[B]`` bool: answers in which a placeholder was sampled. Beside media the model's own forward would take it for one of theirs."""
+    if family.reader is None or not has_media(batch.prompts):
+        return torch.zeros_like(batch.prompt_of, dtype=torch.bool)
+    ids = torch.tensor([tower.token_id(model.config) for tower in family.reader.towers], device=batch.prompt_of.device)
+    sampled = torch.isin(batch.responses.tokens, ids)
+    rich = sum((rows.lengths for rows in batch.responses.media.values()), torch.zeros_like(batch.lengths))
+    return torch.zeros_like(rich).index_add_(0, batch.row_of, sampled.long()).gt(0) & (rich == 0)
+
+
 def given(tower: Tower, media: Media, hints: bool = False) -> dict[str, Tensor]:
     """The inputs of ``tower`` that ``media`` holds, with or without its hints; empty when its content is missing."""
     first = media.get(tower.inputs[0])
@@ -238,5 +249,5 @@ def own_keywords(model: PreTrainedModel, reader: Reader, ids: Tensor, media: Med
         if inputs := given(tower, media, hints=True):
             made |= tower.adapt(model, inputs)
             types[ids == tower.token_id(model.config)] = tower.type_id
-    names = (["mm_token_type_ids"] if reader.typed else []) + ([reader.both_ways] if reader.both_ways else [])
+    names = {"mm_token_type_ids", "token_type_ids"} & set(inspect.signature(model.forward).parameters)
     return made | dict.fromkeys(names, types)

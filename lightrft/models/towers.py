@@ -71,17 +71,15 @@ Positions = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
 class Reader:
     """What a family reads besides text. ``positions`` is there for rotary embeddings of several axes.
 
-    ``parts`` name prefixes of parameters: ``tower`` and ``projector`` (which may lie inside the tower's). ``typed`` says that the
-    model's own forward takes ``mm_token_type_ids``. ``both_ways`` is there where tokens of one picture see one another both ways: the
-    keyword by which the model's own forward learns which ones they are. ``alone`` says that it takes media of unequal sizes only in
-    rows of their own.
+    ``parts`` name prefixes of parameters: ``tower`` and ``projector`` (which may lie inside the tower's). ``both_ways`` says that
+    tokens of one picture see one another both ways, ``alone`` that the model's own forward takes media of unequal sizes only in rows
+    of their own.
     """
 
     towers: tuple[Tower, ...]
     positions: Positions | None = None
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    typed: bool = False
-    both_ways: str = ""
+    both_ways: bool = False
     alone: bool = False
 
 
@@ -111,16 +109,16 @@ TIMED_VIDEO = replace(VIDEO, hints=("second_per_grid_ts",))
 
 _QWEN_PARTS = {"tower": ("model.visual.",), "projector": ("model.visual.merger.",)}
 _QWEN3_PARTS = {**_QWEN_PARTS, "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list.")}
-QWEN2_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS, typed=True)
-QWEN2_5_VL = Reader((IMAGE, TIMED_VIDEO), rope_index, _QWEN_PARTS, typed=True)
-QWEN3_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN3_PARTS, typed=True)
+QWEN2_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS)
+QWEN2_5_VL = Reader((IMAGE, TIMED_VIDEO), rope_index, _QWEN_PARTS)
+QWEN3_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN3_PARTS)
 
 
 PIXELS = Tower("image", ("pixel_values",), "image_token_id", "get_image_features")
 GEMMA_3 = Reader(
     (PIXELS,),
     parts={"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)},
-    both_ways="token_type_ids",
+    both_ways=True,
 )
 
 

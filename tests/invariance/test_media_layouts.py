@@ -1,9 +1,12 @@
 """Media in every layout: the same log-probs and gradients, towers included, as the family's own forward on plain rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from lightrft.models.tiny_media import MEDIA_FAMILIES
+from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, gap, gradients, weights
 
@@ -59,3 +62,27 @@ def test_media_change_what_the_model_says(family, tmp_path):
     plain = (batch.prompt_of == 0)[batch.row_of]
     assert changed[~plain].float().mean() > 0.9
     assert not changed[plain].any()
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_the_check_of_the_layout_reads_media_and_leaves_out_answers_with_sampled_placeholders(family, tmp_path, monkeypatch):
+    r = rig(family, tmp_path)
+    batch = mixed_batch(mixed_prompts(r))
+    token = next(iter(r.processor.tokens.values()))
+    batch.responses.tokens[[0, 8]] = token  # of an answer to text, and of one to media
+    checked = []
+    monkeypatch.setattr(r.actor, "own_logprobs", lambda few: checked.append(few) or type(r.actor).own_logprobs(r.actor, few))
+    assert r.actor.check_layout(batch) == ""
+    assert r.actor.layout == "prefix_shared"
+    few = checked[0]
+    assert len(few) == 4
+    assert sum(int(rows.lengths[few.prompt_of[0]]) for rows in few.prompts.media.values())
+    assert token not in few.responses.tokens
+
+
+def test_the_check_of_the_layout_refuses_a_family_whose_pictures_are_read_in_one_direction_only(tmp_path):
+    actor = rig("gemma3", tmp_path).actor
+    batch = mixed_batch(mixed_prompts(rig("gemma3", tmp_path)))
+    actor.family = replace(actor.family, reader=replace(actor.family.reader, both_ways=False))
+    with pytest.raises(ModelError, match="'gemma3' cannot be scored: layout prefix_shared differs"):
+        actor.check_layout(batch)
