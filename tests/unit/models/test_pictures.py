@@ -1,321 +1,156 @@
-"""Pictures and clips, family by family: the numbers and the text of transformers' own processors, and positions by the clock."""
+"""Pictures at one size (Gemma 3) and in crops (SmolVLM): the numbers and the text of transformers' own processors."""
+
+from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText
+from transformers import Gemma3Processor
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from lightrft.models.embedding import see
-from lightrft.models.loading import load_model, load_tokenizer, save_model
-from lightrft.models.packing import pack
+from lightrft.models import ActorVL
+from lightrft.models.loading import load_tokenizer
 from lightrft.models.processing import load_processor
 from lightrft.models.settings import ModelConfig
-from lightrft.models.tiny_media import MEDIA_FAMILIES, qwen, save_tiny_media, tiles
-from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
+from lightrft.models.tiny_media import save_tiny_media
+from lightrft.types import Batch, Extent, Segments
 from lightrft.utils.errors import ModelError
-from tests.media_helpers import mixed_batch, mixed_prompts, random_media, rig
+from tests.media_helpers import mixed_prompts, rig
 from tests.model_helpers import Float64
 
-QWEN = tuple(qwen.FAMILIES)
-SEEING = (*QWEN, *tiles.FAMILIES)
-SIZES = [(20, 30), (9, 40), (33, 17), (16, 16), (100, 7), (61, 61)]
-OWN = {
-    "qwen2_vl": "Qwen2VLProcessor",
-    "qwen2_5_vl": "Qwen2_5_VLProcessor",
-    "qwen3_vl": "Qwen3VLProcessor",
-    "qwen3_vl_moe": "Qwen3VLProcessor",
-    "internvl": "InternVLProcessor",
-    "llava_onevision": "LlavaOnevisionProcessor",
+SIZES = [(1, 1), (20, 30), (9, 40), (33, 17), (16, 16), (200, 30), (31, 32), (120, 7), (77, 300)]
+PAN = {
+    "do_pan_and_scan": True,
+    "pan_and_scan_min_crop_size": 8,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
 }
 
 
-def own_processor(family, r, **fields):
-    """The family's own class with what its constructor would set: the constructor itself wants torchvision."""
-    own = object.__new__(getattr(transformers, OWN[family]))
-    pictures = r.processor.parts["image"].processor
-    tokens = {
-        "image_token": r.processor.parts["image"].written,
-        "video_token": getattr(r.processor.parts.get("video"), "written", None),
-        "vision_start_token": "<|vision_start|>",
-        "vision_end_token": "<|vision_end|>",
-        "start_image_token": "<img>",
-        "end_image_token": "</img>",
-    }
-    for name, value in {**tokens, "image_processor": pictures, "video_processor": pictures, **fields}.items():
-        setattr(own, name, value)
-    return own
+def picture(height, width):
+    return np.random.default_rng(height * width).integers(0, 256, (height, width, 3)).astype(np.uint8)
 
 
-def picture(height, width, seed=0):
-    return random_media("image", (height, width, 3), np.random.default_rng(seed))
+def part_of(family, folder, **processor):
+    save_tiny_media(family, folder, processor=processor)
+    config = ModelConfig(path=str(folder))
+    tokenizer = load_tokenizer(config)
+    return load_processor(config, tokenizer).parts["image"], tokenizer
 
 
-def clip(frames, height, width, rate=2.0, seed=0):
-    value, _ = random_media("video", (frames, height, width, 3), np.random.default_rng(seed))
-    return value, Extent(value.shape, tuple(t / rate for t in range(frames)))
+def gemma_own(tokenizer):
+    """``Gemma3Processor`` over a tokenizer that names the three tokens as the family's does."""
+    for name, text in (("boi", "<start_of_image>"), ("eoi", "<end_of_image>"), ("image", "<image_soft_token>")):
+        setattr(tokenizer, f"{name}_token", text)
+        setattr(tokenizer, f"{name}_token_id", tokenizer.convert_tokens_to_ids(text))
+    return Gemma3Processor(Gemma3ImageProcessorPil(size={"height": 24, "width": 24}), tokenizer, image_seq_length=9)
 
 
+@pytest.mark.parametrize("crops", [{}, PAN])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("family", QWEN)
-def test_pictures_of_qwen_are_those_of_its_own_processor(family, size, tmp_path):
-    r = rig(family, tmp_path)
-    part = r.processor.parts["image"]
-    value, extent = picture(*size)
-    made = part.processor(images=[Image.fromarray(value)], return_tensors="pt")
+def test_gemma_pictures_and_prompts_are_those_of_the_familys_own_processor(tmp_path, size, crops):
+    part, tokenizer = part_of("gemma3", tmp_path, **crops)
+    value, extent, text = picture(*size), Extent((*size, 3)), f"see {part.written} now"
     found = part.inputs(value, extent)
-    assert torch.equal(found["pixel_values"], made["pixel_values"]) and torch.equal(
-        found["image_grid_thw"], made["image_grid_thw"]
-    )
-    assert part.expand(extent) == own_processor(family, r).replace_image_token(made, 0)
-
-
-def patches_one_by_one(frames, grid, processor):
-    """``frames [T, H, W, 3]``, resized: blocks of merged patches row by row, in each colour, time, height and width."""
-    side, merge, step = processor.patch_size, processor.merge_size, processor.temporal_patch_size
-    mean, std = (np.array(x, np.float32) for x in (processor.image_mean, processor.image_std))
-    scaled = (frames.astype(np.float32) / 255 - mean) / std
-    rows = []
-    for t in range(grid[0]):
-        for block in np.ndindex(grid[1] // merge, grid[2] // merge):
-            for inner in np.ndindex(merge, merge):
-                top, left = ((b * merge + i) * side for b, i in zip(block, inner))
-                cut = scaled[t * step : (t + 1) * step, top : top + side, left : left + side]
-                rows.append(cut.transpose(3, 0, 1, 2).reshape(-1))
-    return torch.from_numpy(np.stack(rows))
-
-
-@pytest.mark.parametrize("frames", [2, 5, 8])
-@pytest.mark.parametrize("family", QWEN)
-def test_clips_of_qwen_are_patches_of_consecutive_frames_with_the_last_repeated(family, frames, tmp_path):
-    r = rig(family, tmp_path)
-    part = r.processor.parts["video"]
-    value, extent = clip(frames, 23, 14)
-    found = part.inputs(value, extent)
-    grid = found["video_grid_thw"][0].tolist()
-    assert grid[0] == (frames + 1) // 2
-    taken = [*range(frames), frames - 1][: 2 * grid[0]]
-    size = (grid[2] * part.processor.patch_size, grid[1] * part.processor.patch_size)
-    resized = np.stack([np.asarray(Image.fromarray(value[t]).resize(size, resample=part.processor.resample)) for t in taken])
-    torch.testing.assert_close(found["pixel_values_videos"], patches_one_by_one(resized, grid, part.processor), atol=1e-5, rtol=0)
-    metadata = SimpleNamespace(fps=2.0, frames_indices=list(range(frames)))
-    inputs = {"video_grid_thw": found["video_grid_thw"], "video_metadata": [metadata]}
-    text = part.expand(extent)
-    assert text == own_processor(family, r).replace_video_token(inputs, 0)
-    assert text.count("<|video_pad|>") == part.count(found)
-
-
-def test_a_clip_of_qwen3_tells_when_each_pair_of_frames_was(tmp_path):
-    part = rig("qwen3_vl", tmp_path).processor.parts["video"]
-    pair = "<|vision_start|>" + "<|video_pad|>" * 4 + "<|vision_end|>"
-    extent = Extent((3, 16, 16, 3), (0.0, 0.5, 4.0))
-    assert part.expand(extent) == f"<0.2 seconds>{pair}<4.0 seconds>{pair}"
-
-
-def test_clips_go_by_the_folders_own_settings_for_clips(tmp_path):
-    save_tiny_media("qwen3_vl", tmp_path)
-    fields = json.loads((tmp_path / "preprocessor_config.json").read_text())
-    fields["size"] = {"shortest_edge": 64, "longest_edge": 2048}
-    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps(fields))
-    config = ModelConfig(path=str(tmp_path))
-    processor = load_processor(config, load_tokenizer(config))
-    assert processor.parts["image"].inputs(*picture(64, 64))["image_grid_thw"].tolist() == [[1, 8, 8]]
-    # 2048 pixels are for all eight frames together: 256 for each.
-    assert processor.parts["video"].inputs(*clip(8, 64, 64))["video_grid_thw"].tolist() == [[4, 4, 4]]
-    one_frame = processor.limited(None, 64).parts["video"]
-    assert one_frame.inputs(*clip(8, 64, 64))["video_grid_thw"].tolist() == [[4, 2, 2]]
-
-
-@pytest.mark.parametrize(("family", "frames"), [("qwen3_vl", 1), ("qwen3_vl", 4), ("qwen2_5_vl", 4)])
-def test_a_clip_that_cannot_be_read_is_refused(family, frames, tmp_path):
-    part = rig(family, tmp_path).processor.parts["video"]
-    value, extent = clip(frames, 16, 16)
-    untimed = Extent(extent.shape)
-    with pytest.raises(ValueError, match="at least 2" if frames == 1 else "times are not known"):
-        part.expand(untimed)
-        part.inputs(value, untimed)
-
-
-def timed_prompt(r, rate, frames=6):
-    part = r.processor.parts["video"]
-    value, extent = clip(frames, 16, 16, rate)
-    text = f"see <|vision_start|>{part.expand(extent)}<|vision_end|> then?"
-    media = {name: Ragged(x, torch.tensor([len(x)])) for name, x in part.inputs(value, extent).items()}
-    return Prompt(id="", token_ids=r.tokenizer(text)["input_ids"], media=media)
-
-
-def test_two_frame_rates_give_the_positions_that_the_models_own_rule_has(tmp_path):
-    r = rig("qwen2_5_vl", tmp_path)
-    model, found = r.actor.base, []
-    for rate, seconds in ((2.0, 1), (1.0, 2)):
-        prompt = timed_prompt(r, rate)
-        assert prompt.media["second_per_grid_ts"].values.tolist() == [seconds]
-        ids = torch.tensor([prompt.token_ids])
-        types = 2 * (ids == r.processor.tokens["video"]).long()
-        grid = prompt.media["video_grid_thw"].values
-        own, _ = model.model.get_rope_index(
-            ids, mm_token_type_ids=types, video_grid_thw=grid, second_per_grid_ts=torch.tensor([float(seconds)])
-        )
-        positions = see(model, r.actor.family, Segments.of_prompts([prompt])).positions
-        assert torch.equal(positions, own[:, 0])
-        per_second = model.config.vision_config.tokens_per_second
-        first = prompt.token_ids.index(r.processor.tokens["video"])
-        assert positions[0, first : first + 12 : 4].tolist() == [first + t * per_second * seconds for t in range(3)]
-        found.append(positions)
-    assert not torch.equal(found[0], found[1])
-
-
-@pytest.mark.parametrize("family", QWEN)
-def test_answers_to_a_long_clip_go_on_where_the_models_own_forward_does(family, tmp_path):
-    """The clip's last frames are at later positions than the text that follows it."""
-    r = rig(family, tmp_path, torch.float64)
-    prompt = timed_prompt(r, 0.25, frames=40)
-    batch = Batch(Segments.of_prompts([prompt]), Segments.of([[5, 6, 7], [8, 9]]), torch.tensor([0, 0]))
-    with Float64(), torch.no_grad():
-        expected = r.actor.own_logprobs(batch)
-        for layout in ("prefix_shared", "packed", "padded"):
-            r.actor.layout = layout
-            assert (r.actor.score(batch).logprobs - expected).abs().max() < 1e-9 * expected.abs().max()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_tiles_of_internvl_are_those_of_its_own_processor(size, tmp_path):
-    r = rig("internvl", tmp_path)
-    part = r.processor.parts["image"]
-    value, extent = picture(*size)
-    made = part.processor(images=[Image.fromarray(value)], crop_to_patches=True, return_tensors="pt")
-    found = part.inputs(value, extent)
+    ids = tokenizer(text.replace(part.written, part.expand(extent)), add_special_tokens=False)["input_ids"]
+    made = gemma_own(tokenizer)(images=[[Image.fromarray(value)]], text=[text], return_tensors="pt", **crops)
     assert torch.equal(found["pixel_values"], made["pixel_values"])
-    own = own_processor("internvl", r, image_seq_length=4)
-    assert part.expand(extent) == own.replace_image_token(made, 0)
-    assert part.expand(extent).count(part.written) == part.count(found)
+    assert ids == made["input_ids"][0].tolist()
+    assert part.count(found) == int(made["token_type_ids"].sum()) == 9 * len(found["pixel_values"])
 
 
-def test_bounds_of_internvl_are_counts_of_tiles(tmp_path):
-    part = rig("internvl", tmp_path).processor.parts["image"]
-    value, extent = picture(30, 33)
-    tiles_of = lambda p: len(p.inputs(value, extent)["pixel_values"])  # noqa: E731
-    assert tiles_of(part) == 5  # two by two, and the whole
-    assert tiles_of(part.limited(None, 400)) == 1
-    assert tiles_of(part.limited(7 * 256, 9 * 256)) == 10
-    limited = part.limited(7 * 256, 9 * 256)
-    assert limited.expand(extent).count(part.written) == limited.count(limited.inputs(value, extent)) == 40
+def test_gemma_crops_are_off_until_the_folder_turns_them_on_and_null_settings_have_the_familys_values(tmp_path):
+    wide = Extent((300, 900, 3))
+    assert part_of("gemma3", tmp_path / "off")[0].expand(wide).count("<start_of_image>") == 1
+    assert part_of("gemma3", tmp_path / "on", do_pan_and_scan=True)[0].expand(wide).count("<start_of_image>") == 4
 
 
+@pytest.mark.parametrize("options", [{}, {"do_image_splitting": False}, {"size": {"longest_edge": 50}}])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("most", [9, 2])
-def test_tiles_of_onevision_are_as_many_features_as_its_processor_and_its_model_have(size, most, tmp_path):
-    r = rig("llava_onevision", tmp_path)
-    edit(r.path / "config.json", vision_aspect_ratio=f"anyres_max_{most}")
-    config = ModelConfig(path=str(r.path))
-    part = load_processor(config, r.tokenizer).parts["image"]
-    value, extent = picture(*size)
-    made = part.processor(images=[Image.fromarray(value)], return_tensors="pt")
+def test_smolvlm_crops_are_those_of_the_familys_own_processor_and_the_text_names_each(tmp_path, size, options):
+    part, _ = part_of("smolvlm", tmp_path, **options)
+    settings = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, **options}
+    own = SmolVLMImageProcessorPil(**settings)
+    value, extent = picture(*size), Extent((*size, 3))
+    made = own(images=[Image.fromarray(value)], return_row_col_info=True, return_tensors="pt")
     found = part.inputs(value, extent)
-    assert torch.equal(found["pixel_values"], made["pixel_values"][0]) and torch.equal(found["image_sizes"], made["image_sizes"])
-    fields = {"num_image_tokens": 9, "vision_feature_select_strategy": "full", "vision_aspect_ratio": f"anyres_max_{most}"}
-    own = own_processor("llava_onevision", r, **fields)
-    assert part.expand(extent) == own.replace_image_token(made, 0)
-    model = load_model(config)
-    features = r.actor.family.reader.towers[0].features(model, found).values
-    assert len(features) == part.count(found) == part.expand(extent).count("<image>")
+    assert torch.equal(found["pixel_values"], made["pixel_values"][0])
+    assert bool(made["pixel_attention_mask"].all())
+    rows, columns, text = made["rows"][0][0], made["cols"][0][0], part.expand(extent)
+    assert text.count("<image>") == part.count(found) == 4 * (rows * columns + 1)
+    assert [f"<row_{r + 1}_col_{c + 1}>" in text for r in range(rows) for c in range(columns)] == [True] * rows * columns
 
 
-def test_tiles_of_onevision_at_real_sizes_are_counted_as_its_processor_does(tmp_path):
-    grids = [[384 * i, 384 * j] for i in range(1, 7) for j in range(1, 7)]
-    r = rig("llava_onevision", tmp_path, tower={"image_size": 384, "patch_size": 14})
-    for name in ("config.json", "preprocessor_config.json"):
-        edit(r.path / name, image_grid_pinpoints=grids)
-    edit(r.path / "preprocessor_config.json", size={"height": 384, "width": 384})
-    part = load_processor(ModelConfig(path=str(r.path)), r.tokenizer).parts["image"]
-    own = own_processor(
-        "llava_onevision", r, num_image_tokens=729, vision_aspect_ratio="anyres_max_9", image_processor=part.processor
+def test_smolvlm_grids_fit_pictures_of_every_shape(tmp_path):
+    """At sizes where rounding could go either way."""
+    part, _ = part_of("smolvlm", tmp_path, size={"longest_edge": 100})
+    own = part.processor
+    for height in range(1, 60, 3):
+        for width in range(1, 60, 4):
+            made = own(images=[Image.fromarray(picture(height, width))], return_row_col_info=True)
+            crops = len(made["pixel_values"][0])
+            assert part.expand(Extent((height, width, 3))).count("<image>") == 4 * crops, (height, width)
+
+
+def test_smolvlm_writes_rows_of_crops_and_then_the_whole_picture(tmp_path):
+    part, _ = part_of("smolvlm", tmp_path)
+    four, fake = "<image>" * 4, "<fake_token_around_image>"
+    assert part.expand(Extent((32, 16, 3))) == (
+        f"{fake}<row_1_col_1>{four}\n{fake}<row_2_col_1>{four}\n\n{fake}<global-img>{four}{fake}"
     )
-    rng = np.random.default_rng(0)
-    for height, width in rng.integers(20, 4000, size=(60, 2)).tolist():
-        expected = own._get_number_of_features(height, width, 384, 384)
-        assert len(part.expand(Extent((height, width, 3)))) == len("<image>") * expected
+    single = part_of("smolvlm", tmp_path / "one", do_image_splitting=False)[0]
+    assert single.expand(Extent((32, 16, 3))) == f"{fake}<global-img>{four}{fake}"
 
 
-def test_clips_of_onevision_are_whole_frames_and_one_mark(tmp_path):
-    r = rig("llava_onevision", tmp_path)
-    part = r.processor.parts["video"]
-    value, extent = clip(3, 20, 31)
-    found = part.inputs(value, extent)
-    frames = np.stack([np.asarray(Image.fromarray(f).resize((12, 12), resample=Image.Resampling.BICUBIC)) for f in value])
-    mean, std = (np.array(x) for x in (part.processor.image_mean, part.processor.image_std))
-    expected = torch.from_numpy(((frames / 255 - mean) / std).transpose(0, 3, 1, 2)).float()
-    torch.testing.assert_close(found["pixel_values_videos"], expected, atol=1e-5, rtol=0)
-    own = own_processor("llava_onevision", r, num_image_tokens=9)
-    assert part.expand(extent) == own.replace_video_token({"pixel_values_videos": [found["pixel_values_videos"]]}, 0)
-    assert part.expand(extent).count("<video>") == part.count(found) == 13
+def test_bounds_on_pixels_lower_the_number_of_smolvlm_crops(tmp_path):
+    part, _ = part_of("smolvlm", tmp_path, size={"longest_edge": 64})
+    square = Extent((50, 50, 3))
+    counts = [part.limited(None, most).expand(square).count("<image>") for most in (None, 64 * 64, 64 * 64 - 1, 900, 256)]
+    assert counts == [4 * 17, 4 * 17, 4 * 10, 4 * 1, 4 * 1]
+    with pytest.raises(ModelError, match="max_pixels = 255"):
+        part.limited(None, 255)
+    with pytest.raises(ModelError, match="min_pixels = 257"):
+        part.limited(257, None)
 
 
-def test_bounds_of_onevision_shrink_and_enlarge_the_picture_first(tmp_path):
-    r = rig("llava_onevision", tmp_path)
-    value, extent = picture(40, 80)
-    small = r.processor.limited(None, 200).parts["image"]
-    assert small.inputs(value, extent)["image_sizes"].tolist() == [[10, 20]]
-    large = r.processor.limited(12800, None).parts["image"]
-    assert large.inputs(value, extent)["image_sizes"].tolist() == [[80, 160]]
-    for part in (small, large):
-        assert part.expand(extent).count("<image>") == part.count(part.inputs(value, extent))
+def test_bounds_that_a_fixed_size_breaks_are_an_error(tmp_path):
+    part, _ = part_of("gemma3", tmp_path)
+    assert part.limited(576, 576) is part
+    with pytest.raises(ModelError, match="min_pixels = 577: this model reads pictures of 576 pixels"):
+        part.limited(577, None)
+    with pytest.raises(ModelError, match="max_pixels = 575"):
+        part.limited(None, 575)
 
 
-def test_tiles_that_model_and_processor_see_differently_are_an_error(tmp_path):
-    r = rig("llava_onevision", tmp_path)
-    edit(r.path / "preprocessor_config.json", image_grid_pinpoints=[[12, 12]])
-    with pytest.raises(ModelError, match="image_grid_pinpoints differ"):
-        load_processor(ModelConfig(path=str(r.path)), r.tokenizer)
+@pytest.mark.parametrize("family", ["gemma3", "smolvlm"])
+def test_a_saved_processor_reads_pictures_as_before(tmp_path, family):
+    part, tokenizer = part_of(family, tmp_path / "first")
+    save_tiny_media(family, tmp_path / "second")
+    (tmp_path / "second" / "preprocessor_config.json").unlink()
+    part.save(tmp_path / "second")
+    config = ModelConfig(path=str(tmp_path / "second"))
+    again = load_processor(config, tokenizer).parts["image"]
+    value, extent = picture(20, 30), Extent((20, 30, 3))
+    assert again.expand(extent) == part.expand(extent)
+    assert torch.equal(again.inputs(value, extent)["pixel_values"], part.inputs(value, extent)["pixel_values"])
+    assert json.loads((tmp_path / "second" / "preprocessor_config.json").read_text())["image_processor_type"]
 
 
-def edit(file, **fields):
-    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
-
-
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
-def test_a_saved_folder_loads_with_equal_log_probs(family, tmp_path):
-    r = rig(family, tmp_path)
-    batch = mixed_batch(mixed_prompts(r))
-    fresh = save_tiny_media(family, tmp_path / "again")
-    with torch.no_grad():
-        found = r.actor.score(batch).logprobs
-        r.actor.model = fresh
-        assert torch.equal(r.actor.score(batch).logprobs, found)
-
-
-@pytest.mark.parametrize("family", MEDIA_FAMILIES)
-def test_a_processor_that_was_saved_makes_the_same_of_everything(family, tmp_path):
-    r = rig(family, tmp_path)
-    save_model(r.actor, r.tokenizer, tmp_path / "saved", processor=r.processor)
-    config = ModelConfig(path=str(tmp_path / "saved"))
-    again = load_processor(config, load_tokenizer(config))
-    rng = np.random.default_rng(0)
-    for kind, shape in (("image", (20, 30, 3)), ("video", (5, 16, 24, 3)), ("audio", (7000,))):
-        if kind in r.kinds:
-            value, extent = random_media(kind, shape, rng)
-            assert again.parts[kind].expand(extent) == r.processor.parts[kind].expand(extent)
-            first, second = (p.parts[kind].inputs(value, extent) for p in (r.processor, again))
-            assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
-
-
-@pytest.mark.parametrize("family", SEEING)
-def test_transformers_loads_the_folder_by_its_automatic_classes(family, tmp_path):
-    r = rig(family, tmp_path)
-    save_model(r.actor, r.tokenizer, tmp_path / "saved", processor=r.processor)
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved")
-    assert type(model) is type(r.actor.base)
-    pictures = AutoImageProcessor.from_pretrained(tmp_path / "saved")
-    value, extent = picture(20, 30)
-    options = {"crop_to_patches": True} if family == "internvl" else {}
-    made = pictures(images=[Image.fromarray(value)], return_tensors="pt", **options)["pixel_values"]
-    expected = r.processor.parts["image"].inputs(value, extent)["pixel_values"]
-    assert torch.equal(made.reshape(expected.shape), expected)
-    with torch.no_grad():
-        batch = mixed_batch(mixed_prompts(r)[:1])
-        packed = pack(batch, "padded")
-        assert torch.equal(model(**packed.inputs).logits, r.actor.base(**packed.inputs).logits)
+@pytest.mark.parametrize("family", ["gemma3", "smolvlm"])
+def test_rectangles_filled_up_on_the_left_give_the_log_probs_of_plain_rows(tmp_path, family):
+    r = rig(family, tmp_path, torch.float64)
+    prompts = mixed_prompts(r)
+    answers = torch.randint(4, 90, (len(prompts), 4), generator=torch.Generator().manual_seed(0))
+    batch = Batch(Segments.of_prompts(prompts), Segments.of(answers.tolist()), torch.arange(len(prompts)))
+    width = max(len(p.token_ids) for p in prompts)
+    ids = torch.cat([torch.tensor([[0] * (width - len(p.token_ids)) + p.token_ids for p in prompts]), answers], 1)
+    mask = torch.tensor([[0] * (width - len(p.token_ids)) + [1] * (len(p.token_ids) + 4) for p in prompts])
+    pixels = batch.prompts.media["pixel_values"].values
+    with Float64(), torch.no_grad():
+        expected = r.actor.own_logprobs(batch).view(-1, 4)
+        found = ActorVL(r.actor.base, bf16=False)(ids, 4, mask, pixel_values=pixels)
+    assert (found - expected).abs().max() < 1e-9
