@@ -19,13 +19,14 @@ import argparse
 import json
 import os
 import platform
+import random
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Case:
 
 
 COMPARED = ("step", "cpu", "update", "generate", "peak_mb", "growth_mb")
-CASES = {
+TEXT_CASES = {
     "step32": Case(32, 4096, 8),
     "step512": Case(512, 4096, 4),
     "ragged32": Case(32, 40, 12, full=False),
@@ -83,12 +84,10 @@ class Variant:
         return f"{self.threads} thread{'s' * (self.threads > 1)}{more}"
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(work: Work, description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--cases", nargs="+", choices=list(CASES), default=["step32", "step512", "ragged32", "ragged512", "memory32"]
-    )
+    parser.add_argument("--cases", nargs="+", choices=list(work.cases), default=list(work.usual))
     parser.add_argument("--machine", default="", help="name in the result files; the CPU model and the cores without it")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     parser.add_argument("--check", action="store_true", help="only compare log-probs and gradients of one batch")
@@ -100,31 +99,24 @@ def arguments() -> argparse.Namespace:
 # ---------------------------------------------------------------- the same model and prompts for both sides
 
 
-def make_folder(folder: Path, vocabulary: int) -> None:
-    """A Qwen2 whose vocabulary is ``vocabulary`` - 4 characters and the four special tokens."""
-    from lightrft.models.tiny import PRINTABLE, tiny_model, tiny_tokenizer
+def characters(count: int) -> str:
+    """``count`` different ones, each a token of its own."""
+    from lightrft.models.tiny import PRINTABLE
 
-    printable = [c for c in PRINTABLE if not c.isspace()][: vocabulary - 4]
-    wanted = vocabulary - 4 - len(printable)
+    printable = [c for c in PRINTABLE if not c.isspace()][:count]
     letters = (chr(c) for c in range(0x4E00, 0x30000) if not 0xD800 <= c <= 0xF8FF and (c & 0xFFFE) != 0xFFFE)
-    chars = "".join(printable) + "".join(c for c, _ in zip(letters, range(wanted), strict=False))
-    tokenizer = tiny_tokenizer(chars=chars)
-    assert len(tokenizer) == vocabulary
-    model = tiny_model(
-        "qwen2",
-        seed=0,
-        vocab_size=vocabulary,
-        hidden_size=HIDDEN,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HIDDEN // 32,
-        num_key_value_heads=HIDDEN // 64,
-        intermediate_size=HIDDEN * 11 // 4,
-        tie_word_embeddings=True,
-        initializer_range=0.02,  # nearly uniform: every token is about equally likely
-    )
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
+    return "".join(printable) + "".join(c for c, _ in zip(letters, range(count - len(printable)), strict=False))
+
+
+TEXT_SIZES: dict[str, Any] = {
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": HIDDEN // 32,
+    "num_key_value_heads": HIDDEN // 64,
+    "intermediate_size": HIDDEN * 11 // 4,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,  # nearly uniform: every token is about equally likely
+}
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -134,17 +126,71 @@ def load_tokenizer(folder: Path) -> Any:
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def make_prompts(folder: Path, tokenizer: Any, case: Case, count: int) -> list[str]:
-    """Random characters; written as JSON lines too."""
-    import random
+class Work:
+    """What both sides do: their model, their prompts, and how each is told of them. Here, text."""
 
-    draw = random.Random(0)
-    letters = [c for c in tokenizer.get_vocab() if len(c) == 1]
-    texts = ["".join(draw.choices(letters, k=case.prompt_tokens)) for _ in range(count)]
-    assert all(len(ids) == case.prompt_tokens for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
-    lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
-    (folder / "prompts.jsonl").write_text(lines, encoding="utf-8")
-    return texts
+    script = Path(__file__)
+    stem = "vs_trl"
+    title = "A GRPO step against TRL's GRPOTrainer"
+    model = "qwen2"
+    cases: Mapping[str, Any] = TEXT_CASES
+    usual: tuple[str, ...] = ("step32", "step512", "ragged32", "ragged512", "memory32")
+    checked: tuple[str, ...] = ("step32", "step512")
+
+    def make(self, folder: Path, vocabulary: int) -> None:
+        """A folder with a Qwen2 whose vocabulary is ``vocabulary`` - 4 characters and the four special tokens."""
+        from lightrft.models.tiny import tiny_model, tiny_tokenizer
+
+        tokenizer = tiny_tokenizer(chars=characters(vocabulary - 4))
+        assert len(tokenizer) == vocabulary
+        tiny_model("qwen2", seed=0, vocab_size=vocabulary, **TEXT_SIZES).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    def prompts(self, folder: Path, scratch: Path, case: Any, count: int) -> list[dict[str, Any]]:
+        """Rows of TRL's data set, of random characters; written for the other side into ``prompts.jsonl``."""
+        tokenizer, draw = load_tokenizer(folder), random.Random(0)
+        letters = [c for c in tokenizer.get_vocab() if len(c) == 1]
+        texts = ["".join(draw.choices(letters, k=case.prompt_tokens)) for _ in range(count)]
+        assert all(len(ids) == case.prompt_tokens for ids in tokenizer(texts, add_special_tokens=False)["input_ids"])
+        rows = [{"prompt": text} for text in texts]
+        write_lines(scratch / "prompts.jsonl", rows)
+        return rows
+
+    def data(self, scratch: Path) -> dict[str, Any]:
+        """The ``data`` part of a config."""
+        return {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": False}
+
+    def dataset(self, rows: list[dict[str, Any]]) -> Any:
+        """TRL's, of what ``prompts`` gave."""
+        from datasets import Dataset
+
+        return Dataset.from_list(rows)
+
+    def trl_model(self, folder: Path) -> Any:
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+
+    def processing_class(self, folder: Path) -> Any:
+        return load_tokenizer(folder)
+
+    def segments(self, inputs: dict[str, Any], rows: list[int]) -> Any:
+        """The prompts in ``rows`` of TRL's batch."""
+        from lightrft.types import Segments
+
+        return Segments.of([unpadded(inputs, row) for row in rows])
+
+    def about(self, case: Any) -> str:
+        ends = "answers of 64 tokens" if case.full else "answers of up to 64 tokens, ending by themselves"
+        return f"{case.prompt_tokens}-token prompts, {ends}, vocabulary {case.vocabulary:,}"
+
+
+def unpadded(inputs: dict[str, Any], row: int) -> list[int]:
+    return inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()].tolist()
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 # ---------------------------------------------------------------- workers: one side, one case, one process
@@ -157,35 +203,49 @@ def peak_mb() -> float:
     return int(found[1]) / 1024
 
 
-def worker(order: dict[str, Any]) -> None:
+@dataclass(frozen=True)
+class Job:
+    """One side of one case: ``steps`` are those after the one that warms up."""
+
+    work: Work
+    folder: Path
+    scratch: Path
+    rows: list[dict[str, Any]]
+    steps: int
+    variant: Variant
+    full: bool
+
+
+def worker(work: Work, order: dict[str, Any]) -> None:
     import torch
 
     torch.manual_seed(0)
     folder, kind = Path(order["folder"]), order["kind"]
     if kind == "make":
-        make_folder(folder, order["vocabulary"])
+        work.make(folder, order["vocabulary"])
+        (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
         return
-    case, variant = CASES[order["case"]], Variant(**order["variant"])
+    case, variant = work.cases[order["case"]], Variant(**order["variant"])
     torch.set_num_threads(variant.threads)
 
     with tempfile.TemporaryDirectory() as scratch:
-        texts = make_prompts(Path(scratch), load_tokenizer(folder), case, PROMPTS * (order["steps"] + 1))
+        rows = work.prompts(folder, Path(scratch), case, PROMPTS * (order["steps"] + 1))
         side = {"lightrft": run_lightrft, "trl": run_trl, "check": check}[kind]
-        result = side(folder, Path(scratch), texts, order["steps"], variant, case.full)
+        result = side(Job(work, folder, Path(scratch), rows, order["steps"], variant, case.full))
     print("RESULT " + json.dumps(result))
 
 
-def rl_config(folder: Path, scratch: Path, steps: int, full: bool = True) -> Any:
+def rl_config(job: Job, steps: int) -> Any:
     from lightrft.config import RLConfig
     from lightrft.utils.settings import build
 
     tree = {
-        "run": {"dir": str(scratch), "name": "run", "progress": False},
-        "model": {"path": str(folder), "dtype": "float32"},
-        "data": {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": False},
+        "run": {"dir": str(job.scratch), "name": "run", "progress": False},
+        "model": {"path": str(job.folder), "dtype": "float32"},
+        "data": job.work.data(job.scratch),
         "rollout": {"prompts": PROMPTS, "samples": ANSWERS},
-        "sampling": {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS * full},
-        "reward": {"terms": [f"{folder / 'rewards.py'}:mean_code"]},
+        "sampling": {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS * job.full},
+        "reward": {"terms": [f"{job.folder / 'rewards.py'}:mean_code"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
         "train": {"steps": steps},
@@ -216,21 +276,19 @@ def open_run(config: Any) -> Any:
     return opened()
 
 
-def run_lightrft(
-    folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True
-) -> dict[str, Any]:
+def run_lightrft(job: Job) -> dict[str, Any]:
     from lightrft.trainer.ppo import rl_step
 
     rows = []
-    with open_run(rl_config(folder, scratch, steps + 1, full)) as (session, run):
+    with open_run(rl_config(job, job.steps + 1)) as (session, run):
         before = peak_mb()
-        for step in range(steps + 1):  # the first one warms up
+        for step in range(job.steps + 1):  # the first one warms up
             start, cpu = time.perf_counter(), time.process_time()
             result = rl_step(run.roles, run.config, step, run.controls, run.stream, session.timers)
             values = session.record(step + 1, result.metrics)
             spent = {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
             tokens = result.collected.tokens["trained"]
-            assert not full or tokens == PROMPTS * ANSWERS * NEW_TOKENS
+            assert not job.full or tokens == PROMPTS * ANSWERS * NEW_TOKENS
             assert values["policy/active_rows"] == 1
             rows.append({**spent, "update": values["time/update"], "generate": values["time/generate"], "tokens": tokens})
         worker_mb = sum(peak_of(p) for p in children())
@@ -257,25 +315,23 @@ def peak_of(process: Path) -> float:
     return int(found[1]) / 1024 if found else 0.0
 
 
-def mean_code(completions: list[str], **_: Any) -> list[float]:
-    return [sum(map(ord, text)) / max(1, len(text)) / 1000 for text in completions]
+def mean_code(completions: list[Any], **_: Any) -> list[float]:
+    """As that of ``REWARD``. TRL hands over text, or where prompts are messages, messages."""
+    texts = [done if isinstance(done, str) else done[0]["content"] for done in completions]
+    return [sum(map(ord, text)) / max(1, len(text)) / 1000 for text in texts]
 
 
-def trl_trainer(
-    folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True, **over: Any
-) -> Any:
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM
+def trl_trainer(job: Job, steps: int, **over: Any) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     whole = PROMPTS * ANSWERS
     options: dict[str, Any] = {
-        "output_dir": str(scratch / "trl"),
-        "per_device_train_batch_size": variant.rows,
-        "gradient_accumulation_steps": whole // variant.rows,
+        "output_dir": str(job.scratch / "trl"),
+        "per_device_train_batch_size": job.variant.rows,
+        "gradient_accumulation_steps": whole // job.variant.rows,
         "num_generations": ANSWERS,
         "max_completion_length": NEW_TOKENS,
-        "generation_kwargs": {"min_new_tokens": NEW_TOKENS} if full else None,
+        "generation_kwargs": {"min_new_tokens": NEW_TOKENS} if job.full else None,
         "max_steps": steps,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
@@ -291,16 +347,15 @@ def trl_trainer(
         "save_strategy": "no",
         "disable_tqdm": True,
         "dataloader_num_workers": 0,
-        "use_transformers_continuous_batching": variant.generation == "continuous",
+        "use_transformers_continuous_batching": job.variant.generation == "continuous",
         **over,
     }
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
     trainer = GRPOTrainer(
-        model=model,
+        model=job.work.trl_model(job.folder),
         reward_funcs=mean_code,
         args=GRPOConfig(**options),
-        train_dataset=Dataset.from_list([{"prompt": text} for text in texts]),
-        processing_class=load_tokenizer(folder),
+        train_dataset=job.work.dataset(job.rows),
+        processing_class=job.work.processing_class(job.folder),
     )
     assert trainer.ref_model is None
     return trainer
@@ -329,10 +384,10 @@ class Stopwatch:
         return found
 
 
-def run_trl(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True) -> dict[str, Any]:
+def run_trl(job: Job) -> dict[str, Any]:
     from transformers import TrainerCallback
 
-    trainer = trl_trainer(folder, scratch, texts, steps + 1, variant, full)
+    trainer = trl_trainer(job, job.steps + 1)
     watch = Stopwatch()
     watch.wrap(trainer, "_prepare_inputs", "prepare")
     watch.wrap(trainer, "_generate_single_turn", "generate")
@@ -371,14 +426,14 @@ def run_trl(folder: Path, scratch: Path, texts: list[str], steps: int, variant: 
     trainer.add_callback(Clock())
     before = peak_mb()
     trainer.train()
-    assert not full or lengths == [[NEW_TOKENS] * (PROMPTS * ANSWERS)] * (steps + 1), lengths
+    assert not job.full or lengths == [[NEW_TOKENS] * (PROMPTS * ANSWERS)] * (job.steps + 1), lengths
     return {"rows": rows[1:], "peak_mb": peak_mb(), "before_mb": before, "reward_worker_mb": 0.0}
 
 
 # ---------------------------------------------------------------- do both sides compute the same?
 
 
-def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Variant, full: bool = True) -> dict[str, Any]:
+def check(job: Job) -> dict[str, Any]:
     """TRL's batch of one step through both: log-probs, loss and gradients."""
     import torch
     from transformers import TrainerCallback
@@ -388,7 +443,7 @@ def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Va
     from lightrft.trainer.update import Objective, weighted
     from lightrft.types import Batch, Segments
 
-    trainer = trl_trainer(folder, scratch, texts, 1, variant, max_grad_norm=1e9)
+    trainer = trl_trainer(job, 1, max_grad_norm=1e9)
     seen: dict[str, Any] = {}
     score, loss_of = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
 
@@ -411,23 +466,25 @@ def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Va
     trainer.train()
 
     inputs = seen["inputs"]
-    prompts, prompt_of = torch.unique(inputs["prompt_ids"], dim=0, return_inverse=True)
+    prompts = [tuple(unpadded(inputs, row)) for row in range(PROMPTS * ANSWERS)]
+    first = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
+    prompt_of = torch.tensor([list(first).index(prompt) for prompt in prompts])
     answers = inputs["completion_ids"]
     batch = Batch(
-        Segments.of(prompts.tolist()),
+        job.work.segments(inputs, list(first.values())),
         Segments.of(answers.tolist()),
         prompt_of,
         sampled=torch.ones(answers.numel(), dtype=torch.bool),
         advantages=inputs["advantages"].repeat_interleave(NEW_TOKENS),
     )
-    config = rl_config(folder, scratch, 1)
-    actor = Actor.load(ModelConfig(path=str(folder), dtype="float32"))
+    config = rl_config(job, 1)
+    actor = Actor.load(ModelConfig(path=str(job.folder), dtype="float32"))
     batch = weighted(batch, config)
     scores = actor.score(batch, entropy=True)
     loss, _ = Objective(config.algorithm, 0.0, 0.0)(batch, scores)
     loss.backward()
     grads = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}
-    assert grads.keys() == seen["grads"].keys() and len(prompts) == PROMPTS
+    assert grads.keys() == seen["grads"].keys() and len(first) == PROMPTS
     norm = torch.nn.utils.get_total_norm(list(seen["grads"].values()))
     gap = torch.nn.utils.get_total_norm([grads[n] - g for n, g in seen["grads"].items()])
     result = {
@@ -443,7 +500,7 @@ def check(folder: Path, scratch: Path, texts: list[str], steps: int, variant: Va
 # ---------------------------------------------------------------- the driver: never imports torch, so that it stays small
 
 
-def call(kind: str, threads: int, **order: Any) -> dict[str, Any]:
+def call(work: Work, kind: str, threads: int, **order: Any) -> dict[str, Any]:
     """Run one worker; what it says beside its result goes to the terminal if it fails."""
     environment = {
         **os.environ,
@@ -454,7 +511,7 @@ def call(kind: str, threads: int, **order: Any) -> dict[str, Any]:
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    command = [sys.executable, __file__, "--worker", json.dumps({"kind": kind, **order})]
+    command = [sys.executable, str(work.script), "--worker", json.dumps({"kind": kind, **order})]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{kind} failed\n{done.stdout[-3000:]}\n{done.stderr[-5000:]}")
@@ -462,9 +519,9 @@ def call(kind: str, threads: int, **order: Any) -> dict[str, Any]:
     return json.loads(found[-1].removeprefix("RESULT ")) if found else {}
 
 
-def one_round(case: str, variant: Variant, folder: Path, steps: int) -> dict[str, Any]:
+def one_round(work: Work, case: str, variant: Variant, folder: Path, steps: int) -> dict[str, Any]:
     """Medians over the steps of one process."""
-    got = call(variant.side, variant.threads, case=case, variant=vars(variant), folder=str(folder), steps=steps)
+    got = call(work, variant.side, variant.threads, case=case, variant=vars(variant), folder=str(folder), steps=steps)
     middle = {
         name: statistics.median(row[name] for row in got["rows"]) for name in ("step", "cpu", "update", "generate", "tokens")
     }
@@ -477,33 +534,33 @@ def one_round(case: str, variant: Variant, folder: Path, steps: int) -> dict[str
     }
 
 
-def calibrate(case: str, folder: Path) -> list[Variant]:
+def calibrate(work: Work, case: str, folder: Path) -> list[Variant]:
     """The fastest variant of each side by the whole step, each tried once."""
     threads = sorted({1, os.cpu_count() or 1})
     whole = PROMPTS * ANSWERS
-    if not CASES[case].seconds:
+    if not work.cases[case].seconds:
         return [Variant("lightrft", threads[-1]), Variant("trl", threads[-1])]
     ours = [Variant("lightrft", n) for n in threads]
     theirs = [Variant("trl", n, rows, way) for n in threads for rows, way in ((whole, "generate"), (whole // 4, "generate"))]
     chosen = []
     for variants in (ours, theirs):
-        tried = {v: one_round(case, v, folder, 1)["step"] for v in variants}
+        tried = {v: one_round(work, case, v, folder, 1)["step"] for v in variants}
         # The other way of generating, with the best of the rest. It cannot suppress the end token.
-        if variants is theirs and not CASES[case].full:
+        if variants is theirs and not work.cases[case].full:
             best = min(tried, key=lambda v: tried[v])
             other = Variant("trl", best.threads, best.rows, "continuous")
-            tried[other] = one_round(case, other, folder, 1)["step"]
+            tried[other] = one_round(work, case, other, folder, 1)["step"]
         for variant, seconds in tried.items():
             print(f"  {case}: {variant.side}, {variant}: {seconds:.2f} s a step", flush=True)
         chosen.append(min(tried, key=lambda v: tried[v]))
     return chosen
 
 
-def measure(case: str, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
-    ours, theirs = calibrate(case, folder)
+def measure(work: Work, case: str, folder: Path, rounds: int, steps: int) -> dict[str, Any]:
+    ours, theirs = calibrate(work, case, folder)
     found = []
     for i in range(rounds):
-        a, b = (one_round(case, v, folder, steps) for v in (ours, theirs))
+        a, b = (one_round(work, case, v, folder, steps) for v in (ours, theirs))
         ratio = {name: b[name] / a[name] for name in COMPARED}
         found.append({"lightrft": a, "trl": b, "ratio": ratio, "load": os.getloadavg()[0]})
         shown = ", ".join(f"{k} {v:.2f}" for k, v in ratio.items())
@@ -520,27 +577,29 @@ def cpu_model() -> str:
     return found[1].strip() if found else platform.machine()
 
 
-def main() -> None:
-    args = arguments()
+def main(work: Work, description: str | None) -> None:
+    args = arguments(work, description)
     if args.worker:
-        worker(json.loads(args.worker))
+        worker(work, json.loads(args.worker))
         return
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folders = {}
-        for size in dict.fromkeys(CASES[c].vocabulary for c in args.cases):
+        for size in dict.fromkeys(work.cases[c].vocabulary for c in args.cases):
             folders[size] = Path(scratch) / str(size)
-            call("make", 1, folder=str(folders[size]), vocabulary=size)
+            call(work, "make", 1, folder=str(folders[size]), vocabulary=size)
         same = {}
-        for case in ("step32", "step512"):
+        for case in work.checked:
             if case in args.cases:
-                same[case] = call("check", 2, case=case, variant=vars(Variant("trl", 2)), folder=str(folders[4096]), steps=1)
+                folder = str(folders[work.cases[case].vocabulary])
+                same[case] = call(work, "check", 2, case=case, variant=vars(Variant("trl", 2)), folder=folder, steps=1)
                 print(f"  {case}: one batch through both: {same[case]}", flush=True)
         if args.check:
             return
         for case in args.cases:
-            results[case] = measure(case, folders[CASES[case].vocabulary], args.rounds, args.steps or CASES[case].steps)
-    report(args, results, same)
+            about = work.cases[case]
+            results[case] = measure(work, case, folders[about.vocabulary], args.rounds, args.steps or about.steps)
+    report(work, args, results, same)
 
 
 def versions() -> dict[str, str]:
@@ -552,20 +611,20 @@ def versions() -> dict[str, str]:
     }
 
 
-def report(args: argparse.Namespace, results: dict[str, Any], same: dict[str, Any]) -> None:
+def report(work: Work, args: argparse.Namespace, results: dict[str, Any], same: dict[str, Any]) -> None:
     machine = f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}"
     name = args.machine or re.sub(r"[^a-z0-9]+", "-", f"{cpu_model()}-{os.cpu_count()}cores".lower()).strip("-")
-    work = (
-        f"qwen2, {LAYERS} layers of {HIDDEN}, tied embeddings, float32; {PROMPTS} prompts x {ANSWERS} answers of at most "
+    done = (
+        f"{work.model}, {LAYERS} layers of {HIDDEN}, tied embeddings, float32; {PROMPTS} prompts x {ANSWERS} answers of at most "
         f"{NEW_TOKENS} new tokens, one optimizer step per generation, grpo without a reference"
     )
-    command = " ".join(["python", "benchmarks/vs_trl.py", *sys.argv[1:]])
-    tree = {"command": command, "machine": machine, "versions": versions(), "work": work, "same": same, "cases": results}
+    command = " ".join(["python", f"benchmarks/{work.script.name}", *sys.argv[1:]])
+    tree = {"command": command, "machine": machine, "versions": versions(), "work": done, "same": same, "cases": results}
     args.out.mkdir(parents=True, exist_ok=True)
-    stem = args.out / f"vs_trl-{name}"
+    stem = args.out / f"{work.stem}-{name}"
     stem.with_suffix(".json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-    stem.with_suffix(".md").write_text("\n".join(markdown(tree)) + "\n", encoding="utf-8")
-    print("\n".join(markdown(tree)))
+    stem.with_suffix(".md").write_text("\n".join(markdown(work, tree)) + "\n", encoding="utf-8")
+    print("\n".join(markdown(work, tree)))
 
 
 UNITS = {
@@ -578,19 +637,17 @@ UNITS = {
 }
 
 
-def markdown(tree: dict[str, Any]) -> list[str]:
-    lines = ["# A GRPO step against TRL's GRPOTrainer", "", f"`{tree['command']}`", ""]
+def markdown(work: Work, tree: dict[str, Any]) -> list[str]:
+    lines = [f"# {work.title}", "", f"`{tree['command']}`", ""]
     lines += [f"* machine: {tree['machine']}", f"* versions: {', '.join(f'{k} {v}' for k, v in tree['versions'].items())}"]
     lines += [f"* work: {tree['work']}", ""]
     for case, same in tree["same"].items():
         lines.append(
-            f"One batch through both ({CASES[case].prompt_tokens}-token prompts): log-probs differ by at most {same['logprob_gap']:.1e}, "
+            f"One batch through both ({work.about(work.cases[case])}): log-probs differ by at most {same['logprob_gap']:.1e}, "
             f"gradients by {same['gradient_gap']:.1e} of their norm."
         )
     for case, found in tree["cases"].items():
-        about = CASES[case]
-        ends = "answers of 64 tokens" if about.full else "answers of up to 64 tokens, ending by themselves"
-        lines += ["", f"## {about.prompt_tokens}-token prompts, {ends}, vocabulary {about.vocabulary:,}", ""]
+        lines += ["", f"## {work.about(work.cases[case])}", ""]
         for side, title in (("lightrft", "lightrft"), ("trl", "TRL")):
             tokens = statistics.mean(r[side]["tokens"] for r in found["rounds"])
             lines.append(f"* {title}: {found['sides'][side]}; {tokens:,.0f} answer tokens a step")
@@ -607,4 +664,4 @@ def markdown(tree: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    main(Work(), __doc__)

@@ -1,0 +1,134 @@
+"""A step of GRPO with pictures here against the same step of TRL's ``GRPOTrainer``: whole step, generation, update, peak memory.
+
+As ``vs_trl.py``, whose rounds, calibration and report these are, with a Qwen2.5-VL: every prompt is a picture of its own and some
+text, 8 answers of 64 new tokens to each of 4 prompts, every weight trained, the tower's too.
+
+    python benchmarks/vs_trl_vlm.py [--rounds 3] [--cases picture64 picture256] [--machine NAME]
+
+Needs ``pip install trl``. TRL's side gets transformers' own processor for the family, without its part for videos, which needs
+torchvision; no case here has a video. Compare ratios only: absolute times belong to the machine.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vs_trl import HIDDEN, LAYERS, NEW_TOKENS, TEXT_SIZES, Work, characters, load_tokenizer, main, unpadded, write_lines
+
+VOCABULARY = 4096
+PATCH, MERGE = 14, 2
+TOWER: dict[str, Any] = {
+    "depth": LAYERS,
+    "hidden_size": HIDDEN * 5 // 8,
+    "intermediate_size": HIDDEN * 5 * 11 // (8 * 4),
+    "num_heads": 5,
+    "patch_size": PATCH,
+    "window_size": 8 * PATCH,
+    "fullatt_block_indexes": [LAYERS - 1],
+    "initializer_range": 0.02,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``side``: features along each side of a prompt's picture. ``seconds`` and ``full`` as in ``vs_trl.py``."""
+
+    side: int
+    steps: int
+    text_tokens: int = 32
+    vocabulary: int = VOCABULARY
+    seconds: bool = True
+    full: bool = True
+
+
+CASES = {"picture64": Case(8, 4), "picture256": Case(16, 2)}
+
+
+class Pictures(Work):
+    script = Path(__file__)
+    stem = "vs_trl_vlm"
+    title = "A GRPO step with pictures against TRL's GRPOTrainer"
+    model = f"qwen2_5_vl, tower of {LAYERS} layers of {TOWER['hidden_size']}; language model of"
+    cases: Mapping[str, Any] = CASES
+    usual = checked = ("picture64", "picture256")
+
+    def make(self, folder: Path, vocabulary: int) -> None:
+        from lightrft.models.tiny_media import save_tiny_media, tiny_media_tokenizer
+
+        special = len(tiny_media_tokenizer("qwen2_5_vl", chars="")) - 1  # without characters it has one for the space
+        bounds = {"shortest_edge": PATCH**2, "longest_edge": (64 * PATCH) ** 2}
+        processor = {"patch_size": PATCH, "merge_size": MERGE, "size": bounds}
+        sizes = {**TEXT_SIZES, "max_position_embeddings": 4096}
+        save_tiny_media("qwen2_5_vl", folder, chars=characters(vocabulary - special), processor=processor, tower=TOWER, **sizes)
+
+    def prompts(self, folder: Path, scratch: Path, case: Case, count: int) -> list[dict[str, Any]]:
+        """A picture of noise in each; TRL's data set names the file too, and decodes it when the row is drawn."""
+        import numpy as np
+        from PIL import Image
+
+        letters = [c for c in load_tokenizer(folder).get_vocab() if len(c) == 1 and not c.isspace()]
+        draw, noise = random.Random(0), np.random.default_rng(0)
+        theirs, ours = [], []
+        for i in range(count):
+            side = case.side * PATCH * MERGE
+            Image.fromarray(noise.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(scratch / f"{i}.png")
+            text = "".join(draw.choices(letters, k=case.text_tokens))
+            parts = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": text}]
+            ours.append({"prompt": [{"role": "user", "content": parts}]})
+            theirs.append({"prompt": [{"role": "user", "content": text}], "image": str(scratch / f"{i}.png")})
+        write_lines(scratch / "prompts.jsonl", ours)
+        return theirs
+
+    def data(self, scratch: Path) -> dict[str, Any]:
+        return {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": True}
+
+    def dataset(self, rows: list[dict[str, Any]]) -> Any:
+        from datasets import Image
+
+        return super().dataset(rows).cast_column("image", Image())
+
+    def trl_model(self, folder: Path) -> Any:
+        from transformers import Qwen2_5_VLForConditionalGeneration
+
+        return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype="float32")
+
+    def processing_class(self, folder: Path) -> Any:
+        from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
+        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+        class WithoutVideos(Qwen2_5_VLProcessor):
+            def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
+                return type(argument)
+
+        tokenizer = load_tokenizer(folder)
+        return WithoutVideos(
+            Qwen2VLImageProcessorPil.from_pretrained(folder), tokenizer, None, chat_template=tokenizer.chat_template
+        )
+
+    def segments(self, inputs: dict[str, Any], rows: list[int]) -> Any:
+        import torch
+
+        from lightrft.types import Ragged, Segments
+
+        grids = inputs["image_grid_thw"]
+        patches = inputs["pixel_values"].split(grids.prod(-1).tolist())
+        each = torch.tensor([len(patches[row]) for row in rows])
+        media = {
+            "pixel_values": Ragged(torch.cat([patches[row] for row in rows]), each),
+            "image_grid_thw": Ragged(grids[rows], torch.ones_like(each)),
+        }
+        return Segments.of([unpadded(inputs, row) for row in rows], media)
+
+    def about(self, case: Case) -> str:
+        return (
+            f"a picture of {case.side**2} features ({(case.side * MERGE) ** 2:,} patches) and {case.text_tokens} characters, "
+            f"answers of {NEW_TOKENS} tokens, vocabulary {case.vocabulary:,}"
+        )
+
+
+if __name__ == "__main__":
+    main(Pictures(), __doc__)
