@@ -15,7 +15,7 @@ from transformers.masking_utils import create_bidirectional_mask
 from lightrft.models.towers import IMAGE, TIMED_VIDEO, Features, Reader, Tower
 
 _AROUND = 2  # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still see
-_SPILL = 2  # frames after a clip's last whose window of samples reaches back into it
+_SPILL = 2  # frames after a clip's last whose window of samples, up to four hops wide, can reach back into it
 
 
 def frames_around(frames: int, window: int) -> int:

@@ -32,6 +32,9 @@ def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBa
     """Clips of any length, in as many windows as they take. The chat template writes the token that a clip begins with."""
     tower = settings.audio_config
     extractor, window = _extractor(config, tower)
+    if extractor.n_fft > 4 * extractor.hop_length:
+        raise ValueError(f"n_fft = {extractor.n_fft} is more than 4 * hop_length = {4 * extractor.hop_length}: where the silence "
+                         "after a clip begins would not be known")  # fmt: skip
     features = partial(towers_audio.voxtral_features, window=window, stacked=tower.intermediate_size // tower.hidden_size)
     kept = partial(towers_audio.frames_to_silence, window=window)
     return {"audio": Clip(extractor, spelling(tokenizer, settings.audio_token_id), features, kept, windows=None)}

@@ -177,6 +177,13 @@ def test_windows_of_voxtral_are_those_of_its_own_processor(tmp_path, samples):
     assert part.count(found) == len(made) * 25 == part.expand(Extent(value.shape)).count("[AUDIO]")
 
 
+def test_windows_of_samples_that_reach_too_far_back_are_an_error_for_voxtral(tmp_path):
+    save_tiny_media("voxtral", tmp_path, processor={"n_fft": 800})
+    config = ModelConfig(path=str(tmp_path))
+    with pytest.raises(ModelError, match=r"n_fft = 800 is more than 4 \* hop_length = 640"):
+        load_processor(config, load_tokenizer(config))
+
+
 def test_a_clip_of_several_windows_is_heard_in_every_layout(tmp_path):
     r = rig("voxtral", tmp_path, torch.float64)
     batch = mixed_batch([r.prompt("0", ("audio", (40000,)), "?"), r.prompt("1", ("audio", (3000,)), ("audio", (16001,)))])
