@@ -1,7 +1,7 @@
 """Write the reference pages that the code knows best: ``python docs/generate.py``, or ``make docs``.
 
-``configuration.md`` is made from the settings classes, ``parts.md`` from the registries, ``algorithms.md`` from the presets, and
-``algorithms/*.md`` from what ``lightrft explain`` says of each.
+``configuration.md`` is made from the settings classes, ``parts.md`` from the registries, ``families.md`` and ``readers.md`` from their
+tables, ``algorithms.md`` from the presets, and ``algorithms/*.md`` from what ``lightrft explain`` says of each.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from lightrft import config
+from lightrft.datasets.sources import READERS
+from lightrft.models.families import FAMILIES, Family
+from lightrft.models.settings import Layout
 from lightrft.presets import PAPERS
 from lightrft.trainer.explain import Line, explain, symbol_of, to_latex
 from lightrft.trainer.kinds import KINDS, Kind
@@ -32,6 +35,7 @@ VERBS: dict[str, type[Settings]] = {
     "chat": config.ChatConfig,
     "demo": config.DemoConfig,
 }
+LAYOUTS = typing.get_args(Layout)
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -42,6 +46,8 @@ def pages() -> dict[Path, str]:
         Path("configuration.md"): configuration_page(),
         Path("algorithms.md"): algorithms_page(),
         Path("parts.md"): parts_page(),
+        Path("families.md"): families_page(),
+        Path("readers.md"): readers_page(),
         **made,
     }
 
@@ -104,6 +110,62 @@ def _parts_of(kind: Kind, title: str) -> str:
         reads, needs = (", ".join(f"`{x}`" for x in sorted(names)) for names in (about.reads, about.needs))
         rows.append(f"| `{name}` | `{_cell(about.formula)}` | {given} | {reads} | {needs} | {_cell(about.paper)} |")
     return "\n".join([*rows, ""])
+
+
+def families_page() -> str:
+    """Model families: what each reads, in which layouts it runs, and what its parts are called."""
+    texts = {layout: [f"`{n}`" for n, f in FAMILIES.items() if f.reader is None and f.layout == layout] for layout in LAYOUTS}
+    return "\n".join(
+        [
+            "# Families\n",
+            MADE_BY,
+            "What a model reads is decided by its family, the `model_type` of its `config.json`. A family that is not listed is taken for",
+            "a language model, and the check of the layout on a run's first batch says whether that was right.\n",
+            "## That read media\n",
+            "`tower` and `projector` are parts that [can be frozen, adapted and trained at a rate of their own](media.md#what-is-trained);",
+            "here stand the prefixes of their parameters' names. [How a family is added](media.md#a-family-of-your-own).\n",
+            "| model type | class in transformers | reads | positions | layout | `tower` | `projector` |\n|---|---|---|---|---|---|---|",
+            *(_family(name, family) for name, family in FAMILIES.items() if family.reader is not None),
+            "\n## That read text\n",
+            "| layout | model types |\n|---|---|",
+            *(f"| `{layout}` | {', '.join(names)} |" for layout, names in texts.items() if names),
+            "",
+        ]
+    )
+
+
+def _family(name: str, family: Family) -> str:
+    reader = family.reader
+    assert reader is not None
+    kinds = ", ".join(dict.fromkeys(tower.kind for tower in reader.towers))
+    axes = "several axes" if reader.positions else "one axis"
+    parts = [", ".join(f"`{prefix}`" for prefix in reader.parts.get(part, ())) for part in ("tower", "projector")]
+    return "| " + " | ".join([f"`{name}`", f"`{family.loader}`", kinds, axes, f"`{family.layout}`", *parts]) + " |"
+
+
+def readers_page() -> str:
+    """The readers of public data sets: the layout that each takes, and its options."""
+    rows = []
+    for name in READERS:
+        function = READERS[name]
+        about = " ".join(inspect.cleandoc(function.__doc__ or "").split()).replace("``", "`")
+        options = [p for p in inspect.signature(function).parameters.values() if p.kind is inspect.Parameter.KEYWORD_ONLY]
+        rows.append(f"| `{name}` | {_cell(about)} | {', '.join(f'`{o.name} = {o.default!r}`' for o in options)} |")
+    return "\n".join(
+        [
+            "# Readers\n",
+            MADE_BY,
+            "A reader turns a row of one layout into the usual columns: `prompt`, `response`, `label`, `reference`, `data_source`, `id`,",
+            "`images`, `videos` and `audios`. `data.sources: [{path: ..., reader: name, reader_options: {...}}]` takes one of these, or",
+            "a function of yours, `package.module:function`, that takes a row and returns one.\n",
+            "Sets of preferences become questions for a judge: both candidates in the prompt, called A and B in an order that is drawn",
+            "from their content, and the letter of the better one as the label, C for a tie. `chosen`, `rejected` and `request` hold the",
+            "same pair for training on preferences; every other comparison of the set is a column with a letter.\n",
+            "| reader | layout | options |\n|---|---|---|",
+            *rows,
+            "",
+        ]
+    )
 
 
 def configuration_page() -> str:

@@ -11,6 +11,7 @@ from lightrft.datasets.readers import READERS
 
 def _reader(name: str) -> Callable[..., Mapping[str, Any]]:
     def read(row: Mapping[str, Any]) -> dict[str, Any]:
+        """``{prompt, final_answer, choices?}``: choices are shown with letters, of which the label is one."""
         prompt, label = row["prompt"], row["final_answer"]
         if row.get("choices"):
             choices = lettered(row["choices"])
