@@ -73,6 +73,11 @@ class Encoder:
         own = {kind: () if self._as_text else (part.written,) for kind, part in self.media.parts.items()}
         return Reads({kind: tuple(dict.fromkeys((f"<{kind}>", *spelled))) for kind, spelled in own.items()})
 
+    @cached_property
+    def placeholders(self) -> frozenset[int]:
+        """Tokens that stand for features of media."""
+        return frozenset() if self.media is None else frozenset(self.media.processor.tokens.values())
+
     @property
     def eos(self) -> int:
         """The token that ends an answer. Raises ``ModelError`` for a tokenizer without one."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import numpy as np
 
 from lightrft.datasets.blending import blend, generator
 from lightrft.datasets.encoding import Encoder
-from lightrft.datasets.media import NOTHING, Reads, Workers
+from lightrft.datasets.fetching import Fetcher
+from lightrft.datasets.media import NOTHING, Reads
 from lightrft.datasets.records import Record, read_record
 from lightrft.datasets.rows import BadRow, Rows
 from lightrft.datasets.settings import DataConfig
@@ -65,6 +65,12 @@ class Sources:
         self.counts["malformed"] += 1
         self.first_problem = self.first_problem or str(error)
 
+    def lose(self, error: BadRow) -> None:
+        """Count a row whose media cannot be read any more, or raise ``error`` if that is what is set."""
+        if self.config.malformed == "error":
+            raise error
+        self.counts["unreadable"] += 1
+
     def made(self, rows: Sequence[A], made: Sequence[list[str] | BadRow]) -> list[tuple[A, list[str]]]:
         """Those of ``rows`` that something could be made of, with what; the others as ``skip`` says."""
         pairs: list[tuple[A, list[str]]] = []
@@ -106,8 +112,8 @@ class PromptDataset:
     """The prompts of ``config``, encoded once. Rows stay where they are and are read again when a prompt is asked for.
 
     ``counts``: ``rows`` read, ``malformed`` (skipped), ``overlong`` (dropped), ``truncated``, ``special_tokens`` (prompts that
-    spell one as text), ``prompts`` (the length). Picklable. Media are measured at once, and decoded when a prompt is asked for,
-    with ``processor`` (see ``lightrft.models.processing``); without one only text is read. A prompt with media is never cut.
+    spell one as text), ``prompts`` (the length), ``unreadable`` (lost since). Picklable. With ``processor`` (see
+    ``lightrft.models.processing``) rows may hold media: measured at once, decoded when a prompt is asked for, never truncated.
 
     Raises ``DataError`` for rows that cannot be used and when nothing is left, ``ConfigError`` and ``ModelError`` when the
     settings do not fit the tokenizer.
@@ -117,7 +123,7 @@ class PromptDataset:
         self.config = config
         self.encoder = Encoder(config, tokenizer, processor)
         self._sources = Sources(config, self.encoder.reads)
-        self._ahead: dict[int, Future[Prompt | BadRow]] = {}
+        self._fetcher = Fetcher(self.prompt, self.encoder.media)
         self.counts = self._sources.counts
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
         self._tokens = array("i")
@@ -133,9 +139,6 @@ class PromptDataset:
 
     def __getitem__(self, i: int) -> Prompt:
         return self.prompt(i)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ahead": {}}
 
     def prompt(self, i: int, *, media: bool = True) -> Prompt:
         """Prompt ``i``, without its media where they are not wanted. Raises ``BadRow`` for media that cannot be read any more."""
@@ -160,34 +163,15 @@ class PromptDataset:
 
     def fetch(self, indices: Sequence[int]) -> list[Prompt | BadRow]:
         """The prompts at ``indices``, their media decoded side by side; or why one cannot be read any more."""
-        workers = self._workers
-        if workers is None:
-            return [self.prompt(i) for i in indices]
-        started = {i: self._ahead.pop(i, None) or workers.submit(self._tried, i) for i in dict.fromkeys(indices)}
-        return [started[i].result() for i in indices]
+        return self._fetcher.fetch(indices)
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin to decode the media of the prompts at ``indices``, and forget what was begun before and not fetched."""
-        workers = self._workers
-        if workers is None:
-            return
-        wanted = set(indices)
-        for i in [i for i in self._ahead if i not in wanted]:
-            self._ahead.pop(i).cancel()
-        for i in dict.fromkeys(indices):
-            if i not in self._ahead:
-                self._ahead[i] = workers.submit(self._tried, i)
+        """Begin to decode the media of the prompts at ``indices``, for the next ``fetch``."""
+        self._fetcher.prefetch(indices)
 
-    @property
-    def _workers(self) -> Workers | None:
-        media = self.encoder.media
-        return media.workers if media is not None and media.workers.count else None
-
-    def _tried(self, i: int) -> Prompt | BadRow:
-        try:
-            return self.prompt(i)
-        except BadRow as error:
-            return error
+    def lose(self, error: BadRow) -> None:
+        """Count a prompt that ``fetch`` could not read, or raise ``error`` if that is what is set."""
+        self._sources.lose(error)
 
     def places(self, ids: Sequence[str]) -> list[int]:
         """Where the prompts called ``ids`` stand. Raises ``CheckpointError`` for one that is not here."""
@@ -292,6 +276,13 @@ class PromptSampler:
             if self.position == self.length:
                 self.epoch, self.position = self.epoch + 1, 0
         return taken
+
+    def peek(self, count: int) -> list[int]:
+        """What ``next`` would give."""
+        before = self.state_dict()
+        ahead = self.next(count)
+        self.load_state_dict(before)
+        return ahead
 
     def state_dict(self) -> dict[str, int]:
         return {"epoch": self.epoch, "position": self.position}

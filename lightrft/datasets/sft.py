@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.datasets.encoding import Encoder, check_template, prefix_error
+from lightrft.datasets.fetching import Fetcher
+from lightrft.datasets.media.items import marks
 from lightrft.datasets.prompts import Sources
 from lightrft.datasets.records import Message, Record
 from lightrft.datasets.rows import BadRow
@@ -26,7 +28,7 @@ GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 @dataclass(slots=True)
 class Example:
     """``prompt_ids`` up to the first token to learn, ``response_ids`` from there on, ``trained[t]`` whether response token t is
-    the assistant's own (its words and the token that ends its turn)."""
+    the assistant's own (its words and the token that ends its turn; never a placeholder). Each part has its own media."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -45,6 +47,7 @@ class _Part:
     turns: list[tuple[str, str]]
     messages: list[Message]
     name: str = ""
+    items: tuple[int, ...] = ()
 
 
 class SFTDataset:
@@ -52,7 +55,8 @@ class SFTDataset:
 
     ``counts``: ``rows`` read, ``malformed`` (skipped), ``overlong`` (more than ``max_tokens``, dropped), ``truncated`` (cut at
     the end: nothing then teaches the model to stop there), ``special_tokens`` (examples that spell one as text), ``examples``.
-    Of a row with a response only the response is learned; of a conversation the assistant's turns that ``turns`` names.
+    Of a row with a response only the response is learned; of a conversation the assistant's turns that ``turns`` names. Media
+    are as in ``PromptDataset``; nothing with media behind the cut is truncated.
 
     Raises ``DataError`` for rows that cannot be used and when nothing is left, ``ModelError`` when several turns are to share a
     row under a chat template without the prefix property, or the tokenizer lacks an eos token.
@@ -69,6 +73,8 @@ class SFTDataset:
         self._marks = self.encoder.chat and bool(GENERATION.search(str(tokenizer.chat_template)))
         self._tokens, self._trained = array("i"), bytearray()
         self._ends, self._split = array("Q"), array("Q")
+        self._media: dict[int, tuple[int, int, tuple[int, ...]]] = {}
+        self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
         self._order, self._ids = self._sources.read(self._add, seed)
         self.counts["examples"] = len(self._order)
 
@@ -80,12 +86,31 @@ class SFTDataset:
             raise IndexError(f"example {i} of {len(self)}")
         k = int(self._order[i])
         start, split, end = self._ends[k - 1] if k else 0, self._split[k], self._ends[k]
-        return Example(
+        example = Example(
             prompt_ids=self._tokens[start:split].tolist(),
             response_ids=self._tokens[split:end].tolist(),
             trained=[bool(t) for t in self._trained[split:end]],
             id=self._ids[i],
         )
+        if self.encoder.media is not None and k in self._media:
+            source, row, numbers = self._media[k]
+            record = self._sources.record(source, row)
+            parts = (example.prompt_ids, example.response_ids)
+            media = self.encoder.media.split([record.media[n] for n in numbers], parts, record.where)
+            example.prompt_media, example.response_media = media
+        return example
+
+    def fetch(self, indices: Sequence[int]) -> list[Example | BadRow]:
+        """The examples at ``indices``, their media decoded side by side; or why one cannot be read any more."""
+        return self._fetcher.fetch(indices)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to decode the media of the examples at ``indices``, for the next ``fetch``."""
+        self._fetcher.prefetch(indices)
+
+    def lose(self, error: BadRow) -> None:
+        """Count an example that ``fetch`` could not read, or raise ``error`` if that is what is set."""
+        self._sources.lose(error)
 
     @property
     def first_problem(self) -> str:
@@ -99,7 +124,7 @@ class SFTDataset:
 
     def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
         """Encode records and keep what fits; the names of the examples kept."""
-        parts: list[_Part] = []
+        rows: list[list[_Part]] = []
         for row, record in chunk:
             try:
                 made = self._parts(row, record)
@@ -109,20 +134,42 @@ class SFTDataset:
             stem = record.id or f"{self._sources.names[source]}/{row}"
             for k, part in enumerate(made):
                 part.name = stem if len(made) == 1 else f"{stem}#{k + 1}"
-            parts += made
+            rows.append(made)
+        parts = self._expanded(rows)
         texts = list(dict.fromkeys(t for part in parts for turn in part.turns for t in turn))
         ids = dict(zip(texts, self.encoder.encode(texts)))
-        return [part.name for part in parts if self._keep(part, *self._tokens_of(part, ids))]
+        return [part.name for part in parts if self._keep(source, part, *self._tokens_of(part, ids))]
 
-    def _keep(self, part: _Part, ids: list[int], trained: list[bool]) -> bool:
+    def _expanded(self, rows: Sequence[list[_Part]]) -> list[_Part]:
+        """The parts of each row with the text of its media in their turns; without those whose media cannot be read."""
+        shown = [(made[0].record, [t for part in made for turn in part.turns for t in turn]) for made in rows]
+        parts: list[_Part] = []
+        for made, texts in self._sources.made(rows, self.encoder.expanded(shown)):
+            whole = iter(texts)
+            for part in made:
+                last = part.turns[-1][1] if self.encoder.chat else "".join(part.turns[-1])
+                part.items = tuple(number for _, number in marks(last)) if part.record.media else ()
+                part.turns = [(next(whole), next(whole)) for _ in part.turns]
+            parts += made
+        return parts
+
+    def _keep(self, source: int, part: _Part, ids: list[int], trained: list[bool]) -> bool:
         """Store an example if it fits or is cut to fit."""
+        if part.items:
+            trained = [t and i not in self.encoder.placeholders for t, i in zip(trained, ids)]
+            if not any(trained):
+                self._sources.skip(_no_answer(part.record))
+                return False
         if len(ids) > self.max_tokens:
-            if self.config.overlong != "truncate" or not any(trained[: self.max_tokens]):
+            cut = self.config.overlong == "truncate" and self.encoder.placeholders.isdisjoint(ids[self.max_tokens :])
+            if not cut or not any(trained[: self.max_tokens]):
                 self._sources.overlong(part.record.where, len(ids), self.max_tokens, "max_tokens")
                 return False
             self.counts["truncated"] += 1
             ids, trained = ids[: self.max_tokens], trained[: self.max_tokens]
         self.counts["special_tokens"] += any(self.encoder.is_shielded(t) for t in part.turns[-1])
+        if part.items:
+            self._media[len(self._ends)] = (source, part.row, part.items)
         self._split.append(len(self._tokens) + trained.index(True))
         self._tokens.extend(ids)
         self._trained.extend(trained)
@@ -152,7 +199,7 @@ class SFTDataset:
             return [_Part(row, record, [turn], []) for turn in turns]
         if self.config.turns == "last":
             return [_Part(row, record, turns[-1:], [])]
-        if self._marks and record.response is None and not self.encoder.is_shielded(turns[-1][1]):
+        if self._marks and record.response is None and not record.media and not self.encoder.is_shielded(turns[-1][1]):
             return [_Part(row, record, turns, shown[: spoken[-1] + ahead + 1])]
         if len(turns) > 1 and not self._checked:
             check_template(self.encoder.tokenizer, self.config.chat_options)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import INFO, WARNING, getLogger
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from lightrft.config import CurriculumConfig, DataConfig
 from lightrft.datasets.prompts import PromptDataset, PromptSampler
+from lightrft.datasets.rows import BadRow
 from lightrft.trainer.account import Collected
 from lightrft.trainer.curriculum import Curriculum
 from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollouts
 from lightrft.types import Prompt, Rollout
+from lightrft.utils.errors import DataError
 
 log = getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -43,7 +47,7 @@ class PromptStream:
         return (self.dataset.prompt(i, media=False) for i in range(len(self.dataset)))
 
     def draw(self, count: int) -> list[Prompt]:
-        return [self.dataset[i] for i in self.sampler.next(count)]
+        return draw(self.dataset, self.sampler, count)
 
     def named(self, ids: Sequence[str]) -> list[Prompt]:
         """The prompts called ``ids``. Raises ``CheckpointError`` when the data does not hold one."""
@@ -86,7 +90,48 @@ def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None, p
         return []
     dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
     report("held out", dataset.counts, dataset.first_problem)
-    return [dataset[i] for i in range(min(len(dataset), limit or len(dataset)))]
+    return kept_of(dataset, dataset.fetch(range(min(len(dataset), limit or len(dataset)))))
+
+
+class Drawable(Protocol[T]):
+    """A data set whose entries are read side by side, and may turn out not to be readable."""
+
+    counts: Counter[str]
+
+    def __len__(self) -> int: ...
+    def fetch(self, indices: Sequence[int], /) -> list[T | BadRow]: ...
+    def prefetch(self, indices: Sequence[int], /) -> None: ...
+    def lose(self, error: BadRow, /) -> None: ...
+
+
+def draw(dataset: Drawable[T], sampler: PromptSampler | Curriculum, count: int) -> list[T]:
+    """The next ``count`` entries that can be read; those that cannot are errors or counted, as set.
+
+    While the caller goes on, the entries of the next draw are begun. Raises ``DataError`` when a whole epoch cannot be read.
+    """
+    drawn: list[T] = []
+    lost = 0
+    while len(drawn) < count:
+        fetched = dataset.fetch(sampler.next(count - len(drawn)))
+        kept = kept_of(dataset, fetched)
+        lost = 0 if kept else lost + len(fetched)
+        if lost >= len(dataset):
+            raise DataError(f"data.sources: {lost} rows in a row cannot be read any more; the last: {fetched[-1]}")
+        drawn += kept
+    if isinstance(sampler, PromptSampler):  # a curriculum draws by what comes of this step
+        dataset.prefetch(sampler.peek(count))
+    return drawn
+
+
+def kept_of(dataset: Drawable[T], fetched: Sequence[T | BadRow]) -> list[T]:
+    kept: list[T] = []
+    for entry in fetched:
+        if isinstance(entry, BadRow):
+            dataset.lose(entry)
+            log.warning("passed over, the %d. so far: %s", dataset.counts["unreadable"], entry)
+        else:
+            kept.append(entry)
+    return kept
 
 
 def report(what: str, counts: Mapping[str, int], first: str = "") -> None:

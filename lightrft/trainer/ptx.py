@@ -12,7 +12,7 @@ from lightrft.datasets.prompts import PromptSampler
 from lightrft.datasets.sft import SFTDataset
 from lightrft.models.actor import Actor
 from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.prompts import report
+from lightrft.trainer.prompts import draw, report
 from lightrft.trainer.rows import Rows
 from lightrft.trainer.supervised import examples_to_batch
 from lightrft.trainer.update import LossOf, weighted_sum
@@ -46,7 +46,7 @@ class Ptx:
 
     def term(self, actor: Actor) -> tuple[Batch, LossOf]:
         """The next batch, and ``coef`` times the mean of -logp over its trained tokens as a loss of its parts."""
-        batch = examples_to_batch([self.dataset[i] for i in self.sampler.next(self.config.batch_size)])
+        batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         batch = batch.replace(loss_weights=AGGREGATIONS["token"](Rows.of(batch), 1))
 
         def loss_of(part: Batch) -> tuple[Tensor, Metrics]:

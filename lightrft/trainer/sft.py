@@ -12,7 +12,7 @@ from lightrft.datasets.sft import SFTDataset
 from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_examples
 from lightrft.trainer.loop import Training, run_steps, take_up
-from lightrft.trainer.prompts import held_out, report
+from lightrft.trainer.prompts import draw, held_out, report
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.trainer.supervised import examples_to_batch, sft_step
@@ -29,7 +29,7 @@ class SFTRun(Training):
     sampler: PromptSampler
 
     def advance(self) -> Metrics:
-        batch = examples_to_batch([self.dataset[i] for i in self.sampler.next(self.config.batch_size)])
+        batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         with self.session.timers("update"):
             return sft_step(self.roles.strategy, self.roles.policy, batch, self.config.train.micro_batch_tokens)
 

@@ -78,23 +78,28 @@ class MediaReader:
         placeholder for each feature."""
         ready = [self.load(item) for item in items]
         self._check(items, ready, ids, where)
-        made: dict[str, list[Tensor]] = {}
-        for one in ready:
-            for name, tensor in one.inputs.items():
-                made.setdefault(name, []).append(tensor)
-        media = {
-            name: Ragged(each[0] if len(each) == 1 else torch.cat(each), torch.tensor([sum(map(len, each))]))
-            for name, each in made.items()
-        }
-        return media, tuple(one.attachment for one in ready)
+        return joined(ready), tuple(one.attachment for one in ready)
+
+    def split(self, items: Sequence[Item], parts: tuple[list[int], list[int]], where: str) -> tuple[Media, Media]:
+        """The inputs of the items whose placeholders the first of ``parts`` holds, and those of the others. Raises ``BadRow`` as
+        ``inputs`` does, and when one is cut in two."""
+        ready = [self.load(item) for item in items]
+        room = {token: parts[0].count(token) for token in set(self.processor.tokens.values())}
+        first: list[int] = []
+        for k, (item, one) in enumerate(zip(items, ready)):
+            token, size = self.processor.tokens[item.kind], self._part(item).count(one.inputs)
+            if size <= room[token]:
+                room[token] -= size
+                first.append(k)
+        whole: list[Media] = []
+        for ids, numbers in zip(parts, (first, [k for k in range(len(items)) if k not in first])):
+            self._check([items[k] for k in numbers], [ready[k] for k in numbers], ids, where)
+            whole.append(joined([ready[k] for k in numbers]))
+        return whole[0], whole[1]
 
     def load(self, item: Item) -> Ready:
         """The item decoded and processed, or as it is remembered by its content."""
         return self._told(item, lambda: self._load(item))
-
-    def counts(self, items: Sequence[Item]) -> list[int]:
-        """Features of each item, which is how many placeholders it has."""
-        return [self._part(item).count(self.load(item).inputs) for item in items]
 
     def _check(self, items: Sequence[Item], ready: Sequence[Ready], ids: Sequence[int], where: str) -> None:
         features = dict.fromkeys(self.processor.tokens.values(), 0)
@@ -104,11 +109,17 @@ class MediaReader:
             if (held := ids.count(token)) != expected:
                 kinds = "/".join(kind for kind, t in self.processor.tokens.items() if t == token)
                 raise BadRow(
-                    f"{where}: {held} {kind_tokens(kinds)} for {expected} features; has a file changed since the data was opened?"
+                    f"{where}: {held} {kinds} placeholders for {expected} features; has a file changed since the data was opened?"
                 )
 
     def _part(self, item: Item) -> Any:
-        return self.parts[item.kind].limited(item.min_pixels, item.max_pixels)
+        part = self.parts[item.kind]
+        if item.min_pixels is None and item.max_pixels is None:
+            return part
+        try:
+            return part.limited(item.min_pixels, item.max_pixels)
+        except (UserError, ValueError) as error:
+            raise BadRow(f"{item.where}: {error}") from error
 
     def _told(self, item: Item, work: Callable[[], T]) -> T:
         try:
@@ -163,9 +174,16 @@ class MediaReader:
         return Hearing(self.parts[item.kind].rate, self.config.resample, self.config.max_seconds)
 
 
-def kind_tokens(kinds: str) -> str:
-    """How messages call placeholders of ``kinds``."""
-    return f"{kinds} placeholders"
+def joined(ready: Sequence[Ready]) -> Media:
+    """The inputs of one sample with all of ``ready``."""
+    made: dict[str, list[Tensor]] = {}
+    for one in ready:
+        for name, tensor in one.inputs.items():
+            made.setdefault(name, []).append(tensor)
+    return {
+        name: Ragged(each[0] if len(each) == 1 else torch.cat(each), torch.tensor([sum(map(len, each))]))
+        for name, each in made.items()
+    }
 
 
 @dataclass
