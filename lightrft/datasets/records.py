@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.datasets.media import NOTHING, Finder, Item, Reads
-from lightrft.datasets.media.items import replaced
+from lightrft.datasets.media.items import is_raw, replaced
 from lightrft.datasets.rows import BadRow, Row
 from lightrft.datasets.settings import Columns
 
@@ -138,7 +138,7 @@ def read_record(row: Row, columns: Columns, where: str, reads: Reads = NOTHING, 
         reference=found["reference"][1],
         data_source=_text(found["data_source"][1]),
         id=_text(found["id"][1]),
-        columns={k: v for k, v in row.items() if k not in taken},
+        columns={k: v for k, v in row.items() if k not in taken and not (reads.spellings and is_raw(v))},
         row=row,
         where=where,
         media=finder.items,

@@ -233,7 +233,7 @@ class SFTDataset:
             trained += [False] * (len(ids) - len(trained))
             start = len(ids)
             ids = self._extend(ids, asking, said, known)
-            ends = [k for k in range(start, len(ids)) if ids[k] in self.encoder.special_ids]
+            ends = [k for k in range(start, len(ids)) if ids[k] in self.encoder.special_ids - self.encoder.placeholders]
             closed = bool(ends)
             last = ends[-1] + 1 if closed else len(ids)
             trained += [True] * (last - start) + [False] * (len(ids) - last)

@@ -90,7 +90,7 @@ def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None, p
         return []
     dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
     report("held out", dataset.counts, dataset.first_problem)
-    return kept_of(dataset, dataset.fetch(range(min(len(dataset), limit or len(dataset)))))
+    return _kept(dataset, dataset.fetch(range(min(len(dataset), limit or len(dataset)))))
 
 
 class Drawable(Protocol[T]):
@@ -113,7 +113,7 @@ def draw(dataset: Drawable[T], sampler: PromptSampler | Curriculum, count: int) 
     lost = 0
     while len(drawn) < count:
         fetched = dataset.fetch(sampler.next(count - len(drawn)))
-        kept = kept_of(dataset, fetched)
+        kept = _kept(dataset, fetched)
         lost = 0 if kept else lost + len(fetched)
         if lost >= len(dataset):
             raise DataError(f"data.sources: {lost} rows in a row cannot be read any more; the last: {fetched[-1]}")
@@ -123,7 +123,7 @@ def draw(dataset: Drawable[T], sampler: PromptSampler | Curriculum, count: int) 
     return drawn
 
 
-def kept_of(dataset: Drawable[T], fetched: Sequence[T | BadRow]) -> list[T]:
+def _kept(dataset: Drawable[T], fetched: Sequence[T | BadRow]) -> list[T]:
     kept: list[T] = []
     for entry in fetched:
         if isinstance(entry, BadRow):

@@ -83,6 +83,15 @@ def listed(value: Any, kind: str) -> list[Any]:
     return some
 
 
+def is_raw(value: Any) -> bool:
+    """Whether ``value`` holds media itself rather than their names."""
+    if isinstance(value, Mapping):
+        return any(map(is_raw, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(is_raw, value[:8]))
+    return isinstance(value, bytes | bytearray) or hasattr(value, "getexif") or hasattr(value, "__array_interface__")
+
+
 def _is_frame(value: Any) -> bool:
     if isinstance(value, str):
         return value.lower().endswith(PICTURE_SUFFIXES)

@@ -5,11 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image
 
 from lightrft.datasets.media.contents import Content, stream
 
 _ORIENTATION = 0x0112
+_UPRIGHT = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""How a picture of an EXIF orientation is turned."""
 
 
 def picture_size(content: Content, limit: int) -> tuple[int, int, int]:
@@ -19,7 +29,7 @@ def picture_size(content: Content, limit: int) -> tuple[int, int, int]:
         return _within(height, width, limit)
     picture = _opened(content)
     width, height = picture.size
-    if picture.getexif().get(_ORIENTATION) in (5, 6, 7, 8):
+    if _orientation(picture) in (5, 6, 7, 8):
         width, height = height, width
     return _within(height, width, limit)
 
@@ -30,11 +40,12 @@ def read_picture(content: Content, limit: int) -> np.ndarray:
     if isinstance(content, np.ndarray):
         return _eight_bit(_rows_first(content))
     picture = _opened(content)
+    turn = _UPRIGHT.get(_orientation(picture))
     try:
         picture.load()
     except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
         raise ValueError(f"the picture is damaged: {error}") from error
-    return np.asarray(to_rgb(ImageOps.exif_transpose(picture)))
+    return np.asarray(to_rgb(picture if turn is None else picture.transpose(turn)))
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
@@ -63,6 +74,12 @@ def _opened(content: Content) -> Image.Image:
         raise ValueError("not a picture of any known format") from None
     except Exception as error:  # plugins raise SyntaxError, struct.error and more
         raise ValueError(f"the picture is damaged: {error}") from error
+
+
+def _orientation(picture: Image.Image) -> int:
+    if picture.format == "TIFF" or (picture.format == "PNG" and "exif" not in picture.info):
+        return 1  # the first is turned as it is loaded, and to look for more in the second would be to decode it
+    return picture.getexif().get(_ORIENTATION, 1)
 
 
 def _within(height: int, width: int, limit: int) -> tuple[int, int, int]:

@@ -80,7 +80,7 @@ class Finder:
         return any(self._column(kind, row)[1] for kind in self.reads.spellings)
 
     def taken(self, row: Row) -> set[str]:
-        """Columns with media that are more than the name of a file."""
+        """Columns that are media, unless they only name a file."""
         names = {name for kind in self.reads.spellings for name in self._names(kind, row)}
         return {name for name in names if not (isinstance(row.get(name), str) and not row[name].startswith("data:"))}
 

@@ -1,0 +1,107 @@
+"""Prompts drawn step by step: those whose media are gone are passed over and counted, and a run that goes on does the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config import CurriculumConfig
+from lightrft.datasets.rows import BadRow
+from lightrft.trainer.prompts import PromptStream, held_out
+from lightrft.types import Prompt
+from lightrft.utils.errors import DataError
+from tests.media_helpers import Rig, rig
+from tests.unit.datasets.media_files import config_of, picture, written
+
+
+@pytest.fixture(scope="module")
+def eye(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    return rig("qwen2_5_vl", tmp_path_factory.mktemp("eye"))
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """Twelve rows with a picture each."""
+    for k in range(12):
+        picture(tmp_path / f"{k}.png", 8 + k, 12, seed=k)
+    return written(tmp_path, [{"id": str(k), "prompt": f"{k}", "image": f"{k}.png"} for k in range(12)])
+
+
+def stream(eye: Rig, rows: str, *, curriculum: CurriculumConfig | None = None, **settings: Any) -> PromptStream:
+    return PromptStream.of(config_of(rows, **settings), eye.tokenizer, 3, curriculum, processor=eye.processor)
+
+
+def ids(prompts: list[Prompt]) -> list[str]:
+    return [p.id for p in prompts]
+
+
+def test_the_order_is_that_of_a_stream_without_threads(eye: Rig, rows: str) -> None:
+    one, two = stream(eye, rows), stream(eye, rows, media={"workers": 0})
+    for count in (4, 5, 6, 1):
+        first, second = one.draw(count), two.draw(count)
+        assert ids(first) == ids(second) and len(first) == count
+        assert all(p.media and p.attachments for p in first)
+
+
+def test_the_prompts_of_the_next_step_are_begun_while_this_one_runs(eye: Rig, rows: str) -> None:
+    drawing = stream(eye, rows)
+    drawing.draw(4)
+    begun = set(drawing.dataset._fetcher._begun)
+    assert begun == set(drawing.sampler.peek(4))
+    assert {drawing.dataset.ids[i] for i in begun} == set(ids(drawing.draw(4)))
+
+
+def test_prompts_whose_files_are_gone_are_passed_over_and_counted(eye: Rig, rows: str) -> None:
+    folder = Path(rows).parent
+    calm, harmed = stream(eye, rows, malformed="skip"), stream(eye, rows, malformed="skip")
+    order = ids([p for _ in range(3) for p in calm.draw(4)])
+    for name in (order[1], order[6]):
+        (folder / f"{name}.png").unlink()
+    kept = [name for name in order if name not in (order[1], order[6])]
+    state = harmed.state_dict()
+    found = ids(harmed.draw(4) + harmed.draw(4))
+    assert found == kept[:8]
+    assert harmed.dataset.counts["unreadable"] == 2
+    again = PromptStream(harmed.dataset, harmed.sampler)
+    again.load_state_dict(state)
+    assert ids(again.draw(4)) == found[:4]
+    halfway = again.state_dict()
+    again.draw(2)
+    again.load_state_dict(halfway)
+    assert ids(again.draw(4)) == found[4:]
+
+
+def test_a_file_that_is_gone_is_an_error_that_names_it_where_rows_must_be_good(eye: Rig, rows: str) -> None:
+    drawing = stream(eye, rows)
+    for path in Path(rows).parent.glob("*.png"):
+        path.unlink()
+    with pytest.raises(BadRow, match=r"line \d+, column 'image': '\d+\.png': there is no file"):
+        drawing.draw(2)
+
+
+def test_data_that_is_wholly_gone_ends_in_an_error(eye: Rig, rows: str) -> None:
+    drawing = stream(eye, rows, malformed="skip")
+    for path in Path(rows).parent.glob("*.png"):
+        path.unlink()
+    with pytest.raises(DataError, match=r"1[2-9] rows in a row cannot be read any more; the last: .*there is no file"):
+        drawing.draw(5)
+
+
+def test_a_curriculum_draws_prompts_with_media_too(eye: Rig, rows: str) -> None:
+    drawing = stream(eye, rows, curriculum=CurriculumConfig(name="priority"))
+    assert all(p.media for p in drawing.draw(5))
+
+
+def test_all_prompts_can_be_told_without_decoding_any(eye: Rig, rows: str) -> None:
+    drawing = stream(eye, rows)
+    for path in Path(rows).parent.glob("*.png"):
+        path.unlink()
+    assert ids(list(drawing.prompts())) == [str(k) for k in range(12)]
+
+
+def test_held_out_prompts_have_their_media_and_lose_what_is_gone(eye: Rig, rows: str) -> None:
+    config = config_of(rows, malformed="skip")
+    found = held_out(config, eye.tokenizer, 0, 5, processor=eye.processor)
+    assert len(found) == 5 and all(p.media for p in found)
