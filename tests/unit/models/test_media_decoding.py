@@ -1,0 +1,143 @@
+"""Greedy answers to prompts with media: those of a plain loop over the model's own forward, and a tower that sees each thing once."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+from lightrft.models.decoding import Decoder, Session
+from lightrft.models.embedding import own_inputs
+from lightrft.models.packing import pack
+from lightrft.models.tiny_media import MEDIA_FAMILIES
+from lightrft.strategy.engine.native import NativeEngine
+from lightrft.strategy.settings import EngineConfig, SamplingConfig
+from lightrft.types import Batch, Request, Segments
+from tests.media_helpers import mixed_prompts, rig
+
+TOKENS = 8
+
+
+def banned(r):
+    """What is not a character: ends, placeholders, and marks, by which some families' own forward finds media."""
+    return [token for text, token in r.tokenizer.get_vocab().items() if len(text) > 1]
+
+
+def own_logits(r, prompt, answer):
+    """``[T, V]`` at the places that predict ``answer``, of the model's own forward over prompt and answer."""
+    r.actor.use_attention("padded")
+    batch = Batch(Segments.of_prompts([prompt]), Segments.of([answer]), torch.tensor([0]))
+    packed = pack(batch, "padded")
+    inputs = own_inputs(r.actor.base, r.actor.family, batch, packed)
+    logits = r.actor.base(**inputs, use_cache=False).logits.flatten(0, 1)[packed.gather]
+    logits[:, banned(r)] = -torch.inf
+    return logits
+
+
+def plain_loop(r, prompt):
+    """The likeliest token again and again, ``banned`` ones apart, with a forward over everything for each."""
+    answer = []
+    for _ in range(TOKENS):
+        answer.append(int(own_logits(r, prompt, [*answer, 0])[-1].argmax()))
+    return answer
+
+
+class CarefulSession(Session):
+    banned: list[int]
+
+    def prefill(self, *args, **kwargs):
+        handles, logits = super().prefill(*args, **kwargs)
+        logits[:, self.banned] = -torch.inf
+        return handles, logits
+
+    def step(self, tokens):
+        logits = super().step(tokens)
+        logits[:, self.banned] = -torch.inf
+        return logits
+
+
+class Careful(Decoder):
+    """Draws none of ``banned``."""
+
+    banned: list[int]
+
+    def session(self):
+        session = CarefulSession(self.model)
+        session.banned = self.banned
+        return session
+
+
+def answers(r, prompts, samples, temperature=0.0):
+    decoder = Careful(r.actor.base)
+    decoder.banned = banned(r)
+    engine = NativeEngine(decoder, r.tokenizer, EngineConfig())
+    requests = [Request(p, seed=10 * i + s, sample=s) for i, p in enumerate(prompts) for s in range(samples)]
+    sampling = SamplingConfig(temperature=temperature, max_new_tokens=TOKENS)
+    return {(x.prompt.id, x.sample): x for x in engine.generate(requests, sampling)}
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_greedy_answers_are_those_of_a_plain_loop_over_the_models_own_forward(family, tmp_path):
+    r = rig(family, tmp_path)
+    prompts = mixed_prompts(r)
+    with torch.no_grad():
+        expected = {p.id: plain_loop(r, p) for p in prompts}
+    found = answers(r, prompts, 3)
+    assert {key: rollout.token_ids for key, rollout in found.items()} == {
+        (p.id, s): expected[p.id] for p in prompts for s in range(3)
+    }
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_log_probs_of_drawn_answers_are_those_of_the_models_own_forward(family, tmp_path):
+    r = rig(family, tmp_path)
+    prompts = mixed_prompts(r)
+    found = answers(r, prompts, 3, temperature=1.0)
+    assert len({tuple(rollout.token_ids) for rollout in found.values()}) == 3 * len(prompts)
+    for rollout in found.values():
+        with torch.no_grad():
+            logprobs = own_logits(r, rollout.prompt, rollout.token_ids).log_softmax(-1)
+        expected = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
+        assert rollout.logprobs == pytest.approx(expected.tolist(), rel=2e-6, abs=2e-6)
+
+
+def watched(model, prefixes):
+    """Shapes of what comes into the first layer of each tower, call by call."""
+    calls = []
+    layers = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)]
+    for prefix in prefixes:
+        first = next((layer for name, layer in layers if name.startswith(prefix)), None)
+        if first is not None:
+            first.register_forward_hook(lambda module, args, out: calls.append(tuple(args[0].shape)))
+    assert not calls
+    return calls
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_a_tower_sees_the_media_of_a_prompt_once_whatever_the_number_of_answers(family, tmp_path):
+    r = rig(family, tmp_path)
+    prompts = mixed_prompts(r)
+    calls = watched(r.actor.base, r.actor.family.reader.parts["tower"])
+    once = {}
+    for samples in (1, 8):
+        calls.clear()
+        drawn = answers(r, prompts, samples)
+        once["drawing", samples] = Counter(calls)
+        rows = [drawn[p.id, s].token_ids for p in prompts for s in range(samples)]
+        of = torch.arange(len(prompts)).repeat_interleave(samples)
+        batch = Batch(Segments.of_prompts(prompts), Segments.of(rows), of)
+        for layout in ("prefix_shared", "packed", "padded"):
+            calls.clear()
+            r.actor.layout = layout
+            r.actor.score(batch)
+            once[layout, samples] = Counter(calls)
+    first = once["drawing", 1]
+    assert sum(first.values()) >= 1
+    assert all(calls == first for calls in once.values())
+    if "audio" not in r.kinds:
+        held = sum(
+            x.values.numel()
+            for x in Segments.of_prompts(prompts).media.values()
+            if x.values.is_floating_point() and x.values.dim() > 1
+        )
+        assert sum(n * torch.Size(shape).numel() for shape, n in first.items()) == held
