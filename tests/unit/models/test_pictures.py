@@ -13,11 +13,12 @@ from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImagePr
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from lightrft.models import ActorVL
+from lightrft.models.embedding import see
 from lightrft.models.loading import load_tokenizer
 from lightrft.models.processing import load_processor
 from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny_media import save_tiny_media
-from lightrft.types import Batch, Extent, Segments
+from lightrft.types import Batch, Extent, Ragged, Segments
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_prompts, rig
 from tests.model_helpers import Float64
@@ -154,3 +155,23 @@ def test_rectangles_filled_up_on_the_left_give_the_log_probs_of_plain_rows(tmp_p
         expected = r.actor.own_logprobs(batch).view(-1, 4)
         found = ActorVL(r.actor.base, bf16=False)(ids, 4, mask, pixel_values=pixels)
     assert (found - expected).abs().max() < 1e-9
+
+
+def test_spans_are_found_at_every_copy_of_a_prompt_and_end_where_it_ends(tmp_path):
+    actor = rig("gemma3", tmp_path).actor
+    soft = [actor.base.config.image_token_index] * 9
+    media = {"pixel_values": Ragged(torch.rand(4, 3, 24, 24), torch.tensor([1, 1, 2]))}
+    seen = see(actor.base, actor.family, Segments.of([soft, [*soft, 5], [6, *soft, *soft]], media))
+    first, second, third = range(9), range(9, 19), range(19, 38)
+    row = [*first, *first, *second, *first, *third, -1, -1]
+    assert seen.spans(torch.tensor(row)) == [(0, 9), (9, 9), (18, 9), (28, 9), (38, 18)]
+    assert seen.spans(torch.tensor([18, -1])) == []
+
+
+def test_a_sampled_placeholder_belongs_to_no_span(tmp_path):
+    actor = rig("gemma3", tmp_path).actor
+    token = actor.base.config.image_token_index
+    media = {"pixel_values": Ragged(torch.rand(1, 3, 24, 24), torch.tensor([1]))}
+    row = [5, *[token] * 9, token, token]
+    seen = see(actor.base, actor.family, Segments.of([row], media), begun=[2])
+    assert seen.spans(torch.arange(len(row))) == [(1, 9)]
