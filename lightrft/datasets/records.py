@@ -146,8 +146,8 @@ def read_record(row: Row, columns: Columns, where: str, reads: Reads = NOTHING, 
 
 
 def read_conversation(messages: Sequence[Mapping[str, Any]], where: str, reads: Reads = NOTHING, root: Path = Path()) -> Record:
-    """A record of messages alone, whose content may hold media. Raises ``BadRow``."""
-    finder = Finder(reads, where, root, {})
+    """A record of messages alone, whose content may hold media as parts; markers are words. Raises ``BadRow``."""
+    finder = Finder(Reads(dict.fromkeys(reads.spellings, ())), where, root, {})
     prompt = read_prompt(list(messages), where, finder)
     prompt, _ = _placed(prompt, None, finder, {})
     return Record(prompt, None, None, None, "", "", {}, {}, where, finder.items)

@@ -100,6 +100,29 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "turns": ("last", "lessons", {"sources": ["{root}/talks.jsonl"], "chat": True}),
 }
 
+EYE: Tree = {"model": {"path": "{root}/reader"}}
+EAR: Tree = {"model": {"path": "{root}/listener"}}
+PICTURES, CLIPS, SOUNDS, LINKS = ({"sources": [f"{{root}}/{name}.jsonl"]} for name in ("pictures", "clips", "sounds", "links"))
+REFUSED = ("media.max_source_pixels", "media.max_seconds", "media.resample", "media.offline")
+MEDIA: dict[str, tuple[Any, Tree, Tree]] = {
+    "columns.images": ("other", EYE, PICTURES),
+    "columns.videos": ("other", EYE, CLIPS),
+    "columns.audios": ("other", EAR, SOUNDS),
+    "media.root": ("{root}/split", EYE, PICTURES),
+    "media.downloads": ("{tmp}/others", EYE, {**LINKS, "media": {"downloads": "{tmp}/those"}}),
+    "media.offline": (True, EYE, {**LINKS, "media": {"downloads": "{tmp}/those"}}),
+    "media.timeout": (3.0, EYE, {**LINKS, "media": {"downloads": "{tmp}/those"}}),
+    "media.min_pixels": (1024, EYE, PICTURES),
+    "media.max_pixels": (128, EYE, PICTURES),
+    "media.max_source_pixels": (10, EYE, PICTURES),
+    "media.fps": (10.0, EYE, CLIPS),
+    "media.max_frames": (2, EYE, CLIPS),
+    "media.max_seconds": (0.1, EAR, SOUNDS),
+    "media.resample": (False, EAR, SOUNDS),
+    "media.workers": (2, EYE, PICTURES),
+    "media.cache_mb": (0, EYE, {**PICTURES, "media": {"workers": 0}}),
+}
+
 PRIME: Tree = {
     "algorithm": {"preset": "prime"},
     "process": {"optimizer": {"lr": 0.01}, "threshold": 0.6},
@@ -194,6 +217,11 @@ FLIPS: dict[str, Flip] = {
         )
         for k, (v, probe, c) in DATA.items()
         if k not in LESSONS
+    },
+    **{
+        f"{branch}.{k}": Flip(v, "decoded", under(branch, c, {**model, **around}), k in REFUSED)
+        for branch, around in (("data", {}), ("eval.data", HELD), ("ptx.data", PTX))
+        for k, (v, model, c) in MEDIA.items()
     },
     "eval.every": Flip(1, "run", {**HELD, **LONG}),
     "eval.at_start": Flip(False, "run", HELD),

@@ -12,16 +12,21 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import torch
 from pytest import MonkeyPatch
 
 from lightrft.cli.main import main
 from lightrft.config import RLConfig
 from lightrft.datasets import sources
+from lightrft.datasets.media import MediaReader, Workers
+from lightrft.datasets.prompts import PromptDataset
+from lightrft.datasets.sft import SFTDataset
 from lightrft.models import actor as actors
 from lightrft.models.actor import Actor, Scores
 from lightrft.models.decoding import Session
 from lightrft.models.loading import AutoConfig, load_tokenizer
+from lightrft.models.processing import load_processor
 from lightrft.strategy.engine.native import NativeEngine
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.gates import gated
@@ -79,6 +84,45 @@ def lessons(tree: Tree, folder: Path) -> Any:
         return None
     examples = [ptx.dataset[i] for i in ptx.sampler.next(12)]
     return [(e.prompt_ids, e.response_ids, e.trained) for e in examples]
+
+
+def decoded(tree: Tree, folder: Path) -> Any:
+    """The media of rows twice over, and how they were come by: threads, decodings, downloads and the files that they left."""
+    config = config_in(tree, folder)
+    tokenizer = load_tokenizer(config.model)
+    processor = load_processor(config.model, tokenizer)
+    seen: Counter[str] = Counter()
+
+    def download(url: str, **options: Any) -> httpx.Response:
+        seen[f"{url} {options}"] += 1
+        name = url.rpartition("/")[2]
+        data = (Path(config.model.path).parent / name).read_bytes()
+        return httpx.Response(200, content=data, request=httpx.Request("GET", url))
+
+    def loaded(reader: MediaReader, item: Any, content: Any) -> Any:
+        seen["decoded"] += 1
+        return made(reader, item, content)
+
+    def started(workers: Workers) -> Any:
+        seen[f"{workers.count} threads"] = 1
+        return start(workers)
+
+    made, start = MediaReader._made, Workers._started
+    with MonkeyPatch.context() as patch:
+        patch.setattr(httpx, "get", download)
+        patch.setattr(MediaReader, "_made", loaded)
+        patch.setattr(Workers, "_started", started)
+        if "ptx" in tree:
+            options = {"max_tokens": config.ptx.max_tokens, "seed": 0, "processor": processor}
+            lessons = SFTDataset(config.ptx.data, tokenizer, **options)
+            found = [example.prompt_media for _ in range(2) for example in lessons.fetch([0, 1])]
+        else:
+            data = config.eval.data if "eval" in tree else config.data
+            dataset = PromptDataset(data, tokenizer, seed=0, processor=processor)
+            found = [prompt.media for _ in range(2) for prompt in dataset.fetch([0, 1])]
+    media = [{name: (r.values.tolist(), r.lengths.tolist()) for name, r in one.items()} for one in found]
+    seen["decoded"] = seen["decoded"] if not any(k.endswith("threads") for k in seen) else 0  # two threads may want the same one
+    return media, seen, sorted(str(p.relative_to(folder)) for p in folder.rglob("*"))
 
 
 def loaded(tree: Tree, folder: Path) -> Any:
@@ -165,7 +209,7 @@ def workers(tree: Tree, folder: Path) -> Any:
 PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
-        *(objective, prompts, questions, lessons, loaded, asked_of_the_hub, asked_of_datasets),
+        *(objective, prompts, questions, lessons, decoded, loaded, asked_of_the_hub, asked_of_datasets),
         *(run, run_again, go_on, command, workers),
     )
 }

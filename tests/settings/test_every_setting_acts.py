@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from PIL import Image
 
 from lightrft.config import RLConfig
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
@@ -17,6 +18,7 @@ from lightrft.models.tiny_media import save_tiny_media
 from lightrft.utils.settings import Settings, build, deep_merge
 from tests.settings.flips import FLIPS, INERT, ROWS
 from tests.settings.probes import PROBES, refusal
+from tests.unit.datasets.media_files import picture, sound
 
 BASE: dict[str, Any] = {
     "run": {"dir": "{tmp}/runs", "name": "run"},
@@ -128,9 +130,26 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write(folder / "broken.jsonl", [*rows, {"prompt": None}])
     talk = [{"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, "abcd", strict=True)]
     write(folder / "talks.jsonl", [{"messages": talk}])
+    save_tiny_media("qwen2_audio", folder / "listener")
+    write_media(folder)
     for name, text in FILES.items():
         (folder / name).write_text(text, encoding="utf-8")
     return folder
+
+
+def write_media(folder: Path) -> None:
+    """Pictures, also under the same names in another folder, clips, sounds, and rows that name two of each kind."""
+    for k, name in enumerate("abcd"):
+        picture(folder / f"{name}.png", 20, 24 + 8 * k, seed=k)
+        picture(folder / "split" / f"{name}.png", 20, 24 + 8 * k, seed=k + 9)
+        sound(folder / f"{name}.wav", seconds=0.3 + k / 10, rate=8000)
+        shades = [Image.new("RGB", (16, 16 + 8 * k), (40 * t, k, 0)) for t in range(5)]
+        shades[0].save(folder / f"{name}.gif", save_all=True, append_images=shades[1:], duration=400)
+    kinds = {"pictures": ("image", "png"), "clips": ("video", "gif"), "sounds": ("audio", "wav"), "links": ("image", "png")}
+    for source, (column, suffix) in kinds.items():
+        start = "https://media.test/" if source == "links" else ""
+        named = [{column: f"{start}{one}.{suffix}", "other": f"{start}{two}.{suffix}"} for one, two in ("ac", "bd")]
+        write(folder / f"{source}.jsonl", [{"prompt": "what?", "response": "this", **row} for row in named])
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:

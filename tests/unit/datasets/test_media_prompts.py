@@ -419,6 +419,7 @@ def test_messages_are_asked_with_media_as_a_row_would_be(eye: Rig, folder: Path)
     assert torch.equal(asked.media["pixel_values"].values, prompt.media["pixel_values"].values)
     more = encoder.ask([*messages, {"role": "assistant", "content": "a cat"}, {"role": "user", "content": "sure?"}], "it")
     assert more.token_ids[: len(asked.token_ids)] == asked.token_ids
+    assert "an <image> tag" in encoder.ask([{"role": "user", "content": "an <image> tag"}], "it").text
     with pytest.raises(BadRow, match=r"^the conversation, message 1, image: 'gone\.png': there is no file"):
         encoder.ask([{"role": "user", "content": [{"type": "image", "image": "gone.png"}]}], "the conversation")
     plain = Encoder(DataConfig(chat=True), eye.tokenizer).ask([{"role": "user", "content": "hi"}], "the conversation")
