@@ -26,7 +26,10 @@ def _clips(model: Any, inputs: dict[str, Tensor]) -> Features:
 def _own_clips(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     lengths = inputs["video_lengths"]
     if (lengths != lengths[0]).any():
-        raise ModelError("transformers' own forward of this model takes clips of one length only")
+        raise ModelError(
+            f"a prompt with clips of {', '.join(map(str, lengths.tolist()))} frames: transformers' own forward of this model takes "
+            "clips of one length only, so the layout cannot be checked against it; set model.check_layout to false"
+        )
     return {"pixel_values_videos": inputs["pixel_values_videos"].unflatten(0, (len(lengths), -1))}
 
 

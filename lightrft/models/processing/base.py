@@ -105,8 +105,10 @@ def load_processor(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> P
         return None
     from lightrft.models.processing.table import BUILD
 
+    folder = Path(config.path).expanduser()
+    placed = config.model_copy(update={"path": str(folder)}) if folder.is_dir() else config
     try:
-        parts = BUILD[settings.model_type](config, settings, tokenizer)
+        parts = BUILD[settings.model_type](placed, settings, tokenizer)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"model.path = {config.path!r}: how it reads media cannot be loaded ({error})") from error
     tokens = {tower.kind: tower.token_id(settings) for tower in reader.towers}

@@ -274,6 +274,24 @@ def test_tiles_that_model_and_processor_see_differently_are_an_error(tmp_path):
         load_processor(ModelConfig(path=str(r.path)), r.tokenizer)
 
 
+def test_clips_of_two_lengths_in_a_prompt_are_scored_and_their_check_says_why_it_cannot_be_made(tmp_path):
+    r = rig("llava_onevision", tmp_path)
+    two = r.prompt("", ("video", (2, 12, 12, 3)), "and", ("video", (3, 16, 12, 3)))
+    batch = Batch(Segments.of_prompts([two]), Segments.of([[5, 6, 7]]), torch.tensor([0]))
+    ends = r.actor.family.reader.towers[1].features(r.actor.base, {k: x.values for k, x in two.media.items()}).values[[8, 21]]
+    assert torch.equal(ends, r.actor.base.model.image_newline.expand(2, -1))
+    assert r.actor.score(batch).logprobs.shape == (3,)
+    with pytest.raises(ModelError, match=r"clips of 2, 3 frames.*model\.check_layout"):
+        r.actor.check_layout(batch)
+
+
+def test_a_folder_may_be_named_from_the_home_folder(tmp_path, monkeypatch):
+    r = rig("llava_onevision", tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    processor = load_processor(ModelConfig(path="~/llava_onevision"), r.tokenizer)
+    assert processor.tokens == r.processor.tokens
+
+
 def edit(file, **fields):
     file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
 
