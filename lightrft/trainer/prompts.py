@@ -25,12 +25,13 @@ T = TypeVar("T")
 @dataclass(slots=True)
 class PromptStream:
     """An endless stream over a data set: epoch after epoch, or as a curriculum draws. ``carried`` are groups of the step before
-    that the next one trains on, ``begun`` those that it draws on first."""
+    that the next one trains on, ``begun`` those that it draws on first. ``lost`` prompts of the step could not be read."""
 
     dataset: PromptDataset
     sampler: PromptSampler | Curriculum
     carried: list[list[Rollout]] = field(default_factory=list)
     begun: list[list[Rollout]] = field(default_factory=list)
+    lost: int = 0
 
     @staticmethod
     def of(
@@ -47,7 +48,10 @@ class PromptStream:
         return (self.dataset.prompt(i, media=False) for i in range(len(self.dataset)))
 
     def draw(self, count: int) -> list[Prompt]:
-        return draw(self.dataset, self.sampler, count)
+        before = self.dataset.counts["unreadable"]
+        drawn = draw(self.dataset, self.sampler, count)
+        self.lost += self.dataset.counts["unreadable"] - before
+        return drawn
 
     def named(self, ids: Sequence[str]) -> list[Prompt]:
         """The prompts called ``ids``. Raises ``CheckpointError`` when the data does not hold one."""
@@ -56,20 +60,27 @@ class PromptStream:
     @contextmanager
     def as_before_on_error(self) -> Generator[None]:
         """When the body raises, what it drew has not been drawn."""
-        before, carried, begun = self.sampler.state_dict(), self.carried, self.begun
+        before, carried, begun, lost = self.sampler.state_dict(), self.carried, self.begun, self.lost
         try:
             yield
         except BaseException:
             self.sampler.load_state_dict(before)
-            self.carried, self.begun = carried, begun
+            self.carried, self.begun, self.lost = carried, begun, lost
             raise
 
     def settle(self, collected: Collected) -> None:
         """Learn from what a step has collected, for those after it; what was only kept for that is let go."""
         self.carried, self.begun = collected.carried, collected.begun
+        if self.lost:
+            collected.dropped["unreadable"] += self.lost
+            self.lost = 0
         if isinstance(self.sampler, Curriculum):
             collected.curriculum = self.sampler.observe(collected.finished)
         collected.finished, collected.carried, collected.begun = [], [], []
+
+    def close(self) -> None:
+        """Let go of what was begun for a draw that will not come."""
+        self.dataset.prefetch(())
 
     def state_dict(self) -> dict[str, Any]:
         waiting = {"carried": self.carried, "begun": self.begun}

@@ -100,6 +100,7 @@ class RLRun(Training):
         """End what draws, then the roles that it uses."""
         if self.ahead is not None:
             self.ahead.close()
+        self.stream.close()
         self.roles.close()
 
 

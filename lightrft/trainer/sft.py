@@ -53,6 +53,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
             take_up(run)
             return run_steps(run)
         finally:
+            run.dataset.prefetch(())
             run.roles.close()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 
 from lightrft.config import CurriculumConfig
 from lightrft.datasets.rows import BadRow
+from lightrft.trainer.account import Collected, rollout_metrics
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.types import Prompt
 from lightrft.utils.errors import DataError
@@ -53,6 +56,15 @@ def test_the_prompts_of_the_next_step_are_begun_while_this_one_runs(eye: Rig, ro
     assert {drawing.dataset.ids[i] for i in begun} == set(ids(drawing.draw(4)))
 
 
+def test_what_was_begun_is_let_go_when_a_run_ends(eye: Rig, rows: str) -> None:
+    drawing = stream(eye, rows, media={"workers": 1})
+    drawing.draw(4)
+    begun = list(drawing.dataset._fetcher._begun.values())
+    drawing.close()
+    assert drawing.dataset._fetcher._begun == {} and all(f.cancelled() or f.running() or f.done() for f in begun)
+    assert ids(drawing.draw(4)) == ids(stream(eye, rows).draw(8))[4:]
+
+
 def test_prompts_whose_files_are_gone_are_passed_over_and_counted(eye: Rig, rows: str) -> None:
     folder = Path(rows).parent
     calm, harmed = stream(eye, rows, malformed="skip"), stream(eye, rows, malformed="skip")
@@ -64,13 +76,18 @@ def test_prompts_whose_files_are_gone_are_passed_over_and_counted(eye: Rig, rows
     found = ids(harmed.draw(4) + harmed.draw(4))
     assert found == kept[:8]
     assert harmed.dataset.counts["unreadable"] == 2
-    again = PromptStream(harmed.dataset, harmed.sampler)
-    again.load_state_dict(state)
-    assert ids(again.draw(4)) == found[:4]
-    halfway = again.state_dict()
-    again.draw(2)
-    again.load_state_dict(halfway)
-    assert ids(again.draw(4)) == found[4:]
+    collected = Collected()
+    harmed.settle(collected)
+    assert rollout_metrics(collected).compute()["rollout/dropped/unreadable"] == 2
+    harmed.settle(again := Collected())
+    assert not again.dropped
+    twin = PromptStream(harmed.dataset, harmed.sampler)
+    twin.load_state_dict(state)
+    assert ids(twin.draw(4)) == found[:4]
+    halfway = twin.state_dict()
+    twin.draw(2)
+    twin.load_state_dict(halfway)
+    assert ids(twin.draw(4)) == found[4:]
 
 
 def test_a_file_that_is_gone_is_an_error_that_names_it_where_rows_must_be_good(eye: Rig, rows: str) -> None:
@@ -105,3 +122,28 @@ def test_held_out_prompts_have_their_media_and_lose_what_is_gone(eye: Rig, rows:
     config = config_of(rows, malformed="skip")
     found = held_out(config, eye.tokenizer, 0, 5, processor=eye.processor)
     assert len(found) == 5 and all(p.media for p in found)
+
+
+def test_a_process_ends_at_once_while_prompts_are_being_decoded(eye: Rig, rows: str, tmp_path: Path) -> None:
+    script = tmp_path / "draws.py"
+    script.write_text(
+        f"""
+import time
+from lightrft.datasets.media import MediaReader
+from lightrft.models.loading import load_tokenizer
+from lightrft.models.processing import load_processor
+from lightrft.models.settings import ModelConfig
+from lightrft.config import DataConfig
+from lightrft.trainer.prompts import PromptStream
+
+config = ModelConfig(path={str(eye.path)!r})
+tokenizer = load_tokenizer(config)
+stream = PromptStream.of(DataConfig(sources=[{rows!r}]), tokenizer, 0, processor=load_processor(config, tokenizer))
+made = MediaReader._made
+MediaReader._made = lambda *a: time.sleep(0.2) or made(*a)
+stream.draw(4)
+print("drawn", time.perf_counter())
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("drawn"), done.stderr
