@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -18,7 +19,7 @@ from lightrft.models.loading import load_model
 from lightrft.models.logprobs import bend_logits, token_logprobs
 from lightrft.models.lora import add_adapters, base_model, is_adapted, merged_state
 from lightrft.models.packing import Packed, pack
-from lightrft.models.parts import part_of, parts_of
+from lightrft.models.parts import LANGUAGE, part_of, parts_of
 from lightrft.models.settings import Layout, ModelConfig
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
@@ -47,6 +48,7 @@ class Backbone(nn.Module):
         self.model = model
         self.family = family_of(self.base.config)
         self._layout: Layout = max(self.config.layout, self.family.layout, key=_ORDER.index)
+        self._run_towers: bool | None = None
 
     @property
     def base(self) -> PreTrainedModel:
@@ -75,7 +77,7 @@ class Backbone(nn.Module):
     def hidden(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
         """States ``[N, H]`` that predict the response tokens, and with ``final`` those after each last token, ``[B, H]``."""
         batch = batch.to(self.device)
-        seen = see(self.base, self.family, batch.prompts, batch.responses, batch.prompt_of)
+        seen = see(self.base, self.family, batch.prompts, batch.responses, batch.prompt_of, every_tower=self.run_towers)
         packed = pack(batch, self._layout, final=final, axes=None if seen is None else seen.positions)
         states = self.states(packed, seen).flatten(0, 1)
         after = None if packed.final is None else states.index_select(0, packed.final)
@@ -107,6 +109,20 @@ class Backbone(nn.Module):
     def part_of(self, name: str) -> str:
         """Which of ``parts`` the parameter called ``name`` belongs to."""
         return part_of(self.family, name.removeprefix("model."))
+
+    @property
+    def run_towers(self) -> bool:
+        """Whether towers run for batches without media too: unless it is set, where several processes train them together, since each
+        waits for the gradient of every parameter from all others."""
+        if self._run_towers is not None:
+            return self._run_towers
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and torch.is_grad_enabled()):
+            return False
+        return any(p.requires_grad and self.part_of(name) != LANGUAGE for name, p in self.named_parameters())
+
+    @run_towers.setter
+    def run_towers(self, always: bool | None) -> None:
+        self._run_towers = always
 
     def use_attention(self, kind: str) -> None:
         """``flat``: attention by plan; ``padded``: transformers' own. Towers keep theirs."""

@@ -29,7 +29,8 @@ class Seen:
     """``row [N]``: the feature that replaces each token's embedding, -1 for text; ``features [K, H]`` and ``deep``, as ``Features``.
 
     ``positions [axes, N]`` is ``None`` where a token's position is its place in its own sequence. ``blocks [N]`` numbers the spans
-    whose tokens see one another both ways, -1 outside of them; ``None`` where there are none.
+    whose tokens see one another both ways, -1 outside of them; ``None`` where there are none. ``idle`` is 0, by
+    which gradients of 0 reach the towers that ran for nothing.
     """
 
     row: Tensor
@@ -37,6 +38,7 @@ class Seen:
     deep: tuple[Tensor, ...]
     positions: Tensor | None
     blocks: Tensor | None = None
+    idle: Tensor | None = None
 
     def inputs(self, model: PreTrainedModel, ids: Tensor, source: Tensor) -> dict[str, object]:
         """Keywords of the decoder for tokens ``ids [S, T]`` that come from places ``source [S * T]`` of the N (-1: filled up)."""
@@ -45,6 +47,8 @@ class Seen:
         embeddings = model.get_input_embeddings()(ids)
         flat, taken = embeddings.flatten(0, 1), row[places]
         flat = flat.index_copy(0, places, self.features[taken].to(flat.dtype))
+        if self.idle is not None:
+            flat = flat + self.idle.to(flat.dtype)
         made: dict[str, object] = {"inputs_embeds": flat.view_as(embeddings)}
         if self.deep:
             made["visual_pos_masks"] = (row >= 0).view(ids.shape)
@@ -88,26 +92,29 @@ def see(
     responses: Segments | None = None,
     prompt_of: Tensor | None = None,
     begun: Sequence[int] = (),
+    every_tower: bool = False,
 ) -> Seen | None:
     """Media of ``prompts`` and of ``responses``, over the tokens of both laid end to end; ``None`` where there is none.
 
+    With ``every_tower``, one that has no media runs on a blank, so that all processes of a job make the same calls.
     The last ``begun[p]`` tokens of prompt ``p`` are an answer: no placeholder among them stands for anything.
     Raises ``ModelError`` for media that the family cannot read and for placeholders that are not as many as features.
     """
     responses = Segments.of([[]] * 0) if responses is None else responses
-    if not has_media(prompts) and not has_media(responses):
-        return None
     reader = family.reader
+    if not has_media(prompts) and not has_media(responses) and (reader is None or not every_tower):
+        return None
     names = {name for segments in (prompts, responses) for name, rows in segments.media.items() if rows.values.numel()}
     unknown = sorted(names - {name for tower in reader.towers for name in (*tower.inputs, *tower.hints)} if reader else names)
     if reader is None or unknown:
         raise ModelError(f"model type {model.config.model_type!r} cannot read media ({', '.join(unknown)})")
     both = Segments.cat([prompts, responses.to(prompts.tokens.device)]) if len(responses) else prompts
-    row, found = torch.full_like(both.tokens, -1), []
+    row, found, idle = torch.full_like(both.tokens, -1), [], []
     inside = _inside(both.lengths, begun)
     for tower in reader.towers:
         features = _features(model, tower, both.media)
         if features is None:
+            idle += [_nothing(model, tower)] if every_tower else []
             continue
         places = _places(model, tower, both, inside)
         if len(places) != len(features.values):
@@ -118,9 +125,12 @@ def see(
         row[places] = torch.arange(len(places), device=row.device) + sum(len(f.values) for f in found)
         found.append(features)
     deep = tuple(torch.cat(level) for level in zip(*(f.deep for f in found)))
-    positions = None if reader.positions is None else _positions(model, reader, prompts, responses, prompt_of, begun)
-    blocks = _blocks(row, both.lengths) if reader.both_ways else None
-    return Seen(row, torch.cat([f.values for f in found]), deep, positions, blocks)
+    axes = reader.positions is not None and found
+    positions = _positions(model, reader, prompts, responses, prompt_of, begun) if axes else None
+    blocks = _blocks(row, both.lengths) if reader.both_ways and found else None
+    embeddings: Any = model.get_input_embeddings()
+    features = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
+    return Seen(row, features, deep, positions, blocks, torch.stack(idle).sum() if idle else None)
 
 
 def has_media(segments: Segments) -> bool:
@@ -150,6 +160,15 @@ def given(tower: Tower, media: Media, hints: bool = False) -> dict[str, Tensor]:
 def _features(model: PreTrainedModel, tower: Tower, media: Media) -> Features | None:
     inputs = given(tower, media)
     return tower.features(model, inputs) if inputs else None
+
+
+def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
+    """0, made of all that the tower computes of a blank."""
+    if tower.blank is None:
+        raise ModelError(f"model type {model.config.model_type!r}: its {tower.kind} tower has no blank to run on")
+    blank = {name: value.to(model.device) for name, value in tower.blank(model, tower.inputs).items()}
+    features = tower.features(model, blank)
+    return torch.stack([0 * level.sum() for level in (features.values, *features.deep)]).sum()
 
 
 def _inside(lengths: Tensor, begun: Sequence[int]) -> Tensor:

@@ -148,13 +148,16 @@ def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype
 
 def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
     """No gradient for the parameters of parts that ``what`` names, nor for those whose name, with or without a leading ``model.``,
-    starts with another of its entries.
+    starts with another of its entries, nor for those that no feature is made from.
 
     Raises ``ModelError`` for a part that the model lacks and for a prefix that names nothing.
     """
     names = dict(model.named_parameters())
     check_parts(model.config, "model.freeze", [part for part in what if part in PARTS])
     family = family_of(model.config)
+    for name, parameter in names.items():
+        if family.reader is not None and name.startswith(family.reader.unread):
+            parameter.requires_grad_(False)
     for prefix in what:
         if prefix in PARTS:
             hit = [p for name, p in names.items() if part_of(family, name) == prefix]

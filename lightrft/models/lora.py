@@ -24,7 +24,7 @@ _CONNECTORS = ("multi_modal_projector", "merger", "embed_vision", "embed_audio")
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterable[str] = ()) -> nn.Module:
     """``model`` with trainable adapters and everything else frozen. Module paths that contain a name of ``exclude`` get none.
 
-    Raises ``ModelError`` for a part that the model lacks, and when ``config.targets`` names no module of ``config.parts``.
+    Raises ``ModelError`` for a part that the model lacks, and for one of which ``config.targets`` names no module.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -50,7 +50,7 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterabl
 
 def target_modules(model: PreTrainedModel, config: LoRAConfig, exclude: Iterable[str] = ()) -> list[str]:
     """Full names of the modules that ``config.targets`` means (``all-linear``, a pattern of whole names, or last parts of names) in
-    ``config.parts``: a last part alone would find modules of other parts too. Raises ``ModelError`` when there are none."""
+    ``config.parts``: a last part alone would find modules of other parts too. Raises ``ModelError`` when some part has none."""
     targets = config.targets
     if targets == "all-linear":
         named = find_all_linear_modules(model, exclude)
@@ -61,10 +61,10 @@ def target_modules(model: PreTrainedModel, config: LoRAConfig, exclude: Iterable
         else:
             named = [name for name in names if any(f".{name}".endswith(f".{target}") for target in targets)]
     family = family_of(model.config)
-    found = [name for name in named if part_of(family, f"{name}.") in config.parts]
-    if not found:
-        raise ModelError(f"model.lora.targets = {targets!r} names no module of model.lora.parts = {', '.join(config.parts)}")
-    return found
+    of = {name: part_of(family, f"{name}.") for name in named}
+    if bare := [part for part in config.parts if part not in of.values()]:
+        raise ModelError(f"model.lora.targets = {targets!r} names no module of {bare[0]}, which is one of model.lora.parts")
+    return [name for name in named if of[name] in config.parts]
 
 
 def find_all_linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:

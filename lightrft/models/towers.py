@@ -31,6 +31,9 @@ def as_they_are(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
 Arrange = Callable[[Any, Sequence[Tensor], Sequence[int] | None, Sequence[int] | None], dict[str, Tensor]]
 """``(model, an array per clip, lengths of the clips, placeholders of each)`` to media by name; lengths or placeholders may be unknown."""
 
+Blank = Callable[[Any, tuple[str, ...]], dict[str, Tensor]]
+"""``(model, names of a tower's inputs)`` to the smallest media that the tower takes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tower:
@@ -40,7 +43,8 @@ class Tower:
     ``hints`` name media that positions alone are made from.
     ``getter`` is the model's method that computes features from what ``adapt`` makes of the media; ``compute`` stands in for both
     where a family has none, or where the model's own wants more than the media hold. ``type_id`` is this kind's entry in
-    ``mm_token_type_ids``. ``arrange`` makes media of arrays as transformers' processors give them, where the two differ.
+    ``mm_token_type_ids``. ``arrange`` makes media of arrays as transformers' processors give them, where the two differ. ``blank`` is
+    what it reads in one process of several that has no media while others have.
     """
 
     kind: str
@@ -52,6 +56,7 @@ class Tower:
     type_id: int = 1
     hints: tuple[str, ...] = ()
     arrange: Arrange | None = None
+    blank: Blank | None = None
 
     def token_id(self, config: Any) -> int:
         return getattr(config, self.token)
@@ -61,6 +66,20 @@ class Tower:
         if self.compute is not None:
             return self.compute(model, inputs)
         return pooled(getattr(model, self.getter)(**self.adapt(model, inputs), return_dict=True))
+
+
+def patch_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The patches of one feature, and their grid."""
+    vision = model.config.vision_config
+    side, width = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    return {names[0]: torch.ones(side**2, width), names[1]: torch.tensor([[1, side, side]])}
+
+
+def picture_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """One picture of the only size that the tower takes."""
+    size = model.config.vision_config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return {names[0]: torch.ones(1, 3, height, width)}
 
 
 Positions = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
@@ -73,7 +92,7 @@ class Reader:
 
     ``parts`` name prefixes of parameters: ``tower`` and ``projector`` (which may lie inside the tower's). ``both_ways`` says that
     tokens of one picture see one another both ways, ``alone`` that the model's own forward takes media of unequal sizes only in rows
-    of their own.
+    of their own. ``unread`` are prefixes of parameters that no feature depends on.
     """
 
     towers: tuple[Tower, ...]
@@ -81,6 +100,7 @@ class Reader:
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     both_ways: bool = False
     alone: bool = False
+    unread: tuple[str, ...] = ()
 
 
 def pooled(output: Any) -> Features:
@@ -103,8 +123,15 @@ def rope_index(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict
 
 # Tables of ``families.py`` are made from these.
 
-IMAGE = Tower("image", ("pixel_values", "image_grid_thw"), "image_token_id", "get_image_features")
-VIDEO = Tower("video", ("pixel_values_videos", "video_grid_thw"), "video_token_id", "get_video_features", type_id=2)
+IMAGE = Tower("image", ("pixel_values", "image_grid_thw"), "image_token_id", "get_image_features", blank=patch_blank)
+VIDEO = replace(
+    IMAGE,
+    kind="video",
+    inputs=("pixel_values_videos", "video_grid_thw"),
+    token="video_token_id",
+    getter="get_video_features",
+    type_id=2,
+)
 TIMED_VIDEO = replace(VIDEO, hints=("second_per_grid_ts",))
 
 _QWEN_PARTS = {"tower": ("model.visual.",), "projector": ("model.visual.merger.",)}
@@ -114,7 +141,7 @@ QWEN2_5_VL = Reader((IMAGE, TIMED_VIDEO), rope_index, _QWEN_PARTS)
 QWEN3_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN3_PARTS)
 
 
-PIXELS = Tower("image", ("pixel_values",), "image_token_id", "get_image_features")
+PIXELS = Tower("image", ("pixel_values",), "image_token_id", "get_image_features", blank=picture_blank)
 GEMMA_3 = Reader(
     (PIXELS,),
     parts={"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)},
@@ -128,6 +155,6 @@ def _as_one_row(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 SMOL_VLM = Reader(
-    (Tower("image", ("pixel_values",), "image_token_id", "get_image_features", _as_one_row),),
+    (replace(PIXELS, adapt=_as_one_row),),
     parts={"tower": ("model.vision_model.",), "projector": ("model.connector.",)},
 )

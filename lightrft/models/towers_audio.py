@@ -12,7 +12,7 @@ from torch.nn.functional import gelu
 from torch.nn.utils.rnn import pad_sequence
 from transformers.masking_utils import create_bidirectional_mask
 
-from lightrft.models.towers import IMAGE, TIMED_VIDEO, Features, Reader, Tower
+from lightrft.models.towers import IMAGE, TIMED_VIDEO, Blank, Features, Reader, Tower
 
 _AROUND = 2  # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still see
 _SPILL = 2  # frames after a clip's last whose window of samples, up to four hops wide, can reach back into it
@@ -160,18 +160,52 @@ def _omni_positions(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media:
     )[0]
 
 
+def _clip_blank(kept: Callable[[int, int], int]) -> Blank:
+    """One clip of eight frames, with those after it that the tower wants."""
+
+    def blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+        audio = model.config.audio_config
+        frames = kept(8, 2 * audio.max_source_positions)
+        return {names[0]: torch.zeros(frames, audio.num_mel_bins), names[1]: torch.tensor([8])}
+
+    return blank
+
+
 _INPUTS = ("input_features", "feature_lengths")
 _PARTS = {"tower": ("model.audio_tower.",), "projector": ("model.multi_modal_projector.",)}
 _QWEN2_AUDIO = Tower(
-    "audio", _INPUTS, "audio_token_index", adapt=_qwen2_audio_own, compute=_qwen2_audio, arrange=_qwen2_audio_arranged
+    "audio",
+    _INPUTS,
+    "audio_token_index",
+    adapt=_qwen2_audio_own,
+    compute=_qwen2_audio,
+    arrange=_qwen2_audio_arranged,
+    blank=_clip_blank(frames_around),
 )
-_VOXTRAL = Tower("audio", _INPUTS, "audio_token_id", "get_audio_features", _voxtral, arrange=_voxtral_arranged)
+_VOXTRAL = Tower(
+    "audio",
+    _INPUTS,
+    "audio_token_id",
+    "get_audio_features",
+    _voxtral,
+    arrange=_voxtral_arranged,
+    blank=_clip_blank(frames_to_silence),
+)
 QWEN2_AUDIO = Reader((_QWEN2_AUDIO,), parts=_PARTS)
 VOXTRAL = Reader((_VOXTRAL,), parts=_PARTS)
 _OMNI = (
     IMAGE,
     replace(TIMED_VIDEO, adapt=_omni_video),
-    Tower("audio", _INPUTS, "audio_token_id", adapt=_omni_own, compute=_omni, type_id=3, arrange=_omni_arranged),
+    Tower(
+        "audio",
+        _INPUTS,
+        "audio_token_id",
+        adapt=_omni_own,
+        compute=_omni,
+        type_id=3,
+        arrange=_omni_arranged,
+        blank=_clip_blank(frames_alone),
+    ),
 )
 _OMNI_PARTS = {  # with and without a prefix: older releases of transformers have none
     "tower": ("model.audio_tower.", "model.visual.", "audio_tower.", "visual."),

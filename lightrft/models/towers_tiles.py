@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
-from lightrft.models.towers import Features, Reader, Tower
+from lightrft.models.towers import PIXELS, Features, Reader, Tower
 from lightrft.utils.errors import ModelError
 
 
@@ -33,13 +34,33 @@ def _own_clips(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     return {"pixel_values_videos": inputs["pixel_values_videos"].unflatten(0, (len(lengths), -1))}
 
 
+def _picture_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """One picture as large as a tile: the tile, and the same as an overview."""
+    side = model.config.vision_config.image_size
+    tiles = image_size_to_num_patches([side, side], model.config.image_grid_pinpoints, side)
+    return {names[0]: torch.ones(tiles, 3, side, side), names[1]: torch.tensor([[side, side]])}
+
+
+def _clip_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """One frame."""
+    side = model.config.vision_config.image_size
+    return {names[0]: torch.ones(1, 3, side, side), names[1]: torch.tensor([1])}
+
+
 _PARTS = {"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)}
-INTERNVL = Reader((Tower("image", ("pixel_values",), "image_token_id", "get_image_features"),), parts=_PARTS)
+INTERNVL = Reader((PIXELS,), parts=_PARTS)
+_PICTURES = Tower("image", ("pixel_values", "image_sizes"), "image_token_index", "get_image_features", blank=_picture_blank)
+_CLIPS = Tower(
+    "video",
+    ("pixel_values_videos", "video_lengths"),
+    "video_token_index",
+    adapt=_own_clips,
+    compute=_clips,
+    blank=_clip_blank,
+)
 ONEVISION = Reader(
-    (
-        Tower("image", ("pixel_values", "image_sizes"), "image_token_index", "get_image_features"),
-        Tower("video", ("pixel_values_videos", "video_lengths"), "video_token_index", adapt=_own_clips, compute=_clips),
-    ),
+    (_PICTURES, _CLIPS),
     parts={**_PARTS, "projector": ("model.multi_modal_projector.", "model.image_newline")},
     alone=True,
+    unread=("model.vision_tower.post_layernorm.",),
 )
