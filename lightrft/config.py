@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.datasets.settings import DataConfig
+from lightrft.datasets.settings import DataConfig, MediaConfig
 from lightrft.models.settings import DType, ModelConfig
 from lightrft.presets import PRESETS
 from lightrft.strategy.settings import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
@@ -516,11 +516,13 @@ class GenerateConfig(Settings):
 
 
 class ChatConfig(Settings):
-    """Everything that ``lightrft chat`` reads."""
+    """Everything that ``lightrft chat`` reads. The files that ``attach`` names go with the first message."""
 
     run: RunConfig = RunConfig(name="chat")
     model: ModelConfig = ModelConfig()
     system: str | None = None
+    attach: tuple[str, ...] = ()
+    media: MediaConfig = MediaConfig()
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.95, max_new_tokens=512)
     engine: EngineConfig = EngineConfig()
     strategy: StrategyConfig = StrategyConfig()

@@ -11,15 +11,19 @@ from lightrft.utils.errors import DataError
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Read lines, answer each; ``/clear`` starts anew, ``/exit`` or the end of input leaves."""
-    config = settings_of("chat", ChatConfig, arguments, "Talk to a model. /clear starts anew, /exit leaves.")
+    """Read lines, answer each; ``/clear`` starts anew, ``/exit`` or the end of input leaves, and ``/<kind> path`` lets a file go with
+    the next line."""
+    about = "Talk to a model. /clear starts anew, /exit leaves, /image path (or another kind) goes with the next message."
+    config = settings_of("chat", ChatConfig, arguments, about)
     if config is None:
         return 0
     set_threads(config.run.threads)
-    from lightrft.trainer.inference import Chat
+    from lightrft.trainer.inference import Chat, attachable
 
     with memory_errors():
         chat = Chat(config)
+        for path in config.attach:
+            chat.attach(path)
         while True:
             if sys.stdin.isatty():
                 sys.stdout.write("> ")
@@ -28,11 +32,14 @@ def run(arguments: Sequence[str]) -> int:
             text = line.strip()
             if not line or text in ("/exit", "/quit"):
                 return 0
-            if text == "/clear":
-                chat.clear()
-            elif text:
-                try:
+            word, _, rest = text.partition(" ")
+            try:
+                if text == "/clear":
+                    chat.clear()
+                elif word.startswith("/") and word[1:] in attachable():
+                    chat.attach(rest.strip(), word[1:])
+                elif text:
                     sys.stdout.write(chat.say(text).text.strip() + "\n")
-                except DataError as error:
-                    sys.stderr.write(f"{error}; /clear starts anew\n")
-                sys.stdout.flush()
+            except DataError as error:
+                sys.stderr.write(f"{error}; /clear starts anew\n")
+            sys.stdout.flush()

@@ -211,4 +211,5 @@ _OMNI_PARTS = {  # with and without a prefix: older releases of transformers hav
     "tower": ("model.audio_tower.", "model.visual.", "audio_tower.", "visual."),
     "projector": ("model.audio_tower.proj.", "model.visual.merger.", "audio_tower.proj.", "visual.merger."),
 }
-OMNI = Reader(_OMNI, _omni_positions, _OMNI_PARTS)
+_OMNI_UNREAD = ("model.audio_tower.audio_bos_eos_token.", "audio_tower.audio_bos_eos_token.")
+OMNI = Reader(_OMNI, _omni_positions, _OMNI_PARTS, unread=_OMNI_UNREAD)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json
 import logging
+import mimetypes
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from lightrft.config import ChatConfig, DataConfig, EvaluateConfig, GenerateConfig
 from lightrft.datasets.encoding import Encoder
-from lightrft.models.families import context_length
+from lightrft.models.families import FAMILIES, context_length
 from lightrft.trainer.evaluate import evaluate
-from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
+from lightrft.trainer.launch.local import local_policy, local_processor, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_lengths, longest
 from lightrft.trainer.prompts import held_out
 from lightrft.trainer.rollout import attached, check_scored, request_seed, requests_for
-from lightrft.types import Prompt, Request, Rollout
+from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.run_folder import RunFolder
 
@@ -35,7 +36,8 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
     )
     with folder:
         tokenizer = local_tokenizer(config.model)
-        prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit)
+        processor = local_processor(config.model, tokenizer)
+        prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor)
         with closing(local_scorer(config.reward)) as scorer:
             _, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
             check_lengths(actor, longest(prompts), config.eval.sampling, "eval.sampling", "eval.data")
@@ -58,7 +60,7 @@ def run_generate(config: GenerateConfig) -> int:
     if output.exists() and not config.run.overwrite:
         raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
     tokenizer = local_tokenizer(config.model)
-    prompts = held_out(config.data, tokenizer, config.run.seed, None)
+    prompts = held_out(config.data, tokenizer, config.run.seed, None, local_processor(config.model, tokenizer))
     requests = [r for group in requests_for(prompts, config.samples, config.run.seed, "generate") for r in group]
     order = {r.seed: i for i, r in enumerate(requests)}
     with closing(local_scorer(config.reward)) as scorer:
@@ -99,25 +101,48 @@ class Chat:
     def __init__(self, config: ChatConfig) -> None:
         self.config = config
         tokenizer = local_tokenizer(config.model)
+        self.processor = local_processor(config.model, tokenizer)
         _, actor, self.engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
         self.context = context_length(actor.base.config)
-        self.encoder = Encoder(DataConfig(chat=True), tokenizer)
-        self.messages: list[dict[str, str]] = []
+        self.encoder = Encoder(DataConfig(chat=True, media=config.media), tokenizer, self.processor)
+        self.messages: list[dict[str, Any]] = []
+        self.attached: list[dict[str, str]] = []
         self.turn = 0
         self.clear()
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What can be attached to a message, besides text."""
+        return () if self.processor is None else tuple(self.processor.parts)
+
     def clear(self) -> None:
-        """Forget the conversation, but not the system message."""
+        """Forget the conversation and what was attached, but not the system message."""
         self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
+        self.attached = []
+
+    def attach(self, path: str, kind: str = "") -> None:
+        """Let a file (or URL) go with the next message; its kind is told by its name where none is given.
+
+        Raises ``DataError`` for a kind that the model does not read and for what cannot be read.
+        """
+        kind = kind or (mimetypes.guess_type(path)[0] or "").partition("/")[0]
+        if kind not in self.kinds:
+            reads = f"this model reads {', '.join(self.kinds)}" if self.kinds else "this model reads text alone"
+            raise DataError(f"{path}: it is of kind {kind or 'unknown'}, and {reads}")
+        where = path if "://" in path else str(Path(path).expanduser().absolute())
+        part = {"type": kind, kind: where}
+        self.encoder.ask([{"role": "user", "content": [part]}], path)
+        self.attached.append(part)
 
     def say(self, text: str) -> Rollout:
-        """Add what the user says and the model's answer to the conversation; returns the answer.
+        """Add what the user says, with what is attached to it, and the model's answer to the conversation; returns the answer.
 
         Raises ``DataError``, with the conversation as it was, when no room is left for an answer.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
-        shown = self.encoder.render(self.encoder.shielded(messages), "the conversation", generate=True)
-        prompt = Prompt(id=f"turn-{self.turn}", token_ids=self.encoder.encode_prompts([shown])[0])
+        content = [*self.attached, {"type": "text", "text": text}] if self.attached else text
+        messages = [*self.messages, {"role": "user", "content": content}]
+        prompt = self.encoder.ask(messages, "the conversation")
+        prompt.id = f"turn-{self.turn}"
         room = self.config.sampling.max_new_tokens
         if self.context is not None:
             room = min(room, self.context - len(prompt.token_ids))
@@ -125,6 +150,11 @@ class Chat:
             raise DataError(f"{len(prompt.token_ids)} tokens leave no room for an answer: the model was made for {self.context}")
         request = Request(prompt, request_seed(self.config.run.seed, "chat", self.turn), max_new_tokens=room)
         (answer,) = self.engine.generate([request], self.config.sampling)
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
+        self.messages, self.attached = [*messages, {"role": "assistant", "content": answer.text}], []
         self.turn += 1
         return answer
+
+
+def attachable() -> set[str]:
+    """Every kind that some family of models reads."""
+    return {tower.kind for family in FAMILIES.values() if family.reader is not None for tower in family.reader.towers}

@@ -91,7 +91,7 @@ def run_steps(run: Training) -> dict[str, Any]:
         values = finish_step(run, metrics)
     finished = run.step >= run.steps or reached(run.eval, values)
     if finished:
-        save_model(run.roles.actor, run.roles.tokenizer, session.path / "model")
+        save_model(run.roles.actor, run.roles.tokenizer, session.path / "model", processor=run.roles.processor)
     return close_session(session, run.eval.threshold, {**run.about(), "finished": finished}, run.step)
 
 

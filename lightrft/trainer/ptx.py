@@ -36,11 +36,11 @@ class Ptx:
     sampler: PromptSampler
 
     @staticmethod
-    def of(config: PtxConfig, tokenizer: Any, seed: int) -> Ptx | None:
+    def of(config: PtxConfig, tokenizer: Any, seed: int, processor: Any = None) -> Ptx | None:
         """``None`` when it has no share in the loss."""
         if not config.coef:
             return None
-        dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=seed)
+        dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=seed, processor=processor)
         report("ptx", dataset.counts, dataset.first_problem)
         return Ptx(config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle))
 

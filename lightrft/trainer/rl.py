@@ -10,7 +10,7 @@ from lightrft.config import RLConfig
 from lightrft.trainer.account import tokens_of
 from lightrft.trainer.asynchronous import Ahead, staleness_metrics
 from lightrft.trainer.controls import Controls
-from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
+from lightrft.trainer.launch.local import local_processor, local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.lengths import check_examples, check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
 from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward, trusts_sampler
@@ -206,14 +206,15 @@ def warn_of_staleness(config: RLConfig) -> None:
 def prepare(config: RLConfig, session: Session) -> RLRun:
     """Data and roles, at step 0."""
     tokenizer = local_tokenizer(config.model)
-    stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum)
+    processor = local_processor(config.model, tokenizer)
+    stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
     steps = rollout_steps(config, len(stream.dataset))
-    roles = local_roles(config, tokenizer, steps)
+    roles = local_roles(config, tokenizer, steps, processor)
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,
         eval=config.eval,
-        held_out=held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit),
+        held_out=held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor),
         roles=roles,
         seed=config.run.seed,
         steps=steps,

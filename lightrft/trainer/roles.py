@@ -132,6 +132,7 @@ class Roles:
     engine: Engine
     scorer: Scoring
     tokenizer: Any
+    processor: Any = None
     reference: Reference | None = None
     teacher: Frozen | None = None
     critic: Trained | None = None

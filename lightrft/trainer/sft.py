@@ -9,7 +9,7 @@ from typing import Any
 from lightrft.config import SFTConfig
 from lightrft.datasets.prompts import PromptSampler
 from lightrft.datasets.sft import SFTDataset
-from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
+from lightrft.trainer.launch.local import local_policy, local_processor, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_examples
 from lightrft.trainer.loop import Training, run_steps, take_up
 from lightrft.trainer.prompts import draw, held_out, report
@@ -60,20 +60,22 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
 def prepare(config: SFTConfig, session: Session) -> SFTRun:
     """Data and roles, at step 0."""
     tokenizer = local_tokenizer(config.model)
-    dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed)
+    processor = local_processor(config.model, tokenizer)
+    dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
     report("data", dataset.counts, dataset.first_problem)
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(dataset) / config.batch_size))
     strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
     return SFTRun(
         session=session,
         eval=config.eval,
-        held_out=held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit),
+        held_out=held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor),
         roles=Roles(
             strategy=strategy,
             policy=Trained(actor, strategy.prepare(actor, config.optimizer, steps)),
             engine=engine,
             scorer=local_scorer(config.reward),
             tokenizer=tokenizer,
+            processor=processor,
         ),
         seed=config.run.seed,
         steps=steps,

@@ -13,23 +13,25 @@ from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.roles import Trained, settle_layout
 from lightrft.trainer.rows import Rows
 from lightrft.trainer.update import optimizer_step, weighted_sum
-from lightrft.types import Batch, Segments
+from lightrft.types import Batch, Media, Segments
 from lightrft.utils.metrics import Mean, Metrics, Sum
 
 
 class Example(Protocol):
-    """A conversation: what comes before the first trained token, the rest, and which of the rest is trained."""
+    """A conversation: what comes before the first trained token, the rest, each with its media, and which of the rest is trained."""
 
     prompt_ids: list[int]
     response_ids: list[int]
     trained: list[bool]
+    prompt_media: Media
+    response_media: Media
 
 
 def examples_to_batch(examples: Sequence[Example]) -> Batch:
     """One ``Batch`` of conversations; ``sampled`` marks the trained tokens."""
     return Batch(
-        Segments.of([e.prompt_ids for e in examples]),
-        Segments.of([e.response_ids for e in examples]),
+        Segments.cat([Segments.of([e.prompt_ids], e.prompt_media) for e in examples]),
+        Segments.cat([Segments.of([e.response_ids], e.response_media) for e in examples]),
         torch.arange(len(examples)),
         sampled=torch.tensor([t for e in examples for t in e.trained], dtype=torch.bool),
     )

@@ -10,6 +10,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding import Decoder
 from lightrft.models.loading import load_tokenizer
+from lightrft.models.processing import Processor, load_processor
 from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.engine.native import NativeEngine
 from lightrft.strategy.settings import StrategyConfig
@@ -29,6 +30,11 @@ def local_tokenizer(model: ModelConfig) -> Any:
     return load_tokenizer(model)
 
 
+def local_processor(model: ModelConfig, tokenizer: Any) -> Processor | None:
+    """How ``model`` reads media; ``None`` where it reads text alone."""
+    return load_processor(model, tokenizer)
+
+
 def local_policy(
     model: ModelConfig, strategy: StrategyConfig, engine: EngineConfig, tokenizer: Any
 ) -> tuple[SingleStrategy, Actor, Engine]:
@@ -43,7 +49,7 @@ def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring
     return Scorer(config) if config.terms or config.per_source else Unscored(unscored)
 
 
-def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
+def local_roles(config: RLConfig, tokenizer: Any, steps: int, processor: Processor | None = None) -> Roles:
     """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded."""
     scorer = local_scorer(config.reward, unscored=0.0)  # first: its processes start while models are read
     try:
@@ -57,11 +63,12 @@ def local_roles(config: RLConfig, tokenizer: Any, steps: int) -> Roles:
             engine=engine,
             scorer=scorer,
             tokenizer=tokenizer,
+            processor=processor,
             ahead=local_ahead(config, actor, tokenizer),
             teacher=local_teacher(config, tokenizer, strategy),
             critic=local_critic(config, strategy, max(1, steps * per_step)),
             process=local_process(config, strategy, steps),
-            ptx=Ptx.of(config.ptx, tokenizer, config.run.seed),
+            ptx=Ptx.of(config.ptx, tokenizer, config.run.seed, processor),
         )
     except BaseException:
         scorer.close()
