@@ -95,6 +95,26 @@ def test_a_heavy_import_under_a_condition_or_in_a_class_is_seen() -> None:
     assert not heavy(fake("def f():\n    import ray\n", "trainer", "x"))
 
 
+def lines_of_a_modality(tree: Iterable[Module]) -> dict[str, int]:
+    """How many lines of each directory (of each file beside them) speak of a modality."""
+    counts: dict[str, int] = {}
+    for module in tree:
+        spoken = sum(1 for line in module.text.splitlines() if MODALITY.search(line))
+        counts[module.part] = counts.get(module.part, 0) + spoken
+    return counts
+
+
+def test_lines_that_speak_of_a_modality_are_where_media_are_read_and_nowhere_that_trains() -> None:
+    counts = lines_of_a_modality(modules())
+    print("\n".join(f"{part or 'lightrft'}: {count}" for part, count in sorted(counts.items(), key=lambda kv: -kv[1])))
+    assert {part: counts[part] for part in ("trainer", "strategy", "types")} == {"trainer": 0, "strategy": 0, "types": 0}
+    assert counts["models"] > 0 and counts["datasets"] > 0
+
+
+def test_a_line_that_speaks_of_a_modality_is_counted() -> None:
+    assert lines_of_a_modality([fake("x = 1\nimages = 2\n# pixel_values_videos\n", "trainer", "ppo")]) == {"trainer": 2}
+
+
 def test_what_composes_and_what_trains_never_speaks_of_a_modality() -> None:
     silent = [m for m in modules() if m.part in {"trainer", "strategy", "types"}]
     assert silent
