@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,9 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
     for file in ("samples.json", "config.yaml"):
         shutil.copyfile(base / "rl" / file, base / file)
     model = base / "rl" / "model"
-    asked = json.loads((base / "samples.json").read_text(encoding="utf-8"))["before"][0]["prompt"]
+    answers = json.loads((base / "samples.json").read_text(encoding="utf-8"))["before"]
+    keep_attached(base, [name for answer in answers for name in answer["attachments"]])
+    ask = "" if answers[0]["attachments"] else f"  # ask {answers[0]['prompt']}; /clear between questions"
     changed = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8")).get("changed", {})
     summary = {
         **result,
@@ -88,10 +90,18 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
         "seconds_rl": result["seconds"],
         "changed": changed,
         "next": [
-            f"lightrft chat model={model}  # ask {asked}; /clear between questions",
+            f"lightrft chat model={model}{ask}",
             "lightrft explain grpo",
             "lightrft rl recipes/gsm8k_grpo.yaml model=path/to/your/model",
         ],
     }
     write_json(base / "summary.json", summary)
     return summary
+
+
+def keep_attached(base: Path, names: Sequence[str]) -> None:
+    """What belongs to the answers that are shown, beside them."""
+    shutil.rmtree(base / "media", ignore_errors=True)
+    for name in names:
+        (base / "media").mkdir(exist_ok=True)
+        shutil.copyfile(base / "rl" / "media" / name, base / "media" / name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightrft.utils.trackers import read_rows
 
-SHOWN = 5
+SHOWN, GALLERY = 5, 40
 
 
 def headline(path: Path, phase: str) -> dict[str, Any]:
@@ -31,14 +31,19 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
 
 
 def samples(path: Path, threshold: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Answers to the same held-out prompts at the first and at the last evaluation; those that changed to right come first."""
+    """Answers to the same held-out prompts at the first and at the last evaluation; those that changed to right come first.
+
+    Prompts with attachments are seen at a glance: of those there are more, evenly over all."""
     files = sorted((path / "rollouts").glob("eval_*.jsonl"))
     if not files:
         return [], []
     before, after = _first_answers(files[0], threshold), _first_answers(files[-1], threshold)
     shared = [k for k in before if k in after]
-    shared.sort(key=lambda k: (before[k]["correct"], not after[k]["correct"]))
-    picked = _spread(shared, before, after)
+    if any(before[k]["attachments"] for k in shared):
+        picked = [shared[i * len(shared) // GALLERY] for i in range(GALLERY)] if len(shared) > GALLERY else shared
+    else:
+        shared.sort(key=lambda k: (before[k]["correct"], not after[k]["correct"]))
+        picked = _spread(shared, before, after)
     return [before[k] for k in picked], [after[k] for k in picked]
 
 
@@ -48,10 +53,12 @@ def _spread(keys: Sequence[str], before: dict[str, Any], after: dict[str, Any]) 
     return [k for k in keys if k not in wrong][: SHOWN - len(wrong)] + wrong
 
 
-def question(prompt: str) -> str:
-    """What a reader wants to see of a prompt: the last message of the user where it is written in ChatML, else all of it."""
+def question(prompt: str, attached: bool = False) -> str:
+    """What a reader wants to see of a prompt: the last message of the user where it is written in ChatML, else all of it; without
+    special tokens where something is ``attached``, which is seen as it is."""
     asked = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.S)
-    return asked[-1] if asked else prompt
+    shown = asked[-1] if asked else prompt
+    return re.sub(r"<\|\w+\|>", "", shown).strip() if attached else shown
 
 
 def _first_answers(file: Path, threshold: float) -> dict[str, dict[str, Any]]:
@@ -64,7 +71,7 @@ def _first_answers(file: Path, threshold: float) -> dict[str, dict[str, Any]]:
         answers.setdefault(
             prompt["id"],
             {
-                "prompt": question(prompt["text"]),
+                "prompt": question(prompt["text"], bool(prompt["attachments"])),
                 "attachments": prompt["attachments"],
                 "text": row["text"],
                 "label": str(prompt["label"]),

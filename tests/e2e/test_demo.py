@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,9 @@ from lightrft.utils.trackers import read_rows
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["sft.train.steps=4", "sft.checkpoint.every=2", "rl.train.steps=4", "rl.checkpoint.every=1", "rl.eval.every=2"]
+
+
+FEW = ["sft.train.steps=2", "sft.eval.limit=12", "rl.eval.limit=12", "rl.train.steps=2", "rl.rollout.prompts=4", "rl.rollout.samples=2"]
 
 
 def command(folder: Path) -> list[str]:
@@ -44,3 +48,39 @@ def test_a_demo_that_is_killed_goes_on_and_ends_with_its_report(tmp_path: Path) 
     assert "<svg" in report and str(tmp_path / "demo" / "report.html") in again.stdout
     samples = json.loads((tmp_path / "demo" / "samples.json").read_text())
     assert len(samples["before"]) == len(samples["after"]) == 5
+
+
+def demo(kind: str, folder: Path, *settings: str) -> dict[str, Any]:
+    """The summary of a demo of pictures or clips, run by its command."""
+    arguments = ["demo", kind, f"run.dir={folder}", "run.name=demo", *settings]
+    done = subprocess.run(
+        [sys.executable, "-m", "lightrft", *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=580,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(folder / "demo" / "report.html") in done.stdout
+    return json.loads((folder / "demo" / "summary.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "element"), [("vision", "<img src=\"data:image/png"), ("audio", "<audio controls")])
+def test_a_demo_of_media_ends_with_a_report_that_holds_the_pictures_or_clips(tmp_path: Path, kind: str, element: str) -> None:
+    summary = demo(kind, tmp_path, *FEW)
+    assert {"heldout_before", "heldout_after", "seconds"} <= summary.keys()
+    samples = json.loads((tmp_path / "demo" / "samples.json").read_text())
+    names = [name for row in samples["before"] for name in row["attachments"]]
+    assert len(names) == 12
+    assert sorted(p.name for p in (tmp_path / "demo" / "media").iterdir()) == sorted(set(names))
+    assert {row["prompt"] for row in samples["before"]} == {"Which digit?"}
+    assert (tmp_path / "demo" / "report.html").read_text().count(element) == 12
+
+
+@pytest.mark.slow
+def test_rewards_alone_teach_a_model_to_read_digits(tmp_path: Path) -> None:
+    summary = demo("vision", tmp_path, "rl.train.steps=30", "rl.eval.every=0")
+    assert summary["heldout_before"] < 0.2, "warm-up shows digits that are drawn at random"
+    assert summary["heldout_after"] > 0.3

@@ -1,6 +1,11 @@
 """What a reader sees of a run's answers."""
 
-from lightrft.trainer.summary import question
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrft.trainer.summary import question, samples
 
 
 def test_of_a_chat_prompt_the_last_message_of_the_user_is_shown() -> None:
@@ -10,3 +15,43 @@ def test_of_a_chat_prompt_the_last_message_of_the_user_is_shown() -> None:
 
 def test_any_other_prompt_is_shown_whole() -> None:
     assert question("What is 2+2?\nAnswer:") == "What is 2+2?\nAnswer:"
+
+
+def test_where_something_is_attached_the_tokens_that_stand_for_it_are_left_out() -> None:
+    prompt = "<|im_start|>user\n<|vision_start|><|image_pad|><|image_pad|><|vision_end|>Is 2 <|3?<|im_end|>\n"
+    assert question(prompt, attached=True) == "Is 2 <|3?"
+    assert "<|image_pad|>" in question(prompt)
+
+
+def write_eval(folder: Path, step: int, prompts: int, attached: bool) -> None:
+    (folder / "rollouts").mkdir(exist_ok=True)
+    rows = [
+        {
+            "prompt": {"id": f"{i:03}", "text": f"ask {i}", "label": 1, "attachments": [f"{i}.png"] if attached else []},
+            "text": "1",
+            "failed": "",
+            "reward": float(step > 0 and i % 2),
+        }
+        for i in range(prompts)
+    ]
+    (folder / "rollouts" / f"eval_{step:06d}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("prompts", [7, 40, 101])
+def test_of_prompts_with_attachments_the_samples_are_spread_over_all_right_or_wrong(tmp_path: Path, prompts: int) -> None:
+    for step in (0, 9):
+        write_eval(tmp_path, step, prompts, attached=True)
+    before, after = samples(tmp_path, 1.0)
+    places = [int(row["prompt"].split()[1]) for row in after]
+    assert len(places) == len(set(places)) == min(prompts, 40)
+    assert places == sorted(places) and places[0] == 0 and places[-1] >= prompts - 3
+    assert [row["correct"] for row in after] == [bool(place % 2) for place in places]
+    assert [row["attachments"] for row in before] == [[f"{place}.png"] for place in places]
+
+
+def test_of_prompts_of_text_alone_few_are_shown_and_one_that_is_still_wrong(tmp_path: Path) -> None:
+    for step in (0, 9):
+        write_eval(tmp_path, step, 30, attached=False)
+    before, after = samples(tmp_path, 1.0)
+    assert [row["correct"] for row in after] == [True] * 4 + [False]
+    assert not any(row["correct"] for row in before)
