@@ -118,4 +118,4 @@ def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | No
 
 def _field(config: PreTrainedConfig, name: str | None) -> Any:
     """Configs of some families have no such field at all: for them it means nothing."""
-    return config.to_dict().get(name) if name else None
+    return vars(config).get(name) if name else None

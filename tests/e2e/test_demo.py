@@ -19,7 +19,14 @@ ROOT = Path(__file__).parents[2]
 SHORT = ["sft.train.steps=4", "sft.checkpoint.every=2", "rl.train.steps=4", "rl.checkpoint.every=1", "rl.eval.every=2"]
 
 
-FEW = ["sft.train.steps=2", "sft.eval.limit=12", "rl.eval.limit=12", "rl.train.steps=2", "rl.rollout.prompts=4", "rl.rollout.samples=2"]
+FEW = [
+    "sft.train.steps=2",
+    "sft.eval.limit=12",
+    "rl.eval.limit=12",
+    "rl.train.steps=2",
+    "rl.rollout.prompts=4",
+    "rl.rollout.samples=2",
+]
 
 
 def command(folder: Path) -> list[str]:
@@ -67,7 +74,7 @@ def demo(kind: str, folder: Path, *settings: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "element"), [("vision", "<img src=\"data:image/png"), ("audio", "<audio controls")])
+@pytest.mark.parametrize(("kind", "element"), [("vision", '<img src="data:image/png'), ("audio", "<audio controls")])
 def test_a_demo_of_media_ends_with_a_report_that_holds_the_pictures_or_clips(tmp_path: Path, kind: str, element: str) -> None:
     summary = demo(kind, tmp_path, *FEW)
     assert {"heldout_before", "heldout_after", "seconds"} <= summary.keys()
