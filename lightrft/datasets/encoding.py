@@ -19,8 +19,8 @@ from typing import Any
 from lightrft.datasets.media import NOTHING, MediaReader, Reads
 from lightrft.datasets.media.items import MARK, as_parts, mark, marks, replaced
 from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
-from lightrft.datasets.records import Message, Record, look_up, read_conversation
-from lightrft.datasets.rows import BadRow
+from lightrft.datasets.records import Message, Record, read_conversation
+from lightrft.datasets.rows import BadRow, look_up
 from lightrft.datasets.settings import DataConfig
 from lightrft.types import Extent, Prompt
 from lightrft.utils.errors import ConfigError, ModelError

@@ -15,7 +15,7 @@ from typing import Any
 
 from lightrft.datasets.media import NOTHING, Finder, Item, Reads
 from lightrft.datasets.media.items import is_raw, replaced
-from lightrft.datasets.rows import BadRow, Row
+from lightrft.datasets.rows import ABSENT, BadRow, Row, look_up
 from lightrft.datasets.settings import Columns
 
 Message = dict[str, Any]
@@ -52,9 +52,6 @@ SHAREGPT_ROLES = {
     "function": "tool",
     "observation": "tool",
 }
-
-
-_ABSENT = object()
 
 
 @dataclass(slots=True)
@@ -151,18 +148,6 @@ def read_conversation(messages: Sequence[Mapping[str, Any]], where: str, reads: 
     prompt = read_prompt(list(messages), where, finder)
     prompt, _ = _placed(prompt, None, finder, {})
     return Record(prompt, None, None, None, "", "", {}, {}, where, finder.items)
-
-
-def look_up(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
-    """The column ``name``; dots reach into nested columns unless a column has the dotted name itself."""
-    if name in row:
-        return row[name]
-    value: Any = row
-    for part in name.split("."):
-        if not isinstance(value, Mapping) or part not in value:
-            return absent
-        value = value[part]
-    return value
 
 
 def read_prompt(value: Any, where: str, finder: Finder | None = None, *, blank: bool = False) -> str | list[Message]:
@@ -264,8 +249,8 @@ def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, Any]:
     """Name and value of the column that holds ``what``; ``("", None)`` where no usual name exists."""
     if not chosen:
         return next(((name, value) for name in USUAL[what] if (value := look_up(row, name)) is not None), ("", None))
-    value = look_up(row, chosen, _ABSENT)
-    if value is _ABSENT:
+    value = look_up(row, chosen, ABSENT)
+    if value is ABSENT:
         near = difflib.get_close_matches(chosen, list(row), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         have = ", ".join(row) or "nothing"

@@ -18,6 +18,8 @@ from lightrft.utils.errors import DataError
 
 Row = Mapping[str, Any]
 Malformed = Literal["error", "skip"]
+ABSENT: Any = object()
+"""What ``look_up`` may give for a column that is not there, where null is a value."""
 
 
 class BadRow(DataError):
@@ -32,6 +34,18 @@ class Rows(Protocol):
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> Row: ...
     def where(self, i: int, /) -> str: ...
+
+
+def look_up(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
+    """The column ``name``; dots reach into nested columns unless a column has the dotted name itself."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if not isinstance(value, Mapping) or part not in value:
+            return absent
+        value = value[part]
+    return value
 
 
 def as_row(value: Any, where: str) -> Row:

@@ -24,6 +24,7 @@ ALLOWED = {"viewer": {"utils", "types", "viewer"}}
 HEAVY = {
     *("vllm", "sglang", "deepspeed", "ray", "flash_attn", "bitsandbytes", "wandb"),
     *("peft", "datasets", "tensorboard", "math_verify", "fastapi", "uvicorn"),
+    *("soundfile", "av", "torchvision"),
 }
 MODALITY = re.compile(r"\b\w*(?:pixel_values|image|video|audio)\w*\b", re.I)
 

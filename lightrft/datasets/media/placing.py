@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.datasets.media.items import CLOSE, KINDS, OPEN, Item, kind_of, listed, mark, payload
-from lightrft.datasets.rows import BadRow, Row
+from lightrft.datasets.rows import ABSENT, BadRow, Row, look_up
 
 USUAL = {
     "image": ("images", "image"),
@@ -124,12 +124,13 @@ class Finder:
     def _column(self, kind: str, row: Row) -> tuple[str, list[Any]]:
         """Name and items of the first column of ``kind`` that has any."""
         for name in self._names(kind, row):
-            if name not in row:
+            value = look_up(row, name, ABSENT)
+            if value is ABSENT:
                 near = difflib.get_close_matches(name, list(row), n=1)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 have = ", ".join(row) or "nothing"
                 raise BadRow(f"{self.where}: no column {name!r} (data.columns.{kind}s); the row has: {have}{hint}")
-            if values := listed(row[name], kind):
+            if values := listed(value, kind):
                 return name, values
         return "", []
 

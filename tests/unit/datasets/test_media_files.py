@@ -22,6 +22,7 @@ from lightrft.datasets.media.contents import Fetch, Frames, Samples, digest
 from lightrft.datasets.media.pictures import picture_size, read_picture
 from lightrft.datasets.media.sounds import Hearing, read_sound, resampled, sound_length
 from lightrft.types import Extent
+from lightrft.utils.errors import DataError
 from tests.unit.datasets.media_files import clip, encoded, picture, pixels, sound, tone
 
 LIMIT = 10**8
@@ -360,6 +361,18 @@ def test_a_clip_that_cannot_be_seen_is_told(tmp_path: Path) -> None:
         if "different" not in problem:
             with pytest.raises(ValueError, match=problem):
                 clip_extent(content, viewing)
+
+
+def test_a_library_that_is_not_installed_is_named_with_the_way_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sound(tmp_path / "a.wav")
+    clip(tmp_path / "a.mp4")
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(DataError, match=r"needs soundfile; pip install 'lightrft\[audio\]'"):
+        read_sound(tmp_path / "a.wav", HEAR)
+    with pytest.raises(DataError, match=r"needs av; pip install 'lightrft\[video\]'"):
+        clip_extent(tmp_path / "a.mp4", VIEW)
+    assert read_sound(Samples(tone(0.1, 16000), 16000), HEAR).shape == (1600,)
 
 
 @settings(max_examples=100, deadline=None)

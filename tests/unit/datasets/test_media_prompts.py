@@ -405,6 +405,8 @@ def test_columns_that_the_settings_name_are_read_and_must_exist(eye: Rig, folder
     row = {"prompt": "x", "photo": "a.png", "image": "gone.png"}
     (prompt,) = prompts(eye, folder, row, columns=Columns(images="photo"))
     assert prompt.media and prompt.columns["image"] == "gone.png"
+    (nested,) = prompts(eye, folder, {"prompt": "x", "extra": {"photos": ["a.png"]}}, columns=Columns(images="extra.photos"))
+    assert nested.token_ids == prompt.token_ids
     with pytest.raises(BadRow, match=r"no column 'foto' \(data\.columns\.images\).*did you mean 'photo'"):
         prompts(eye, folder, row, columns=Columns(images="foto"))
 
