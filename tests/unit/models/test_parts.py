@@ -73,8 +73,8 @@ def test_every_parameter_belongs_to_one_part_and_every_part_has_some(made):
     assert {r.actor.part_of(name) for name in names} == set(r.actor.parts)
     assert r.actor.part_of("model.model.language_model.embed_tokens.weight") == "language"
     assert all(r.actor.part_of(n) == "language" for n in names if "embed_tokens" in n or "lm_head" in n)
-    prefixes = [prefix for some in r.actor.family.reader.parts.values() for prefix in some]
-    assert all(any(n.removeprefix("model.").startswith(prefix) for n in names) for prefix in prefixes)
+    for prefixes in r.actor.family.reader.parts.values():  # of which some may be for other releases of transformers
+        assert any(n.removeprefix("model.").startswith(prefixes) for n in names)
 
 
 @pytest.mark.parametrize("frozen", [("tower",), ("projector",), ("language",), ("language", "tower")])
