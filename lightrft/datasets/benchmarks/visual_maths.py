@@ -33,5 +33,12 @@ def mathvista(row: Mapping[str, Any]) -> dict[str, Any]:
         choices = lettered(row["choices"])
         prompt += shown(choices)
         label = None if label is None else letter_of(choices, label)
-    named = {"images": [picture], "prompt": prompt, "label": label, "reference": row["answer"], "id": row.get("pid")}
+    named = {
+        "images": [picture],
+        "decoded_image": None,
+        "prompt": prompt,
+        "label": label,
+        "reference": row["answer"],
+        "id": row.get("pid"),
+    }
     return {**row, **named, "data_source": f"mathvista/{row['question_type']}"}

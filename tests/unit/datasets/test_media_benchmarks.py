@@ -52,6 +52,7 @@ MATHVISTA = {
 def test_mathvista_asks_with_the_unit_and_prefers_the_decoded_picture(tmp_path):
     expected = {
         "images": [{"bytes": None, "path": "five.jpg"}],
+        "decoded_image": None,
         "prompt": "How long is the bar? (Unit: cm)",
         "label": "1.2",
         "reference": "1.2",
