@@ -4,9 +4,9 @@ Both sides train the same model folder on the same prompts: 4 prompts x 8 answer
 generation, no reference, the same AdamW. Cases ``step`` and ``memory`` suppress the end token, so that every answer has its full
 length; in ``ragged`` a vocabulary of 40 ends answers by itself, at most at 64 tokens.
 
-Every round of a side is a process of its own; rounds are interleaved; each side runs with the thread count (and TRL with the way
-of generating and the micro-batch) that a calibration round found fastest. CPU time says what the work costs where other
-programs share the cores.
+Every round of a side is a process of its own; rounds are interleaved; each side runs with the thread count and the micro-batch
+(and TRL with the way of generating) that a calibration round found fastest, or leanest where several are about as fast. CPU time
+says what the work costs where other programs share the cores.
 
     python benchmarks/vs_trl.py [--rounds 3] [--cases step32 step512 ragged32 ragged512 memory32] [--machine NAME]
 
@@ -72,7 +72,7 @@ TEXT_CASES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """How one side runs: ``threads``, and for TRL the rows of a micro-batch and the way of generating."""
+    """How one side runs: ``threads``, rows of a micro-batch, and for TRL the way of generating."""
 
     side: str
     threads: int
@@ -80,8 +80,8 @@ class Variant:
     generation: str = "generate"
 
     def __str__(self) -> str:
-        more = f", micro-batches of {self.rows}, {self.generation}" if self.side == "trl" else ""
-        return f"{self.threads} thread{'s' * (self.threads > 1)}{more}"
+        more = f", {self.generation}" if self.side == "trl" else ""
+        return f"{self.threads} thread{'s' * (self.threads > 1)}, micro-batches of {self.rows}{more}"
 
 
 def arguments(work: Work, description: str | None) -> argparse.Namespace:
@@ -156,6 +156,9 @@ class Work:
         write_lines(scratch / "prompts.jsonl", rows)
         return rows
 
+    def prompt_tokens(self, case: Any) -> int:
+        return case.prompt_tokens
+
     def data(self, scratch: Path) -> dict[str, Any]:
         """The ``data`` part of a config."""
         return {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": False}
@@ -214,6 +217,7 @@ class Job:
     steps: int
     variant: Variant
     full: bool
+    group_tokens: int
 
 
 def worker(work: Work, order: dict[str, Any]) -> None:
@@ -230,8 +234,9 @@ def worker(work: Work, order: dict[str, Any]) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:
         rows = work.prompts(folder, Path(scratch), case, PROMPTS * (order["steps"] + 1))
+        group_tokens = work.prompt_tokens(case) + ANSWERS * NEW_TOKENS
         side = {"lightrft": run_lightrft, "trl": run_trl, "check": check}[kind]
-        result = side(Job(work, folder, Path(scratch), rows, order["steps"], variant, case.full))
+        result = side(Job(work, folder, Path(scratch), rows, order["steps"], variant, case.full, group_tokens))
     print("RESULT " + json.dumps(result))
 
 
@@ -248,7 +253,7 @@ def rl_config(job: Job, steps: int) -> Any:
         "reward": {"terms": [f"{job.folder / 'rewards.py'}:mean_code"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
-        "train": {"steps": steps},
+        "train": {"steps": steps, "micro_batch_tokens": job.group_tokens * job.variant.rows // ANSWERS},
         "eval": {"at_start": False},
         "log": {"tensorboard": False, "rollouts_every": 0},
     }
@@ -535,24 +540,24 @@ def one_round(work: Work, case: str, variant: Variant, folder: Path, steps: int)
 
 
 def calibrate(work: Work, case: str, folder: Path) -> list[Variant]:
-    """The fastest variant of each side by the whole step, each tried once."""
+    """The fastest variant of each side by the whole step, each tried once; of those within 5 % of it, the leanest."""
     threads = sorted({1, os.cpu_count() or 1})
     whole = PROMPTS * ANSWERS
     if not work.cases[case].seconds:
         return [Variant("lightrft", threads[-1]), Variant("trl", threads[-1])]
-    ours = [Variant("lightrft", n) for n in threads]
-    theirs = [Variant("trl", n, rows, way) for n in threads for rows, way in ((whole, "generate"), (whole // 4, "generate"))]
     chosen = []
-    for variants in (ours, theirs):
-        tried = {v: one_round(work, case, v, folder, 1)["step"] for v in variants}
+    for side in ("lightrft", "trl"):
+        variants = [Variant(side, n, rows) for n in threads for rows in (whole, whole // 4)]
+        tried = {v: one_round(work, case, v, folder, 1) for v in variants}
         # The other way of generating, with the best of the rest. It cannot suppress the end token.
-        if variants is theirs and not work.cases[case].full:
-            best = min(tried, key=lambda v: tried[v])
+        if side == "trl" and not work.cases[case].full:
+            best = min(tried, key=lambda v: tried[v]["step"])
             other = Variant("trl", best.threads, best.rows, "continuous")
-            tried[other] = one_round(work, case, other, folder, 1)["step"]
-        for variant, seconds in tried.items():
-            print(f"  {case}: {variant.side}, {variant}: {seconds:.2f} s a step", flush=True)
-        chosen.append(min(tried, key=lambda v: tried[v]))
+            tried[other] = one_round(work, case, other, folder, 1)
+        for variant, took in tried.items():
+            print(f"  {case}: {side}, {variant}: {took['step']:.2f} s a step, {took['peak_mb']:,.0f} MiB", flush=True)
+        fastest = min(took["step"] for took in tried.values())
+        chosen.append(min((v for v in tried if tried[v]["step"] <= 1.05 * fastest), key=lambda v: tried[v]["peak_mb"]))
     return chosen
 
 

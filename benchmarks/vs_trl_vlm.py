@@ -21,6 +21,8 @@ from vs_trl import HIDDEN, LAYERS, NEW_TOKENS, TEXT_SIZES, Work, characters, loa
 
 VOCABULARY = 4096
 PATCH, MERGE = 14, 2
+TEMPLATE = 40
+"""At most so many tokens of a prompt are the chat template's."""
 TOWER: dict[str, Any] = {
     "depth": LAYERS,
     "hidden_size": HIDDEN * 5 // 8,
@@ -82,6 +84,9 @@ class Pictures(Work):
             theirs.append({"prompt": [{"role": "user", "content": text}], "image": str(scratch / f"{i}.png")})
         write_lines(scratch / "prompts.jsonl", ours)
         return theirs
+
+    def prompt_tokens(self, case: Case) -> int:
+        return case.side**2 + case.text_tokens + TEMPLATE
 
     def data(self, scratch: Path) -> dict[str, Any]:
         return {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": True}
