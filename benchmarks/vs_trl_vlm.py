@@ -41,7 +41,7 @@ class Case:
 
     side: int
     steps: int
-    text_tokens: int = 32
+    text_tokens: int = 128
     vocabulary: int = VOCABULARY
     seconds: bool = True
     full: bool = True
