@@ -1,9 +1,9 @@
 """A step of GRPO with pictures here against the same step of TRL's ``GRPOTrainer``: whole step, generation, update, peak memory.
 
-As ``vs_trl.py``, whose rounds, calibration and report these are, with a Qwen2.5-VL: every prompt is a picture of its own and some
-text, 8 answers of 64 new tokens to each of 4 prompts, every weight trained, the tower's too.
+As ``vs_trl.py``, whose rounds, calibration and report these are, with a Qwen2.5-VL: every prompt is a picture of its own, or
+four, and some text, 8 answers of 64 new tokens to each of 4 prompts, every weight trained, the tower's too.
 
-    python benchmarks/vs_trl_vlm.py [--rounds 3] [--cases picture64 picture256] [--machine NAME]
+    python benchmarks/vs_trl_vlm.py [--rounds 3] [--cases one64 four64 one256] [--machine NAME]
 
 Needs ``pip install trl``. TRL's side gets transformers' own processor for the family, without its part for videos, which needs
 torchvision; no case here has a video. Compare ratios only: absolute times belong to the machine.
@@ -21,8 +21,8 @@ from vs_trl import HIDDEN, LAYERS, NEW_TOKENS, TEXT_SIZES, Work, characters, loa
 
 VOCABULARY = 4096
 PATCH, MERGE = 14, 2
-TEMPLATE = 40
-"""At most so many tokens of a prompt are the chat template's."""
+MARKS, TEMPLATE = 2, 40
+"""Tokens around each picture, and at most so many of a prompt that are the chat template's."""
 TOWER: dict[str, Any] = {
     "depth": LAYERS,
     "hidden_size": HIDDEN * 5 // 8,
@@ -37,8 +37,9 @@ TOWER: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """``side``: features along each side of a prompt's picture. ``seconds`` and ``full`` as in ``vs_trl.py``."""
+    """``pictures`` in each prompt, of ``side`` features along each side. ``seconds`` and ``full`` as in ``vs_trl.py``."""
 
+    pictures: int
     side: int
     steps: int
     text_tokens: int = 128
@@ -47,7 +48,7 @@ class Case:
     full: bool = True
 
 
-CASES = {"picture64": Case(8, 4), "picture256": Case(16, 2)}
+CASES = {"one64": Case(1, 8, 4), "four64": Case(4, 8, 3), "one256": Case(1, 16, 3)}
 
 
 class Pictures(Work):
@@ -56,7 +57,7 @@ class Pictures(Work):
     title = "A GRPO step with pictures against TRL's GRPOTrainer"
     model = f"qwen2_5_vl, tower of {LAYERS} layers of {TOWER['hidden_size']}; language model of"
     cases: Mapping[str, Any] = CASES
-    usual = checked = ("picture64", "picture256")
+    usual = checked = ("one64", "four64", "one256")
 
     def make(self, folder: Path, vocabulary: int) -> None:
         from lightrft.models.tiny_media import save_tiny_media, tiny_media_tokenizer
@@ -68,7 +69,7 @@ class Pictures(Work):
         save_tiny_media("qwen2_5_vl", folder, chars=characters(vocabulary - special), processor=processor, tower=TOWER, **sizes)
 
     def prompts(self, folder: Path, scratch: Path, case: Case, count: int) -> list[dict[str, Any]]:
-        """A picture of noise in each; TRL's data set names the file too, and decodes it when the row is drawn."""
+        """Pictures of noise; TRL's data set names the files too, and decodes them when the row is drawn."""
         import numpy as np
         from PIL import Image
 
@@ -76,25 +77,27 @@ class Pictures(Work):
         draw, noise = random.Random(0), np.random.default_rng(0)
         theirs, ours = [], []
         for i in range(count):
-            side = case.side * PATCH * MERGE
-            Image.fromarray(noise.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(scratch / f"{i}.png")
+            names = [f"{i}-{k}.png" for k in range(case.pictures)]
+            for name in names:
+                side = case.side * PATCH * MERGE
+                Image.fromarray(noise.integers(0, 256, (side, side, 3), dtype=np.uint8)).save(scratch / name)
             text = "".join(draw.choices(letters, k=case.text_tokens))
-            parts = [{"type": "image", "image": f"{i}.png"}, {"type": "text", "text": text}]
+            parts = [*({"type": "image", "image": name} for name in names), {"type": "text", "text": text}]
             ours.append({"prompt": [{"role": "user", "content": parts}]})
-            theirs.append({"prompt": [{"role": "user", "content": text}], "image": str(scratch / f"{i}.png")})
+            theirs.append({"prompt": [{"role": "user", "content": text}], "images": [str(scratch / name) for name in names]})
         write_lines(scratch / "prompts.jsonl", ours)
         return theirs
 
     def prompt_tokens(self, case: Case) -> int:
-        return case.side**2 + case.text_tokens + TEMPLATE
+        return case.pictures * (case.side**2 + MARKS) + case.text_tokens + TEMPLATE
 
     def data(self, scratch: Path) -> dict[str, Any]:
         return {"sources": [{"path": str(scratch / "prompts.jsonl")}], "chat": True}
 
     def dataset(self, rows: list[dict[str, Any]]) -> Any:
-        from datasets import Image
+        from datasets import Image, List
 
-        return super().dataset(rows).cast_column("image", Image())
+        return super().dataset(rows).cast_column("images", List(Image()))
 
     def trl_model(self, folder: Path) -> Any:
         from transformers import Qwen2_5_VLForConditionalGeneration
@@ -119,19 +122,19 @@ class Pictures(Work):
 
         from lightrft.types import Ragged, Segments
 
-        grids = inputs["image_grid_thw"]
-        patches = inputs["pixel_values"].split(grids.prod(-1).tolist())
-        each = torch.tensor([len(patches[row]) for row in rows])
+        each = inputs["num_images"]
+        grids = inputs["image_grid_thw"].split(each)
+        patches = inputs["pixel_values"].split([int(grid.prod(-1).sum()) for grid in grids])
         media = {
-            "pixel_values": Ragged(torch.cat([patches[row] for row in rows]), each),
-            "image_grid_thw": Ragged(grids[rows], torch.ones_like(each)),
+            name: Ragged(torch.cat([some[row] for row in rows]), torch.tensor([len(some[row]) for row in rows]))
+            for name, some in (("pixel_values", patches), ("image_grid_thw", grids))
         }
         return Segments.of([unpadded(inputs, row) for row in rows], media)
 
     def about(self, case: Case) -> str:
         return (
-            f"a picture of {case.side**2} features ({(case.side * MERGE) ** 2:,} patches) and {case.text_tokens} characters, "
-            f"answers of {NEW_TOKENS} tokens, vocabulary {case.vocabulary:,}"
+            f"{case.pictures} picture{'s' * (case.pictures > 1)} of {case.side**2} features ({(case.side * MERGE) ** 2:,} patches) and "
+            f"{case.text_tokens} characters, answers of {NEW_TOKENS} tokens, vocabulary {case.vocabulary:,}"
         )
 
 
