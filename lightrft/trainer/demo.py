@@ -80,7 +80,7 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
     model = base / "rl" / "model"
     answers = json.loads((base / "samples.json").read_text(encoding="utf-8"))["before"]
     keep_attached(base, [name for answer in answers for name in answer["attachments"]])
-    ask = "" if answers[0]["attachments"] else f"  # ask {answers[0]['prompt']}; /clear between questions"
+    given = f"give it a file of {base / 'media'} and " if answers[0]["attachments"] else ""
     changed = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8")).get("changed", {})
     summary = {
         **result,
@@ -90,7 +90,7 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
         "seconds_rl": result["seconds"],
         "changed": changed,
         "next": [
-            f"lightrft chat model={model}{ask}",
+            f"lightrft chat model={model}  # {given}ask {answers[0]['prompt']}; /clear between questions",
             "lightrft explain grpo",
             "lightrft rl recipes/gsm8k_grpo.yaml model=path/to/your/model",
         ],
