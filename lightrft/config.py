@@ -70,6 +70,12 @@ class RunConfig(Settings):
     progress: bool = True
 
 
+class LaunchConfig(Settings):
+    """``processes`` above 1 starts so many of them on this machine, by torchrun; one that torchrun has started itself counts as it is."""
+
+    processes: int = Field(1, ge=1)
+
+
 class CheckpointConfig(Settings):
     """``every`` counts steps (0: only at the end and on interruption).
 
@@ -468,6 +474,7 @@ class RLConfig(Settings):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     strategy: StrategyConfig = StrategyConfig()
+    launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -486,6 +493,7 @@ class SFTConfig(Settings):
     train: TrainConfig = TrainConfig()
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
     strategy: StrategyConfig = StrategyConfig()
+    launch: LaunchConfig = LaunchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 

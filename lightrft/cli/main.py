@@ -7,10 +7,12 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from logging import ERROR, WARNING
 
 from lightrft import __version__
 from lightrft.utils.errors import UserError
 from lightrft.utils.logs import log_to_terminal, stop_logging
+from lightrft.utils.ranks import first_rank
 
 VERBS = {
     "demo": "from nothing to a model trained by reinforcement learning, and its report",
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"lightrft: there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''}\n\n{usage()}")
         return 2
     set_thread_policy()
-    shown = log_to_terminal()
+    shown = log_to_terminal(WARNING if first_rank() else ERROR)
     try:
         return importlib.import_module(f"lightrft.cli.{verb}_verb").run(rest)
     except UserError as error:

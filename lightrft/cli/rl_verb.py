@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightrft.cli.common import memory_errors, set_threads, settings_of
+from lightrft.cli.launch import started
 from lightrft.cli.show import finish, watching
 from lightrft.config import RLConfig
 
@@ -14,6 +15,8 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("rl", RLConfig, arguments, "Train a model by reinforcement learning from rewards.")
     if config is None:
         return 0
+    if (status := started("rl", arguments, config.launch)) is not None:
+        return status
     set_threads(config.run.threads)
     from lightrft.trainer.rl import run_rl
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lightrft.cli.common import memory_errors, set_threads, settings_of
+from lightrft.cli.launch import started
 from lightrft.cli.show import finish, watching
 from lightrft.config import SFTConfig
 
@@ -14,6 +15,8 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("sft", SFTConfig, arguments, "Fine-tune a model on conversations, with the loss on assistant tokens.")
     if config is None:
         return 0
+    if (status := started("sft", arguments, config.launch)) is not None:
+        return status
     set_threads(config.run.threads)
     from lightrft.trainer.sft import run_sft
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightrft.config import RunConfig
 from lightrft.utils.progress import Progress
+from lightrft.utils.ranks import first_rank
 
 
 class Watch:
@@ -39,7 +40,8 @@ def watching(run: RunConfig) -> Generator[Watch]:
 
 def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:
     """Say where everything is, and what to type next; the exit status."""
-    sys.stdout.write("\n".join(closing_lines(run, summary)) + "\n")
+    if first_rank():
+        sys.stdout.write("\n".join(closing_lines(run, summary)) + "\n")
     return 0
 
 

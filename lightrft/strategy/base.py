@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.strategy.settings import OptimizerConfig
+from lightrft.utils.ranks import Ranks
 
 
 @dataclass(slots=True)
@@ -33,6 +34,13 @@ class Parted(Protocol):
     def part_of(self, name: str) -> str: ...
 
 
+@runtime_checkable
+class Towered(Protocol):
+    """A model with parts that run for some batches only, unless ``run_towers`` is set."""
+
+    run_towers: bool
+
+
 @dataclass(slots=True)
 class TrainState:
     """One trained model with what its steps need. Only the strategy that made it looks inside ``inner``."""
@@ -48,9 +56,14 @@ class Strategy(Protocol):
     """Training only: single, fsdp2, deepspeed."""
 
     device: torch.device
+    ranks: Ranks
 
     def loading(self) -> AbstractContextManager[None]:
         """Context in which weights are read."""
+        ...
+
+    def place(self, model: nn.Module) -> None:
+        """Bring a model that is not trained to where its calls run, in place."""
         ...
 
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
@@ -66,6 +79,10 @@ class Strategy(Protocol):
 
     def step(self, state: TrainState) -> StepInfo:
         """Clip, step, schedule and clear gradients. A gradient that is not finite skips the step, on every rank alike."""
+        ...
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Context in which ``model``, placed by this strategy, holds every weight whole: for whoever calls it in a way of his own."""
         ...
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:

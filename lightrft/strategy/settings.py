@@ -30,10 +30,16 @@ class OptimizerConfig(Settings):
 
 
 class StrategyConfig(Settings):
-    """Where gradients and optimizer state live. ``device``: ``auto`` takes an accelerator where there is one."""
+    """Where weights, gradients and optimizer state live.
 
-    kind: Literal["single"] = "single"
+    ``kind``: ``single`` is one process, ``fsdp2`` shards them over all; ``auto`` takes what the number of processes asks for.
+    ``device``: ``auto`` takes an accelerator where there is one. A rank that others have waited for during ``timeout`` minutes ends
+    the run.
+    """
+
+    kind: Literal["auto", "single", "fsdp2"] = "auto"
     device: str = "auto"
+    timeout: float = Field(10.0, gt=0)
 
 
 class SamplingConfig(Settings):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from lightrft.strategy.base import Parted, StepInfo, TrainState
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.utils.errors import CheckpointError, ConfigError
+from lightrft.utils.ranks import ALONE, Ranks, together
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 STATE_FILE, ABOUT_FILE = "state.safetensors", "state.json"
@@ -35,14 +37,20 @@ class Masters:
 class SingleStrategy:
     """``Strategy`` for one process."""
 
+    ranks: Ranks = ALONE
+
     def __init__(self, config: StrategyConfig) -> None:
         self.device = _pick_device() if config.device == "auto" else _device(config.device)
 
     def loading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
+    def place(self, model: nn.Module) -> None:
+        """Bring ``model`` to where its calls run."""
         model.to(self.device)
+
+    def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
+        self.place(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         rates = rates_of(model, parameters, optimizer)
         masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in parameters.items()}
@@ -76,8 +84,8 @@ class SingleStrategy:
         masters = list(inner.masters.values())
         limit = state.config.max_grad_norm
         norm = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
-        info = StepInfo(float(norm), state.config.lr * lr_factor(inner.step, inner.total, state.config))
-        if not norm.isfinite():
+        info = StepInfo(float(self.full(norm)), state.config.lr * lr_factor(inner.step, inner.total, state.config))
+        if not math.isfinite(info.grad_norm):
             info.skipped = "gradient not finite"
         else:
             if limit is not None:
@@ -89,18 +97,36 @@ class SingleStrategy:
         state.optimizer.zero_grad(set_to_none=True)
         return info
 
+    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """``tensor`` of the model or its optimizer, whole."""
+        return tensor
+
+    def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
+        """``whole``, laid out as ``tensor`` is."""
+        return whole.to(tensor.device)
+
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         yield from state.model.named_parameters()
 
     def save(self, state: TrainState, path: Path) -> None:
         inner: Masters = state.inner
-        path.mkdir(parents=True, exist_ok=True)
         tensors = {f"weights/{n}": m.detach() for n, m in inner.masters.items()}
         for name, master in inner.masters.items():
             moments = state.optimizer.state.get(master, {})
             tensors |= {f"{key}/{name}": moments[key] for key in MOMENTS if key in moments}
-        save_file({k: t.detach().contiguous() for k, t in tensors.items()}, path / STATE_FILE)
-        (path / ABOUT_FILE).write_text(json.dumps({"step": inner.step, "total": inner.total}))
+        first = self.ranks.rank == 0
+        whole = {k: w.contiguous() for k, t in tensors.items() if (w := self.full(t.detach())) is not None and first}
+
+        def write() -> None:
+            if first:
+                path.mkdir(parents=True, exist_ok=True)
+                save_file(whole, path / STATE_FILE)
+                (path / ABOUT_FILE).write_text(json.dumps({"step": inner.step, "total": inner.total}))
+
+        together(self.ranks, write)
 
     def load(self, state: TrainState, path: Path) -> None:
         inner: Masters = state.inner
@@ -112,12 +138,11 @@ class SingleStrategy:
         self._check_names(tensors, inner, path)
         with torch.no_grad():
             for name, master in inner.masters.items():
-                master.copy_(tensors[f"weights/{name}"])
+                master.copy_(self.like(tensors[f"weights/{name}"], master))
                 if f"exp_avg/{name}" in tensors:
-                    on = {"step": torch.device("cpu") if not master.is_cuda else master.device}
-                    state.optimizer.state[master] = {
-                        key: tensors[f"{key}/{name}"].to(on.get(key, master.device)) for key in MOMENTS
-                    }
+                    moments = {key: self.like(tensors[f"{key}/{name}"], master) for key in MOMENTS if key != "step"}
+                    on = torch.device("cpu") if not master.is_cuda else master.device
+                    state.optimizer.state[master] = {**moments, "step": tensors[f"step/{name}"].to(on)}
         self._write_back(inner)
         inner.step = about["step"]
         self._set_lr(state.optimizer, state.config, inner)

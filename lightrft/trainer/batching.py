@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from lightrft.types import Batch
+from lightrft.utils.ranks import Ranks
+
+SLACK = 1.05
+"""How much more than its part of the work a rank may have."""
 
 
 def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[Tensor]:
@@ -22,16 +28,59 @@ def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[T
     return [index for part in parts if len(index := torch.isin(of, part).nonzero()[:, 0])]
 
 
-def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
-    """Index tensors whose forwards see at most ``budget`` tokens each in ``layout``; a single longer answer goes alone.
+def my_micro_batches(batch: Batch, budget: int, layout: str, ranks: Ranks) -> list[Tensor]:
+    """This rank's part of ``micro_batches``: over all ranks every row occurs once. Every rank has equally many, since a call of a
+    model that is spread over ranks is a call on all of them; the last ones may be empty."""
+    if ranks.size == 1:
+        return micro_batches(batch, budget, layout)
+    parts = [
+        [rows[index] for index in micro_batches(batch.select(rows), budget, layout)] for rows in shares(batch, layout, ranks.size)
+    ]
+    empty = torch.zeros(0, dtype=torch.long)
+    mine = parts[ranks.rank]
+    return mine + [empty] * (max(map(len, parts)) - len(mine))
 
-    Longest groups first, each into the first part with room (first fit decreasing). A group that does not fit is cut.
-    """
+
+def shares(batch: Batch, layout: str, count: int) -> list[Tensor]:
+    """The rows of ``batch`` in ``count`` parts of nearly equal work. Groups stay whole unless that leaves a part with more than
+    ``SLACK`` of its due: then the largest group of the fullest part is cut."""
+    cost = _cost(batch, layout)
+    pieces = list(_members(batch).items())
+    while True:
+        bins = _spread([(cost(p, rows), p, rows) for p, rows in pieces], count)
+        loads = [sum(c for c, _, _ in part) for part in bins]
+        fullest = bins[loads.index(max(loads))]
+        _, prompt, rows = max(fullest, key=lambda piece: (len(piece[2]) > 1, piece[0]), default=(0, 0, []))
+        if max(loads) <= SLACK * sum(loads) / count or len(rows) < 2:
+            return [torch.tensor(sorted(r for _, _, rows in part for r in rows), dtype=torch.long) for part in bins]
+        order = sorted(rows, key=lambda r: (-int(batch.lengths[r]), r))
+        at = pieces.index((prompt, rows))
+        pieces[at : at + 1] = [(prompt, order[::2]), (prompt, order[1::2])]
+
+
+def _spread(pieces: list[tuple[int, int, list[int]]], count: int) -> list[list[tuple[int, int, list[int]]]]:
+    """The costliest first, each into the part that has least."""
+    bins: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for piece in sorted(pieces, key=lambda p: (-p[0], p[2][0])):
+        least = loads.index(min(loads))
+        bins[least].append(piece)
+        loads[least] += piece[0]
+    return bins
+
+
+def _members(batch: Batch) -> dict[int, list[int]]:
+    """The rows of each prompt."""
+    members: dict[int, list[int]] = {}
+    for row, prompt in enumerate(batch.prompt_of.tolist()):
+        members.setdefault(prompt, []).append(row)
+    return members
+
+
+def _cost(batch: Batch, layout: str) -> Callable[[int, list[int]], int]:
+    """Tokens that ``layout`` runs for answers ``rows`` to one prompt."""
     prompt_length = batch.prompts.lengths.tolist()
     answer_length = batch.lengths.tolist()
-    members: dict[int, list[int]] = {}
-    for i, p in enumerate(batch.prompt_of.tolist()):
-        members.setdefault(p, []).append(i)
 
     def cost(prompt: int, rows: list[int]) -> int:
         answers = [answer_length[i] for i in rows]
@@ -41,8 +90,19 @@ def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
             return len(rows) * (prompt_length[prompt] + max(answers))
         return len(rows) * prompt_length[prompt] + sum(answers)
 
+    return cost
+
+
+def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
+    """Index tensors whose forwards see at most ``budget`` tokens each in ``layout``; a single longer answer goes alone.
+
+    Longest groups first, each into the first part with room (first fit decreasing). A group that does not fit is cut.
+    """
+    prompt_length = batch.prompts.lengths.tolist()
+    answer_length = batch.lengths.tolist()
+    cost = _cost(batch, layout)
     pieces: list[tuple[int, int, list[int]]] = []  # cost, longest row, rows
-    for prompt, rows in members.items():
+    for prompt, rows in _members(batch).items():
         piece: list[int] = []
         for i in sorted(rows, key=lambda i: (-answer_length[i], i)):
             if piece and cost(prompt, [*piece, i]) > budget:

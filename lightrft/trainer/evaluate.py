@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from lightrft.config import EvalConfig
 from lightrft.strategy.engine.base import Engine
 from lightrft.trainer.roles import Scoring
-from lightrft.trainer.rollout import requests_for, scored
+from lightrft.trainer.rollout import requests_for, scored_by_all
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.metrics import Mean, Metrics, Sum
+from lightrft.utils.ranks import ALONE, Ranks
 from lightrft.utils.timers import Timers
 
 
@@ -39,6 +40,7 @@ def evaluate(
     config: EvalConfig,
     seed: int,
     stopped: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
     """Answer and score every prompt. A failed answer counts as wrong and is counted in ``eval/failed``.
 
@@ -46,7 +48,7 @@ def evaluate(
     of prompts with at least one such answer (reported when there are several samples).
     """
     requests = requests_for(prompts, config.samples, seed, "eval")
-    groups = scored(engine, scorer, requests, config.sampling, Timers(), stopped)
+    groups = scored_by_all(ranks, engine, scorer, requests, config.sampling, Timers(), stopped)
     metrics = Metrics()
     by_source: dict[str, list[list[Rollout]]] = defaultdict(list)
     for group in groups:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config import EvalConfig
+from lightrft.models.actor import Actor
 from lightrft.models.loading import save_model
 from lightrft.trainer.evaluate import evaluate, reached
 from lightrft.trainer.lengths import check_lengths, longest
@@ -17,6 +18,7 @@ from lightrft.trainer.session import Session, close_session
 from lightrft.types import Prompt
 from lightrft.utils.errors import RewardError
 from lightrft.utils.metrics import Metrics
+from lightrft.utils.ranks import together
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,7 +81,7 @@ def run_steps(run: Training) -> dict[str, Any]:
     if run.step == 0 and run.eval.at_start and run.held_out:
         values = session.record(0, evaluation(run))
     run.begin()
-    while run.step < run.steps and not session.stop and not reached(run.eval, values):
+    while run.step < run.steps and not session.stopping() and not reached(run.eval, values):
         try:
             metrics = run.advance()
         except Interrupted:
@@ -91,8 +93,27 @@ def run_steps(run: Training) -> dict[str, Any]:
         values = finish_step(run, metrics)
     finished = run.step >= run.steps or reached(run.eval, values)
     if finished:
-        save_model(run.roles.actor, run.roles.tokenizer, session.path / "model", processor=run.roles.processor)
-    return close_session(session, run.eval.threshold, {**run.about(), "finished": finished}, run.step)
+        export(run)
+    about = {**run.about(), "finished": finished}
+
+    def close() -> dict[str, Any]:
+        return close_session(session, run.eval.threshold, about, run.step) if session.ranks.rank == 0 else {}
+
+    return together(session.ranks, close)[0]
+
+
+def export(run: Training) -> None:
+    """Write the policy as a folder of its own. Weights that are spread over ranks are put together in a copy, on the first one."""
+    roles, path, ranks = run.roles, run.session.path / "model", run.session.ranks
+    if ranks.size == 1:
+        save_model(roles.actor, roles.tokenizer, path, processor=roles.processor)
+        return
+    copy = Actor.load(roles.actor.config, dtype=roles.actor.base.dtype) if ranks.rank == 0 else None
+    parameters = {} if copy is None else dict(copy.named_parameters())
+    for name, tensor in roles.strategy.full_parameters(roles.policy.state):
+        if copy is not None:
+            parameters[name].data.copy_(tensor)
+    together(ranks, lambda: None if copy is None else save_model(copy, roles.tokenizer, path, processor=roles.processor))
 
 
 def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
@@ -124,7 +145,7 @@ def keep(run: Training, values: dict[str, Any]) -> str:
 def evaluation(run: Training) -> Metrics:
     """Answer the held-out prompts as the policy is now, and write the answers down."""
     run.rest()
-    found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed)
+    found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed, ranks=run.roles.strategy.ranks)
     run.session.folder.write_rollouts(run.step, found.rollouts, name="eval", attached=attached(found.rollouts))
     check_scored(found.rollouts, f"to the held-out prompts at step {run.step}")
     return found.metrics

@@ -104,6 +104,7 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
         return scores.logprobs
 
     logprobs = by_parts(batch, score, roles, config)
+    entropies = roles.strategy.ranks.sum(entropies)
     old = logprobs if config.algorithm.proximal == "policy" else batch.old_logprobs
     return batch.replace(old_logprobs=old, entropy=entropies if wanted else None)
 
@@ -128,7 +129,8 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls
         final[index] = controls.values(after).float().cpu()
         return controls.values(values)
 
-    return batch.replace(values=by_parts(batch, score, roles, config), final_values=final)
+    values = by_parts(batch, score, roles, config)
+    return batch.replace(values=values, final_values=roles.strategy.ranks.sum(final))
 
 
 def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightrft.config import RLConfig
-from lightrft.trainer.batching import micro_batches
+from lightrft.trainer.batching import my_micro_batches
 from lightrft.trainer.roles import Roles
 from lightrft.trainer.rows import Rows
 from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
@@ -61,10 +61,10 @@ def train_process(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics
     loss, found = optimizer_step("process", roles.strategy, process, batch, budget, loss_of)
     metrics.merge(found)
     metrics.add("process/loss", Mean(loss))
-    column = torch.zeros(batch.tokens)
-    for index, values in zip(micro_batches(batch, budget, process.model.layout), before, strict=True):
+    column, ranks = torch.zeros(batch.tokens), roles.strategy.ranks
+    for index, values in zip(my_micro_batches(batch, budget, process.model.layout, ranks), before, strict=True):
         column[rows_of(batch.lengths, index)] = values.float().cpu()
-    return column
+    return ranks.sum(column)
 
 
 def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float) -> tuple[Tensor, Tensor]:

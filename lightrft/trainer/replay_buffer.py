@@ -31,8 +31,13 @@ def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> l
     """The inverse of ``pack_rollout``. Answers to one prompt share one object again, since groups are told by it."""
     ids = list(dict.fromkeys(fields["prompt"] for fields in packed))
     prompts = dict(zip(ids, find(ids), strict=True))
-    whole: list[dict[str, Any]] = [{**fields, "prompt": prompts[fields["prompt"]]} for fields in packed]
-    return [Rollout(**fields) for fields in whole]
+    return [unpack_rollout(fields, prompts[fields["prompt"]]) for fields in packed]
+
+
+def unpack_rollout(packed: Mapping[str, Any], prompt: Prompt) -> Rollout:
+    """The inverse of ``pack_rollout`` for an answer to ``prompt``."""
+    whole: dict[str, Any] = {**packed, "prompt": prompt}
+    return Rollout(**whole)
 
 
 def pack_collected(collected: Collected) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from lightrft.trainer.rollout import attached
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
+from lightrft.utils.ranks import joined
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +108,10 @@ class RLRun(Training):
 def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]:
     """Train as ``config`` says, into its run folder; returns what ``summary.json`` holds."""
     check(config)
-    with open_session(config, config.run, config.checkpoint, config.log, "rl", observer or Nobody()) as session:
+    with (
+        joined(config.strategy.timeout) as ranks,
+        open_session(config, config.run, config.checkpoint, config.log, "rl", observer or Nobody(), ranks) as session,
+    ):
         run = prepare(config, session)
         try:
             if not config.reward.terms:  # rows of a source without terms could turn up after hours
@@ -205,11 +209,13 @@ def warn_of_staleness(config: RLConfig) -> None:
 
 def prepare(config: RLConfig, session: Session) -> RLRun:
     """Data and roles, at step 0."""
+    if config.rollout.staleness and session.ranks.size > 1:
+        raise ConfigError(f"rollout.staleness = {config.rollout.staleness}: one process alone draws answers ahead; set it to 0")
     tokenizer = local_tokenizer(config.model)
     processor = local_processor(config.model, tokenizer)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
     steps = rollout_steps(config, len(stream.dataset))
-    roles = local_roles(config, tokenizer, steps, processor)
+    roles = local_roles(config, tokenizer, steps, processor, session.ranks)
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,

@@ -93,11 +93,12 @@ class Frozen:
         return self.model.score(batch, temperature=temperature)
 
 
-def settle_layout(role: Trained | Frozen, batch: Batch) -> None:
+def settle_layout(role: Trained | Frozen, batch: Batch, strategy: Strategy) -> None:
     """On a run's first batch, compare the layout with the model's own padded forward; where they differ, fall back and say why."""
     actor: Actor = role.model
     if actor.config.check_layout and not role.layout_settled and len(batch):
-        reason = actor.check_layout(batch)
+        with strategy.whole(actor):
+            reason = actor.check_layout(batch)
         if reason:
             log.warning("model.layout: %s", reason)
     role.layout_settled = True
@@ -107,7 +108,7 @@ def settle_layouts(roles: Roles, batch: Batch) -> None:
     """``settle_layout`` for every language model that takes part."""
     for role in (roles.policy, roles.reference, roles.teacher, roles.process):
         if isinstance(role, Trained | Frozen):
-            settle_layout(role, batch)
+            settle_layout(role, batch, roles.strategy)
 
 
 class Beside(Protocol):

@@ -8,21 +8,25 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from lightrft.config import RLConfig
 from lightrft.strategy.engine.base import Engine, never
 from lightrft.strategy.settings import SamplingConfig
 from lightrft.trainer.account import GREEDY, Collected, Verdict, judge
 from lightrft.trainer.parts import needs_of
+from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollout
 from lightrft.trainer.roles import Roles, Scoring
 from lightrft.types import Attachment, Prompt, Request, Rollout
 from lightrft.utils.errors import RewardError
+from lightrft.utils.ranks import Ranks, mine, together
 from lightrft.utils.timers import Timers
 
 
 class Interrupted(Exception):
     """The run was asked to stop while answers were being drawn; nothing of the step has been used."""
+
+    shared_by_ranks = True
 
 
 class Source(Protocol):
@@ -73,7 +77,9 @@ def collect(
         ready = [[r for r in group if r.finish_reason != "abort"] for group in begun] + [[] for _ in fresh]
         quota = Quota(missing, lambda group: judge(group, config, least))
         limit = quota if len(requests) > missing else None
-        groups = scored(roles.engine, roles.scorer, requests, config.sampling, timers, stopped, limit, ready)
+        groups = scored_by_all(
+            roles.strategy.ranks, roles.engine, roles.scorer, requests, config.sampling, timers, stopped, limit, ready
+        )
         got.rounds += 1
         for group in begun:
             got.go_on(group)
@@ -199,6 +205,42 @@ def scored(
     if flow.cut and stopped() and not (quota is not None and quota.met):
         raise Interrupted
     return flow.result()
+
+
+def scored_by_all(
+    ranks: Ranks,
+    engine: Engine,
+    scorer: Scoring,
+    requests: Sequence[Sequence[Request]],
+    sampling: SamplingConfig,
+    timers: Timers,
+    stopped: Callable[[], bool] = never,
+    quota: Quota | None = None,
+    ready: Sequence[Sequence[Rollout]] = (),
+) -> list[list[Rollout]]:
+    """``scored``, each rank its share of the groups; all of them know all groups then. Several ranks finish every group: which of them
+    a ``quota`` takes is then settled by their order, not by time."""
+    if ranks.size == 1:
+        return scored(engine, scorer, requests, sampling, timers, stopped, quota, ready)
+    asked = mine(list(enumerate(requests)), ranks)
+    begun = [ready[i] for i, _ in asked] if ready else ()
+
+    def work() -> dict[int, list[dict[str, Any]]]:
+        engine.wake()
+        try:
+            groups = scored(engine, scorer, [group for _, group in asked], sampling, timers, stopped, None, begun)
+        finally:
+            engine.sleep(1)
+        return {i: [pack_rollout(r) for r in group] for (i, _), group in zip(asked, groups)}
+
+    found = {i: group for part in together(ranks, work) for i, group in part.items()}
+    prompts = [next(r.prompt for r in (*group, *some)) for group, some in zip(requests, ready or [()] * len(requests))]
+    groups = [[unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)]
+    if quota is not None:
+        for i, group in enumerate(groups):
+            if not quota.met:
+                quota.count(i, group)
+    return groups
 
 
 class _Flow:

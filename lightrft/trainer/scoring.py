@@ -8,19 +8,19 @@ import torch
 from torch import Tensor
 
 from lightrft.config import RLConfig
-from lightrft.trainer.batching import micro_batches
+from lightrft.trainer.batching import my_micro_batches
 from lightrft.trainer.roles import Reference, Roles
 from lightrft.types import Batch, rows_of
 
 
 def by_parts(batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig) -> Tensor:
-    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch."""
-    column = torch.zeros(batch.tokens)
+    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch, on some rank."""
+    column, ranks = torch.zeros(batch.tokens), roles.strategy.ranks
     with torch.no_grad():
-        for index in micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout):
+        for index in my_micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout, ranks):
             values = score(batch.select(index).to(roles.device), index)
             column[rows_of(batch.lengths, index)] = values.float().cpu()
-    return column
+    return ranks.sum(column)
 
 
 def logprobs_by_parts(model: Reference, batch: Batch, roles: Roles, config: RLConfig) -> Tensor:

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,8 @@ from lightrft.trainer.roles import Trained
 from lightrft.trainer.summary import headline, samples
 from lightrft.utils.files import write_atomic
 from lightrft.utils.metrics import Metrics, Sum
-from lightrft.utils.run_folder import RunFolder
+from lightrft.utils.ranks import ALONE, Ranks, together
+from lightrft.utils.run_folder import Elsewhere, RunFolder
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
 from lightrft.utils.settings import Settings, build, parse_yaml, to_yaml
 from lightrft.utils.signals import StopFlag
@@ -28,7 +29,7 @@ from lightrft.utils.timers import Timers, tokens_per_second
 
 log = logging.getLogger(__name__)
 
-MAY_DIFFER = ("run", "checkpoint", "log", "engine", "strategy", "train.steps", "train.epochs", "eval", "reward.workers")
+MAY_DIFFER = ("run", "checkpoint", "log", "engine", "strategy", "launch", "train.steps", "train.epochs", "eval", "reward.workers")
 """Settings in which a resumed run may differ from the one that wrote the folder."""
 
 
@@ -63,6 +64,7 @@ class Session:
     timers: Timers = field(default_factory=Timers)
     began: float = field(default_factory=time.perf_counter)
     before: float = 0.0
+    ranks: Ranks = ALONE
     _saved_at: int = -1
 
     @property
@@ -79,31 +81,48 @@ class Session:
 
         Raises ``CheckpointError`` for a checkpoint that is damaged or of another model.
         """
-        path = self.folder.checkpoint or (None if self.folder.fresh else self.store.latest())
+        about = self._about(trained)
+        path, step = together(self.ranks, lambda: self._newest(about) if self.ranks.rank == 0 else (None, 0))[0]
         if path is None:
             self.folder.rewind(0, self.phase)
             return 0, {}
-        manifest = verify(path, self._about(trained))
         state = load_state(path / "trainer")
         for name, role in trained.items():
             strategy.load(role.state, path / name)
         restore_rng(state.pop("rng"))
         self.before = state.pop("seconds")
-        self.store.discard_after(manifest.step)
-        self.folder.rewind(manifest.step, self.phase)
-        self._saved_at = manifest.step
+        if self.ranks.rank == 0:
+            self.store.discard_after(step)
+        self.folder.rewind(step, self.phase)
+        self._saved_at = step
         log.info("going on from %s", path)
-        return manifest.step, state
+        return step, state
+
+    def _newest(self, about: Mapping[str, Any]) -> tuple[Path | None, int]:
+        """The checkpoint to go on from, and its step."""
+        path = self.folder.checkpoint or (None if self.folder.fresh else self.store.latest())
+        return (None, 0) if path is None else (path, verify(path, about).step)
+
+    def stopping(self) -> bool:
+        """Whether the run is asked to stop, on any rank; all of them are told at once."""
+        if any(self.ranks.gather(bool(self.stop))):
+            self.stop.request("a rank was asked to stop")
+        return bool(self.stop)
 
     def save(
         self, step: int, strategy: Strategy, trained: Mapping[str, Trained], state: Mapping[str, Any], values: Mapping[str, float]
     ) -> None:
         """Write the checkpoint of ``step``: everything that the next step reads."""
         best = (self.checkpoint.best or "").lstrip("-")
-        with self.timers("checkpoint"), self.store.writing(step, self._about(trained), values.get(best)) as path:
+        about = self._about(trained)
+        with self.timers("checkpoint"), ExitStack() as stack:
+            path = self.path  # what the other ranks are given is not used
+            if self.ranks.rank == 0:
+                path = stack.enter_context(self.store.writing(step, about, values.get(best)))
             for name, role in trained.items():
                 strategy.save(role.state, path / name)
-            save_state(path / "trainer", {**state, "rng": capture_rng(), "seconds": self.seconds})
+            if self.ranks.rank == 0:
+                save_state(path / "trainer", {**state, "rng": capture_rng(), "seconds": self.seconds})
         self._saved_at = step
 
     def save_if_due(
@@ -120,12 +139,13 @@ class Session:
         A disk that is full costs a checkpoint in the middle of a run, which is counted, and raises at its end.
         """
         due = self.checkpoint.every and step % self.checkpoint.every == 0
-        if not (due or last or self.stop) or self._saved_at == step:
+        stop = self.stopping()
+        if not (due or last or stop) or self._saved_at == step:
             return Metrics()
         try:
             self.save(step, strategy, trained, state, values)
         except DiskFullError as error:
-            if last or self.stop:
+            if last or stop:
                 raise
             log.warning("%s", error)
             return Metrics({"checkpoint/failed": Sum(1)})
@@ -191,19 +211,22 @@ def open_session(
     logs: LogConfig,
     phase: str,
     observer: Observer,
+    ranks: Ranks = ALONE,
 ) -> Generator[Session]:
     """Open the run folder, seed every generator, and turn SIGTERM and Ctrl-C into a flag; close all of it on the way out."""
     path = Path(run.dir).expanduser() / run.name
     seed_everything(run.seed)
-    folder = RunFolder.open(
-        path,
-        config,
-        resume=run.resume,
-        overwrite=run.overwrite,
-        tensorboard=logs.tensorboard,
-        wandb=logs.wandb,
-        ignore=MAY_DIFFER,
-    )
+    options: dict[str, Any] = {"tensorboard": logs.tensorboard, "wandb": logs.wandb, "ignore": MAY_DIFFER}
+    made: list[RunFolder] = []
+
+    def take() -> tuple[bool, Path | None]:
+        if ranks.rank:
+            return False, None
+        made.append(RunFolder.open(path, config, resume=run.resume, overwrite=run.overwrite, **options))
+        return made[0].fresh, made[0].checkpoint
+
+    fresh, named = together(ranks, take)[0]
+    folder = made[0] if made else Elsewhere(path, fresh=fresh, checkpoint=named)
     store = CheckpointStore(path / "checkpoints", checkpoint.keep, checkpoint.best)
     with folder, StopFlag() as stop:
-        yield Session(folder, store, checkpoint, phase, observer, stop)
+        yield Session(folder, store, checkpoint, phase, observer if ranks.rank == 0 else Nobody(), stop, ranks=ranks)

@@ -18,6 +18,7 @@ from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.trainer.supervised import examples_to_batch, sft_step
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
+from lightrft.utils.ranks import joined
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +47,10 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
         raise ConfigError("data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]")
     if config.eval.data.sources and not config.reward.terms and not config.reward.per_source:
         raise ConfigError("eval.data has sources but reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
-    with open_session(config, config.run, config.checkpoint, config.log, "sft", observer or Nobody()) as session:
+    with (
+        joined(config.strategy.timeout) as ranks,
+        open_session(config, config.run, config.checkpoint, config.log, "sft", observer or Nobody(), ranks) as session,
+    ):
         run = prepare(config, session)
         try:
             check_examples(run.roles.actor, run.dataset.longest, config.max_tokens)
@@ -64,7 +68,7 @@ def prepare(config: SFTConfig, session: Session) -> SFTRun:
     dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
     report("data", dataset.counts, dataset.first_problem)
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(dataset) / config.batch_size))
-    strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+    strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, session.ranks)
     return SFTRun(
         session=session,
         eval=config.eval,

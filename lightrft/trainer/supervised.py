@@ -42,7 +42,7 @@ def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_toke
     rows = Rows.of(batch)
     batch = batch.replace(loss_weights=AGGREGATIONS["token"](rows, 1))
     metrics = Metrics({"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))})
-    settle_layout(policy, batch)
+    settle_layout(policy, batch, strategy)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         return weighted_sum(-policy.model.score(part, temperature=1.0).logprobs, part), Metrics()

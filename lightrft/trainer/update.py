@@ -12,7 +12,7 @@ from lightrft.config import AlgorithmConfig, RLConfig
 from lightrft.models.actor import Scores
 from lightrft.strategy.base import StepInfo, Strategy
 from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.batching import micro_batches, mini_batches
+from lightrft.trainer.batching import mini_batches, my_micro_batches
 from lightrft.trainer.controls import Controls, mean_entropy
 from lightrft.trainer.corrections import correction_weights, interpolated_proximal
 from lightrft.trainer.distill import target_of
@@ -27,6 +27,7 @@ from lightrft.trainer.rows import Rows
 from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
 from lightrft.types import Batch
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
+from lightrft.utils.ranks import Ranks
 
 FLAT_AT_0 = ("k2", "k3")
 """Estimators of a distance whose gradient is 0, and not only its mean, where the policies are one."""
@@ -236,17 +237,29 @@ def optimizer_step(
     """
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     trained.model.train()
-    layout = trained.model.layout
-    parts = [(b, f, index) for b, f in ((batch, loss_of), *beside) for index in micro_batches(b, budget, layout)]
+    layout, ranks = trained.model.layout, strategy.ranks
+    parts = [(b, f, index) for b, f in ((batch, loss_of), *beside) for index in my_micro_batches(b, budget, layout, ranks)]
     for i, (whole, loss_of_part, index) in enumerate(parts):
         loss, found = loss_of_part(whole.select(index).to(strategy.device))
         strategy.backward(trained.state, loss, last=i == len(parts) - 1)
         total = total + loss.detach()
         metrics.merge(found)
     trained.model.eval()
+    metrics = merged(metrics, ranks)
     if parts:
         metrics.merge(_step_metrics(who, strategy.step(trained.state)))
-    return total, metrics
+    return ranks.sum(total), metrics
+
+
+def merged(metrics: Metrics, ranks: Ranks) -> Metrics:
+    """``metrics`` of all ranks as one, the same on each."""
+    if ranks.size == 1:
+        return metrics
+    metrics.compute()  # tensors become numbers
+    joined = Metrics()
+    for theirs in ranks.gather(metrics):
+        joined.merge(theirs)
+    return joined
 
 
 def _step_metrics(who: str, info: StepInfo) -> Metrics:

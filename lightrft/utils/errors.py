@@ -25,5 +25,9 @@ class CheckpointError(UserError):
     """A checkpoint is missing, truncated, or belongs to another run or model."""
 
 
+class RankError(UserError):
+    """Another process of the run failed, or did not answer in time."""
+
+
 class ResourceError(UserError):
     """Memory or disk ran out; the message says what to lower or free."""

@@ -173,6 +173,42 @@ class RunFolder:
             error.add_note(f"and while closing the run folder: {second}")
 
 
+class Elsewhere(RunFolder):
+    """The run folder as the ranks see it that do not write: the first one does."""
+
+    def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None) -> None:
+        self.path, self.fresh, self.checkpoint = path, fresh, checkpoint
+
+    def rewind(self, step: int, phase: str = "") -> None:
+        return
+
+    def log(self, row: Row) -> None:
+        return
+
+    def write_rollouts(
+        self,
+        step: int,
+        rollouts: Sequence[Any],
+        *,
+        name: str = "step",
+        attached: Iterable[Attached] = (),
+        **columns: Sequence[Any],
+    ) -> None:
+        return
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        return
+
+    def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
 def _make(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,8 @@ import contextlib
 import hashlib
 import io
 import json
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -84,6 +86,35 @@ def lessons(tree: Tree, folder: Path) -> Any:
         return None
     examples = [ptx.dataset[i] for i in ptx.sampler.next(12)]
     return [(e.prompt_ids, e.response_ids, e.trained) for e in examples]
+
+
+LATE = """
+import sys, time
+from lightrft.utils.errors import RankError
+from lightrft.utils.ranks import joined
+
+with joined(float(sys.argv[1])) as ranks:
+    time.sleep(3 * ranks.rank)
+    try:
+        found = ranks.gather(ranks.rank)
+    except RankError:
+        found = "too late"
+    if ranks.rank == 0:
+        print(found, flush=True)
+"""
+
+
+def side_by_side(tree: Tree, folder: Path) -> Any:
+    """What the first rank hears of the others, the second of which is three seconds late."""
+    config = build(RLConfig, tree)
+    folder.mkdir(parents=True, exist_ok=True)
+    script = folder / "late.py"
+    script.write_text(LATE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.launch.processes}"]
+    done = subprocess.run(
+        [*torchrun, str(script), str(config.strategy.timeout)], capture_output=True, text=True, check=False, timeout=120
+    )
+    return done.stdout.splitlines()[:1]
 
 
 def decoded(tree: Tree, folder: Path) -> Any:
@@ -210,7 +241,7 @@ PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
         *(objective, prompts, questions, lessons, decoded, loaded, asked_of_the_hub, asked_of_datasets),
-        *(run, run_again, go_on, command, workers),
+        *(run, run_again, go_on, command, workers, side_by_side),
     )
 }
 

@@ -204,7 +204,7 @@ def test_a_setting_that_its_branch_does_not_read_acts_in_another() -> None:
 
 
 def test_a_setting_without_a_flip_is_one_of_a_single_value() -> None:
-    assert sorted(key for key, kind in leaves(RLConfig) if has_one_value(kind)) == ["engine.kind", "strategy.kind"]
+    assert sorted(key for key, kind in leaves(RLConfig) if has_one_value(kind)) == ["engine.kind"]
 
 
 @pytest.mark.parametrize("probe", sorted(set(PROBES) - {"asked_of_datasets"}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -72,17 +72,28 @@ class NativeEngine:
     """The reference engine. An answer depends on its request alone, up to floating-point rounding.
 
     ``version`` is that of the weights that ``decoder`` holds. With ``shared`` they are the policy's own, so that nothing has to
-    be handed over; without, they are those that ``load_weights`` brought last. Any number of ``generate`` iterators may be open, each with
+    be handed over; without, they are those that ``load_weights`` brought last. ``whole`` is a context in which the policy's weights are
+    not spread over ranks: it is entered by ``wake``, and left by ``sleep``. Any number of ``generate`` iterators may be open, each with
     caches of its own; one that is dropped early frees them.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Any, config: EngineConfig, version: int = 0, *, shared: bool = True) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Any,
+        config: EngineConfig,
+        version: int = 0,
+        *,
+        shared: bool = True,
+        whole: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.config = config
         self.version = version
         self.shared = shared
-        self.awake = True
+        self.awake = whole is None
+        self._whole, self._held = whole, ExitStack()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
         self._size = sum(tensor.numel() for _, tensor in decoder.parameters())
 
@@ -137,12 +148,15 @@ class NativeEngine:
     def sleep(self, level: int) -> None:
         """Nothing is held between calls, at either level; open iterators raise ``RuntimeError`` when next asked."""
         self.awake = False
+        self._held.close()
 
     def wake(self) -> None:
+        if self._whole is not None and not self.awake:
+            self._held.enter_context(self._whole())
         self.awake = True
 
     def close(self) -> None:
-        self.awake = False
+        self.sleep(2)
 
 
 def _limit(request: Request, sampling: SamplingConfig) -> int:
@@ -173,6 +187,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(tensor: Tensor) -> str:
     """Type, shape and two sums over the raw bits, exact on any device: one over all, one over a sample weighted by place."""
+    tensor = getattr(tensor, "to_local", lambda: tensor)()  # what is spread over ranks: this one's shard
     bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
     sampled = bits[:: max(1, bits.numel() // 4096)].cpu()
     # In parts: a sum in another type first converts its input, which for a whole embedding is twice its size.

@@ -11,6 +11,7 @@ from lightrft.models.critic import Critic
 from lightrft.models.decoding import Decoder
 from lightrft.models.loading import load_tokenizer
 from lightrft.models.processing import Processor, load_processor
+from lightrft.strategy.base import Strategy
 from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.engine.native import NativeEngine
 from lightrft.strategy.settings import StrategyConfig
@@ -21,6 +22,7 @@ from lightrft.trainer.refresh import Follower
 from lightrft.trainer.reward import Scorer
 from lightrft.trainer.roles import AdaptersOff, Frozen, Reference, Roles, Scoring, Trained, Unscored
 from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.ranks import ALONE, Ranks
 
 
 def local_tokenizer(model: ModelConfig) -> Any:
@@ -35,13 +37,29 @@ def local_processor(model: ModelConfig, tokenizer: Any) -> Processor | None:
     return load_processor(model, tokenizer)
 
 
+def strategy_of(config: StrategyConfig, ranks: Ranks) -> Strategy:
+    """The strategy that ``config`` names. Raises ``ConfigError`` for one process too many or too few."""
+    if config.kind == "fsdp2" or (config.kind == "auto" and ranks.size > 1):
+        if ranks.size == 1:
+            raise ConfigError(
+                "strategy.kind = 'fsdp2' shards over several processes; set launch.processes, or strategy.kind=auto"
+            )
+        from lightrft.strategy.fsdp2 import Fsdp2Strategy
+
+        return Fsdp2Strategy(config, ranks)
+    if ranks.size > 1:
+        raise ConfigError(f"strategy.kind = 'single' is for one process, and this run has {ranks.size}; set strategy.kind=auto")
+    return SingleStrategy(config)
+
+
 def local_policy(
-    model: ModelConfig, strategy: StrategyConfig, engine: EngineConfig, tokenizer: Any
-) -> tuple[SingleStrategy, Actor, Engine]:
+    model: ModelConfig, strategy: StrategyConfig, engine: EngineConfig, tokenizer: Any, ranks: Ranks = ALONE
+) -> tuple[Strategy, Actor, Engine]:
     """What every verb needs: a strategy, the policy on its device, and an engine over the same weights."""
-    placed = SingleStrategy(strategy)
+    placed = strategy_of(strategy, ranks)
     actor = Actor.load(model, device=placed.device)
-    return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine)
+    whole = None if ranks.size == 1 else lambda: placed.whole(actor)
+    return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine, whole=whole)
 
 
 def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring:
@@ -49,11 +67,11 @@ def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring
     return Scorer(config) if config.terms or config.per_source else Unscored(unscored)
 
 
-def local_roles(config: RLConfig, tokenizer: Any, steps: int, processor: Processor | None = None) -> Roles:
+def local_roles(config: RLConfig, tokenizer: Any, steps: int, processor: Processor | None = None, ranks: Ranks = ALONE) -> Roles:
     """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded."""
     scorer = local_scorer(config.reward, unscored=0.0)  # first: its processes start while models are read
     try:
-        strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+        strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, ranks)
         per_step = config.train.updates * config.train.mini_batches
         frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
         return Roles(
@@ -75,7 +93,7 @@ def local_roles(config: RLConfig, tokenizer: Any, steps: int, processor: Process
         raise
 
 
-def local_reference(config: RLConfig, actor: Actor, strategy: SingleStrategy) -> Reference | None:
+def local_reference(config: RLConfig, actor: Actor, strategy: Strategy) -> Reference | None:
     """None when nothing reads it; with adapters the policy itself, adapters off; else a frozen model of its own."""
     if not needs_reference(config.algorithm):
         return None
@@ -86,10 +104,11 @@ def local_reference(config: RLConfig, actor: Actor, strategy: SingleStrategy) ->
     return Follower.of(frozen, actor, config.algorithm.kl) if config.algorithm.kl.refresh_every else Frozen(frozen)
 
 
-def local_frozen(model: ModelConfig, strategy: SingleStrategy) -> Actor:
+def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
     """A model without gradient."""
     frozen = Actor.load(model, device=strategy.device)
     frozen.requires_grad_(False)
+    strategy.place(frozen)
     return frozen.eval()
 
 
@@ -100,7 +119,7 @@ def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any) -> Engine | None
     return NativeEngine(Decoder(actor.model).apart(), tokenizer, config.engine, shared=False)
 
 
-def local_teacher(config: RLConfig, tokenizer: Any, strategy: SingleStrategy) -> Frozen | None:
+def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Frozen | None:
     """The model that the policy learns from, if any. Raises ``ConfigError`` when its tokens are not those of the policy."""
     if config.algorithm.distill.kind == "none":
         return None
@@ -121,7 +140,7 @@ def local_teacher(config: RLConfig, tokenizer: Any, strategy: SingleStrategy) ->
     return Frozen(local_frozen(model, strategy))
 
 
-def local_critic(config: RLConfig, strategy: SingleStrategy, optimizer_steps: int) -> Trained | None:
+def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> Trained | None:
     """The value model, when the advantage needs one."""
     if "critic" not in needs_of(config.algorithm):
         return None
@@ -130,7 +149,7 @@ def local_critic(config: RLConfig, strategy: SingleStrategy, optimizer_steps: in
     return Trained(critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps))
 
 
-def local_process(config: RLConfig, strategy: SingleStrategy, steps: int) -> Trained | None:
+def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trained | None:
     """The process reward model, when the advantage needs one; it takes one optimizer step for each of the run."""
     if "process" not in needs_of(config.algorithm):
         return None

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import Interrupted, Quota, Verdict, collect, request_seed, requests_for, scored
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, RewardError
+from lightrft.utils.ranks import ALONE
 from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.timers import Timers
 
@@ -112,7 +114,7 @@ def config_of(**over: Any) -> RLConfig:
 
 
 def run(config: RLConfig, scorer: FakeScorer, engine: FakeEngine | None = None, step: int = 0, **more: Any) -> Collected:
-    roles = Roles(None, None, engine or FakeEngine(), scorer, None)  # type: ignore[arg-type]
+    roles = Roles(SimpleNamespace(ranks=ALONE), None, engine or FakeEngine(), scorer, None)  # type: ignore[arg-type]
     return collect(roles, config, step, more.pop("prompts", Prompts()), Timers(), **more)
 
 

@@ -1,0 +1,140 @@
+"""The processes of one run, side by side: each has a rank, and they tell one another what they found.
+
+Every rank runs the same program on the same data. What is costly is shared out (``mine``), the results are told to all, and from
+there on every rank computes the same: a number that is the same everywhere needs no other care to be global.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from lightrft.utils.errors import RankError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Ranks(Protocol):
+    """Who else takes part. ``rank`` counts from 0 to ``size - 1``."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    def gather(self, value: T) -> list[T]:
+        """``value`` of each rank, in their order, on all of them. Plain data and tensors on the CPU."""
+        ...
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum of ``tensor`` over all ranks."""
+        ...
+
+
+class Alone:
+    """A run of one process."""
+
+    rank = 0
+    size = 1
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+ALONE = Alone()
+
+
+class Together:
+    """The ranks of torch's default process group. Plain data goes through a group of its own, on the CPU."""
+
+    def __init__(self, minutes: float) -> None:
+        import torch.distributed as dist
+
+        self._dist = dist
+        self.minutes = minutes
+        self.rank: int = dist.get_rank()
+        self.size: int = dist.get_world_size()
+        self._plain = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+
+    def gather(self, value: T) -> list[T]:
+        found: list[Any] = [None] * self.size
+        with self._waiting():
+            self._dist.all_gather_object(found, value, group=self._plain)
+        return found
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        total = tensor.detach().to("cpu", copy=True)
+        with self._waiting():
+            self._dist.all_reduce(total, group=self._plain)
+        return total.to(tensor.device)
+
+    @contextmanager
+    def _waiting(self) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:  # gloo's own: a connection that broke, or time that ran out
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RankError(
+                f"rank {self.rank} did not hear from every other rank within strategy.timeout = {self.minutes:g} minutes, or one has "
+                f"ended ({reason}). The same command goes on from the last checkpoint; see what the other rank said"
+            ) from error
+
+
+def first_rank() -> bool:
+    """Whether this process is the one that writes and speaks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def joined(minutes: float) -> Generator[Ranks]:
+    """The ranks that a launcher such as torchrun has started, or none but this process. One that the others have waited for during
+    ``minutes`` is an error on each of them."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield ALONE
+        return
+    import torch
+    import torch.distributed as dist
+
+    if torch.accelerator.is_available():
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group(timeout=timedelta(minutes=minutes))
+    try:
+        yield Together(minutes)
+    finally:
+        dist.destroy_process_group()
+
+
+def mine(items: Sequence[T], ranks: Ranks) -> list[T]:
+    """This rank's share of ``items``: each is exactly one rank's."""
+    return list(items[ranks.rank :: ranks.size])
+
+
+def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+    """What ``work`` gives on each rank, on all of them. When it raises on one, every rank raises: that one its own error, and the
+    others ``RankError``, or the same error if it is a stop that all take part in."""
+    if ranks.size == 1:
+        return [work()]
+    failure: BaseException | None = None
+    value: Any = None
+    try:
+        value = work()
+    except Exception as error:
+        failure = error
+    told = ranks.gather((value, None if failure is None else (type(failure), str(failure))))
+    if failure is not None:
+        raise failure
+    for rank, (_, found) in enumerate(told):
+        if found is not None:
+            kind, text = found
+            raise kind(text) if getattr(kind, "shared_by_ranks", False) else RankError(f"rank {rank}: {kind.__name__}: {text}")
+    return [value for value, _ in told]

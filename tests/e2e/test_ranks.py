@@ -1,0 +1,111 @@
+"""Several real processes: the same numbers as one, whatever they shard, and checkpoints that either takes up from the other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from lightrft.models.tiny_media import save_tiny_media
+from lightrft.utils.settings import deep_merge
+from lightrft.utils.trackers import read_rows
+
+ROUNDING = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
+"""What depends on the clock, or measures rounding itself."""
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"algorithm": {"preset": "grpo"}},
+    "ppo": {"algorithm": {"preset": "ppo", "kl": {"coef": 0.01}}},
+    "lora": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}, "model": {"lora": {"rank": 4}}},
+}
+
+
+def rows_with_pictures(folder: Path) -> list[dict[str, Any]]:
+    """Most rows have none, so that some rank has none in its part."""
+    rows: list[dict[str, Any]] = [{"prompt": f"{i}+{i}=", "label": str(2 * i)} for i in range(8)]
+    for i in range(2):
+        pixels = np.random.default_rng(i).integers(0, 256, (12 + 8 * i, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        rows.append({"prompt": "which?", "images": [f"{i}.png"], "label": "1"})
+    return rows
+
+
+def train(tree: dict[str, Any], folder: Path, name: str, processes: int, *more: str) -> Path:
+    """``lightrft rl`` with ``tree`` in as many processes; the run's folder."""
+    run = {"run": {"dir": str(folder), "name": name, "threads": 1, "progress": False}, "strategy": {"device": "cpu"}}
+    file = folder / f"{name}.yaml"
+    file.write_text(json.dumps(deep_merge(tree, run)))
+    command = [sys.executable, "-m", "lightrft", "rl", str(file), f"launch.processes={processes}", *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / name
+
+
+def check_equal(found: Path, expected: Path, loader: Any = AutoModelForCausalLM) -> None:
+    """The metrics of two runs, but for rounding, and their weights."""
+    rows, wanted = (read_rows(path / "metrics.jsonl") for path in (found, expected))
+    assert [r["step"] for r in rows] == [r["step"] for r in wanted]
+    for row, want in zip(rows, wanted):
+        row, want = ({k: v for k, v in r.items() if not k.startswith(ROUNDING)} for r in (row, want))
+        assert row.keys() == want.keys()
+        for key, value in want.items():
+            near = value if isinstance(value, str) else pytest.approx(value, rel=1e-5, abs=2e-7)
+            assert row[key] == near, (row["step"], key)
+    models = [loader.from_pretrained(path / "model").state_dict() for path in (found, expected)]
+    for key, tensor in models[1].items():
+        torch.testing.assert_close(models[0][key], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
+    """Five groups of three, which do not divide by two or three ranks, in micro-batches of a few rows; held-out answers too."""
+    sources = rl_tree["data"]["sources"]
+    more = {
+        "rollout": {"prompts": 5, "samples": 3},
+        "train": {"micro_batch_tokens": 60},
+        "eval": {"data": {"sources": sources}, "every": 2, "sampling": {"max_new_tokens": 4}},
+        "checkpoint": {"every": 2},
+        "optimizer": {"lr": 1e-3},
+    }
+    return deep_merge(rl_tree, more)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_run_of_several_processes_gives_the_numbers_of_one(tree, tmp_path, preset, processes):
+    tree = deep_merge(tree, PRESETS[preset])
+    check_equal(train(tree, tmp_path, "several", processes), train(tree, tmp_path, "one", 1))
+
+
+@pytest.mark.slow
+def test_more_ranks_than_groups_leave_some_without_rows_and_change_nothing(tree, tmp_path):
+    tree = deep_merge(tree, {"rollout": {"prompts": 2, "samples": 2}, "train": {"steps": 2}})
+    check_equal(train(tree, tmp_path, "several", 3), train(tree, tmp_path, "one", 1))
+
+
+@pytest.mark.slow
+def test_pictures_that_some_ranks_have_none_of_give_the_numbers_of_one_process(tree, tmp_path):
+    save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
+    sources = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
+    over = {"model": {"path": str(tmp_path / "reader")}, "data": sources, "eval": {"data": sources}, "train": {"steps": 2}}
+    tree = deep_merge(tree, over)
+    check_equal(train(tree, tmp_path, "several", 2), train(tree, tmp_path, "one", 1), AutoModelForImageTextToText)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_another_number_of_processes(tree, tmp_path):
+    tree = deep_merge(tree, {**PRESETS["ppo"], "eval": {"every": 1}, "train": {"steps": 3}})
+    whole = train(tree, tmp_path, "whole", 1)
+    train(tree, tmp_path, "moved", 1, "train.steps=1")
+    train(tree, tmp_path, "moved", 3, "train.steps=2")
+    check_equal(train(tree, tmp_path, "moved", 2), whole)
