@@ -161,6 +161,11 @@ class PromptDataset:
             self.encoder.attach(prompt, record, text)
         return prompt
 
+    @property
+    def reads_media(self) -> bool:
+        """Whether prompts may have media, which take time to decode and room to keep."""
+        return self.encoder.media is not None
+
     def fetch(self, indices: Sequence[int]) -> list[Prompt | BadRow]:
         """The prompts at ``indices``, their media decoded side by side; or why one cannot be read any more."""
         return self._fetcher.fetch(indices)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from lightrft.config import EvalConfig
 from lightrft.strategy.engine.base import Engine
+from lightrft.trainer.prompts import in_parts
 from lightrft.trainer.roles import Scoring
 from lightrft.trainer.rollout import requests_for, scored_by_all
 from lightrft.types import Prompt, Rollout
@@ -47,8 +48,10 @@ def evaluate(
     ``eval/accuracy`` is the mean over prompts of the share of answers whose reward reaches ``threshold``; ``eval/pass`` the share
     of prompts with at least one such answer (reported when there are several samples).
     """
-    requests = requests_for(prompts, config.samples, seed, "eval")
-    groups = scored_by_all(ranks, engine, scorer, requests, config.sampling, Timers(), stopped)
+    groups: list[list[Rollout]] = []
+    for first, part in in_parts(prompts):
+        requests = requests_for(part, config.samples, seed, "eval", first=first)
+        groups += scored_by_all(ranks, engine, scorer, requests, config.sampling, Timers(), stopped)
     metrics = Metrics()
     by_source: dict[str, list[list[Rollout]]] = defaultdict(list)
     for group in groups:

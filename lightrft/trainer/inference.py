@@ -15,7 +15,7 @@ from lightrft.models.families import FAMILIES, context_length
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.launch.local import local_policy, local_processor, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_lengths, longest
-from lightrft.trainer.prompts import held_out
+from lightrft.trainer.prompts import held_out, in_parts
 from lightrft.trainer.rollout import attached, check_scored, request_seed, requests_for
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
@@ -61,15 +61,17 @@ def run_generate(config: GenerateConfig) -> int:
         raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
     tokenizer = local_tokenizer(config.model)
     prompts = held_out(config.data, tokenizer, config.run.seed, None, local_processor(config.model, tokenizer))
-    requests = [r for group in requests_for(prompts, config.samples, config.run.seed, "generate") for r in group]
-    order = {r.seed: i for i, r in enumerate(requests)}
+    rollouts: list[Rollout] = []
     with closing(local_scorer(config.reward)) as scorer:
         _, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
         check_lengths(actor, longest(prompts), config.sampling, "sampling", "data")
         with closing(engine):
-            for rollout in engine.generate(requests, config.sampling):
-                scorer.submit(rollout)
-            rollouts = sorted(scorer.results(wait=True), key=lambda r: order[r.seed])
+            for first, part in in_parts(prompts):
+                requests = [r for g in requests_for(part, config.samples, config.run.seed, "generate", first=first) for r in g]
+                order = {r.seed: i for i, r in enumerate(requests)}
+                for rollout in engine.generate(requests, config.sampling):
+                    scorer.submit(rollout)
+                rollouts += sorted(scorer.results(wait=True), key=lambda r: order[r.seed])
     failed = [r.failed for r in rollouts if r.failed]
     if failed:
         log.warning("%d of %d answers were not scored, the first: %s", len(failed), len(rollouts), failed[0])

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from logging import INFO, WARNING, getLogger
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, overload
 
 from lightrft.config import CurriculumConfig, DataConfig
 from lightrft.datasets.prompts import PromptDataset, PromptSampler
@@ -19,6 +19,8 @@ from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
 
 log = getLogger(__name__)
+PART = 128
+"""Held-out prompts whose media are decoded at one time."""
 T = TypeVar("T")
 
 
@@ -101,7 +103,46 @@ def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None, p
         return []
     dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
     report("held out", dataset.counts, dataset.first_problem)
-    return _kept(dataset, dataset.fetch(range(min(len(dataset), limit or len(dataset)))))
+    return HeldOut(dataset, min(len(dataset), limit or len(dataset)))
+
+
+class HeldOut(Sequence[Prompt]):
+    """The first ``count`` prompts of ``dataset``, kept without their media: those are there only while they are asked."""
+
+    def __init__(self, dataset: PromptDataset, count: int) -> None:
+        self._dataset = dataset
+        self._bare = [dataset.prompt(i, media=False) for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._bare)
+
+    @overload
+    def __getitem__(self, i: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, i: int | slice) -> Prompt | Sequence[Prompt]:
+        return self._bare[i]
+
+    def parts(self) -> Iterator[tuple[int, Sequence[Prompt]]]:
+        """All prompts, with the place of the first: at once where they are text, some at a time where media must be decoded. The
+        next are decoded while the caller is busy, and it lets go of the media of the last."""
+        if not self._dataset.reads_media:
+            yield 0, self._bare
+            return
+        starts = range(0, len(self), PART)
+        for start in starts:
+            part = _kept(self._dataset, self._dataset.fetch(range(start, min(start + PART, len(self)))))
+            self._dataset.prefetch(range(start + PART, min(start + 2 * PART, len(self))))
+            yield start, part
+            for prompt in part:
+                prompt.media = {}
+
+
+def in_parts(prompts: Sequence[Prompt]) -> Iterator[tuple[int, Sequence[Prompt]]]:
+    """``prompts`` to be asked together, with the place of the first of them."""
+    return prompts.parts() if isinstance(prompts, HeldOut) else iter([(0, prompts)])
 
 
 class Drawable(Protocol[T]):

@@ -118,12 +118,15 @@ def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
         )
 
 
-def requests_for(prompts: Sequence[Prompt], samples: int, *seeds: int | str, greedy: bool = False) -> list[list[Request]]:
-    """One list of requests per prompt, each with a seed of its own; with ``greedy``, one for its likeliest answer comes first."""
+def requests_for(
+    prompts: Sequence[Prompt], samples: int, *seeds: int | str, greedy: bool = False, first: int = 0
+) -> list[list[Request]]:
+    """One list of requests per prompt, each with a seed of its own; with ``greedy``, one for its likeliest answer comes first.
+    ``first`` is the place of the first prompt among those that are asked in turn."""
     extra = [GREEDY] if greedy else []
     return [
         [Request(p, request_seed(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
-        for i, p in enumerate(prompts)
+        for i, p in enumerate(prompts, first)
     ]
 
 

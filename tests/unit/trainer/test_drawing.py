@@ -12,7 +12,8 @@ import pytest
 from lightrft.config import CurriculumConfig
 from lightrft.datasets.rows import BadRow
 from lightrft.trainer.account import Collected, rollout_metrics
-from lightrft.trainer.prompts import PromptStream, held_out
+from lightrft.trainer.prompts import PromptStream, held_out, in_parts
+from lightrft.trainer.rollout import requests_for
 from lightrft.types import Prompt
 from lightrft.utils.errors import DataError
 from tests.media_helpers import Rig, rig
@@ -118,10 +119,40 @@ def test_all_prompts_can_be_told_without_decoding_any(eye: Rig, rows: str) -> No
     assert ids(list(drawing.prompts())) == [str(k) for k in range(12)]
 
 
-def test_held_out_prompts_have_their_media_and_lose_what_is_gone(eye: Rig, rows: str) -> None:
-    config = config_of(rows, malformed="skip")
-    found = held_out(config, eye.tokenizer, 0, 5, processor=eye.processor)
-    assert len(found) == 5 and all(p.media for p in found)
+def test_held_out_prompts_have_media_while_they_are_asked_and_not_before_or_after(
+    eye: Rig, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightrft.trainer.prompts.PART", 2)
+    found = held_out(config_of(rows, malformed="skip"), eye.tokenizer, 0, 5, processor=eye.processor)
+    assert len(found) == 5 and not any(p.media for p in found)
+    for _ in range(2):
+        asked = []
+        for first, part in in_parts(found):
+            assert first == len(asked) and len(part) <= 2 and all(p.media for p in part)
+            asked += part
+        assert [p.token_ids for p in asked] == [p.token_ids for p in found]
+        assert not any(p.media for p in asked) and all(p.attachments for p in asked)
+
+
+def test_a_held_out_picture_that_is_gone_is_passed_over_and_counted(eye: Rig, rows: str) -> None:
+    found = held_out(config_of(rows, malformed="skip"), eye.tokenizer, 0, None, processor=eye.processor)
+    for path in sorted(Path(rows).parent.glob("*.png"))[:2]:
+        path.unlink()
+    asked = [p for _, part in in_parts(found) for p in part]
+    assert len(asked) < len(found)
+
+
+def test_held_out_prompts_asked_in_parts_are_asked_with_the_seeds_of_all_at_once(
+    eye: Rig, rows: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = held_out(config_of(rows), eye.tokenizer, 0, 7, processor=eye.processor)
+
+    def seeds() -> list[int]:
+        return [r.seed for first, part in in_parts(found) for g in requests_for(part, 2, 3, "eval", first=first) for r in g]
+
+    at_once = seeds()
+    monkeypatch.setattr("lightrft.trainer.prompts.PART", 3)
+    assert seeds() == at_once and len(set(at_once)) == 14
 
 
 def test_a_process_ends_at_once_while_prompts_are_being_decoded(eye: Rig, rows: str, tmp_path: Path) -> None:
