@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+from lightrft.config import RLConfig
 from lightrft.models.tiny_media import save_tiny_media
-from lightrft.utils.settings import deep_merge
+from lightrft.trainer.rl import check_ranks
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.ranks import ALONE
+from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.trackers import read_rows
 
 ROUNDING = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
@@ -38,11 +45,17 @@ def rows_with_pictures(folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def train(tree: dict[str, Any], folder: Path, name: str, processes: int, *more: str) -> Path:
-    """``lightrft rl`` with ``tree`` in as many processes; the run's folder."""
+def config_file(tree: dict[str, Any], folder: Path, name: str) -> Path:
+    """``tree`` as a file, for a run of that name."""
     run = {"run": {"dir": str(folder), "name": name, "threads": 1, "progress": False}, "strategy": {"device": "cpu"}}
     file = folder / f"{name}.yaml"
     file.write_text(json.dumps(deep_merge(tree, run)))
+    return file
+
+
+def train(tree: dict[str, Any], folder: Path, name: str, processes: int, *more: str) -> Path:
+    """``lightrft rl`` with ``tree`` in as many processes; the run's folder."""
+    file = config_file(tree, folder, name)
     command = [sys.executable, "-m", "lightrft", "rl", str(file), f"launch.processes={processes}", *more]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -109,3 +122,34 @@ def test_a_run_goes_on_with_another_number_of_processes(tree, tmp_path):
     train(tree, tmp_path, "moved", 1, "train.steps=1")
     train(tree, tmp_path, "moved", 3, "train.steps=2")
     check_equal(train(tree, tmp_path, "moved", 2), whole)
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_the_run_on_all_and_the_same_command_goes_on(tree, tmp_path):
+    tree = deep_merge(tree, {"train": {"steps": 6}, "checkpoint": {"every": 1}, "eval": {"every": 1}})
+    whole = train(tree, tmp_path, "whole", 1)
+    command = [sys.executable, "-m", "lightrft", "rl", str(config_file(tree, tmp_path, "killed")), "launch.processes=2"]
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        workers = [p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
+        next(p for p in workers if "lightrft" in p.cmdline() and "rl" in p.cmdline()).kill()
+        process.wait(timeout=60)
+    assert process.returncode != 0
+    check_equal(train(tree, tmp_path, "killed", 2), whole)
+
+
+def test_what_one_process_alone_can_do_is_refused_with_several():
+    several = SimpleNamespace(size=2)
+    for tree in (
+        {"rollout": {"staleness": 1}},
+        {"algorithm": {"preset": "opd", "distill": {"kind": "jsd"}}},
+        {"algorithm": {"kl": {"coef": 0.1, "refresh_every": 2}}},
+    ):
+        config = build(RLConfig, tree)
+        check_ranks(config, ALONE)
+        with pytest.raises(ConfigError, match=r"is for one process, and this run has 2; .*launch.processes to 1"):
+            check_ranks(config, several)

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft.trainer.batching import micro_batches, mini_batches
+from lightrft.trainer.batching import SLACK, micro_batches, mini_batches, my_micro_batches, shares
 from lightrft.trainer.contracts.cases import dense
 from lightrft.types import Batch, Segments
+
+
+@dataclass
+class Rank:
+    """One of several processes that never need to talk."""
+
+    rank: int
+    size: int
+
+    def gather(self, value: Any) -> list[Any]:
+        raise AssertionError
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError
+
 
 LAYOUTS = ("prefix_shared", "packed", "padded")
 SHAPES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), min_size=1, max_size=14)
@@ -112,3 +130,31 @@ def test_mini_batches_are_drawn_anew_by_each_generator() -> None:
     batch = batch_of([(g, 1) for g in range(6) for _ in range(2)])
     drawn = {str([p.tolist() for p in mini_batches(batch, 3, seeded(s))]) for s in range(8)}
     assert len(drawn) > 1
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(1, 80), st.sampled_from(LAYOUTS), st.integers(1, 5))
+def test_over_all_ranks_every_row_occurs_once_in_as_many_micro_batches_on_each(
+    rows: list[tuple[int, int]], budget: int, layout: str, size: int
+) -> None:
+    batch = batch_of(rows)
+    parts = [my_micro_batches(batch, budget, layout, Rank(rank, size)) for rank in range(size)]
+    assert len({len(part) for part in parts}) == 1
+    assert sorted(i for part in parts for index in part for i in index.tolist()) == list(range(len(batch)))
+    for index in (index for part in parts for index in part if len(index) > 1):
+        assert cost(batch, index, layout) <= budget
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(1, 5))
+def test_a_rank_has_more_than_its_due_by_no_more_than_one_answer(rows: list[tuple[int, int]], size: int) -> None:
+    batch = batch_of(rows)
+    loads = [cost(batch, index, "packed") if len(index) else 0 for index in shares(batch, "packed", size)]
+    due, one = sum(loads) / size, max(cost(batch, torch.tensor([i]), "packed") for i in range(len(batch)))
+    assert max(loads) <= max(SLACK * due, due + one)
+
+
+def test_groups_stay_whole_where_every_rank_gets_its_due() -> None:
+    batch = batch_of([(group, 4) for group in range(6) for _ in range(3)])
+    for index in shares(batch, "prefix_shared", 3):
+        assert torch.bincount(batch.prompt_of[index], minlength=6).tolist().count(3) == 2
