@@ -43,19 +43,30 @@ def my_micro_batches(batch: Batch, budget: int, layout: str, ranks: Ranks) -> li
 
 def shares(batch: Batch, layout: str, count: int) -> list[Tensor]:
     """The rows of ``batch`` in ``count`` parts of nearly equal work. Groups stay whole unless that leaves a part with more than
-    ``SLACK`` of its due: then the largest group of the fullest part is cut."""
+    ``SLACK`` of its due: then the largest group of the fullest part is cut, or of all where that part has none."""
     cost = _cost(batch, layout)
     pieces = list(_members(batch).items())
     while True:
         bins = _spread([(cost(p, rows), p, rows) for p, rows in pieces], count)
-        loads = [sum(c for c, _, _ in part) for part in bins]
+        loads = [_work(part, cost) for part in bins]
         fullest = bins[loads.index(max(loads))]
-        _, prompt, rows = max(fullest, key=lambda piece: (len(piece[2]) > 1, piece[0]), default=(0, 0, []))
-        if max(loads) <= SLACK * sum(loads) / count or len(rows) < 2:
+        whole = [piece for piece in fullest if len(piece[2]) > 1] or [
+            piece for part in bins for piece in part if len(piece[2]) > 1
+        ]
+        if max(loads) <= SLACK * sum(loads) / count or not whole:
             return [torch.tensor(sorted(r for _, _, rows in part for r in rows), dtype=torch.long) for part in bins]
+        _, prompt, rows = max(whole, key=lambda piece: piece[0])
         order = sorted(rows, key=lambda r: (-int(batch.lengths[r]), r))
         at = pieces.index((prompt, rows))
         pieces[at : at + 1] = [(prompt, order[::2]), (prompt, order[1::2])]
+
+
+def _work(part: list[tuple[int, int, list[int]]], cost: Callable[[int, list[int]], int]) -> int:
+    """What ``part`` costs: pieces of one group that have met in it again are one."""
+    members: dict[int, list[int]] = {}
+    for _, prompt, rows in part:
+        members.setdefault(prompt, []).extend(rows)
+    return sum(cost(prompt, rows) for prompt, rows in members.items())
 
 
 def _spread(pieces: list[tuple[int, int, list[int]]], count: int) -> list[list[tuple[int, int, list[int]]]]:

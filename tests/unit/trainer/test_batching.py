@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,6 +34,7 @@ class Rank:
 
 
 LAYOUTS = ("prefix_shared", "packed", "padded")
+GSM8K = Path(__file__).resolve().parents[3] / "data" / "gsm8k" / "train.jsonl"
 SHAPES = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12)), min_size=1, max_size=14)
 
 
@@ -158,3 +164,44 @@ def test_groups_stay_whole_where_every_rank_gets_its_due() -> None:
     batch = batch_of([(group, 4) for group in range(6) for _ in range(3)])
     for index in shares(batch, "prefix_shared", 3):
         assert torch.bincount(batch.prompt_of[index], minlength=6).tolist().count(3) == 2
+
+
+def worked_solutions() -> list[tuple[int, int]]:
+    """Tokens of the first 512 questions of GSM8K and of their solutions, four characters to a token."""
+    rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()[:512]]
+    return [(len(row["question"]) // 4, len(row["answer"]) // 4) for row in rows]
+
+
+def long_answers() -> list[tuple[int, int]]:
+    """Log-normal lengths as reasoning has them, cut at 4,096 tokens."""
+    lengths = torch.exp(math.log(500) + 0.9 * torch.randn(512, generator=seeded(0)))
+    return [(100, int(n)) for n in lengths.clamp(1, 4096)]
+
+
+def work(batch: Batch, rows: list[int], layout: str) -> int:
+    """The tokens that a rank with ``rows`` computes, group by group."""
+    prompts, answers = batch.prompts.lengths.tolist(), batch.lengths.tolist()
+    groups: dict[int, list[int]] = {}
+    for row in rows:
+        groups.setdefault(int(batch.prompt_of[row]), []).append(answers[row])
+    if layout == "prefix_shared":
+        return sum(prompts[p] + sum(lengths) for p, lengths in groups.items())
+    if layout == "padded":
+        return sum(len(lengths) * (prompts[p] + max(lengths)) for p, lengths in groups.items())
+    return sum(len(lengths) * prompts[p] + sum(lengths) for p, lengths in groups.items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", [worked_solutions, long_answers])
+@pytest.mark.parametrize("samples", [1, 8])
+def test_of_512_samples_the_slowest_rank_has_at_most_a_twentieth_more_than_the_mean(
+    lengths: Callable[[], list[tuple[int, int]]], samples: int, layout: str
+) -> None:
+    found = lengths()
+    prompts = Segments.of([[0] * n for n, _ in found[::samples]])
+    batch = Batch(prompts, Segments.of([[0] * n for _, n in found]), torch.arange(512) // samples)
+    for ranks in (2, 3, 4, 5, 7, 8, 12, 16, 24, 32, 40, 48, 56, 64):
+        parts = [part.tolist() for part in shares(batch, layout, ranks)]
+        assert sorted(row for part in parts for row in part) == list(range(512))
+        loads = [work(batch, part, layout) for part in parts]
+        assert max(loads) <= 1.05 * sum(loads) / ranks, f"{ranks} ranks"
