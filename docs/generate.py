@@ -27,12 +27,21 @@ from lightrft.utils.settings import Settings, build, dotted
 
 DOCS = Path(__file__).resolve().parent
 MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it anew. -->\n"
+
+
+class Examined(config.RLConfig):
+    """What `lightrft rl` reads, or else what `lightrft sft` does, and besides the branch `doctor`."""
+
+    doctor: config.DoctorConfig = config.DoctorConfig()
+
+
 VERBS: dict[str, type[Settings]] = {
     "rl": config.RLConfig,
     "sft": config.SFTConfig,
     "eval": config.EvaluateConfig,
     "generate": config.GenerateConfig,
     "chat": config.ChatConfig,
+    "doctor": Examined,
     "demo": config.DemoConfig,
 }
 LAYOUTS = typing.get_args(Layout)

@@ -536,6 +536,23 @@ class ChatConfig(Settings):
     strategy: StrategyConfig = StrategyConfig()
 
 
+class DoctorConfig(Settings):
+    """What ``lightrft doctor`` reads beside the config that it looks at, as ``doctor.rows=20``.
+
+    ``verb`` says whose config it is (``auto``: ``sft`` where it can be nothing else or names no reward, else ``rl``).
+    ``device_memory``, such as 80GiB, is that of each device of a machine that is not here (``auto``: what this one has free), which
+    are of ``device``. ``rows`` prompts are scored, with their own answer and with an empty one. ``probe`` loads the policy and
+    measures. ``output`` names a JSON file for the findings.
+    """
+
+    verb: Literal["auto", "rl", "sft"] = "auto"
+    device_memory: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    rows: int = Field(10, ge=0)
+    probe: bool = False
+    output: str | None = None
+
+
 class DemoConfig(Settings):
     """Everything that ``lightrft demo`` reads: a start model of ``family`` with ``model`` sizes, then ``sft``, then ``rl``.
 

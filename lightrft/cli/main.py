@@ -22,6 +22,7 @@ VERBS = {
     "generate": "answers to a file of prompts",
     "chat": "talk to a model",
     "explain": "the objective that a preset or a config stands for",
+    "doctor": "what a run needs and what is off, before it begins",
     "check": "whether a function of your own keeps the contract of its kind",
 }
 """Verb to what it does. Each is a module ``lightrft.cli.<verb>_verb`` with ``run(arguments) -> exit status``."""

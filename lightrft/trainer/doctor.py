@@ -1,0 +1,355 @@
+"""What can be known of a long run before it begins: the memory of its models, what is off in its settings and data, its rewards."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lightrft.config import DoctorConfig, RLConfig, SFTConfig
+from lightrft.datasets.encoding import check_template
+from lightrft.datasets.prompts import PromptDataset
+from lightrft.datasets.sft import SFTDataset
+from lightrft.models.families import context_length
+from lightrft.models.loading import model_settings
+from lightrft.models.meta import dtype_of
+from lightrft.trainer import probe
+from lightrft.trainer.launch.local import local_processor, local_tokenizer
+from lightrft.trainer.memory import shown, size_of
+from lightrft.trainer.needs import Device, Lengths, Needs, needs
+from lightrft.trainer.reward import Scorer
+from lightrft.trainer.rl import check
+from lightrft.types import Prompt, Rollout
+from lightrft.utils.errors import ConfigError, UserError
+
+Verdict = Literal["ok", "warn", "bad"]
+ROOM = 0.85
+"""The share of a device's memory up to which a prediction that may be off by 15 % fits."""
+MANY_OVERLONG = 0.05
+ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
+KEPT = 2.5
+"""The most that a run was seen to take, in units of what is in use (docs/verbs/doctor.md)."""
+WAYS = (
+    "lower train.micro_batch_tokens or engine.token_budget, set model.gradient_checkpointing=true or model.lora, or raise "
+    "launch.processes"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: ``about`` names what was looked at, ``says`` what was found and, unless all is well, the way out."""
+
+    section: str
+    verdict: Verdict
+    about: str
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ``lightrft doctor`` shows."""
+
+    findings: tuple[Finding, ...]
+    memory: Needs | None = None
+
+    @property
+    def bad(self) -> int:
+        return sum(f.verdict == "bad" for f in self.findings)
+
+
+def examine(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
+    """Look at everything that can be looked at; what fails is a finding and ends nothing."""
+    found: list[Finding] = []
+    device = device_of(config, options)
+    settings = list(_settings(config, device))
+    found += settings
+    data = _attempt(found, "data", "rows", lambda: _data(config, found))
+    lengths = data.lengths if data is not None else _bounds(config)
+    found += _batch(config, lengths)
+    memory = _attempt(found, "memory", "models", lambda: needs(config, lengths, device))
+    if memory is not None:
+        found += _memory(memory, device, config)
+    if data is not None and options.rows and _rewarded(config):
+        _attempt(found, "reward", "terms", lambda: found.extend(_rewards(config, data, options.rows)))
+    if data is not None and options.probe:
+        _attempt(found, "time", "probe", lambda: found.extend(_time(config, data, device)))
+    return Report(tuple(found), memory)
+
+
+def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
+    """The device of each process of ``config``, as given or as this machine has it. Raises ``ConfigError`` for a size that is none."""
+    processes = config.launch.processes
+    own = config.strategy.device if config.strategy.device != "auto" else str(torch.accelerator.current_accelerator() or "cpu")
+    kind = options.device if options.device != "auto" else own.partition(":")[0]
+    if options.device_memory != "auto":
+        try:
+            return Device(kind, size_of(options.device_memory), processes, _kernel())
+        except ValueError as error:
+            raise ConfigError(f"doctor.device_memory = {error}") from None
+    if kind == "cuda" and torch.cuda.is_available():
+        return Device(kind, torch.cuda.mem_get_info()[0], processes, _kernel())
+    return Device(kind, _free_memory() // processes if kind == "cpu" else 0, processes, _kernel())
+
+
+def _kernel() -> bool:
+    """Whether flash-attn is there, which takes sequences of several lengths."""
+    from importlib.util import find_spec
+
+    return find_spec("flash_attn") is not None
+
+
+def _free_memory() -> int:
+    """Bytes that programs may still take on this machine; 0 where it does not say."""
+    file = Path("/proc/meminfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 0)
+
+
+def _resident() -> int:
+    """Bytes that this process has resident: what a run takes before it has any model."""
+    file = Path("/proc/self/statm")
+    return int(file.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.is_file() else 0
+
+
+def _attempt(found: list[Finding], section: str, about: str, look: Callable[[], Any]) -> Any:
+    """What ``look`` gives; a problem of the user's is a finding, and gives nothing."""
+    try:
+        return look()
+    except UserError as error:
+        found.append(Finding(section, "bad", about, str(error)))
+        return None
+
+
+def _settings(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]:
+    found: list[Finding] = []
+    if isinstance(config, RLConfig):
+        _attempt(found, "settings", "algorithm, roles", lambda: check(config))
+    elif not config.data.sources:
+        found.append(
+            Finding("settings", "bad", "data.sources", "is empty; name what to train on, e.g. data.sources=[train.jsonl]")
+        )
+    yield from found or [Finding("settings", "ok", "settings", "go together")]
+    fsdp = config.strategy.kind == "fsdp2"
+    if (fsdp and device.processes == 1) or (config.strategy.kind == "single" and device.processes > 1):
+        says = f"= {config.strategy.kind} with launch.processes = {device.processes}; set strategy.kind=auto"
+        yield Finding("settings", "bad", "strategy.kind", says)
+    try:
+        dtype = dtype_of(config.model)
+    except UserError:
+        return
+    yield _dtype(dtype, device)
+
+
+def _dtype(dtype: torch.dtype, device: Device) -> Finding:
+    name = str(dtype).removeprefix("torch.")
+    if dtype == torch.float16:
+        says = "float16: small gradients become 0, and nothing scales the loss; set model.dtype=bfloat16, or float32 on a CPU"
+        return Finding("settings", "warn", "model.dtype", says)
+    if dtype == torch.bfloat16 and device.kind == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        says = "bfloat16: this CPU computes it by detours, several times slower than float32; set model.dtype=float32"
+        return Finding("settings", "warn", "model.dtype", says)
+    return Finding("settings", "ok", "model.dtype", name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Data:
+    tokenizer: Any
+    lengths: Lengths
+    prompts: PromptDataset | None
+
+
+def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
+    """Tokenizer, template and rows. Raises the errors of those."""
+    tokenizer = local_tokenizer(config.model)
+    rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
+    found.append(Finding("data", "ok", "tokenizer", f"{len(tokenizer)} tokens, {rows} in the model"))
+    found.append(_template(config, tokenizer))
+    processor = local_processor(config.model, tokenizer)
+    if isinstance(config, SFTConfig):
+        examples = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
+        found.append(_overlong(examples.counts, "examples", "max_tokens"))
+        return _Data(tokenizer, Lengths(1, max(1, examples.longest - 1), config.batch_size, 1), None)
+    prompts = PromptDataset(config.data, tokenizer, seed=config.run.seed, processor=processor)
+    found.append(_overlong(prompts.counts, "prompts", "data.max_prompt_tokens"))
+    found.append(_context(config, prompts.longest))
+    bounds = _bounds(config)
+    return _Data(tokenizer, Lengths(prompts.longest, bounds.answer, bounds.groups, bounds.samples), prompts)
+
+
+def _bounds(config: RLConfig | SFTConfig) -> Lengths:
+    """The lengths that settings allow, where no data has been seen."""
+    if isinstance(config, SFTConfig):
+        return Lengths(1, config.max_tokens - 1, config.batch_size, 1)
+    return Lengths(config.data.max_prompt_tokens, config.sampling.max_new_tokens, config.rollout.prompts, config.rollout.samples)
+
+
+def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
+    if config.data.chat is False or config.data.template is not None:
+        return Finding("data", "ok", "chat template", "not used, as data.chat or data.template says")
+    if not tokenizer.chat_template:
+        says = (
+            "there is none, so rows are plain text; set model.chat_template or data.template where the model expects another form"
+        )
+        return Finding("data", "warn", "chat template", says)
+    try:
+        check_template(tokenizer, config.data.chat_options)
+    except UserError as error:
+        return Finding("data", "warn", "chat template", str(error))
+    return Finding("data", "ok", "chat template", "there, and a turn begins as it does within a longer conversation")
+
+
+def _overlong(counts: Any, what: str, setting: str) -> Finding:
+    lost, rows = counts["overlong"] + counts["malformed"], max(1, counts["rows"])
+    says = f"{counts[what]} {what} of {counts['rows']} rows; {counts['overlong']} overlong, {counts['malformed']} malformed"
+    says += f", {counts['truncated']} cut" if counts["truncated"] else ""
+    if lost / rows > MANY_OVERLONG:
+        return Finding("data", "warn", "rows", f"{says}: {lost / rows:.0%} are left out; raise {setting}, or mend the rows")
+    return Finding("data", "ok", "rows", says)
+
+
+def _context(config: RLConfig, longest: int) -> Finding:
+    """As ``lengths.check_lengths`` has it, which ends a run."""
+    context, end = context_length(model_settings(config.model)), longest + config.sampling.max_new_tokens
+    if context is not None and end > context:
+        says = f"an answer may go on to token {end}, and the model was made for {context}; lower sampling.max_new_tokens"
+        return Finding("data", "bad", "lengths", says)
+    return Finding("data", "ok", "lengths", f"longest prompt {longest}, longest answer {config.sampling.max_new_tokens} tokens")
+
+
+def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
+    budget, held = config.train.micro_batch_tokens, config.engine.token_budget
+    if budget < lengths.longest:
+        says = (
+            f"= {budget} is less than the longest row, {lengths.longest} tokens: such a row goes alone, and takes more than said"
+        )
+        yield Finding("settings", "warn", "train.micro_batch_tokens", f"{says}; raise it, or bound the lengths")
+    if isinstance(config, RLConfig) and held < lengths.longest:
+        says = f"= {held} cannot hold one prompt and answer of {lengths.longest} tokens, which ends the run; raise it"
+        yield Finding("settings", "bad", "engine.token_budget", says)
+    answers = lengths.groups * lengths.samples
+    if config.launch.processes > answers:
+        says = f"= {config.launch.processes}, and a step has {answers} answers: some processes have nothing to do"
+        yield Finding("settings", "warn", "launch.processes", says)
+
+
+def _memory(found: Needs, device: Device, config: RLConfig | SFTConfig) -> Iterator[Finding]:
+    for name, held in found.models.items():
+        counts = found.parameters.get(name)
+        of = "" if counts is None else f"{counts[0] / 1e6:.1f} M parameters, {counts[1] / 1e6:.1f} M trained: "
+        parts = {"weights": held.weights, "float32 masters": held.masters, "moments": held.moments}
+        yield Finding("memory", "ok", name, of + " + ".join(f"{shown(size)} {part}" for part, size in parts.items() if size))
+    for phase in found.phases:
+        says = " + ".join(f"{shown(size)} {part}" for part, size in phase.parts.items() if size)
+        yield Finding("memory", "ok", phase.name, f"{shown(phase.total)}: {says}" if says else "nothing more")
+    for problem in found.problems:
+        yield Finding("memory", "warn", "not traced", problem)
+    program = _resident() if device.kind == "cpu" else 0
+    total = found.peak + program
+    each = "each device" if device.kind != "cpu" else "each process" if device.processes > 1 else "the process"
+    says = f"{shown(total)} on {each}, in {found.largest.name}" + (f" ({shown(program)} of it the program)" if program else "")
+    yield _fits(says, total, device)
+    if device.kind == "cpu" and sys.platform == "linux" and ALLOCATOR not in os.environ:
+        says = f"the C library keeps what is freed in pieces: runs may take up to {KEPT:g} times this; {ALLOCATOR}=262144 and MALLOC_TRIM_THRESHOLD_=262144 give it back"
+        tight = device.memory and KEPT * total > device.memory
+        yield Finding("memory", "warn" if tight else "ok", "allocator", says)
+
+
+def _fits(says: str, total: float, device: Device) -> Finding:
+    if not device.memory:
+        return Finding("memory", "ok", "peak", f"{says}; set doctor.device_memory to compare")
+    share = total / device.memory
+    says += f"; there are {shown(device.memory)} for it"
+    if share <= ROOM:
+        return Finding("memory", "ok", "peak", f"{says}: it fits ({share:.0%})")
+    if share <= 1:
+        return Finding("memory", "warn", "peak", f"{says}: tight ({share:.0%}, and the prediction may be off by 15 %); {WAYS}")
+    return Finding("memory", "bad", "peak", f"{says}: it does not fit ({share:.0%}); {WAYS}")
+
+
+def _rewarded(config: RLConfig | SFTConfig) -> bool:
+    return isinstance(config, RLConfig) and bool(config.reward.terms or config.reward.per_source)
+
+
+def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[Finding]:
+    """The reward of real rows: of the answer that each has, and of an empty one."""
+    if data.prompts is None:
+        return
+    prompts = [data.prompts.prompt(i, media=False) for i in range(min(rows, len(data.prompts)))]
+    answers = [(p, a) for p in prompts if (a := answer_of(p)) is not None]
+    given = {"own answer": answers, "empty answer": [(p, "") for p in prompts]}
+    means: dict[str, float] = {}
+    with Scorer(config.reward) as scorer:
+        scorer.check_sources(p.data_source for p in prompts)
+        for name, pairs in given.items():
+            if not pairs:
+                says = "rows have neither reference nor label, so only empty answers are scored; look at data.columns"
+                yield Finding("reward", "warn", name, says)
+                continue
+            began = time.perf_counter()
+            for prompt, text in pairs:
+                scorer.submit(_answered(prompt, text, data.tokenizer))
+            scored = list(scorer.results(wait=True))
+            each = (time.perf_counter() - began) / len(pairs)
+            yield _scores(name, scored, each)
+            means[name] = sum(r.reward or 0.0 for r in scored) / len(scored)
+    if len(means) == 2 and means["own answer"] <= means["empty answer"]:
+        says = "rows' own answers score no more than empty ones: the reward may not read them, or the label is not an answer"
+        yield Finding("reward", "warn", "order", says)
+
+
+def answer_of(prompt: Prompt) -> str | None:
+    """The answer that a row has itself: its reference, else its label."""
+    own = prompt.reference if isinstance(prompt.reference, str) else prompt.label
+    return None if own is None or isinstance(own, dict | list) else str(own)
+
+
+def _answered(prompt: Prompt, text: str, tokenizer: Any) -> Rollout:
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    zeros = [0.0] * len(tokens)
+    return Rollout(prompt, tokens, [True] * len(tokens), zeros, [0] * len(tokens), "stop", seed=0, text=text)
+
+
+def _scores(name: str, scored: list[Rollout], each: float) -> Finding:
+    failed = [r.failed for r in scored if r.failed]
+    numbers = ", ".join(f"{r.reward:g}" for r in scored if r.reward is not None)
+    says = f"{numbers or 'no number'} ({len(scored)} rows, {each * 1e3:.1f} ms each)"
+    if failed:
+        return Finding("reward", "bad", name, f"{says}; {len(failed)} failed, the first: {failed[0]}")
+    return Finding("reward", "ok", name, says)
+
+
+def _time(config: RLConfig | SFTConfig, data: _Data, device: Device) -> Iterator[Finding]:
+    if not isinstance(config, RLConfig) or data.prompts is None:
+        yield Finding("time", "warn", "probe", "is made for lightrft rl only")
+        return
+    prompts = [data.prompts.prompt(i) for i in range(min(probe.ANSWERS, len(data.prompts)))]
+    said = probe.expected(config, prompts, data.tokenizer, data.lengths)
+    over = f" on one process, {device.processes} share it" if device.processes > 1 else ""
+    says = f"about {said.total:.3g} s{over}: {said.drawing:.3g} drawing, {said.forward:.3g} forward, {said.update:.3g} update"
+    yield Finding("time", "ok", "a step", f"{says}; anything from {said.low:.3g} to {said.high:.3g} s, rewards not counted")
+
+
+def to_text(report: Report) -> str:
+    """For a terminal."""
+    width = max((len(f.about) for f in report.findings), default=0)
+    lines: list[str] = []
+    for section in dict.fromkeys(f.section for f in report.findings):
+        lines += [*([""] if lines else []), section]
+        for f in (f for f in report.findings if f.section == section):
+            first, *more = f.says.splitlines() or [""]
+            lines += [f"  {f.verdict:<4}  {f.about:<{width}}  {first}", *(f"  {'':<{width + 6}}  {line}" for line in more)]
+    warned = sum(f.verdict == "warn" for f in report.findings)
+    lines += ["", f"{report.bad} bad, {warned} to look at, {len(report.findings)} in all"]
+    return "\n".join(lines)
+
+
+def to_json(report: Report) -> dict[str, Any]:
+    """For programs: findings, and the bytes of models and phases."""
+    memory = None if report.memory is None else {**asdict(report.memory), "peak": report.memory.peak}
+    return {"findings": [asdict(f) for f in report.findings], "memory": memory, "bad": report.bad}

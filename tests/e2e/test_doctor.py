@@ -1,0 +1,110 @@
+"""``lightrft doctor``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightrft.models.loading import save_model
+from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from tests.e2e.command import Outcome, assert_refused, command
+
+REWARD = "def same(rollout):\n    return float(rollout.text == rollout.prompt.label)\n\ndef broken(rollout):\n    return 1 / 0\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("doctor")
+    save_model(tiny_model("qwen2"), tiny_tokenizer(), made / "model")
+    rows = [{"prompt": f"{i}+1=", "label": str(i + 1)} for i in range(12)]
+    (made / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    talks = [{"prompt": f"{i}+1=", "response": str(i + 1)} for i in range(12)]
+    (made / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)), encoding="utf-8")
+    (made / "reward.py").write_text(REWARD, encoding="utf-8")
+    return made
+
+
+def doctor(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> Outcome:
+    own = [f"model={folder / 'model'}", f"data.sources={folder / 'rows.jsonl'}", f"reward.terms=[{folder / 'reward.py'}:same]"]
+    return command(capsys, "doctor", *own, "rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=16", *words)
+
+
+def line(outcome: Outcome, about: str) -> str:
+    return next(x for x in outcome.out.splitlines() if x[8:].startswith(about))
+
+
+def test_a_config_that_is_fine_has_nothing_bad(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    found = doctor(capsys, folder, f"doctor.output={tmp_path / 'found.json'}")
+    assert found.status == 0, found
+    assert line(found, "own answer").split()[:3] == ["ok", "own", "answer"]
+    assert "1, 1, 1, 1, 1, 1, 1, 1, 1, 1 (10 rows" in line(found, "own answer")
+    assert "0, 0, 0, 0, 0, 0, 0, 0, 0, 0 (10 rows" in line(found, "empty answer")
+    assert "12 prompts of 12 rows" in line(found, "rows")
+    said = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    assert said["bad"] == 0
+    assert said["memory"]["models"]["policy"]["weights"] * 2 == said["memory"]["models"]["policy"]["moments"]
+
+
+def test_no_weight_is_read(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    weights = folder / "model" / "model.safetensors"
+    kept = weights.read_bytes()
+    try:
+        weights.unlink()
+        assert doctor(capsys, folder).status == 0
+    finally:
+        weights.write_bytes(kept)
+
+
+def test_a_device_that_is_too_small_is_bad_and_the_way_out_is_named(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    found = doctor(capsys, folder, "doctor.device=cuda", "doctor.device_memory=1MiB")
+    assert found.status == 2
+    assert "does not fit" in line(found, "peak")
+    assert "train.micro_batch_tokens" in line(found, "peak")
+    assert doctor(capsys, folder, "doctor.device=cuda", "doctor.device_memory=1GiB").status == 0
+
+
+def test_several_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    words = ("rollout.samples=1", "engine.token_budget=8", f"reward.terms=[{folder / 'reward.py'}:broken]")
+    found = doctor(capsys, folder, *words, "model.dtype=float16", "data.max_prompt_tokens=34", "train.micro_batch_tokens=8")
+    assert found.status == 2
+    assert "compares answers of a group" in line(found, "algorithm")
+    assert line(found, "engine.token_budget").split()[0] == "bad"
+    assert "ZeroDivisionError" in line(found, "own answer")
+    assert line(found, "model.dtype").split()[0] == "warn"
+    assert line(found, "train.micro_batch_tokens").split()[0] == "warn"
+
+
+def test_rows_that_are_left_out_are_shares(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    longest = json.loads((folder / "rows.jsonl").read_text(encoding="utf-8").splitlines()[-1])["prompt"]
+    plain = doctor(capsys, folder, "data.chat=false", f"data.max_prompt_tokens={len(longest) - 1}")
+    assert "2 overlong" in line(plain, "rows")
+    assert "17% are left out" in line(plain, "rows")
+
+
+def test_a_model_that_is_not_there_is_told_and_the_rest_goes_on(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    found = doctor(capsys, folder, "model=./nowhere")
+    assert found.status == 2
+    assert "there is no such folder" in found.out
+    assert "go together" in line(found, "settings")
+
+
+def test_a_config_of_supervised_fine_tuning_is_known_by_what_it_has(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    own = (f"model={folder / 'model'}", f"data.sources={folder / 'talks.jsonl'}")
+    for words in (("batch_size=4",), ("doctor.verb=sft",), ()):
+        found = command(capsys, "doctor", *own, *words)
+        assert found.status == 0, found
+        assert "12 examples of 12 rows" in line(found, "rows")
+        assert "drawing answers" not in found.out
+
+
+def test_the_probe_says_how_long_a_step_takes_and_how_sure_that_is(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    found = doctor(capsys, folder, "doctor.probe=true")
+    assert found.status == 0, found
+    assert "drawing" in line(found, "a step")
+    assert "anything from" in line(found, "a step")
+
+
+def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert_refused(doctor(capsys, folder, "doctor.device_memory=lots"), "doctor.device_memory", "80GiB")

@@ -1,0 +1,83 @@
+"""The formulas of memory, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from lightrft.trainer.memory import (
+    Held,
+    Parameters,
+    Phase,
+    drawing,
+    held,
+    kept_by_blocks,
+    key_value_cache,
+    layout_check,
+    made_whole,
+    peak,
+    shown,
+    size_of,
+    tokens_held,
+)
+
+
+def test_a_float32_model_that_is_trained_holds_its_weights_and_two_moments() -> None:
+    assert held([Parameters(1000, 4, True)]) == Held(weights=4000, masters=0, moments=8000)
+
+
+def test_half_precision_adds_float32_masters_and_what_is_frozen_holds_weights_alone() -> None:
+    assert held([Parameters(1000, 2, True), Parameters(500, 4, False)]) == Held(weights=4000, masters=4000, moments=8000)
+
+
+def test_shards_share_all_of_it() -> None:
+    whole, half = held([Parameters(1000, 2, True)]), held([Parameters(1000, 2, True)], shards=2)
+    assert (half.weights, half.masters, half.moments) == (1000, 2000, 4000)
+    assert half.total == whole.total / 2 == 7000
+
+
+def test_the_cache_has_a_key_and_a_value_in_every_layer() -> None:
+    assert key_value_cache(10, [8, 8, 8], itemsize=2) == 10 * 2 * 24 * 2 == 960
+
+
+def test_the_engine_holds_each_prompt_once_and_as_many_rows_as_fit() -> None:
+    assert tokens_held(4, 4, 10, 20, budget=1000, max_rows=256) == (4 * 10 + 16 * 20, 16, 4)
+    assert tokens_held(4, 4, 10, 20, budget=1000, max_rows=6) == (2 * 10 + 6 * 20, 6, 2)
+    assert tokens_held(4, 4, 10, 20, budget=100, max_rows=256) == (90, 4, 1)
+    assert tokens_held(4, 4, 10, 20, budget=5, max_rows=256) == (30, 1, 1)
+
+
+def test_a_plain_block_keeps_norms_attention_and_the_four_arrays_of_its_mlp() -> None:
+    """Two tokens, width 8, one key head of two, inner width 16: float32 is 2 x 8 x 12 for the norms and (24 + 8 + 64) x 4."""
+    sizes = {"hidden": 8, "queries": 8, "keys": 4, "inner": 16}
+    assert kept_by_blocks(2, 1, 4, **sizes) == 2 * (192 + 384) == 1152
+    assert kept_by_blocks(2, 3, 2, **sizes) == 2 * 3 * (2 * 8 * 8 + 96 * 2) == 1920
+
+
+def test_a_token_for_every_row_takes_scores_and_logits() -> None:
+    assert drawing(rows=2, heads=3, columns=5, vocabulary=7) == 4 * (3 * 2 * 3 * 5 + 4 * 2 * 7) == 584
+
+
+def test_the_layout_check_holds_all_logits_of_its_rows_and_those_of_answers_again() -> None:
+    assert layout_check(4, 6, 2, vocabulary=10, itemsize=4) == 4 * 10 * (8 * 4 + 2 * 8) == 1920
+    assert layout_check(4, 6, 2, vocabulary=10, itemsize=2) == 4 * 10 * (8 * 2 + 2 * 10) == 1440
+
+
+def test_two_blocks_of_a_sharded_model_are_whole_at_one_time_and_what_lies_outside() -> None:
+    assert made_whole(100, [10, 30, 20], 2, trained=False) == 150
+    assert made_whole(100, [10, 30, 20], 2, trained=True) == 150 + (100 + 30) * 2
+
+
+def test_the_peak_is_all_models_and_the_largest_phase() -> None:
+    phases = [Phase("a", {"x": 3.0, "y": 4.0}), Phase("b", {"x": 5.0})]
+    assert peak({"policy": Held(10, 1, 2), "reference": Held(20)}, phases) == (40.0, phases[0])
+
+
+def test_sizes_are_read_and_written() -> None:
+    assert [size_of(text) for text in ("80GiB", "1.5 MiB", "2GB", "512KiB")] == [80 * 2**30, 1572864, 2 * 10**9, 524288]
+    assert [shown(size) for size in (3 * 2**30, 1.5 * 2**20, 2048)] == ["3.00 GiB", "1.50 MiB", "2 KiB"]
+
+
+@pytest.mark.parametrize("text", ["80", "a lot", "GiB", "xGiB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"size|convert"):
+        size_of(text)
