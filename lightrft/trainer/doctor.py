@@ -255,7 +255,8 @@ def _memory(found: Needs, device: Device, config: RLConfig | SFTConfig) -> Itera
     says = f"{shown(total)} on {each}, in {found.largest.name}" + (f" ({shown(program)} of it the program)" if program else "")
     yield _fits(says, total, device)
     if device.kind == "cpu" and sys.platform == "linux" and ALLOCATOR not in os.environ:
-        says = f"the C library keeps what is freed in pieces: runs may take up to {KEPT:g} times this; {ALLOCATOR}=262144 and MALLOC_TRIM_THRESHOLD_=262144 give it back"
+        says = f"the C library keeps what is freed, in pieces: runs may take up to {KEPT:g} times this; {ALLOCATOR}=262144 and "
+        says += "MALLOC_TRIM_THRESHOLD_=262144 give it back"
         tight = device.memory and KEPT * total > device.memory
         yield Finding("memory", "warn" if tight else "ok", "allocator", says)
 

@@ -9,9 +9,11 @@ import torch
 
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
+from lightrft.models.loading import load_model
 from lightrft.models.meta import meta_model
 from lightrft.models.settings import LoRAConfig, ModelConfig
 from lightrft.models.tiny import tiny_config, tiny_model
+from lightrft.models.tiny_media import MEDIA_FAMILIES, save_tiny_media
 from lightrft.strategy.base import TrainState
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import Masters, SingleStrategy
@@ -109,3 +111,14 @@ def test_a_pass_without_gradient_takes_less_and_a_critic_is_traced_too(tmp_path:
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gemma2", "phi3", "olmo2"])
 def test_other_families_run_without_numbers(tmp_path: Path, family: str) -> None:
     assert update(actor(saved(tmp_path, family=family)), BATCH, 1).activations > 0
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_towers_count_and_their_models_run_without_numbers(tmp_path: Path, family: str) -> None:
+    save_tiny_media(family, tmp_path)
+    config = ModelConfig(path=str(tmp_path))
+    traced, real = actor(config), load_model(config)
+    assert sum(p.numel() for p in traced.base.parameters()) == sum(p.numel() for p in real.parameters())
+    assert {p.dtype for p in traced.base.parameters()} == {p.dtype for p in real.parameters()}
+    half = actor(replace_config(config, dtype="bfloat16"))  # experts run on the meta device in this type alone
+    assert update(half, BATCH, 1).activations > 0
