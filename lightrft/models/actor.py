@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,9 @@ attention.register()
 _ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
 
 
-@dataclass(slots=True)
-class Scores:
+class Scores(NamedTuple):
     """Of each response token ``[N]``: log-prob under the softmax at the given temperature, that softmax's entropy, and the
-    divergence of the next-token distribution from a teacher's."""
+    divergence of the next-token distribution from a teacher's. A tuple: whoever shards modules looks for tensors in those."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -173,7 +172,8 @@ class Actor(Backbone):
         if target is not None:
             softcap, scale = head_transform(self.base.config, self.family)
             options = {"softcap": softcap, "scale": scale, "chunk_mb": self.config.logits_mb}
-            scores.divergence = token_divergence(states, self.base.get_output_embeddings(), target, **options)
+            divergence = token_divergence(states, self.base.get_output_embeddings(), target, **options)
+            scores = scores._replace(divergence=divergence)
         return scores
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,13 +43,15 @@ class Towered(Protocol):
 
 @dataclass(slots=True)
 class TrainState:
-    """One trained model with what its steps need. Only the strategy that made it looks inside ``inner``."""
+    """One trained model with what its steps need. Only the strategy that made it looks inside ``inner``. ``shapes`` are those of all
+    parameters, whole, by name: a strategy may leave a model with less of them."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     scheduler: Any
     config: OptimizerConfig
     inner: Any = None
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 class Strategy(Protocol):

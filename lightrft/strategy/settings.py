@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -32,14 +32,29 @@ class OptimizerConfig(Settings):
 class StrategyConfig(Settings):
     """Where weights, gradients and optimizer state live.
 
-    ``kind``: ``single`` is one process, ``fsdp2`` shards them over all; ``auto`` takes what the number of processes asks for.
+    ``kind``: ``single`` is one process, ``fsdp2`` and ``deepspeed`` shard them over all; ``auto`` takes ``single`` or ``fsdp2``, as the
+    number of processes asks.
+    ``stage`` is ZeRO's (arXiv 1910.02054): what is sharded is optimizer state (1), gradients too (2), weights too (3). ``deepspeed`` goes
+    into DeepSpeed's own configuration as it is.
     ``device``: ``auto`` takes an accelerator where there is one. A rank that others have waited for during ``timeout`` minutes ends
     the run.
     """
 
-    kind: Literal["auto", "single", "fsdp2"] = "auto"
+    kind: Literal["auto", "single", "fsdp2", "deepspeed"] = "auto"
     device: str = "auto"
     timeout: float = Field(10.0, gt=0)
+    stage: int = Field(2, ge=1, le=3)
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _of_kind(self) -> StrategyConfig:
+        if self.kind != "deepspeed":
+            for name in ("stage", "deepspeed"):
+                if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
+                    raise ValueError(
+                        f"strategy.{name} = {value} changes nothing with kind {self.kind}; set strategy.kind=deepspeed"
+                    )
+        return self
 
 
 class SamplingConfig(Settings):

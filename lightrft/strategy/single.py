@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,20 +52,12 @@ class SingleStrategy:
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
         self.place(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        rates = rates_of(model, parameters, optimizer)
         masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in parameters.items()}
-        groups: list[dict[str, Any]] = []
-        for rate in dict.fromkeys(rates.values()):
-            mine = {n: m for n, m in masters.items() if rates[n] == rate}
-            decayed = [m for n, m in mine.items() if parameters[n].dim() >= 2]
-            plain = [m for n, m in mine.items() if parameters[n].dim() < 2]
-            groups += [
-                {"params": g, "weight_decay": d, "rate": rate} for g, d in ((decayed, optimizer.weight_decay), (plain, 0.0)) if g
-            ]
+        groups = parameter_groups(model, parameters, masters, optimizer)
         adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         inner = Masters(parameters, masters, 0, total_steps)
-        self._set_lr(adamw, optimizer, inner)
-        return TrainState(model, adamw, None, optimizer, inner)
+        set_lr(adamw, optimizer, inner.step, inner.total)
+        return TrainState(model, adamw, None, optimizer, inner, shapes_of(model))
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         loss.backward()
@@ -93,7 +85,7 @@ class SingleStrategy:
             state.optimizer.step()
             self._write_back(inner)
             inner.step += 1
-            self._set_lr(state.optimizer, state.config, inner)
+            set_lr(state.optimizer, state.config, inner.step, inner.total)
         state.optimizer.zero_grad(set_to_none=True)
         return info
 
@@ -119,23 +111,11 @@ class SingleStrategy:
             tensors |= {f"{key}/{name}": moments[key] for key in MOMENTS if key in moments}
         first = self.ranks.rank == 0
         whole = {k: w.contiguous() for k, t in tensors.items() if (w := self.full(t.detach())) is not None and first}
-
-        def write() -> None:
-            if first:
-                path.mkdir(parents=True, exist_ok=True)
-                save_file(whole, path / STATE_FILE)
-                (path / ABOUT_FILE).write_text(json.dumps({"step": inner.step, "total": inner.total}))
-
-        together(self.ranks, write)
+        write_state(self.ranks, path, whole, inner.step, inner.total)
 
     def load(self, state: TrainState, path: Path) -> None:
         inner: Masters = state.inner
-        try:
-            tensors = load_file(path / STATE_FILE)
-            about = json.loads((path / ABOUT_FILE).read_text())
-        except Exception as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); resume from an older step, or start anew") from error
-        self._check_names(tensors, inner, path)
+        tensors, inner.step = read_state(path, {name: state.shapes[name] for name in inner.masters})
         with torch.no_grad():
             for name, master in inner.masters.items():
                 master.copy_(self.like(tensors[f"weights/{name}"], master))
@@ -144,19 +124,7 @@ class SingleStrategy:
                     on = torch.device("cpu") if not master.is_cuda else master.device
                     state.optimizer.state[master] = {**moments, "step": tensors[f"step/{name}"].to(on)}
         self._write_back(inner)
-        inner.step = about["step"]
-        self._set_lr(state.optimizer, state.config, inner)
-
-    @staticmethod
-    def _check_names(tensors: dict[str, Tensor], inner: Masters, path: Path) -> None:
-        here = {n: tuple(m.shape) for n, m in inner.masters.items()}
-        there = {k.removeprefix("weights/"): tuple(t.shape) for k, t in tensors.items() if k.startswith("weights/")}
-        if here != there:
-            odd = sorted(set(here.items()) ^ set(there.items()))[:3]
-            raise CheckpointError(
-                f"{path} holds another model's weights (first differences: {odd}); "
-                "set model.path and model.lora to those of the run that wrote it"
-            )
+        set_lr(state.optimizer, state.config, inner.step, inner.total)
 
     @staticmethod
     def _write_back(inner: Masters) -> None:
@@ -165,10 +133,59 @@ class SingleStrategy:
                 if inner.masters[name] is not parameter:
                     parameter.copy_(inner.masters[name])
 
-    @staticmethod
-    def _set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, inner: Masters) -> None:
-        for group in adamw.param_groups:
-            group["lr"] = group["rate"] * lr_factor(inner.step, inner.total, config)
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter, by name."""
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, step: int, total: int) -> None:
+    """Give each group the rate that it has after ``step`` of ``total`` steps."""
+    for group in adamw.param_groups:
+        group["lr"] = group["rate"] * lr_factor(step, total, config)
+
+
+def parameter_groups(
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """AdamW's groups: ``masters`` by learning rate, and weight decay for matrices only. Raises ``ConfigError``."""
+    rates = rates_of(model, parameters, config)
+    groups: list[dict[str, Any]] = []
+    for rate in dict.fromkeys(rates.values()):
+        mine = {n: m for n, m in masters.items() if rates[n] == rate}
+        decayed = [m for n, m in mine.items() if parameters[n].dim() >= 2]
+        plain = [m for n, m in mine.items() if parameters[n].dim() < 2]
+        groups += [{"params": g, "weight_decay": d, "rate": rate} for g, d in ((decayed, config.weight_decay), (plain, 0.0)) if g]
+    return groups
+
+
+def write_state(ranks: Ranks, path: Path, tensors: Mapping[str, Tensor], step: int, total: int) -> None:
+    """Write whole ``tensors`` by ``<weights | exp_avg | ..>/<name>`` under the folder ``path``, on the first rank."""
+
+    def write() -> None:
+        if ranks.rank == 0:
+            path.mkdir(parents=True, exist_ok=True)
+            save_file(dict(tensors), path / STATE_FILE)
+            (path / ABOUT_FILE).write_text(json.dumps({"step": step, "total": total}))
+
+    together(ranks, write)
+
+
+def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], int]:
+    """What ``write_state`` wrote, and the step. Raises ``CheckpointError`` unless it is of parameters of these ``shapes``."""
+    try:
+        tensors = load_file(path / STATE_FILE)
+        about = json.loads((path / ABOUT_FILE).read_text())
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); resume from an older step, or start anew") from error
+    there = {k.removeprefix("weights/"): tuple(t.shape) for k, t in tensors.items() if k.startswith("weights/")}
+    if shapes != there:
+        odd = sorted(set(shapes.items()) ^ set(there.items()))[:3]
+        raise CheckpointError(
+            f"{path} holds another model's weights (first differences: {odd}); "
+            "set model.path and model.lora to those of the run that wrote it"
+        )
+    return tensors, about["step"]
 
 
 def rates_of(model: nn.Module, names: Iterable[str], config: OptimizerConfig) -> dict[str, float]:

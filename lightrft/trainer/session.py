@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import nn
-
 from lightrft.config import CheckpointConfig, EvaluateConfig, LogConfig, RunConfig
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
@@ -163,7 +161,7 @@ class Session:
         return row
 
     def _about(self, trained: Mapping[str, Trained]) -> dict[str, Any]:
-        return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.model) for name, t in trained.items()}}
+        return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.state.shapes) for name, t in trained.items()}}
 
 
 def close_session(session: Session, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:
@@ -197,9 +195,9 @@ def next_commands(session: Session) -> list[str]:
     return commands
 
 
-def shapes_digest(model: nn.Module) -> str:
+def shapes_digest(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """A short hash of the names and shapes of all parameters."""
-    text = "\n".join(f"{n} {tuple(p.shape)}" for n, p in model.named_parameters())
+    text = "\n".join(f"{name} {shape}" for name, shape in shapes.items())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -33,6 +34,17 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": {"preset": "ppo", "kl": {"coef": 0.01}}},
     "lora": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}, "model": {"lora": {"rank": 4}}},
 }
+
+DEEPSPEED = [
+    pytest.mark.slow,
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the package deepspeed is not installed"),
+]
+
+
+def zero(stage: int) -> tuple[str, str]:
+    """The arguments that ask for a stage of ZeRO."""
+    return "strategy.kind=deepspeed", f"strategy.stage={stage}"
 
 
 def rows_with_pictures(folder: Path) -> list[dict[str, Any]]:
@@ -153,3 +165,49 @@ def test_what_one_process_alone_can_do_is_refused_with_several():
         check_ranks(config, ALONE)
         with pytest.raises(ConfigError, match=r"is for one process, and this run has 2; .*launch.processes to 1"):
             check_ranks(config, several)
+
+
+class TestZero:
+    """The same by DeepSpeed, in each of its stages."""
+
+    pytestmark = DEEPSPEED
+
+    @pytest.mark.parametrize("preset", PRESETS)
+    def test_every_stage_gives_the_numbers_of_one_process(self, tree, tmp_path, preset):
+        tree = deep_merge(tree, PRESETS[preset])
+        one = train(tree, tmp_path, "one", 1)
+        for stage in (1, 2, 3):
+            check_equal(train(tree, tmp_path, f"stage{stage}", 2, *zero(stage)), one)
+
+    def test_three_processes_that_nothing_divides_by_and_too_few_rows_change_nothing(self, tree, tmp_path):
+        few = deep_merge(tree, {"rollout": {"prompts": 2, "samples": 2}, "train": {"steps": 2}})
+        one = train(few, tmp_path, "one", 1)
+        for stage in (1, 2, 3):
+            check_equal(train(few, tmp_path, f"stage{stage}", 3, *zero(stage)), one)
+
+    @pytest.mark.parametrize("preset", ["grpo", "lora"])
+    def test_clipping_decay_schedule_and_recomputed_layers_are_those_of_one_process(self, tree, tmp_path, preset):
+        optimizer = {"max_grad_norm": 0.05, "weight_decay": 0.1, "schedule": "cosine", "warmup": 2, "lr_of": {"language": 2e-3}}
+        tree = deep_merge(tree, {**PRESETS[preset], "optimizer": optimizer})
+        tree = deep_merge(tree, {"model": {"gradient_checkpointing": True}})
+        one = train(tree, tmp_path, "one", 1)
+        for stage in (1, 2, 3):
+            check_equal(train(tree, tmp_path, f"stage{stage}", 2, *zero(stage)), one)
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_pictures_that_a_rank_has_none_of_change_nothing(self, tree, tmp_path, stage):
+        save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
+        sources = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
+        over = {"model": {"path": str(tmp_path / "reader")}, "data": sources, "eval": {"data": sources}, "train": {"steps": 2}}
+        tree = deep_merge(tree, over)
+        one = train(tree, tmp_path, "one", 1)
+        check_equal(train(tree, tmp_path, "several", 2, *zero(stage)), one, AutoModelForImageTextToText)
+
+    def test_a_run_goes_on_from_any_strategy_to_any_other(self, tree, tmp_path):
+        tree = deep_merge(tree, {**PRESETS["ppo"], "eval": {"every": 1}, "train": {"steps": 7}})
+        whole = train(tree, tmp_path, "whole", 1)
+        ways = [(2, zero(1)), (1, ()), (3, zero(2)), (2, ()), (3, zero(3)), (1, ()), (2, zero(3))]
+        for step, (processes, kind) in enumerate(ways, start=1):
+            train(tree, tmp_path, "moved", processes, f"train.steps={step}", *kind)
+        check_equal(tmp_path / "moved", whole)

@@ -268,6 +268,8 @@ FLIPS: dict[str, Flip] = {
     "train.micro_batch_tokens": Flip(16, "run"),
     "strategy.kind": Flip("fsdp2", "run", refused=True),
     "strategy.device": Flip("cuda:77", "run", refused=True),
+    "strategy.stage": Flip(3, "run", refused=True),
+    "strategy.deepspeed": Flip({"steps_per_print": 1}, "run", refused=True),
     "strategy.timeout": Flip(0.02, "side_by_side", {"launch": {"processes": 2}}),
     "launch.processes": Flip(3, "side_by_side", {"launch": {"processes": 2}}),
     "checkpoint.every": Flip(1, "run", LONG),

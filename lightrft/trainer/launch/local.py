@@ -38,12 +38,16 @@ def local_processor(model: ModelConfig, tokenizer: Any) -> Processor | None:
 
 
 def strategy_of(config: StrategyConfig, ranks: Ranks) -> Strategy:
-    """The strategy that ``config`` names. Raises ``ConfigError`` for one process too many or too few."""
+    """The strategy that ``config`` names. Raises ``ConfigError`` for one process too many or too few, or a package that lacks."""
+    if config.kind in ("fsdp2", "deepspeed") and ranks.size == 1:
+        raise ConfigError(
+            f"strategy.kind = {config.kind!r} shards over several processes; set launch.processes, or strategy.kind=auto"
+        )
+    if config.kind == "deepspeed":
+        from lightrft.strategy.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(config, ranks)
     if config.kind == "fsdp2" or (config.kind == "auto" and ranks.size > 1):
-        if ranks.size == 1:
-            raise ConfigError(
-                "strategy.kind = 'fsdp2' shards over several processes; set launch.processes, or strategy.kind=auto"
-            )
         from lightrft.strategy.fsdp2 import Fsdp2Strategy
 
         return Fsdp2Strategy(config, ranks)

@@ -1,0 +1,238 @@
+"""ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and weights (3) in equal shards over the ranks.
+
+DeepSpeed divides the gradient by the number of ranks, and losses here are shares that add up, so each is multiplied by it first.
+Models are called in ways that DeepSpeed's engine knows nothing of; what it is handed is therefore the loss alone, through ``_Shell``,
+which has the model inside. A checkpoint has the form that one process writes.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrft.strategy.base import StepInfo, Towered, TrainState
+from lightrft.strategy.fsdp2 import blocks_of
+from lightrft.strategy.schedule import lr_factor
+from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, shapes_of, write_state
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.ranks import Ranks
+from lightrft.utils.settings import deep_merge
+
+OURS = (
+    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
+    *("optimizer", "scheduler", "fp16", "bf16", "data_types"),
+)
+"""Keys of DeepSpeed's configuration for which this program has settings of its own."""
+
+
+@dataclass(slots=True)
+class Zero:
+    """DeepSpeed's engine over a model, and the model's trainable parameters by name."""
+
+    engine: Any
+    parameters: dict[str, nn.Parameter]
+    step: int = 0
+    total: int = 1
+
+    @property
+    def flat(self) -> list[Tensor]:
+        """This rank's shards of the masters, each of many parameters: what AdamW moves."""
+        zero = self.engine.optimizer
+        return list(getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups)
+
+
+class _Shell(nn.Module):
+    """What the engine calls: ``forward`` gives back the loss that the model, called by others, has led to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+class DeepSpeedStrategy(SingleStrategy):
+    """``Strategy`` over the ranks of torch's default process group. Models that are not trained stay whole on each."""
+
+    def __init__(self, config: StrategyConfig, ranks: Ranks) -> None:
+        super().__init__(config)
+        self.ranks = ranks
+        self.config = config
+        if odd := sorted(set(config.deepspeed) & set(OURS)):
+            raise ConfigError(f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out")
+        if "stage" in config.deepspeed.get("zero_optimization", {}):
+            raise ConfigError("strategy.deepspeed.zero_optimization.stage: set strategy.stage in its place")
+        if self.device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        self.deepspeed = _deepspeed()
+
+    def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
+        self.place(model)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        groups = parameter_groups(model, parameters, parameters, optimizer)
+        if odd := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {"torch.float32"}:
+            raise ConfigError(
+                f"strategy.kind = 'deepspeed' trains float32 weights, and the model has {', '.join(sorted(odd))}; "
+                "set model.dtype=float32, or strategy.kind=fsdp2"
+            )
+        if isinstance(model, Towered):
+            model.run_towers = True  # every rank waits for the gradient of every parameter
+        adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+        shapes = shapes_of(model)
+        try:
+            engine = self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=self._configuration(optimizer))[0]
+        except ValueError as error:  # pydantic's too
+            raise ConfigError(f"strategy.deepspeed = {self.config.deepspeed} is refused by DeepSpeed: {error}") from error
+        if self.config.stage == 3:
+            self._shard_by_blocks(model, engine)
+        state = TrainState(model, adamw, None, optimizer, Zero(engine, parameters, 0, total_steps), shapes)
+        set_lr(adamw, optimizer, 0, total_steps)
+        # DeepSpeed's own first step would tell the parameters of its first group alone where their moments are.
+        self._reset_moments(state, None)
+        return state
+
+    def _configuration(self, optimizer: OptimizerConfig) -> dict[str, Any]:
+        ours = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": optimizer.max_grad_norm or 0.0,
+            "communication_data_type": "fp32",
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": self.config.stage, "stage3_param_persistence_threshold": 0},
+            "steps_per_print": 2**31,
+        }
+        return deep_merge(ours, self.config.deepspeed)
+
+    def _shard_by_blocks(self, model: nn.Module, engine: Any) -> None:
+        """Have weights fetched by whole blocks, and what lies outside of those with the model as a whole: heads and position tables
+        are read by other modules than their own."""
+        register = self.deepspeed.zero.register_external_parameter
+        kept = blocks_of(model)
+        blocks = [module for module in model.modules() if type(module).__name__ in kept]
+        inside = {p for block in blocks for p in block.parameters()}
+        for module in blocks:
+            for parameter in module.parameters():
+                register(module, parameter)
+        for parameter in model.parameters():
+            if parameter not in inside:
+                register(model, parameter)
+        # It would fetch ahead by the order of earlier calls, which here is that of no other call.
+        engine.optimizer.parameter_offload.fwd_pre_hook.remove()
+
+    def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
+        engine = state.inner.engine
+        engine.set_gradient_accumulation_boundary(last)
+        engine.backward(engine(loss * self.ranks.size))
+
+    def step(self, state: TrainState) -> StepInfo:
+        inner: Zero = state.inner
+        lr = state.config.lr * lr_factor(inner.step, inner.total, state.config)
+        inner.engine.step()
+        info = StepInfo(float(inner.engine.get_global_grad_norm()), lr)
+        if inner.engine.optimizer.overflow:
+            info.skipped = "gradient not finite"
+        else:
+            inner.step += 1
+            set_lr(state.optimizer, state.config, inner.step, inner.total)
+        return info
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Generator[None]:
+        parameters = list(model.parameters())
+        if not any(hasattr(p, "ds_id") for p in parameters):
+            yield
+            return
+        zero: Any = next(p._z3_optimizer for p in parameters if hasattr(p, "_z3_optimizer"))
+        offload = zero.parameter_offload
+        with self.deepspeed.zero.GatheredParameters(parameters):
+            offload._remove_module_hooks()  # they would let go of the weights after each call, and cost time in each
+            try:
+                yield
+            finally:
+                offload.forward_hooks, offload.backward_hooks = [], []
+                offload._register_deepspeed_module(offload.module)
+
+    def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in state.model.named_parameters():
+            with self.deepspeed.zero.GatheredParameters([parameter]):
+                yield name, parameter.detach().clone() if hasattr(parameter, "ds_id") else parameter.detach()
+
+    def save(self, state: TrainState, path: Path) -> None:
+        inner, utils = state.inner, self.deepspeed.utils
+        first = self.ranks.rank == 0
+        steps = state.optimizer.state[inner.flat[0]]["step"]
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in inner.parameters.items():
+            found = {"weights": utils.safe_get_full_fp32_param(parameter), "step": steps}
+            found |= {key: utils.safe_get_full_optimizer_state(parameter, key) for key in MOMENTS[:2]}
+            if first:
+                tensors |= {f"{key}/{name}": tensor.detach().to("cpu", copy=True) for key, tensor in found.items()}
+        write_state(self.ranks, path, tensors, inner.step, inner.total)
+
+    def load(self, state: TrainState, path: Path) -> None:
+        inner: Zero = state.inner
+        tensors, inner.step = read_state(path, {name: state.shapes[name] for name in inner.parameters})
+        self._reset_moments(state, max((tensors[f"step/{n}"] for n in inner.parameters if f"step/{n}" in tensors), default=None))
+        with torch.no_grad():
+            for name, parameter in inner.parameters.items():
+                found = {key: tensors[f"{key}/{name}"] for key in ("weights", *MOMENTS[:2]) if f"{key}/{name}" in tensors}
+                self._write(parameter, {key: tensor.to(self.device) for key, tensor in found.items()})
+        set_lr(state.optimizer, state.config, inner.step, inner.total)
+
+    def _reset_moments(self, state: TrainState, step: Tensor | None) -> None:
+        """Moments of zero after ``step`` steps, where DeepSpeed finds them."""
+        zero = state.inner.engine.optimizer
+        for flat in state.inner.flat:
+            held = state.optimizer.state[flat]
+            for key in MOMENTS[:2]:
+                held[key] = held[key].zero_() if key in held else torch.zeros_like(flat)
+            on = flat.device if flat.is_cuda else torch.device("cpu")
+            held["step"] = torch.zeros((), device=on) if step is None else step.to(on, copy=True)
+        if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+            zero._lazy_init_hp_params_optimizer_state()
+
+    def _write(self, parameter: nn.Parameter, whole: dict[str, Tensor]) -> None:
+        """Take over the ``weights`` and moments of ``parameter``, given whole."""
+        utils, sharded = self.deepspeed.utils, getattr(parameter, "ds_tensor", None)
+        for key, tensor in whole.items():
+            # What DeepSpeed has for this in stage 3 fails for sizes that the ranks do not divide.
+            mine = tensor if sharded is None else _shard(tensor, sharded.numel(), self.ranks)
+            if key == "weights":
+                (utils.safe_set_full_fp32_param if sharded is None else utils.safe_set_local_fp32_param)(parameter, mine)
+            else:
+                change = utils.safe_set_full_optimizer_state if sharded is None else utils.safe_set_local_optimizer_state
+                change(parameter, mine, key)
+        with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.data.copy_(whole["weights"])
+
+
+def _shard(whole: Tensor, size: int, ranks: Ranks) -> Tensor:
+    """The part of ``whole`` that is this rank's, ``[size]``, filled up with zeros at the end."""
+    flat = whole.flatten()
+    return nn.functional.pad(flat, (0, size * ranks.size - flat.numel()))[size * ranks.rank :][:size]
+
+
+def _deepspeed() -> Any:
+    """The package. Raises ``ConfigError`` when it is not installed."""
+    try:
+        import deepspeed  # ty: ignore[import-not-found]
+    except ImportError as error:
+        raise ConfigError(
+            f"strategy.kind = 'deepspeed' needs the package deepspeed ({error}): pip install 'lightrft[deepspeed]', or set "
+            "strategy.kind=fsdp2"
+        ) from None
+    deepspeed.utils.logger.setLevel("WARNING")
+    # It uses names that torch has newer ones for.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\..* is deprecated", FutureWarning)
+    return deepspeed
