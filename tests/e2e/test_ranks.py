@@ -194,6 +194,12 @@ class TestZero:
         for stage in (1, 2, 3):
             check_equal(train(tree, tmp_path, f"stage{stage}", 2, *zero(stage)), one)
 
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_what_lies_in_the_hosts_memory_changes_nothing(self, tree, tmp_path, stage):
+        offload = {"offload_optimizer": {"device": "cpu"}} | ({"offload_param": {"device": "cpu"}} if stage == 3 else {})
+        with_offload = deep_merge(tree, {"strategy": {"kind": "deepspeed", "deepspeed": {"zero_optimization": offload}}})
+        check_equal(train(with_offload, tmp_path, "several", 2, *zero(stage)), train(tree, tmp_path, "one", 1))
+
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_pictures_that_a_rank_has_none_of_change_nothing(self, tree, tmp_path, stage):
         save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
