@@ -30,7 +30,7 @@ GIVEN_BACK = 262_144
 KL = {"preset": "grpo", "kl": {"where": "loss", "coef": 0.1}}
 NO_KL = {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}}
 SIZES = {
-    "13M": {"hidden_size": 320, "num_hidden_layers": 6, "num_attention_heads": 5, "intermediate_size": 1280},
+    "16M": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536},
     "45M": {"hidden_size": 512, "num_hidden_layers": 10, "num_attention_heads": 8, "intermediate_size": 2048},
     "130M": {"hidden_size": 896, "num_hidden_layers": 10, "num_attention_heads": 14, "intermediate_size": 3584},
 }
@@ -43,7 +43,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("LoRA, bfloat16", "45M", {"algorithm": KL, "model": {"lora": {"rank": 16}, "dtype": "bfloat16"}}),
     ("bfloat16, reference", "45M", {"algorithm": KL, "model": {"dtype": "bfloat16"}}),
     ("bfloat16, checkpointing", "45M", {"algorithm": NO_KL, "model": {"dtype": "bfloat16", "gradient_checkpointing": True}}),
-    ("float32, one micro-batch", "13M", {"algorithm": KL, "train": {"micro_batch_tokens": 8192}}),
+    ("float32, one micro-batch", "16M", {"algorithm": KL, "train": {"micro_batch_tokens": 8192}}),
     ("float32, reference, checkpointing", "130M", {"algorithm": KL, "model": {"gradient_checkpointing": True}}),
 ]
 
@@ -95,7 +95,7 @@ def run(case: int | None, folder: Path) -> dict[str, Any]:
     from lightrft.utils.settings import build
 
     if case is None:
-        load_tokenizer(ModelConfig(path=str(folder / "13M")))
+        load_tokenizer(ModelConfig(path=str(folder / "16M")))
         return {"peak": peak()}
     run_rl(build(RLConfig, tree(case, folder)))
     return {"peak": peak()}
