@@ -6,7 +6,6 @@ Media that the row names become items, and marks in the text where they belong.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from typing import Any
 
 from lightrft.datasets.media import NOTHING, Finder, Item, Reads
 from lightrft.datasets.media.items import is_raw, replaced
-from lightrft.datasets.rows import ABSENT, BadRow, Row, look_up
+from lightrft.datasets.rows import BadRow, Row, look_up, named_column
 from lightrft.datasets.settings import Columns
 
 Message = dict[str, Any]
@@ -249,12 +248,7 @@ def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, Any]:
     """Name and value of the column that holds ``what``; ``("", None)`` where no usual name exists."""
     if not chosen:
         return next(((name, value) for name in USUAL[what] if (value := look_up(row, name)) is not None), ("", None))
-    value = look_up(row, chosen, ABSENT)
-    if value is ABSENT:
-        near = difflib.get_close_matches(chosen, list(row), n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        have = ", ".join(row) or "nothing"
-        raise BadRow(f"{where}: no column {chosen!r} (data.columns.{what}); the row has: {have}{hint}")
+    value = named_column(row, chosen, what, where)
     if value is None and what == "prompt":
         raise BadRow(f"{where}: the column {chosen!r} (data.columns.prompt) is empty")
     return chosen, value

@@ -6,6 +6,7 @@ Text files are indexed by byte offset and parsed on access, so that a large file
 from __future__ import annotations
 
 import csv
+import difflib
 import json
 import sys
 from array import array
@@ -45,6 +46,17 @@ def look_up(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
         if not isinstance(value, Mapping) or part not in value:
             return absent
         value = value[part]
+    return value
+
+
+def named_column(row: Row, name: str, what: str, where: str) -> Any:
+    """The column ``name`` that ``data.columns.<what>`` asks for. Raises ``BadRow``, with the nearest name, for a row without it."""
+    value = look_up(row, name, ABSENT)
+    if value is ABSENT:
+        near = difflib.get_close_matches(name, list(row), n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        have = ", ".join(row) or "nothing"
+        raise BadRow(f"{where}: no column {name!r} (data.columns.{what}); the row has: {have}{hint}")
     return value
 
 

@@ -100,7 +100,7 @@ def see(
     The last ``begun[p]`` tokens of prompt ``p`` are an answer: no placeholder among them stands for anything.
     Raises ``ModelError`` for media that the family cannot read and for placeholders that are not as many as features.
     """
-    responses = Segments.of([[]] * 0) if responses is None else responses
+    responses = Segments.of([]) if responses is None else responses
     reader = family.reader
     if not has_media(prompts) and not has_media(responses) and (reader is None or not every_tower):
         return None

@@ -27,7 +27,6 @@ class Fsdp2Strategy(SingleStrategy):
     def __init__(self, config: StrategyConfig, ranks: Ranks) -> None:
         super().__init__(config)
         self.ranks = ranks
-        self.config = config
         self.mesh: DeviceMesh = init_device_mesh(self.device.type, (ranks.size,))
 
     def place(self, model: nn.Module) -> None:

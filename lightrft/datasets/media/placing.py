@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.datasets.media.items import CLOSE, KINDS, OPEN, Item, kind_of, listed, mark, payload
-from lightrft.datasets.rows import ABSENT, BadRow, Row, look_up
+from lightrft.datasets.rows import BadRow, Row, named_column
 
 USUAL = {
     "image": ("images", "image"),
@@ -124,13 +123,7 @@ class Finder:
     def _column(self, kind: str, row: Row) -> tuple[str, list[Any]]:
         """Name and items of the first column of ``kind`` that has any."""
         for name in self._names(kind, row):
-            value = look_up(row, name, ABSENT)
-            if value is ABSENT:
-                near = difflib.get_close_matches(name, list(row), n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                have = ", ".join(row) or "nothing"
-                raise BadRow(f"{self.where}: no column {name!r} (data.columns.{kind}s); the row has: {have}{hint}")
-            if values := listed(value, kind):
+            if values := listed(named_column(row, name, f"{kind}s", self.where), kind):
                 return name, values
         return "", []
 

@@ -85,7 +85,7 @@ def rows(draw):
     return prompts, answers, spans
 
 
-def compared(prompts, answers, spans, window, softcap, last=False):
+def assert_as_masked(prompts, answers, spans, window, softcap, last=False):
     mask, positions = visible(prompts, answers, spans, window)
     total = len(positions)
     generator = torch.Generator().manual_seed(total)
@@ -107,18 +107,18 @@ def compared(prompts, answers, spans, window, softcap, last=False):
 @settings(max_examples=60, deadline=None)
 @given(rows(), st.sampled_from(WINDOWS), st.sampled_from([None, 2.0]))
 def test_attention_with_spans_is_that_of_the_mask_from_their_definition_forward_and_backward(row, window, softcap):
-    compared(*row, window, softcap)
+    assert_as_masked(*row, window, softcap)
 
 
 @settings(max_examples=25, deadline=None)
 @given(rows(), st.sampled_from(WINDOWS))
 def test_the_last_layer_reads_only_the_ends_of_shared_prompts_and_they_are_right(row, window):
-    compared(*row, window, None, last=True)
+    assert_as_masked(*row, window, None, last=True)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
 def test_tokens_of_a_span_longer_than_the_window_see_all_that_follows_in_it_and_the_window_before_them(window):
-    compared([20], [[4, 6]], [(3, 12)], window, None)
+    assert_as_masked([20], [[4, 6]], [(3, 12)], window, None)
     mask, _ = visible([20], [[4, 6]], [(3, 12)], window)
     assert mask[3, 14] and not mask[2, 3] and not mask[15, 16]
     assert mask[14, 3] == (window is None or window >= 12)
