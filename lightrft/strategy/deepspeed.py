@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.strategy.base import StepInfo, Towered, TrainState
-from lightrft.strategy.fsdp2 import blocks_of
+from lightrft.strategy.blocks import blocks_of
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, shapes_of, write_state

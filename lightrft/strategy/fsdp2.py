@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightrft.strategy.base import Towered, TrainState
+from lightrft.strategy.blocks import blocks_of
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.utils.ranks import Ranks
@@ -75,14 +76,6 @@ class Fsdp2Strategy(SingleStrategy):
             return super().like(whole, tensor)
         on_device = whole.to(tensor.device)
         return distribute_tensor(on_device, tensor.device_mesh, tensor.placements, src_data_rank=None)
-
-
-def blocks_of(model: nn.Module) -> set[str]:
-    """Names of the classes that are sharded as units: those that transformers' models say not to split."""
-    named: set[str] = set()
-    for module in model.modules():
-        named |= set(getattr(module, "_no_split_modules", None) or ())
-    return named
 
 
 def _fetch_ahead(model: nn.Module) -> None:

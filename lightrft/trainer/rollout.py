@@ -150,7 +150,7 @@ class Quota:
     judge: Callable[[Sequence[Rollout]], Verdict]
     passed: int = 0
     _verdicts: dict[int, Verdict] = field(default_factory=dict)
-    _counted: set[int] = field(default_factory=set)
+    _counted: dict[int, None] = field(default_factory=dict)
 
     @property
     def met(self) -> bool:
@@ -166,7 +166,12 @@ class Quota:
         """Take group ``index`` into the quota, if it passes."""
         if not self.of(index, group).reason:
             self.passed += 1
-            self._counted.add(index)
+            self._counted[index] = None
+
+    @property
+    def counted(self) -> list[int]:
+        """The groups taken into the quota, in that order."""
+        return list(self._counted)
 
     def uses(self, index: int) -> bool:
         """Whether a group that passes is one of those wanted: all are where the quota was not met."""
@@ -221,28 +226,34 @@ def scored_by_all(
     quota: Quota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
 ) -> list[list[Rollout]]:
-    """``scored``, each rank its share of the groups; all of them know all groups then. Several ranks finish every group: which of them
-    a ``quota`` takes is then settled by their order, not by time."""
+    """``scored`` for all ranks: all of them know all groups then. Where each has an engine of its own, each draws its share, and every
+    group is finished: which of them a ``quota`` takes is then settled by their order, not by time."""
     if ranks.size == 1:
         return scored(engine, scorer, requests, sampling, timers, stopped, quota, ready)
-    asked = mine(list(enumerate(requests)), ranks)
-    begun = [ready[i] for i, _ in asked] if ready else ()
+    leading = engine.of_all and ranks.rank == 0
+    places = list(range(len(requests)))
+    places = places if leading else mine(places, ranks)
 
-    def work() -> dict[int, list[dict[str, Any]]]:
+    def work() -> tuple[dict[int, list[dict[str, Any]]], list[int]]:
+        if engine.of_all and not leading:
+            return {}, []
+        asked, begun = [requests[i] for i in places], [ready[i] for i in places] if ready else ()
         engine.wake()
         try:
-            groups = scored(engine, scorer, [group for _, group in asked], sampling, timers, stopped, None, begun)
+            groups = scored(engine, scorer, asked, sampling, timers, stopped, quota if leading else None, begun)
         finally:
             engine.sleep(1)
-        return {i: [pack_rollout(r) for r in group] for (i, _), group in zip(asked, groups)}
+        packed = {i: [pack_rollout(r) for r in group] for i, group in zip(places, groups)}
+        return packed, quota.counted if quota is not None and leading else []
 
-    found = {i: group for part in together(ranks, work) for i, group in part.items()}
+    told = together(ranks, work)
+    found = {i: group for part, _ in told for i, group in part.items()}
     prompts = [next(r.prompt for r in (*group, *some)) for group, some in zip(requests, ready or [()] * len(requests))]
     groups = [[unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)]
-    if quota is not None:
-        for i, group in enumerate(groups):
+    if quota is not None and not leading:
+        for i in told[0][1] if engine.of_all else range(len(groups)):
             if not quota.met:
-                quota.count(i, group)
+                quota.count(i, groups[i])
     return groups
 
 

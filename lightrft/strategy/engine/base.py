@@ -20,7 +20,12 @@ def never() -> bool:
 
 
 class Engine(Protocol):
-    """Sampling only: native, vllm, sglang, http."""
+    """Sampling only: native, vllm, sglang, http.
+
+    ``of_all``: one engine stands for all ranks of a run, and the first rank asks it on behalf of all; else each rank has its own.
+    """
+
+    of_all: bool
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never

@@ -77,6 +77,8 @@ class NativeEngine:
     caches of its own; one that is dropped early frees them.
     """
 
+    of_all = False
+
     def __init__(
         self,
         decoder: Decoder,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -31,6 +33,12 @@ from lightrft.utils.timers import Timers
 class FakeEngine:
     """One token a row and step, all rows at once; answer lengths depend on the seed alone, and pauses on requests. ``raises`` after
     that many steps."""
+
+    of_all = False
+
+    def wake(self) -> None: ...
+
+    def sleep(self, level: int) -> None: ...
 
     def __init__(self, longest: int = 6, raises: int = 10**9) -> None:
         self.longest, self.raises, self.calls = longest, raises, 0
@@ -113,8 +121,38 @@ def config_of(**over: Any) -> RLConfig:
     return build(RLConfig, deep_merge(tree, over))
 
 
+@dataclass
+class Threads:
+    """Ranks that are threads of this process."""
+
+    rank: int
+    meeting: threading.Barrier
+    told: list[Any]
+
+    @property
+    def size(self) -> int:
+        return self.meeting.parties
+
+    def gather(self, value: Any) -> list[Any]:
+        self.told[self.rank] = value
+        self.meeting.wait(20)
+        found = list(self.told)
+        self.meeting.wait(20)
+        return found
+
+    def sum(self, tensor: Any) -> Any:
+        raise NotImplementedError
+
+
+def of_all_ranks(work: Callable[[Threads], Any], count: int) -> list[Any]:
+    """What ``work`` gives on each of so many ranks."""
+    meeting, told = threading.Barrier(count), [None] * count
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(lambda rank: work(Threads(rank, meeting, told)), range(count)))
+
+
 def run(config: RLConfig, scorer: FakeScorer, engine: FakeEngine | None = None, step: int = 0, **more: Any) -> Collected:
-    roles = Roles(SimpleNamespace(ranks=ALONE), None, engine or FakeEngine(), scorer, None)  # type: ignore[arg-type]
+    roles = Roles(SimpleNamespace(ranks=more.pop("ranks", ALONE)), None, engine or FakeEngine(), scorer, None)  # type: ignore[arg-type]
     return collect(roles, config, step, more.pop("prompts", Prompts()), Timers(), **more)
 
 
@@ -429,6 +467,22 @@ def test_answers_that_go_on_in_the_next_step_are_counted_once_and_none_is_lost(
             prompts.add(group[0].prompt.id)
             assert all(len(r) == random.Random(r.seed).randint(0, 6) for r in group)
     assert len(scorer.seen) == len(set(scorer.seen))
+
+
+class OfAll(FakeEngine):
+    of_all = True
+
+
+@pytest.mark.parametrize("oversample", [1.0, 2.0])
+def test_an_engine_of_all_ranks_is_asked_by_the_first_and_all_of_them_get_what_one_process_would(oversample: float) -> None:
+    config = config_of(rollout={"oversample": oversample, "max_rounds": 5}, algorithm={"filters": [{"name": "zero_variance"}]})
+    engines, scorers = [OfAll() for _ in range(3)], [FakeScorer() for _ in range(3)]
+    got = of_all_ranks(lambda r: run(config, scorers[r.rank], engines[r.rank], ranks=r), 3)
+    alone = run(config, FakeScorer())
+    for found in got:
+        assert [[r.seed for r in group] for group in found.groups] == [[r.seed for r in group] for group in alone.groups]
+        assert found.tokens == alone.tokens and conserves(found)
+    assert engines[0].calls and not (engines[1].calls or engines[2].calls or scorers[1].seen or scorers[2].seen)
 
 
 class Counting(FakeEngine):
