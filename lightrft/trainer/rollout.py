@@ -234,23 +234,27 @@ def scored_by_all(
     places = list(range(len(requests)))
     places = places if leading else mine(places, ranks)
 
+    drawn: list[list[Rollout]] = []
+
     def work() -> tuple[dict[int, list[dict[str, Any]]], list[int]]:
         if engine.of_all and not leading:
             return {}, []
         asked, begun = [requests[i] for i in places], [ready[i] for i in places] if ready else ()
         engine.wake()
         try:
-            groups = scored(engine, scorer, asked, sampling, timers, stopped, quota if leading else None, begun)
+            drawn.extend(scored(engine, scorer, asked, sampling, timers, stopped, quota if leading else None, begun))
         finally:
             engine.sleep(1)
-        packed = {i: [pack_rollout(r) for r in group] for i, group in zip(places, groups)}
+        packed = {i: [pack_rollout(r) for r in group] for i, group in zip(places, drawn)}
         return packed, quota.counted if quota is not None and leading else []
 
     told = together(ranks, work)
+    if leading:
+        return drawn  # the very answers that the quota has judged
     found = {i: group for part, _ in told for i, group in part.items()}
     prompts = [next(r.prompt for r in (*group, *some)) for group, some in zip(requests, ready or [()] * len(requests))]
     groups = [[unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)]
-    if quota is not None and not leading:
+    if quota is not None:
         for i in told[0][1] if engine.of_all else range(len(groups)):
             if not quota.met:
                 quota.count(i, groups[i])
