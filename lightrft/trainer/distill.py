@@ -7,9 +7,10 @@ from torch import Tensor
 
 from lightrft.config import DistillConfig, RLConfig
 from lightrft.models.divergence import Target
-from lightrft.trainer.roles import Roles
+from lightrft.trainer.roles import Frozen, Roles
 from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
 from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import About
 
 SAMPLED = About(
@@ -43,5 +44,10 @@ def target_of(part: Batch, roles: Roles, config: RLConfig) -> Target | None:
     settings = config.algorithm.distill
     if roles.teacher is None or not settings.whole:
         return None
+    if not isinstance(roles.teacher, Frozen):
+        raise ConfigError(
+            f"algorithm.distill.kind = {settings.kind}: whole distributions are compared where the policy is, and this teacher lives in "
+            "workers; set algorithm.distill.kind to sampled, or give the teacher no workers"
+        )
     temperature = settings.temperature or sampling_temperature(config)
     return roles.teacher.model.target(part, settings.kind, temperature=temperature, beta=settings.beta)

@@ -12,7 +12,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.loading import save_model
 from lightrft.trainer.evaluate import evaluate, reached
 from lightrft.trainer.lengths import check_lengths, longest
-from lightrft.trainer.roles import Roles, Trained
+from lightrft.trainer.roles import Kept, Roles
 from lightrft.trainer.rollout import Interrupted, attached, check_scored
 from lightrft.trainer.session import Session, close_session
 from lightrft.types import Prompt
@@ -58,7 +58,7 @@ class Training(ABC):
         return {}
 
     @property
-    def trained(self) -> dict[str, Trained]:
+    def trained(self) -> dict[str, Kept]:
         return self.roles.trained
 
 

@@ -111,7 +111,7 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
     state: Mapping[str, Any] = load_state(saved[step] / "trainer")
     for name, role in roles.trained.items():
         if (saved[step] / name).exists():  # settings that the run did not have may need a model that it did not have
-            roles.strategy.load(role.state, saved[step] / name)
+            role.load(roles.strategy, saved[step] / name)
     controls.load_state_dict(state["controls"])
     load_refreshed(roles, state)
     if roles.ptx is not None and "ptx" in state:

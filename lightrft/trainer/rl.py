@@ -22,6 +22,7 @@ from lightrft.trainer.replay import with_outcomes
 from lightrft.trainer.replay_buffer import save_batch
 from lightrft.trainer.rollout import attached
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
+from lightrft.trainer.update import merged
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
 from lightrft.utils.ranks import Ranks, joined
@@ -52,6 +53,7 @@ class RLRun(Training):
         config, session = self.config, self.session
         result = self.learn_next() if self.ahead is None else self.learn_drawn(self.ahead)
         done = self.step + 1
+        result.metrics.merge(merged(self.roles.counts(), session.ranks))
         for reason, count in result.collected.failures.most_common(3):
             log.info("step %d: %d answers were not scored: %s", done, count, reason)
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from lightrft.models.actor import Actor, Scores
-from lightrft.models.critic import Critic
 from lightrft.strategy.base import Strategy, TrainState
 from lightrft.strategy.engine.base import Engine
 from lightrft.types import Batch, Rollout
-from lightrft.utils.metrics import Metrics
+from lightrft.utils.metrics import Metrics, Sum
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,76 @@ class Trained:
     state: TrainState
     layout_settled: bool = False
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of all parameters, whole, by name."""
+        return self.state.shapes
+
+    def save(self, strategy: Strategy, path: Path) -> None:
+        strategy.save(self.state, path)
+
+    def load(self, strategy: Strategy, path: Path) -> None:
+        strategy.load(self.state, path)
+
+
+class ValueModel(Protocol):
+    """What says what a state is worth. See ``Critic.values``."""
+
+    @overload
+    def values(self, batch: Batch, final: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def values(self, batch: Batch, final: Literal[False] = False) -> tuple[Tensor, None]: ...
+
+    def values(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]: ...
+
+
+class Kept(Protocol):
+    """What a checkpoint must hold. ``shapes`` are those of all parameters, whole, by name."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]: ...
+
+    def save(self, strategy: Strategy, path: Path) -> None:
+        """Write weights, optimizer and schedule under the folder ``path``."""
+        ...
+
+    def load(self, strategy: Strategy, path: Path) -> None:
+        """Restore what ``save`` wrote. Raises ``CheckpointError`` when it is not of this model."""
+        ...
+
+
+class ValueLearner(ValueModel, Kept, Protocol):
+    """A critic that trains itself."""
+
+    def learn(self, mini: Batch) -> Metrics:
+        """One optimizer step on ``mini``, which has returns and the shares of its tokens in the loss."""
+        ...
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """A model that others run: up to ``in_flight`` parts of a batch may be asked of it at one time."""
+
+    @property
+    def in_flight(self) -> int: ...
+
+
+@runtime_checkable
+class Closing(Protocol):
+    """A role that holds more than memory."""
+
+    def close(self) -> None: ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A role that counts what it has borne."""
+
+    def take_counts(self) -> dict[str, int]:
+        """How often each thing happened since this was last asked, by name."""
+        ...
+
 
 @dataclass(slots=True)
 class Frozen:
@@ -135,8 +205,8 @@ class Roles:
     tokenizer: Any
     processor: Any = None
     reference: Reference | None = None
-    teacher: Frozen | None = None
-    critic: Trained | None = None
+    teacher: Reference | None = None
+    critic: Trained | ValueLearner | None = None
     process: Trained | None = None
     ptx: Beside | None = None
     ahead: Engine | None = None
@@ -146,9 +216,9 @@ class Roles:
         return ((name.removeprefix("model."), t) for name, t in self.strategy.full_parameters(self.policy.state))
 
     @property
-    def trained(self) -> dict[str, Trained]:
+    def trained(self) -> dict[str, Kept]:
         """What a checkpoint must hold, by name."""
-        roles = {"policy": self.policy, "critic": self.critic, "process": self.process}
+        roles: dict[str, Kept | None] = {"policy": self.policy, "critic": self.critic, "process": self.process}
         return {name: role for name, role in roles.items() if role is not None}
 
     @property
@@ -156,15 +226,20 @@ class Roles:
         return self.policy.model
 
     @property
-    def value_model(self) -> Critic | None:
-        return self.critic.model if self.critic is not None else None
+    def value_model(self) -> ValueModel | None:
+        return self.critic.model if isinstance(self.critic, Trained) else self.critic
 
     @property
     def device(self) -> torch.device:
         return self.strategy.device
 
+    def counts(self) -> Metrics:
+        """What roles have borne since this was last asked, e.g. ``engine/restarts``."""
+        names = ("engine", "ahead", "scorer", "reference", "teacher", "critic")
+        roles = {name: role for name in names if isinstance(role := getattr(self, name), Counting)}
+        return Metrics({f"{name}/{what}": Sum(n) for name, role in roles.items() for what, n in role.take_counts().items()})
+
     def close(self) -> None:
-        self.engine.close()
-        if self.ahead is not None:
-            self.ahead.close()
-        self.scorer.close()
+        for role in (self.engine, self.ahead, self.scorer, self.reference, self.teacher, self.critic):
+            if isinstance(role, Closing):
+                role.close()

@@ -3,30 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from lightrft.config import RLConfig
 from lightrft.trainer.batching import my_micro_batches
-from lightrft.trainer.roles import Reference, Roles
+from lightrft.trainer.roles import Distant, Reference, Roles
 from lightrft.types import Batch, rows_of
 
 
-def by_parts(batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig) -> Tensor:
-    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch, on some rank."""
+def by_parts(
+    batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig, at_one_time: int = 1
+) -> Tensor:
+    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch, on some rank, of
+    several ``at_one_time`` in threads."""
     column, ranks = torch.zeros(batch.tokens), roles.strategy.ranks
-    with torch.no_grad():
-        for index in my_micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout, ranks):
-            values = score(batch.select(index).to(roles.device), index)
-            column[rows_of(batch.lengths, index)] = values.float().cpu()
+
+    @torch.no_grad()
+    def one(index: Tensor) -> None:
+        values = score(batch.select(index).to(roles.device), index)
+        column[rows_of(batch.lengths, index)] = values.float().cpu()
+
+    parts = my_micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout, ranks)
+    if at_one_time == 1:
+        for index in parts:
+            one(index)
+    else:
+        with ThreadPoolExecutor(at_one_time) as threads:
+            list(threads.map(one, parts))
     return ranks.sum(column)
+
+
+def parts_at_one_time(model: object) -> int:
+    """How many parts of a batch to ask of ``model`` at once."""
+    return model.in_flight if isinstance(model, Distant) else 1
 
 
 def logprobs_by_parts(model: Reference, batch: Batch, roles: Roles, config: RLConfig) -> Tensor:
     """What ``model`` gives the response tokens ``[N]``, at the temperature at which they were drawn."""
     temperature = sampling_temperature(config)
-    return by_parts(batch, lambda part, _: model.score(part, temperature=temperature).logprobs, roles, config)
+    score = lambda part, _: model.score(part, temperature=temperature).logprobs  # noqa: E731
+    return by_parts(batch, score, roles, config, parts_at_one_time(model))
 
 
 def sampling_temperature(config: RLConfig) -> float:

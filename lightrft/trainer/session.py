@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from lightrft.config import CheckpointConfig, EvaluateConfig, LogConfig, RunConfig
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
-from lightrft.trainer.roles import Trained
+from lightrft.trainer.roles import Kept
 from lightrft.trainer.summary import headline, samples
 from lightrft.utils.files import write_atomic
 from lightrft.utils.metrics import Metrics, Sum
@@ -74,7 +74,7 @@ class Session:
         """Wall seconds of this run, those before a resume included."""
         return self.before + time.perf_counter() - self.began
 
-    def resume(self, strategy: Strategy, trained: Mapping[str, Trained]) -> tuple[int, dict[str, Any]]:
+    def resume(self, strategy: Strategy, trained: Mapping[str, Kept]) -> tuple[int, dict[str, Any]]:
         """Take up the newest checkpoint of a folder that holds one: ``(step, plain state)``; ``(0, {})`` for a fresh start.
 
         Raises ``CheckpointError`` for a checkpoint that is damaged or of another model.
@@ -86,7 +86,7 @@ class Session:
             return 0, {}
         state = load_state(path / "trainer")
         for name, role in trained.items():
-            strategy.load(role.state, path / name)
+            role.load(strategy, path / name)
         restore_rng(state.pop("rng"))
         self.before = state.pop("seconds")
         if self.ranks.rank == 0:
@@ -108,7 +108,7 @@ class Session:
         return bool(self.stop)
 
     def save(
-        self, step: int, strategy: Strategy, trained: Mapping[str, Trained], state: Mapping[str, Any], values: Mapping[str, float]
+        self, step: int, strategy: Strategy, trained: Mapping[str, Kept], state: Mapping[str, Any], values: Mapping[str, float]
     ) -> None:
         """Write the checkpoint of ``step``: everything that the next step reads."""
         best = (self.checkpoint.best or "").lstrip("-")
@@ -118,7 +118,7 @@ class Session:
             if self.ranks.rank == 0:
                 path = stack.enter_context(self.store.writing(step, about, values.get(best)))
             for name, role in trained.items():
-                strategy.save(role.state, path / name)
+                role.save(strategy, path / name)
             if self.ranks.rank == 0:
                 save_state(path / "trainer", {**state, "rng": capture_rng(), "seconds": self.seconds})
         self._saved_at = step
@@ -128,7 +128,7 @@ class Session:
         step: int,
         last: bool,
         strategy: Strategy,
-        trained: Mapping[str, Trained],
+        trained: Mapping[str, Kept],
         state: Mapping[str, Any],
         values: Mapping[str, float],
     ) -> Metrics:
@@ -160,8 +160,8 @@ class Session:
         self.observer.update(row)
         return row
 
-    def _about(self, trained: Mapping[str, Trained]) -> dict[str, Any]:
-        return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.state.shapes) for name, t in trained.items()}}
+    def _about(self, trained: Mapping[str, Kept]) -> dict[str, Any]:
+        return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.shapes) for name, t in trained.items()}}
 
 
 def close_session(session: Session, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:

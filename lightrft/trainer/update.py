@@ -160,8 +160,10 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
                 mini = gated(current, config.algorithm.gates, config.algorithm.loss, generator)
             if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, config))
-            if roles.critic is not None:
+            if isinstance(roles.critic, Trained):
                 metrics.merge(critic_step(roles.strategy, roles.critic, mini, config))
+            elif roles.critic is not None:
+                metrics.merge(roles.critic.learn(mini))
     return metrics
 
 

@@ -29,5 +29,9 @@ class RankError(UserError):
     """Another process of the run failed, or did not answer in time."""
 
 
+class WorkerError(UserError):
+    """A process that a role of the run lives in cannot be kept alive."""
+
+
 class ResourceError(UserError):
     """Memory or disk ran out; the message says what to lower or free."""

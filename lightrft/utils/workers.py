@@ -28,11 +28,13 @@ class Worker(Protocol):
 
     def call(self, method: str, *args: Any) -> Future[Any]:
         """The future of what ``method`` of the object returns or raises. It raises ``WorkerLost`` when the process ends first, and
-        at once where it is gone already. Arguments and results are pickled; tensors on the CPU."""
+        at once where it is gone already. Arguments have been pickled when this returns; tensors among them, and among results, are on
+        the CPU."""
         ...
 
     def restart(self) -> None:
         """End the process if it is there, whatever it is doing, and start a new one with a new object. Calls under way are lost.
+        Where several processes hold the worker, one start serves all of them that have lost it.
 
         Raises ``ResourceError`` when there is no place for it any more.
         """

@@ -97,43 +97,23 @@ class NativeEngine:
         self.awake = whole is None
         self._whole, self._held = whole, ExitStack()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
-        self._size = sum(tensor.numel() for _, tensor in decoder.parameters())
+        self.size = sum(tensor.numel() for _, tensor in decoder.parameters())
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
         """See ``Engine.generate``. Raises ``ResourceError`` at once for a request that ``token_budget`` can never hold."""
         wanted = list(requests)
-        for request in wanted:
-            if _limit(request, sampling) < 1:
-                raise ValueError(f"max_new_tokens {request.max_new_tokens} of a request must be at least 1")
-            if request.held >= _end(request, sampling):
-                raise ValueError(
-                    f"{request.held} tokens of an answer to {request.prompt.id!r} are there; it ends at {_end(request, sampling)}"
-                )
-            tokens = len(request.prompt.token_ids) + _limit(request, sampling)
-            if tokens > self.config.token_budget:
-                raise ResourceError(
-                    f"engine.token_budget = {self.config.token_budget} cannot hold prompt {request.prompt.id!r}: "
-                    f"{len(request.prompt.token_ids)} prompt tokens + max_new_tokens {_limit(request, sampling)} = {tokens}; "
-                    f"raise engine.token_budget to at least {tokens}, or lower max_new_tokens or the prompt length"
-                )
+        check_requests(wanted, sampling, self.config)
         return self._answers(wanted, sampling, stopped)
 
     def _answers(self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]) -> Iterator[Rollout]:
-        run = _Run(self, requests, sampling)
-        while run.unfinished:
+        drawing = Drawing(self, requests, sampling)
+        while drawing.unfinished:
             if stopped():
-                yield from run.abort()
+                yield from drawing.abort()
                 return
-            if not self.awake:
-                raise RuntimeError("the engine was put to sleep or closed while answers were being drawn; call wake() first")
-            # The policy is itself again whenever the caller has control.
-            with threads_for(2.0 * self._size * run.width, self.decoder.device), self.decoder.running():
-                done: list[Rollout] = []
-                while run.unfinished and not done and not stopped():
-                    done = run.advance()
-            yield from done
+            yield from drawing.advance(stopped)
 
     def stop_strings(self, stop: tuple[str, ...]) -> StopStrings:
         if stop not in self._stops:
@@ -159,6 +139,56 @@ class NativeEngine:
 
     def close(self) -> None:
         self.sleep(2)
+
+
+class Drawing:
+    """Answers under way, in the hands of whoever asks for the next tokens; more requests may join at any time."""
+
+    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        self._engine = engine
+        self._run = _Run(engine, requests, sampling)
+
+    @property
+    def unfinished(self) -> bool:
+        return self._run.unfinished
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue ``requests``, which share the computation of a prompt with one another, not with those that came before."""
+        self._run.queue(requests)
+
+    def advance(self, stopped: Callable[[], bool] = never) -> list[Rollout]:
+        """The next answers that are finished; none once ``stopped``, which is asked between tokens. The policy is itself again
+        whenever the caller has control."""
+        engine, run = self._engine, self._run
+        done: list[Rollout] = []
+        if not engine.awake:
+            raise RuntimeError("the engine was put to sleep or closed while answers were being drawn; call wake() first")
+        with threads_for(2.0 * engine.size * run.width, engine.decoder.device), engine.decoder.running():
+            while run.unfinished and not done and not stopped():
+                done = run.advance()
+        return done
+
+    def abort(self) -> list[Rollout]:
+        """What is not finished, as it is."""
+        return self._run.abort()
+
+
+def check_requests(requests: Iterable[Request], sampling: SamplingConfig, config: EngineConfig) -> None:
+    """Raises ``ResourceError`` for a request that ``token_budget`` can never hold, ``ValueError`` for one that asks for nothing."""
+    for request in requests:
+        if _limit(request, sampling) < 1:
+            raise ValueError(f"max_new_tokens {request.max_new_tokens} of a request must be at least 1")
+        if request.held >= _end(request, sampling):
+            raise ValueError(
+                f"{request.held} tokens of an answer to {request.prompt.id!r} are there; it ends at {_end(request, sampling)}"
+            )
+        tokens = len(request.prompt.token_ids) + _limit(request, sampling)
+        if tokens > config.token_budget:
+            raise ResourceError(
+                f"engine.token_budget = {config.token_budget} cannot hold prompt {request.prompt.id!r}: "
+                f"{len(request.prompt.token_ids)} prompt tokens + max_new_tokens {_limit(request, sampling)} = {tokens}; "
+                f"raise engine.token_budget to at least {tokens}, or lower max_new_tokens or the prompt length"
+            )
 
 
 def _limit(request: Request, sampling: SamplingConfig) -> int:
@@ -293,7 +323,7 @@ def _columns(rollout: Rollout) -> tuple[list[int], list[float], list[int]]:
 class _Run:
     """One ``generate`` call: who waits, who grows, and the cache. ``advance`` adds one token to every row."""
 
-    def __init__(self, engine: NativeEngine, requests: list[Request], sampling: SamplingConfig) -> None:
+    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         self._engine, self._sampling, self._config = engine, sampling, engine.config
         self._likeliest = sampling.model_copy(update={"temperature": 0.0})
         self._device = engine.decoder.device
@@ -301,16 +331,21 @@ class _Run:
         eos = () if engine.tokenizer.eos_token_id is None else (engine.tokenizer.eos_token_id,)
         self._ends = np.unique(np.array([*engine.decoder.eos_token_ids, *eos, *sampling.stop_token_ids], dtype=np.int64))
         self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
+        self._waiting: deque[_Group] = deque()
+        self._open: list[_Group] = []  # groups whose prompt is in the cache
+        self._rows = _Rows()
+        self._last = torch.zeros(0, dtype=torch.long, device=self._device)
+        self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
+        self.queue(requests)
+
+    def queue(self, requests: Sequence[Request]) -> None:
+        """Have ``requests`` wait for their turn."""
         groups: dict[Any, _Group] = {}
         for request in requests:
             tokens = _read(request).token_ids
             key = (id(request.prompt) if request.prompt.media else None, *tokens)
             groups.setdefault(key, _Group(_read(request))).waiting.append(request)
-        self._waiting = deque(groups.values())
-        self._open: list[_Group] = []  # groups whose prompt is in the cache
-        self._rows = _Rows()
-        self._last = torch.zeros(0, dtype=torch.long, device=self._device)
-        self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
+        self._waiting.extend(groups.values())
 
     @property
     def width(self) -> int:

@@ -1,0 +1,381 @@
+"""Engines in workers, each with weights of its own, that stand for all ranks of a run."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.models.decoding import Decoder
+from lightrft.models.loading import load_tokenizer
+from lightrft.models.settings import ModelConfig
+from lightrft.strategy.engine.base import Fingerprint, never
+from lightrft.strategy.engine.native import Drawing, NativeEngine, check_requests, checksum
+from lightrft.strategy.engine.transfer import Carrier, Inbox, Layout, Message, Way, carrier_of, fill, used
+from lightrft.strategy.settings import EngineConfig, SamplingConfig, StrategyConfig
+from lightrft.strategy.single import SingleStrategy
+from lightrft.trainer.launch.local import local_frozen
+from lightrft.trainer.launch.remote import Crew, Limits, Seat, Worker, WorkerLost
+from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollout
+from lightrft.types import Request, Rollout
+from lightrft.utils.errors import ModelError
+from lightrft.utils.ranks import ALONE, Ranks, together
+
+log = logging.getLogger(__name__)
+
+TURN_SECONDS = 0.25
+"""How long a worker draws before it tells what is finished and hears what else there is: what a stop waits for at most."""
+LOOK_SECONDS = 0.05
+"""Between two looks at whether to stop."""
+
+
+def engine_host(model: ModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int) -> EngineHost:
+    """What a worker makes: an engine over ``model``, on the device of ``strategy`` with ``threads`` threads."""
+    torch.set_num_threads(threads)
+    actor = local_frozen(model, SingleStrategy(strategy))
+    return EngineHost(NativeEngine(Decoder(actor.model), load_tokenizer(model), config, shared=False))
+
+
+class EngineHost:
+    """An engine in its worker: it draws in turns, so that it hears between them."""
+
+    def __init__(self, engine: NativeEngine) -> None:
+        self.engine = engine
+        self.inbox = Inbox(engine.decoder.load)
+        self._drawings: dict[str, Drawing] = {}
+
+    def draw(self, job: str, requests: Sequence[Request], sampling: SamplingConfig, seconds: float) -> list[dict[str, Any]]:
+        """Draw for ``job``, with ``requests`` besides those that it has, for about ``seconds``; what is finished, packed."""
+        ends, found = time.monotonic() + seconds, []
+        drawing = self._drawings.setdefault(job, Drawing(self.engine, (), sampling))
+        drawing.add(requests)
+        while drawing.unfinished and time.monotonic() < ends:
+            found += drawing.advance(lambda: time.monotonic() >= ends)
+        if not drawing.unfinished:
+            del self._drawings[job]
+        return [pack_rollout(rollout) for rollout in found]
+
+    def abort(self, job: str) -> list[dict[str, Any]]:
+        """Give up ``job``: what it has not finished, packed."""
+        drawing = self._drawings.pop(job, None)
+        return [] if drawing is None else [pack_rollout(rollout) for rollout in drawing.abort()]
+
+    def weights(self, method: str, *args: Any) -> None:
+        """For the way that weights come by."""
+        getattr(self.inbox, method)(*args)
+
+    def ping(self) -> None:
+        """Nothing but a sign of life."""
+
+    def fingerprint(self) -> Fingerprint:
+        """Of the weights as they are."""
+        return {name: checksum(tensor) for name, tensor in self.engine.decoder.parameters()}
+
+    def settle(self, version: int) -> Fingerprint:
+        """All weights of ``version`` are there."""
+        return self.engine.load_weights((), version)
+
+    def sleep(self, level: int) -> None:
+        self.engine.sleep(level)
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """How weights are handed over: the ``way``, the bytes of a ``bucket``, the ``device`` that it is filled on, where workers find this
+    machine (``host``), and the names in the engine's model that training changes: with them, only those travel again."""
+
+    way: Way = "message"
+    bucket: int = 256 * 2**20
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (a value that never changes)
+    host: str = "127.0.0.1"
+    trained: frozenset[str] | None = None
+
+
+class RemoteEngines:
+    """``Engine`` over workers that hold an ``EngineHost`` each. The first rank asks them; on the others the object only takes part in
+    what all ranks must do together, and has no workers.
+
+    Requests are handed out prompt by prompt as workers get free. What a lost worker had not answered is asked again, elsewhere, and the
+    worker is started anew with the newest weights, which are kept on this machine. Raises ``WorkerError`` when that does not help, and
+    ``ModelError`` when workers do not hold the same weights.
+    """
+
+    of_all = True
+
+    def __init__(self, workers: Sequence[Worker], config: EngineConfig, limits: Limits, hand: Hand, ranks: Ranks = ALONE) -> None:
+        self.config = config
+        self.crew = Crew(workers, limits, self._give)
+        self.version = 0
+        self._hand = hand
+        self._ranks = ranks
+        self._carrier: Carrier | None = None
+        self._lives: tuple[int, ...] = ()
+        self._kept: list[tuple[Layout, Tensor]] = []
+        self._found: dict[int, Fingerprint] = {}
+        self._known: list[Fingerprint] = []  # by worker, of what it was made with
+        self._others: frozenset[str] | None = None  # not trained, and not what workers were made with
+        self._resent = 0
+
+    def generate(
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+    ) -> Iterator[Rollout]:
+        """See ``Engine.generate``. Raises ``ResourceError`` at once for a request that ``token_budget`` can never hold."""
+        wanted = list(requests)
+        check_requests(wanted, sampling, self.config)
+        return self._answers(wanted, sampling, stopped)
+
+    def _answers(self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]) -> Iterator[Rollout]:
+        job = _Job(self.crew, self.config.max_rows, requests, sampling)
+        try:
+            while job.unfinished:
+                if stopped():
+                    yield from job.abort()
+                    return
+                yield from job.advance()
+        finally:
+            job.drop()
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
+        """See ``Engine.load_weights``. Called on every rank: to put ``weights`` together may take all of them."""
+        stream = iter(weights)
+
+        def work() -> Fingerprint:
+            try:
+                return self._hand_over(stream, version) if self._ranks.rank == 0 else {}
+            finally:
+                deque(stream, maxlen=0)
+
+        return together(self._ranks, work)[0]
+
+    def sleep(self, level: int) -> None:
+        self._tell("sleep", level)
+
+    def wake(self) -> None:
+        self._tell("wake")
+
+    def take_counts(self) -> dict[str, int]:
+        """See ``Counting``."""
+        resent, self._resent = self._resent, 0
+        return {"restarts": self.crew.take_restarts(), "weights_resent": resent}
+
+    def close(self) -> None:
+        self.crew.close()
+
+    def _tell(self, method: str, *args: Any) -> None:
+        """Have every worker do something; one that is lost meanwhile comes back as it was made."""
+        self.crew.settle()
+        self.crew.each(method, *args)
+
+    def _hand_over(self, stream: Iterator[tuple[str, Tensor]], version: int) -> Fingerprint:
+        self.crew.settle()
+        there = self.crew.each("fingerprint" if self._others is None else "ping")  # who was lost unseen is found out here
+        self._known = [found for found in there if found is not None]
+        self.crew.settle()
+        sums: Fingerprint = {}
+        kept, arrived = self._send(self._travelling(stream, sums))
+        self._kept, self.version, self._found = kept, version, {}
+        if arrived:
+            self._found = {id(w): found for w, found in zip(self.crew.workers, self.crew.each("settle", version)) if found}
+        else:
+            self._resend()
+        self.crew.settle()  # who was lost has been given them too
+        if self._others is None:
+            self._others = frozenset(sums)
+        return self._agreed(sums)
+
+    def _travelling(self, stream: Iterator[tuple[str, Tensor]], sums: Fingerprint) -> Iterator[tuple[str, Tensor]]:
+        """Those of ``stream`` that workers lack; ``sums`` gets their checksums."""
+        trained = self._hand.trained
+        for name, tensor in stream:
+            if self._others is not None and trained is not None and name not in trained and name not in self._others:
+                continue
+            total = checksum(tensor)
+            if trained is None or name in trained or any(there.get(name) != total for there in self._known):
+                sums[name] = total
+                yield name, tensor
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[list[tuple[Layout, Tensor]], bool]:
+        """Send ``weights`` to all workers: what was sent, for those that come later, and whether it arrived everywhere."""
+        kept: list[tuple[Layout, Tensor]] = []
+        carrier = self._open()
+        arrived = carrier is not None
+        slots = Message((), self._hand.bucket, 0.0).slots if carrier is None else carrier.slots
+        for slot, layout in fill(weights, slots):
+            kept.append((layout, slots[slot][: used(layout)].to("cpu", copy=True)))
+            arrived = arrived and carrier is not None and self._carried(carrier.send, slot, layout)
+        return kept, arrived and carrier is not None and self._carried(carrier.flush)
+
+    def _open(self) -> Carrier | None:
+        """The way to the workers, made anew when one of them is not who it was; nothing where that fails."""
+        hand, crew = self._hand, self.crew
+        if self._carrier is None or self._lives != crew.lives:
+            self._close_carrier()
+            self._lives = crew.lives
+
+            def make() -> None:
+                self._carrier = carrier_of(hand.way, crew.workers, hand.bucket, hand.device, crew.limits.silence, hand.host)
+
+            self._carried(make)
+        return self._carrier
+
+    def _carried(self, step: Callable[..., None], *args: Any) -> bool:
+        """Whether ``step`` of the way to the workers went well."""
+        try:
+            step(*args)
+        except (WorkerLost, TimeoutError, RuntimeError) as error:
+            log.warning("weights did not reach all engines (%s); they are sent again, one engine at a time", error)
+            self._close_carrier()
+            return False
+        return True
+
+    def _close_carrier(self) -> None:
+        if self._carrier is not None:
+            self._carrier.close()
+        self._carrier = None
+
+    def _resend(self) -> None:
+        """Give every worker the weights as a message; who is lost is started anew."""
+        self._resent += 1
+        for worker in self.crew.workers:
+            life = self.crew.life(worker)
+            try:
+                self._give(worker)
+            except (WorkerLost, TimeoutError) as error:
+                self.crew.revive(worker, str(error) or "it did not take weights", life)
+
+    def _give(self, worker: Worker) -> None:
+        """Give ``worker`` the newest weights, if there are any."""
+        if not self._kept:
+            return
+        silence = self.crew.limits.silence
+        for layout, data in self._kept:
+            worker.call("weights", "put", data.numpy(), layout).result(silence)
+        self._found[id(worker)] = worker.call("settle", self.version).result(silence)
+        self._agreed({})
+
+    def _agreed(self, sums: Fingerprint) -> Fingerprint:
+        """The fingerprint of all workers. Raises ``ModelError`` where theirs, or those of what was sent, differ."""
+        first, *others = self._found.values()
+        odd = {name for other in others for name, _ in first.items() ^ other.items()}
+        odd |= {name for name, total in sums.items() if kind_of(total) == kind_of(first[name]) and total != first[name]}
+        if odd:
+            raise ModelError(
+                f"engines do not hold the weights of version {self.version} that they were sent: {len(odd)} differ, e.g. "
+                f"{min(odd)!r}; set launch.ray.weights to another way if this comes again"
+            )
+        return first
+
+
+def kind_of(total: str) -> str:
+    """Type and shape of the tensor that has this checksum."""
+    return total.partition(":")[0]
+
+
+def portions(requests: Sequence[Request], workers: int) -> Iterator[list[Request]]:
+    """``requests`` prompt by prompt, cut where one worker would have more than its part of all."""
+    most = max(1, math.ceil(len(requests) / max(1, workers)))
+    groups: dict[int, list[Request]] = {}
+    for request in requests:
+        groups.setdefault(id(request.prompt), []).append(request)
+    for group in groups.values():
+        for first in range(0, len(group), most):
+            yield group[first : first + most]
+
+
+@dataclass(slots=True, eq=False)
+class _Desk(Seat):
+    """A worker, what it has been given and has not answered, by seed, and what of that it has not been told yet."""
+
+    asked: dict[int, Request] = field(default_factory=dict)
+    fresh: list[Request] = field(default_factory=list)
+
+
+class _Job:
+    """One ``generate`` call."""
+
+    def __init__(self, crew: Crew, max_rows: int, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        self.crew = crew
+        self.name = secrets.token_hex(8)
+        self.sampling = sampling
+        self.most = max_rows + max_rows // 4  # some more than grow at one time, for those that get free within a turn
+        self.waiting = deque(portions(requests, len(crew.workers)))
+        self.desks = [_Desk(worker) for worker in crew.workers]
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self.waiting) or any(desk.asked for desk in self.desks)
+
+    def advance(self) -> list[Rollout]:
+        """Hand out what there is room for, and wait a little for answers."""
+        self._hand_out()
+        calls = [desk.call for desk in self.desks if desk.call is not None]
+        if calls:
+            wait(calls, timeout=LOOK_SECONDS, return_when=FIRST_COMPLETED)
+        else:
+            time.sleep(LOOK_SECONDS)
+        return [rollout for desk in self.desks for rollout in self._settle(desk, self.crew.take)]
+
+    def abort(self) -> list[Rollout]:
+        """What is finished by now, and the rest as it is."""
+        found: list[Rollout] = []
+        busy = [desk for desk in self.desks if desk.asked and self.crew.ready(desk.worker)]
+        for desk in busy:
+            found += self._settle(desk, self.crew.outcome)
+        for desk in busy:
+            if desk.asked:
+                self.crew.begin(desk, "abort", self.name)
+        for desk in busy:
+            found += self._settle(desk, self.crew.outcome)
+        left = [*itertools.chain(*self.waiting), *(r for desk in self.desks for r in desk.asked.values())]
+        self._forget()
+        return found + [r.begun or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in left]
+
+    def drop(self) -> None:
+        """Let the workers forget what nobody waits for any more."""
+        for desk in self.desks:
+            if desk.asked:
+                desk.worker.call("abort", self.name)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.waiting.clear()
+        for desk in self.desks:
+            desk.asked.clear()
+
+    def _hand_out(self) -> None:
+        ready = [desk for desk in self.desks if self.crew.ready(desk.worker)]
+        while self.waiting and ready:
+            desk = min(ready, key=lambda d: len(d.asked))
+            if len(desk.asked) >= self.most:
+                break
+            group = self.waiting.popleft()
+            desk.asked |= {request.seed: request for request in group}
+            desk.fresh += group
+        for desk in ready:
+            if desk.asked and desk.call is None:
+                self.crew.begin(desk, "draw", self.name, desk.fresh, self.sampling, TURN_SECONDS)
+                desk.fresh = []
+
+    def _settle(self, desk: _Desk, how: Callable[[Seat], tuple[Any, ...]]) -> list[Rollout]:
+        """The answers that the call of ``desk`` brought; with a loss, all that it was given waits again."""
+        try:
+            found = how(desk)
+        except WorkerLost:
+            self.waiting.extendleft(portions(list(desk.asked.values()), 1))
+            desk.asked.clear()
+            desk.fresh.clear()
+            return []
+        return [unpack_rollout(packed, desk.asked.pop(packed["seed"]).prompt) for answers in found for packed in answers]
