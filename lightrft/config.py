@@ -70,10 +70,43 @@ class RunConfig(Settings):
     progress: bool = True
 
 
-class LaunchConfig(Settings):
-    """``processes`` above 1 starts so many of them on this machine, by torchrun; one that torchrun has started itself counts as it is."""
+class RayConfig(Settings):
+    """How ``launch.kind: ray`` uses a cluster.
 
+    ``address``: ``null`` starts one of this machine alone, for the time of the run; ``auto`` or ``host:port`` joins one that is there.
+    Each rank asks for ``cpus`` processors and for ``devices`` of an accelerator (``null``: a whole one, where ranks compute on them; ranks
+    never share one). ``placement`` is Ray's strategy for the bundles of these. What is asked for has ``wait`` minutes to be free.
+    A rank that is lost, or its node, has all ranks start again from the last checkpoint, at most ``restarts`` times.
+    ``environment`` is set in every process of the run.
+    """
+
+    address: str | None = None
+    cpus: float = Field(1.0, ge=0)
+    devices: float | None = Field(None, gt=0, le=1)
+    placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    wait: float = Field(5.0, gt=0)
+    restarts: int = Field(3, ge=0)
+    environment: dict[str, str] = Field(default_factory=dict)
+
+
+class LaunchConfig(Settings):
+    """Where the processes of a run are started. ``kind`` ``local``: ``processes`` above 1 starts so many of them on this machine, by
+    torchrun; one that torchrun has started itself counts as it is. ``ray``: on a Ray cluster, as ``ray`` says."""
+
+    kind: Literal["local", "ray"] = "local"
     processes: int = Field(1, ge=1)
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _of_kind(self) -> LaunchConfig:
+        if self.kind != "ray" and (given := [k for k, f in RayConfig.model_fields.items() if self._differs(k, f)]):
+            raise ValueError(
+                f"launch.ray.{given[0]} = {getattr(self.ray, given[0])!r} changes nothing with kind {self.kind}; set launch.kind=ray"
+            )
+        return self
+
+    def _differs(self, name: str, field: Any) -> bool:
+        return getattr(self.ray, name) != field.get_default(call_default_factory=True)
 
 
 class CheckpointConfig(Settings):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, set_threads, settings_of
-from lightrft.cli.launch import started
+from lightrft.cli.common import memory_errors, settings_of
+from lightrft.cli.launch import program, started
 from lightrft.cli.show import finish, watching
 from lightrft.config import SFTConfig
 
@@ -17,9 +17,6 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     if (status := started("sft", arguments, config.launch)) is not None:
         return status
-    set_threads(config.run.threads)
-    from lightrft.trainer.sft import run_sft
-
     with memory_errors(), watching(config.run) as observer:
-        summary = run_sft(config, observer)
+        summary = program("lightrft.trainer.sft:run_sft", config)(config, observer)
     return finish(config.run, summary)

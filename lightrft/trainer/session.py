@@ -18,7 +18,7 @@ from lightrft.trainer.roles import Kept
 from lightrft.trainer.summary import headline, samples
 from lightrft.utils.files import write_atomic
 from lightrft.utils.metrics import Metrics, Sum
-from lightrft.utils.ranks import ALONE, Ranks, together
+from lightrft.utils.ranks import ALONE, Ranks, starts_again, together
 from lightrft.utils.run_folder import Elsewhere, RunFolder
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
 from lightrft.utils.settings import Settings, build, parse_yaml, to_yaml
@@ -171,6 +171,8 @@ def close_session(session: Session, threshold: float, about: Mapping[str, Any], 
     if before:
         session.folder.write_samples(before, after)
     summary = {"verb": session.phase, "steps": step, "seconds": session.seconds, **about, **headline(session.path, session.phase)}
+    if restarts := starts_again():
+        summary["restarts"] = restarts
     if about.get("finished"):
         summary["model"] = str(session.path / "model")
         summary["next"] = next_commands(session)

@@ -95,6 +95,11 @@ def first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
+def starts_again() -> int:
+    """How many times the launcher has started all ranks again since its own start."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 @contextmanager
 def joined(minutes: float) -> Generator[Ranks]:
     """The ranks that a launcher such as torchrun has started, or none but this process. One that the others have waited for during

@@ -36,6 +36,7 @@ BOTH: Tree = {"reward": {"terms": [{"function": "{root}/reward.py:digits", "opti
 HELD: Tree = {"eval": {"data": {"sources": [ROWS]}, "sampling": {"max_new_tokens": 5}}}
 WIDE: Tree = {"rollout": {"prompts": 6}}
 PENALTY: Tree = {"algorithm": {"preset": "ppo"}}
+RAY: Tree = {"launch": {"kind": "ray", "processes": 2}}
 FAR: Tree = {"algorithm": {"preset": None, "proximal": "behavior"}}
 
 ADAPTIVE: Tree = {
@@ -272,6 +273,14 @@ FLIPS: dict[str, Flip] = {
     "strategy.deepspeed": Flip({"steps_per_print": 1}, "run", refused=True),
     "strategy.timeout": Flip(0.02, "side_by_side", {"launch": {"processes": 2}}),
     "launch.processes": Flip(3, "side_by_side", {"launch": {"processes": 2}}),
+    "launch.kind": Flip("ray", "on_ray"),
+    "launch.ray.address": Flip("auto", "on_ray", RAY),
+    "launch.ray.cpus": Flip(0.5, "on_ray", RAY),
+    "launch.ray.devices": Flip(0.5, "on_ray", RAY),
+    "launch.ray.placement": Flip("SPREAD", "on_ray", RAY),
+    "launch.ray.wait": Flip(0.5, "on_ray", RAY),
+    "launch.ray.restarts": Flip(1, "on_ray", RAY),
+    "launch.ray.environment": Flip({"NAME": "value"}, "on_ray", RAY),
     "checkpoint.every": Flip(1, "run", LONG),
     "checkpoint.keep": Flip(1, "run", {**LONG, "checkpoint": {"every": 1}}),
     "checkpoint.best": Flip("-reward/mean", "run", {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 1}}),

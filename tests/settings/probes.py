@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import subprocess
 import sys
@@ -12,12 +13,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import torch
 from pytest import MonkeyPatch
 
+from lightrft.cli.launch import program
 from lightrft.cli.main import main
 from lightrft.config import RLConfig
 from lightrft.datasets import sources
@@ -32,14 +35,18 @@ from lightrft.models.processing import load_processor
 from lightrft.strategy.engine.native import NativeEngine
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.gates import gated
+from lightrft.trainer.launch import ray as launcher
+from lightrft.trainer.launch.placement import Place, layout
 from lightrft.trainer.ppo import with_advantages
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.reward import Scorer
 from lightrft.trainer.rl import run_rl
+from lightrft.trainer.session import Nobody
 from lightrft.trainer.update import Objective, weighted
-from lightrft.utils.errors import DataError, UserError
+from lightrft.utils.errors import DataError, ResourceError, UserError
 from lightrft.utils.settings import build, to_yaml
+from lightrft.utils.signals import StopFlag
 from lightrft.utils.trackers import read_rows
 from tests.numbers.test_explained_numbers import batch
 
@@ -115,6 +122,66 @@ def side_by_side(tree: Tree, folder: Path) -> Any:
         [*torchrun, str(script), str(config.strategy.timeout)], capture_output=True, text=True, check=False, timeout=120
     )
     return done.stdout.splitlines()[:1]
+
+
+class NoRoom:
+    """What the launcher uses of the package ray, on a cluster that never has room; it keeps what it is asked for."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+        self.util = self
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **options: Any) -> None:
+        self.asked.append(options)
+
+    def placement_group(self, bundles: Any, strategy: str) -> Any:
+        self.asked.append((bundles, strategy))
+        return self
+
+    def wait(self, seconds: float) -> bool:
+        self.asked.append("waited")
+        return False
+
+    def remove_placement_group(self, group: Any) -> None:
+        self.asked.append("gave up")
+
+    def shutdown(self) -> None:
+        self.asked.append("left")
+
+    def cluster_resources(self) -> dict[str, float]:
+        return {"CPU": 64.0, "GPU": 8.0}
+
+    def available_resources(self) -> dict[str, float]:
+        return {}
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return []
+
+
+def on_ray(tree: Tree, folder: Path) -> Any:
+    """What is asked of Ray, what each rank is told, and what is said of two that are lost. Each look at the clock takes a second."""
+    config, there = config_in(tree, folder), NoRoom()
+    called = type(program("lightrft.trainer.rl:run_rl", config)).__name__
+    if config.launch.kind == "local":
+        return called
+    driver = launcher.Driver("a:b", config, Nobody(), StopFlag())
+    driver.places = tuple(Place("n", "10.0.0.1", i) for i in range(config.launch.processes))
+    said = [refusal(lambda *_: driver.after(launcher.RankLost("rank 1")), {}, folder) for driver.losses in (1, 2)]
+    plan = layout(config.launch, accelerated=True)
+    with MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "package", lambda: there)
+        patch.setattr(launcher, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+        patch.setenv("RAY_AUTH_TOKEN", "0")
+        with (
+            contextlib.suppress(ResourceError),
+            launcher.cluster(config.launch.ray),
+            launcher.placed(plan, config.launch, StopFlag()),
+        ):
+            there.asked.append("never")
+    return called, there.asked, [slot.devices for slot in plan.ranks], [order.environment for order in driver.orders(1)], said
 
 
 def decoded(tree: Tree, folder: Path) -> Any:
@@ -241,7 +308,7 @@ PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
         *(objective, prompts, questions, lessons, decoded, loaded, asked_of_the_hub, asked_of_datasets),
-        *(run, run_again, go_on, command, workers, side_by_side),
+        *(run, run_again, go_on, command, workers, side_by_side, on_ray),
     )
 }
 

@@ -1,0 +1,89 @@
+"""What a run asks of a cluster: bundles of processors and devices, and who lives in which."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightrft.config import LaunchConfig
+
+Bundle = dict[str, float]
+"""Resources that lie on one node, by Ray's names: ``CPU``, ``GPU``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A process's share of a bundle."""
+
+    bundle: int
+    cpus: float
+    devices: float
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """All bundles of a run, and the slot of each rank."""
+
+    bundles: tuple[Bundle, ...]
+    ranks: tuple[Slot, ...]
+
+    @property
+    def asked(self) -> Bundle:
+        """The sum of all bundles."""
+        names = dict.fromkeys(name for bundle in self.bundles for name in bundle)
+        return {name: sum(bundle.get(name, 0.0) for bundle in self.bundles) for name in names}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank came to live: the node by Ray's id and by its address, and the devices there that are its own."""
+
+    node: str
+    address: str
+    pid: int
+    devices: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.node[:8]})"
+
+
+def layout(launch: LaunchConfig, accelerated: bool) -> Layout:
+    """A bundle for each rank. ``accelerated``: the ranks compute on devices; each bundle then holds one."""
+    asked = launch.ray
+    devices = (1.0 if asked.devices is None else asked.devices) if accelerated else 0.0
+    bundles: list[Bundle] = []
+    ranks: list[Slot] = []
+    for rank in range(launch.processes):
+        bundles.append({"CPU": asked.cpus, **({"GPU": 1.0} if devices else {})})
+        ranks.append(Slot(rank, asked.cpus, devices))
+    return Layout(tuple(bundles), tuple(ranks))
+
+
+def side_by_side(places: Sequence[Place]) -> list[int]:
+    """Indices of ``places`` in the order in which they become ranks: those of one node follow one another."""
+    nodes = {node: i for i, node in enumerate(dict.fromkeys(place.node for place in places))}
+    return sorted(range(len(places)), key=lambda i: (nodes[places[i].node], i))
+
+
+def environments(places: Sequence[Place], port: int) -> list[dict[str, str]]:
+    """What torchrun would set for each rank at its place; the first one's node is where they meet.
+
+    Every rank sees the devices of all ranks of its node, and its own is the one with its local number.
+    """
+    found = []
+    nodes = list(dict.fromkeys(place.node for place in places))
+    for rank, place in enumerate(places):
+        here = [i for i, other in enumerate(places) if other.node == place.node]
+        found.append(
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(places)),
+                "LOCAL_RANK": str(here.index(rank)),
+                "LOCAL_WORLD_SIZE": str(len(here)),
+                "GROUP_RANK": str(nodes.index(place.node)),
+                "MASTER_ADDR": places[0].address,
+                "MASTER_PORT": str(port),
+                "CUDA_VISIBLE_DEVICES": ",".join(device for i in here for device in places[i].devices),
+            }
+        )
+    return found
