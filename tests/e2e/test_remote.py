@@ -1,0 +1,135 @@
+"""A whole run whose roles live in processes of their own: the numbers of a run in one, also when those processes are killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config import RLConfig
+from lightrft.trainer import rl
+from lightrft.trainer.launch.local import local_roles
+from lightrft.trainer.launch.remote import Limits
+from lightrft.trainer.launch.remote_engines import Hand, RemoteEngines, engine_host
+from lightrft.trainer.launch.remote_models import RemoteCritic, RemoteModel, critic_host, model_host
+from lightrft.trainer.launch.remote_scorer import RemoteScorer, scorer_host
+from lightrft.trainer.roles import Roles
+from lightrft.utils.ranks import ALONE, Ranks
+from lightrft.utils.settings import build, deep_merge
+from lightrft.utils.trackers import read_rows
+from tests.e2e.test_ranks import PRESETS, check_equal
+from tests.worker_helpers import ProcessWorker
+
+LIMITS = Limits(restarts=3, silence=120.0)
+pytestmark = pytest.mark.slow
+
+
+class Elsewhere:
+    """Makes the roles of a run, as ``local_roles`` does, with all but the policy in workers."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, ProcessWorker] = {}
+
+    def __call__(self, config: RLConfig, tokenizer: Any, steps: int, processor: Any = None, ranks: Ranks = ALONE) -> Roles:
+        roles = local_roles(config, tokenizer, steps, processor, ranks)
+        roles.scorer.close()
+        cpu, per_step = config.strategy, config.train.updates * config.train.mini_batches
+        trained = frozenset(name for name, p in roles.actor.model.named_parameters() if p.requires_grad)
+        engines = [self.worker(f"engine {i}", engine_host, config.model, config.engine, cpu, 1) for i in range(2)]
+        roles.engine = RemoteEngines(engines, config.engine, LIMITS, Hand("shared", 30_000, trained=trained), ranks)
+        roles.scorer = RemoteScorer([self.worker("scorer", scorer_host, config.reward)], LIMITS)
+        if roles.reference is not None:
+            model = config.model.model_copy(update={"lora": None})
+            roles.reference = RemoteModel([self.worker("reference", model_host, model, cpu, 1)], LIMITS)
+        if roles.critic is not None:
+            worker = self.worker("critic", critic_host, config, cpu, max(1, steps * per_step), 1)
+            roles.critic = RemoteCritic(worker, LIMITS, ranks)
+        return roles
+
+    def worker(self, name: str, make: Any, *args: Any) -> ProcessWorker:
+        self.workers[name] = ProcessWorker(name, partial(make, *args))
+        return self.workers[name]
+
+
+class Killer:
+    """An observer that ends one worker after each step."""
+
+    def __init__(self, roles: Elsewhere, *names: str) -> None:
+        self.roles, self.names = roles, list(names)
+
+    def begin(self, title: str, total: int, done: int) -> None:
+        return
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        if self.names:
+            self.roles.workers[self.names.pop(0)].signal(signal.SIGKILL)
+
+
+@pytest.fixture
+def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
+    more = {
+        "run": {"threads": 1, "progress": False},
+        "strategy": {"device": "cpu"},
+        "rollout": {"prompts": 5, "samples": 3},
+        "train": {"micro_batch_tokens": 60},
+        "eval": {"data": {"sources": rl_tree["data"]["sources"]}, "every": 2, "sampling": {"max_new_tokens": 4}},
+        "checkpoint": {"every": 1},
+        "optimizer": {"lr": 1e-3},
+    }
+    return deep_merge(rl_tree, more)
+
+
+def train(tree: dict[str, Any], name: str, observer: Any = None, **over: Any) -> Path:
+    config = build(RLConfig, deep_merge(tree, {"run": {"name": name}, **over}))
+    rl.run_rl(config, observer)
+    return Path(config.run.dir) / name
+
+
+def restarts(path: Path) -> dict[str, float]:
+    """How often workers of each role were started anew."""
+    rows = read_rows(path / "metrics.jsonl")
+    names = {key for row in rows for key in row if key.endswith("/restarts")}
+    return {name.partition("/")[0]: sum(float(row.get(name, 0)) for row in rows) for name in names}
+
+
+def without_counts(path: Path) -> Path:
+    """Leave out of the metrics of a run what only workers count."""
+    file = path / "metrics.jsonl"
+    rows = [{k: v for k, v in row.items() if not k.endswith(("/restarts", "/weights_resent"))} for row in read_rows(file)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("preset", "killed"),
+    [
+        ("grpo", ["engine 1", "scorer"]),
+        ("ppo", ["reference", "engine 0", "engine 1"]),
+        ("lora", ["engine 0", "reference"]),
+    ],
+)
+def test_roles_in_workers_give_the_numbers_of_one_process_whoever_is_killed(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, preset: str, killed: list[str]
+) -> None:
+    tree = deep_merge(tree, PRESETS[preset])
+    one = train(tree, "one")
+    made = Elsewhere()
+    monkeypatch.setattr(rl, "local_roles", made)
+    found = train(tree, "workers", Killer(made, *killed))
+    assert sum(restarts(found).values()) == len(killed)
+    check_equal(without_counts(found), one)
+
+
+def test_a_run_goes_on_with_its_critic_in_a_worker_and_back(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = deep_merge(tree, {**PRESETS["ppo"], "eval": {"every": 1}, "train": {"steps": 3}})
+    whole = train(tree, "whole")
+    train(tree, "moved", train={"steps": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(rl, "local_roles", Elsewhere())
+        train(tree, "moved", train={"steps": 2})
+    check_equal(without_counts(train(tree, "moved")), whole)
