@@ -164,10 +164,21 @@ class Actor(Backbone):
         """Log-probs (entropy, divergence from ``target``) of every response token, differentiable outside ``torch.no_grad()``."""
         return self(batch, temperature=temperature, entropy=entropy, target=target)
 
-    def forward(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, target: Target | None = None) -> Scores:
-        """``score``; here so that wrappers which act on a module's call (sharding, mixed precision) see it."""
+    def forward(
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        target: Target | None = None,
+        states_alone: bool = False,
+    ) -> Scores | Tensor:
+        """``score``, or the states that it is made of; here so that wrappers which act on a module's call (sharding, mixed precision)
+        see it."""
         batch = batch.to(self.device)
         states, _ = self.hidden(batch)
+        if states_alone:
+            return states
         scores = self.score_states(states, batch.responses.tokens, temperature=temperature, entropy=entropy)
         if target is not None:
             softcap, scale = head_transform(self.base.config, self.family)
@@ -177,11 +188,14 @@ class Actor(Backbone):
         return scores
 
     @torch.no_grad()
-    def target(self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5) -> Target:
-        """This model's distributions at the response tokens of ``batch``, for another to come near to."""
-        states, _ = self.hidden(batch)
+    def target(
+        self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5, head: nn.Module | None = None
+    ) -> Target:
+        """This model's distributions at the response tokens of ``batch``, for another to come near to. ``head`` is a copy of its own,
+        where that is not whole between calls."""
         softcap, scale = head_transform(self.base.config, self.family)
-        return Target(states, self.base.get_output_embeddings(), kind, temperature, beta, softcap, scale)
+        head = self.base.get_output_embeddings() if head is None else head
+        return Target(self(batch, states_alone=True), head, kind, temperature, beta, softcap, scale)
 
     def score_states(self, states: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
         """Log-probs of ``targets [N]`` from the ``states [N, H]`` that predict them."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,6 +85,19 @@ class Strategy(Protocol):
 
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:
         """Context in which ``model``, placed by this strategy, holds every weight whole: for whoever calls it in a way of his own."""
+        ...
+
+    def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
+        """Context in which the parameters of ``module``, of a model placed by this strategy, can be read and changed in place: by name,
+        as they lie on this rank."""
+        ...
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """``tensor``, which lies as one of ``tensors`` does, whole. A call of all ranks."""
+        ...
+
+    def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
+        """``whole``, laid out as ``tensor`` is."""
         ...
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:

@@ -6,8 +6,8 @@ a whole. A checkpoint has the form that one process writes, so that any number o
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,11 @@ class Fsdp2Strategy(SingleStrategy):
             for module in modules:
                 module.reshard()
                 module.set_reshard_after_forward(True, recurse=False)
+
+    def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
+        for sharded in _sharded(module):
+            sharded.reshard()  # what a call has left whole is a copy
+        return super().tensors(module)
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.full(parameter.detach())) for name, parameter in state.model.named_parameters())

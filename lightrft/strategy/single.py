@@ -53,12 +53,11 @@ class SingleStrategy:
         self.place(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in parameters.items()}
-        shapes = shapes_of(model)
-        groups = parameter_groups(model, shapes, masters, optimizer)
+        groups = parameter_groups(model, parameters, masters, optimizer)
         adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         inner = Masters(parameters, masters, 0, total_steps)
         set_lr(adamw, optimizer, inner.step, inner.total)
-        return TrainState(model, adamw, None, optimizer, inner, shapes)
+        return TrainState(model, adamw, None, optimizer, inner, shapes_of(model))
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         loss.backward()
@@ -93,12 +92,13 @@ class SingleStrategy:
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
+        return nullcontext(dict(module.named_parameters()))
+
     def full(self, tensor: Tensor) -> Tensor:
-        """``tensor`` of the model or its optimizer, whole."""
         return tensor
 
     def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
-        """``whole``, laid out as ``tensor`` is."""
         return whole.to(tensor.device)
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
@@ -147,15 +147,15 @@ def set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, step: int, tot
 
 
 def parameter_groups(
-    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], masters: Mapping[str, Tensor], config: OptimizerConfig
+    model: nn.Module, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
     """AdamW's groups: ``masters`` by learning rate, and weight decay for matrices only. Raises ``ConfigError``."""
-    rates = rates_of(model, masters, config)
+    rates = rates_of(model, parameters, config)
     groups: list[dict[str, Any]] = []
     for rate in dict.fromkeys(rates.values()):
         mine = {n: m for n, m in masters.items() if rates[n] == rate}
-        decayed = [m for n, m in mine.items() if len(shapes[n]) >= 2]
-        plain = [m for n, m in mine.items() if len(shapes[n]) < 2]
+        decayed = [m for n, m in mine.items() if parameters[n].dim() >= 2]
+        plain = [m for n, m in mine.items() if parameters[n].dim() < 2]
         groups += [{"params": g, "weight_decay": d, "rate": rate} for g, d in ((decayed, config.weight_decay), (plain, 0.0)) if g]
     return groups
 

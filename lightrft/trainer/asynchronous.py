@@ -2,6 +2,9 @@
 
 Batch n is drawn by version max(0, n - staleness), whatever the clock says: who is faster decides who waits, never what is drawn.
 So a run, and a resumed one, give the same numbers each time.
+
+Every rank draws in a thread of its own, and those threads tell one another what they found as the ranks do, in calls of their own. When
+one of them stops or fails, all do, at the same batch.
 """
 
 from __future__ import annotations
@@ -59,6 +62,7 @@ class Ahead:
         self._trained = frozenset(name for name, p in roles.actor.model.named_parameters() if p.requires_grad)
         self._roles, self._config, self._stream, self._steps = replace(roles, engine=roles.ahead), config, stream, steps
         self._staleness, self._stopped = config.rollout.staleness, stopped
+        self._ranks = roles.strategy.ranks if roles.ahead_ranks is None else roles.ahead_ranks
         self._jobs: dict[int, _Job] = {}
         self._snapshots: dict[int, Weights] = {}
         self._loaded = -1
@@ -122,21 +126,24 @@ class Ahead:
         if version not in self._snapshots:
             version = step
             if version not in self._snapshots:
-                self._snapshots[version] = {n: w.detach().clone() for n, w in self._weights() if n in self._trained}
+                kept = self._trained if not self._engine.of_all or self._ranks.rank == 0 else ()
+                self._snapshots[version] = {n: w.detach().clone() for n, w in self._weights() if n in kept}
         future = self._worker.submit(self._draw, batch, version, self._snapshots[version])
         self._jobs[batch] = _Job(version, future)
 
     def _draw(self, batch: int, version: int, weights: Weights) -> Drawn:
         began, timers = time.perf_counter(), Timers()
         stopped = lambda: self._closing or self._stopped()  # noqa: E731
-        if self._halted or stopped():
+        if self._halted:
             raise Interrupted
         try:
             with self._stream.as_before_on_error():
+                if any(self._ranks.gather(stopped())):
+                    raise Interrupted
                 if self._loaded != version:
                     self._engine.load_weights(weights.items(), version)
                     self._loaded = version
-                collected = collect(self._roles, self._config, batch, self._stream, timers, stopped)
+                collected = collect(self._roles, self._config, batch, self._stream, timers, stopped, self._ranks)
         except BaseException:
             self._halted = True
             raise

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightrft.config import DistillConfig, RLConfig
+from lightrft.models.actor import Actor
 from lightrft.models.divergence import Target
+from lightrft.strategy.base import Strategy
 from lightrft.trainer.roles import Frozen, Roles
 from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
 from lightrft.types import Batch
@@ -39,15 +44,28 @@ def distilled(advantages: Tensor, batch: Batch, settings: DistillConfig) -> Tens
     return advantages - torch.where(batch.mask, ratio, torch.zeros_like(ratio))
 
 
-def target_of(part: Batch, roles: Roles, config: RLConfig) -> Target | None:
-    """The teacher's distributions at the tokens of the micro-batch ``part``, when a loss compares whole vocabularies."""
-    settings = config.algorithm.distill
-    if roles.teacher is None or not settings.whole:
-        return None
-    if not isinstance(roles.teacher, Frozen):
+def targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
+    """What gives the teacher's distributions at the tokens of a micro-batch, or ``None`` where no loss compares whole vocabularies.
+    To make it, and to call it, is a call of all ranks."""
+    settings, teacher = config.algorithm.distill, roles.teacher
+    if teacher is None or not settings.whole:
+        return lambda part: None
+    if not isinstance(teacher, Frozen):
         raise ConfigError(
             f"algorithm.distill.kind = {settings.kind}: whole distributions are compared where the policy is, and this teacher lives in "
             "workers; set algorithm.distill.kind to sampled, or give the teacher no workers"
         )
     temperature = settings.temperature or sampling_temperature(config)
-    return roles.teacher.model.target(part, settings.kind, temperature=temperature, beta=settings.beta)
+    head = whole_head(teacher.model, roles.strategy)
+    return lambda part: teacher.model.target(part, settings.kind, temperature=temperature, beta=settings.beta, head=head)
+
+
+def whole_head(model: Actor, strategy: Strategy) -> nn.Module:
+    """The head of ``model``, whole on each rank: a loss reads it in parts, also on its way back, when no call of the model is under
+    way that would put it together."""
+    head = model.base.get_output_embeddings()
+    if strategy.ranks.size == 1:
+        return head
+    with strategy.tensors(head) as own:
+        whole = {id(p): nn.Parameter(strategy.full(p.detach()).clone(), requires_grad=False) for p in own.values()}
+    return copy.deepcopy(head, whole)

@@ -85,7 +85,7 @@ def run_steps(run: Training) -> dict[str, Any]:
         try:
             metrics = run.advance()
         except Interrupted:
-            session.save_if_due(run.step, False, run.roles.strategy, run.trained, run.state(), values)
+            session.save_if_due(run.step, False, run.roles.strategy, run.trained, run.state, values)
             break
         except RewardError as error:
             raise RewardError(f"{error}{keep(run, values)}") from None
@@ -130,7 +130,7 @@ def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
             raise RewardError(f"{error}{kept}") from None
     values = metrics.compute()
     last = last or reached(run.eval, values)
-    metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state(), values))
+    metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state, values))
     return session.record(run.step, metrics)
 
 
@@ -138,7 +138,7 @@ def keep(run: Training, values: dict[str, Any]) -> str:
     """Save the steps taken so far, ahead of an end that was not asked for; says so, if there are any."""
     if not run.step:
         return ""
-    run.session.save_if_due(run.step, True, run.roles.strategy, run.trained, run.state(), values)
+    run.session.save_if_due(run.step, True, run.roles.strategy, run.trained, run.state, values)
     return f"; the same command then goes on from step {run.step}, which is saved"
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,20 +12,22 @@ from torch import Tensor
 
 from lightrft.config import KLConfig
 from lightrft.models.actor import Actor
+from lightrft.strategy.base import Strategy
 from lightrft.trainer.roles import Frozen, Roles
 from lightrft.utils.errors import CheckpointError, ConfigError
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Follower(Frozen):
-    """A reference of the policy's shape. ``averages`` hold half-precision weights in float32 for a moving average, which would
-    otherwise stand still: what it takes in at a time is less than they can tell apart."""
+    """A reference of the policy's shape, placed by ``strategy``. ``averages`` hold half-precision weights in float32 for a moving average,
+    which would otherwise stand still: what it takes in at a time is less than they can tell apart."""
 
+    strategy: Strategy
     averages: dict[str, Tensor] = field(default_factory=dict)
     moved: bool = False
 
     @staticmethod
-    def of(model: Actor, policy: Actor, kl: KLConfig) -> Follower:
+    def of(model: Actor, policy: Actor, strategy: Strategy, kl: KLConfig) -> Follower:
         """Raises ``ConfigError`` when ``model`` cannot become ``policy``."""
         here, there = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (model, policy))
         if here != there:
@@ -33,50 +36,56 @@ class Follower(Frozen):
                 f"algorithm.kl.refresh_every = {kl.refresh_every}: the reference is not of the policy's shape (e.g. {odd[0]}), so it "
                 "cannot be refreshed from it; leave reference unset, or set algorithm.kl.refresh_every=0"
             )
-        half = {n: p for n, p in model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)}
-        return Follower(model, averages={n: p.detach().float() for n, p in half.items()} if kl.refresh_decay else {})
+        with strategy.tensors(model) as own:
+            half = {n: p for n, p in own.items() if p.dtype in (torch.bfloat16, torch.float16)}
+            averages = {n: p.detach().float() for n, p in half.items()} if kl.refresh_decay else {}
+        return Follower(model, strategy=strategy, averages=averages)
 
     @torch.no_grad()
     def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
-        """Become ``decay`` times itself plus the rest of ``parameters``."""
-        own = dict(self._held())
-        for name, value in parameters:
-            own[name].lerp_(value.to(own[name]), 1 - decay)
-        self._write()
+        """Become ``decay`` times itself plus the rest of ``parameters``, given whole."""
+        with self._changed() as held:
+            for name, value in parameters:
+                held[name].lerp_(self.strategy.like(value.to(held[name].dtype), held[name]), 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights, once they are no longer those that the run started from."""
-        return dict(self._held()) if self.moved else {}
+        """The weights, whole, once they are no longer those that the run started from. Ranks but the first keep none of them."""
+        if not self.moved:
+            return {}
+        with self._held() as held:
+            whole = ((name, self.strategy.full(tensor.detach())) for name, tensor in held.items())
+            return {name: tensor for name, tensor in whole if self.strategy.ranks.rank == 0}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Raises ``CheckpointError`` for weights of another model."""
-        own = dict(self._held())
-        if own.keys() != state.keys():
-            raise CheckpointError("the checkpoint holds another reference's weights; set reference to what it was in that run")
-        for name, value in state.items():
-            own[name].copy_(value)
-        self._write()
+        with self._changed() as held:
+            if held.keys() != state.keys():
+                raise CheckpointError(
+                    "the checkpoint holds another reference's weights; set reference to what it was in that run"
+                )
+            for name, tensor in held.items():
+                tensor.copy_(self.strategy.like(state[name].to(tensor.dtype), tensor))
 
-    def _held(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.model.named_parameters():
-            yield name, self.averages.get(name, parameter)
+    @contextmanager
+    def _held(self) -> Generator[dict[str, Tensor]]:
+        """The weights as they lie on this rank, the averages where there are some."""
+        with self.strategy.tensors(self.model) as own:
+            yield {**own, **self.averages}
 
-    def _write(self) -> None:
-        for name, parameter in self.model.named_parameters():
-            if name in self.averages:
-                parameter.copy_(self.averages[name])
+    @contextmanager
+    def _changed(self) -> Generator[dict[str, Tensor]]:
+        """Weights that the body changes; the model then has them."""
+        with self.strategy.tensors(self.model) as own:
+            yield {**own, **self.averages}
+            for name, average in self.averages.items():
+                own[name].copy_(average)
         self.moved = True
 
 
 def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
     """Between steps, ``done`` of them over: move the reference towards the policy if it is time."""
-    if kl.refresh_every and done and done % kl.refresh_every == 0:
-        if not isinstance(roles.reference, Follower):
-            raise ConfigError(
-                f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot move; have it where the policy is, or "
-                "set algorithm.kl.refresh_every=0"
-            )
+    if kl.refresh_every and done and done % kl.refresh_every == 0 and isinstance(roles.reference, Follower):
         roles.reference.follow(roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay)
 
 

@@ -25,7 +25,7 @@ from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.trainer.update import merged
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
-from lightrft.utils.ranks import Ranks, joined
+from lightrft.utils.ranks import joined
 
 log = logging.getLogger(__name__)
 
@@ -198,19 +198,6 @@ def check_roles(config: RLConfig) -> None:
         )
 
 
-def check_ranks(config: RLConfig, ranks: Ranks) -> None:
-    """Raises ``ConfigError`` for what one process alone can do, where there are several."""
-    algorithm = config.algorithm
-    alone = {
-        f"rollout.staleness = {config.rollout.staleness}": (config.rollout.staleness, "set it to 0"),
-        f"algorithm.distill.kind = {algorithm.distill.kind}": (algorithm.distill.whole, "set it to sampled"),
-        f"algorithm.kl.refresh_every = {algorithm.kl.refresh_every}": (algorithm.kl.refresh_every, "set it to 0"),
-    }
-    for setting, (used, way) in alone.items():
-        if used and ranks.size > 1:
-            raise ConfigError(f"{setting} is for one process, and this run has {ranks.size}; {way}, or launch.processes to 1")
-
-
 def warn_of_staleness(config: RLConfig) -> None:
     """Say so when nothing in the algorithm knows that answers come from older weights."""
     rollout, algorithm = config.rollout, config.algorithm
@@ -224,7 +211,6 @@ def warn_of_staleness(config: RLConfig) -> None:
 
 def prepare(config: RLConfig, session: Session) -> RLRun:
     """Data and roles, at step 0."""
-    check_ranks(config, session.ranks)
     tokenizer = local_tokenizer(config.model)
     processor = local_processor(config.model, tokenizer)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)

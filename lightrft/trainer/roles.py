@@ -16,6 +16,7 @@ from lightrft.strategy.base import Strategy, TrainState
 from lightrft.strategy.engine.base import Engine
 from lightrft.types import Batch, Rollout
 from lightrft.utils.metrics import Metrics, Sum
+from lightrft.utils.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
@@ -196,7 +197,7 @@ class Beside(Protocol):
 @dataclass(slots=True)
 class Roles:
     """Roles that a run does not need are ``None``. ``ahead`` is an engine with weights of its own, for generation while the policy
-    is trained."""
+    is trained; those who draw by it talk to other ranks through ``ahead_ranks``."""
 
     strategy: Strategy
     policy: Trained
@@ -210,6 +211,7 @@ class Roles:
     process: Trained | None = None
     ptx: Beside | None = None
     ahead: Engine | None = None
+    ahead_ranks: Ranks | None = None
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the policy, whole, by its name in the model that engines hold."""

@@ -19,7 +19,7 @@ from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollout
 from lightrft.trainer.roles import Roles, Scoring
 from lightrft.types import Attachment, Prompt, Request, Rollout
 from lightrft.utils.errors import RewardError
-from lightrft.utils.ranks import Ranks, mine, together
+from lightrft.utils.ranks import Ranks, mine, patiently
 from lightrft.utils.timers import Timers
 
 
@@ -43,6 +43,11 @@ class Source(Protocol):
         ...
 
 
+def silent() -> None:
+    """For whoever has nobody to tell that the work goes on."""
+    return
+
+
 def request_seed(*parts: int | str) -> int:
     """A seed below 2**63 that depends on nothing but ``parts``, so that a step can be drawn again after a restart."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
@@ -56,9 +61,11 @@ def collect(
     source: Source,
     timers: Timers,
     stopped: Callable[[], bool] = never,
+    ranks: Ranks | None = None,
 ) -> Collected:
     """Draw and score until, with those carried over from the step before, ``rollout.prompts`` groups pass the filters, or
-    ``rollout.max_rounds`` rounds are over."""
+    ``rollout.max_rounds`` rounds are over. ``ranks`` take part, unless it is those of the strategy."""
+    ranks = roles.strategy.ranks if ranks is None else ranks
     got = Collected()
     got.take_in(source.carried)
     waiting = deque(source.begun)
@@ -77,9 +84,7 @@ def collect(
         ready = [[r for r in group if r.finish_reason != "abort"] for group in begun] + [[] for _ in fresh]
         quota = Quota(missing, lambda group: judge(group, config, least))
         limit = quota if len(requests) > missing else None
-        groups = scored_by_all(
-            roles.strategy.ranks, roles.engine, roles.scorer, requests, config.sampling, timers, stopped, limit, ready
-        )
+        groups = scored_by_all(ranks, roles.engine, roles.scorer, requests, config.sampling, timers, stopped, limit, ready)
         got.rounds += 1
         for group in begun:
             got.go_on(group)
@@ -187,15 +192,21 @@ def scored(
     stopped: Callable[[], bool] = never,
     quota: Quota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
+    sign: Callable[[], None] = silent,
 ) -> list[list[Rollout]]:
     """Every request answered and scored, group by group in the order asked, each with those that are ``ready`` of it. Scoring runs
     while the rest is still being drawn.
 
     Once the ``quota`` is met, what is not finished comes back as it is, with finish reason ``abort`` and without a reward. Raises
-    ``Interrupted`` when ``stopped`` cut the drawing short. Whatever happens, nothing of it is left with ``scorer``.
+    ``Interrupted`` when ``stopped`` cut the drawing short. Whatever happens, nothing of it is left with ``scorer``. ``sign`` is called
+    between tokens and with every score.
     """
-    flow = _Flow(scorer, requests, ready)
-    over = lambda: stopped() or (quota is not None and quota.met)  # noqa: E731
+    flow = _Flow(scorer, requests, ready, sign)
+
+    def over() -> bool:
+        sign()
+        return stopped() or (quota is not None and quota.met)
+
     try:
         with timers("generate"):
             for rollout in engine.generate([r for group in requests for r in group], sampling, over):
@@ -236,19 +247,19 @@ def scored_by_all(
 
     drawn: list[list[Rollout]] = []
 
-    def work() -> tuple[dict[int, list[dict[str, Any]]], list[int]]:
+    def work(sign: Callable[[], None]) -> tuple[dict[int, list[dict[str, Any]]], list[int]]:
         if engine.of_all and not leading:
             return {}, []
         asked, begun = [requests[i] for i in places], [ready[i] for i in places] if ready else ()
         engine.wake()
         try:
-            drawn.extend(scored(engine, scorer, asked, sampling, timers, stopped, quota if leading else None, begun))
+            drawn.extend(scored(engine, scorer, asked, sampling, timers, stopped, quota if leading else None, begun, sign))
         finally:
             engine.sleep(1)
         packed = {i: [pack_rollout(r) for r in group] for i, group in zip(places, drawn)}
         return packed, quota.counted if quota is not None and leading else []
 
-    told = together(ranks, work)
+    told = patiently(ranks, work)
     if leading:
         return drawn  # the very answers that the quota has judged
     found = {i: group for part, _ in told for i, group in part.items()}
@@ -264,8 +275,15 @@ def scored_by_all(
 class _Flow:
     """Answers on their way: from the engine to scoring, and from there to their groups."""
 
-    def __init__(self, scorer: Scoring, requests: Sequence[Sequence[Request]], ready: Sequence[Sequence[Rollout]]) -> None:
+    def __init__(
+        self,
+        scorer: Scoring,
+        requests: Sequence[Sequence[Request]],
+        ready: Sequence[Sequence[Rollout]],
+        sign: Callable[[], None],
+    ) -> None:
         self.scorer = scorer
+        self._sign = sign
         self.groups = [list(group) for group in ready] or [[] for _ in requests]
         self.cut = False
         self._group_of = {request.seed: g for g, group in enumerate(requests) for request in group}
@@ -313,6 +331,7 @@ class _Flow:
         return self.groups[group]
 
     def _place(self, rollout: Rollout) -> None:
+        self._sign()
         group = self._group_of[rollout.seed]
         self.groups[group].append(rollout)
         self._missing[group] -= 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,7 +129,7 @@ class Session:
         last: bool,
         strategy: Strategy,
         trained: Mapping[str, Kept],
-        state: Mapping[str, Any],
+        state: Callable[[], Mapping[str, Any]],
         values: Mapping[str, float],
     ) -> Metrics:
         """Save at the steps that ``checkpoint.every`` asks for, at the ``last`` one and when asked to stop.
@@ -141,7 +141,7 @@ class Session:
         if not (due or last or stop) or self._saved_at == step:
             return Metrics()
         try:
-            self.save(step, strategy, trained, state, values)
+            self.save(step, strategy, trained, state(), values)
         except DiskFullError as error:
             if last or stop:
                 raise

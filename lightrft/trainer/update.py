@@ -15,7 +15,7 @@ from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.batching import mini_batches, my_micro_batches
 from lightrft.trainer.controls import Controls, mean_entropy
 from lightrft.trainer.corrections import correction_weights, interpolated_proximal
-from lightrft.trainer.distill import target_of
+from lightrft.trainer.distill import targets
 from lightrft.trainer.gates import gated
 from lightrft.trainer.kl import KL_ESTIMATORS, capped_k3
 from lightrft.trainer.parts import needs_of
@@ -193,10 +193,10 @@ def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> B
 
 def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfig) -> Metrics:
     """One optimizer step of the policy on the rows of ``mini`` that can get gradient."""
-    entropy = objective.wants_entropy or config.log.entropy
+    entropy, target = objective.wants_entropy or config.log.entropy, targets(roles, config)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        options = {"temperature": sampling_temperature(config), "entropy": entropy, "target": target_of(part, roles, config)}
+        options = {"temperature": sampling_temperature(config), "entropy": entropy, "target": target(part)}
         return objective(part, roles.actor.score(part, **options))
 
     active = mini.select(objective.active(mini))

@@ -6,7 +6,9 @@ there on every rank computes the same: a number that is the same everywhere need
 
 from __future__ import annotations
 
+import math
 import os
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -21,13 +23,16 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Who else takes part. ``rank`` counts from 0 to ``size - 1``."""
+    """Who else takes part. ``rank`` counts from 0 to ``size - 1``. One that the others wait for is missed after ``minutes``."""
 
     @property
     def rank(self) -> int: ...
 
     @property
     def size(self) -> int: ...
+
+    @property
+    def minutes(self) -> float: ...
 
     def gather(self, value: T) -> list[T]:
         """``value`` of each rank, in their order, on all of them. Plain data and tensors on the CPU."""
@@ -37,18 +42,26 @@ class Ranks(Protocol):
         """The sum of ``tensor`` over all ranks."""
         ...
 
+    def apart(self) -> Ranks:
+        """The same ranks for another thread: its calls and those of this object do not wait for one another. A call of all ranks."""
+        ...
+
 
 class Alone:
     """A run of one process."""
 
     rank = 0
     size = 1
+    minutes = math.inf
 
     def gather(self, value: T) -> list[T]:
         return [value]
 
     def sum(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def apart(self) -> Alone:
+        return self
 
 
 ALONE = Alone()
@@ -77,6 +90,9 @@ class Together:
         with self._waiting():
             self._dist.all_reduce(total, group=self._plain)
         return total.to(tensor.device)
+
+    def apart(self) -> Together:
+        return Together(self.minutes)
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
@@ -143,3 +159,34 @@ def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
             kind, text = found
             raise kind(text) if getattr(kind, "shared_by_ranks", False) else RankError(f"rank {rank}: {kind.__name__}: {text}")
     return [value for value, _ in told]
+
+
+PULSES = 4
+"""Signs of life that a rank gives in the time after which it would be missed."""
+
+
+def patiently(ranks: Ranks, work: Callable[[Callable[[], None]], T]) -> list[T]:
+    """``together`` for work that may take one rank much longer than another. While it calls what ``work`` is given, between tokens
+    say, the others go on waiting; one that has ceased to is missed as in any other call."""
+    due = time.monotonic() + (pause := 60 * ranks.minutes / PULSES)
+
+    def sign() -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            ranks.gather(False)
+            due = time.monotonic() + pause
+
+    def awaited() -> T:
+        failure: Exception | None = None
+        value: Any = None
+        try:
+            value = work(sign)
+        except Exception as error:
+            failure = error
+        while not all(ranks.gather(True)):  # those that are at work still say so from time to time
+            pass
+        if failure is not None:
+            raise failure
+        return value
+
+    return together(ranks, awaited) if ranks.size > 1 else [work(sign)]

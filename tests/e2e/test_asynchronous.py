@@ -218,6 +218,6 @@ def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_
     monkeypatch.undo()
     assert not summary["finished"] and summary["steps"] < 4
     state = load_state(tmp_path / "stopped" / "checkpoints" / f"step_{summary['steps']:06d}" / "trainer")
-    assert list(state["drawn"]["weights"]) == [3 - staleness]
+    assert min(state["drawn"]["weights"]) == 3 - staleness
     run_rl(config)
     assert_same_end(tmp_path / "whole", tmp_path / "stopped", 5)

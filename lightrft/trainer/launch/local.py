@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
+
 from lightrft.config import EngineConfig, ModelConfig, RewardConfig, RLConfig
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
@@ -86,7 +88,8 @@ def local_roles(config: RLConfig, tokenizer: Any, steps: int, processor: Process
             scorer=scorer,
             tokenizer=tokenizer,
             processor=processor,
-            ahead=local_ahead(config, actor, tokenizer),
+            ahead=local_ahead(config, actor, tokenizer, strategy),
+            ahead_ranks=ranks.apart() if config.rollout.staleness else None,
             teacher=local_teacher(config, tokenizer, strategy),
             critic=local_critic(config, strategy, max(1, steps * per_step)),
             process=local_process(config, strategy, steps),
@@ -105,7 +108,8 @@ def local_reference(config: RLConfig, actor: Actor, strategy: Strategy) -> Refer
         return AdaptersOff(actor)
     path = config.reference or config.model.path
     frozen = local_frozen(config.model.model_copy(update={"path": path, "lora": None}), strategy)
-    return Follower.of(frozen, actor, config.algorithm.kl) if config.algorithm.kl.refresh_every else Frozen(frozen)
+    kl = config.algorithm.kl
+    return Follower.of(frozen, actor, strategy, kl) if kl.refresh_every else Frozen(frozen)
 
 
 def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
@@ -116,11 +120,16 @@ def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
     return frozen.eval()
 
 
-def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any) -> Engine | None:
-    """An engine over weights of its own, when answers are drawn while the policy is trained."""
+def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strategy) -> Engine | None:
+    """An engine over weights of its own, when answers are drawn while the policy is trained. On each rank it has all of them."""
     if not config.rollout.staleness:
         return None
-    return NativeEngine(Decoder(actor.model).apart(), tokenizer, config.engine, shared=False)
+    if strategy.ranks.size == 1:
+        decoder = Decoder(actor.model).apart()
+    else:
+        with torch.random.fork_rng():  # adapters are drawn: one process draws them once
+            decoder = Decoder(Actor.load(config.model, device=strategy.device).requires_grad_(False).eval().model)
+    return NativeEngine(decoder, tokenizer, config.engine, shared=False)
 
 
 def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Frozen | None:

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
@@ -157,7 +158,7 @@ class Crew:
             worker, life = self._choose()
             try:
                 found = worker.call(method, *args).result(self.limits.silence)
-            except (WorkerLost, TimeoutError) as error:
+            except (WorkerLost, FutureTimeout) as error:
                 self.revive(worker, str(error) or f"it did not answer for {self.limits.silence:g} s", life)
             else:
                 self.heard(worker)
@@ -209,7 +210,7 @@ class Crew:
                     worker.close()
                 elif self._prepare is not None:
                     self._prepare(worker)
-            except (WorkerLost, TimeoutError) as error:
+            except (WorkerLost, FutureTimeout) as error:
                 reason = str(error) or "it did not answer"
             else:
                 return

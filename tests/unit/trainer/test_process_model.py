@@ -10,7 +10,7 @@ import torch
 from lightrft.models.actor import Actor
 from lightrft.models.tiny import tiny_model
 from lightrft.strategy.settings import OptimizerConfig
-from lightrft.trainer.distill import target_of
+from lightrft.trainer.distill import targets
 from lightrft.trainer.ppo import with_reference
 from lightrft.trainer.process_model import outcome_losses, with_process_rewards
 from lightrft.trainer.roles import Roles, Trained
@@ -63,11 +63,11 @@ def test_a_teacher_is_asked_at_the_temperature_and_mixture_that_are_set_and_else
     def target(**distill: Any) -> tuple[float, float]:
         over = {"algorithm": {"preset": "opd", "distill": {"kind": "jsd", **distill}}, "sampling": {"temperature": 0.6}}
         config = config_of(**over)
-        found = target_of(batch_of(), roles_of(config), config)
+        found = targets(roles_of(config), config)(batch_of())
         assert found is not None
         return found.temperature, found.beta
 
     assert target() == (0.6, 0.5)
     assert target(temperature=2.0, beta=0.2) == (2.0, 0.2)
     config = config_of(algorithm={"preset": "opd"})
-    assert target_of(batch_of(), roles_of(config), config) is None
+    assert targets(roles_of(config), config)(batch_of()) is None

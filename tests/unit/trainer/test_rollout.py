@@ -24,7 +24,7 @@ from lightrft.trainer.parts import check_rollout
 from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import Interrupted, Quota, Verdict, collect, request_seed, requests_for, scored
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import ConfigError, RewardError
+from lightrft.utils.errors import ConfigError, RankError, RewardError
 from lightrft.utils.ranks import ALONE
 from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.timers import Timers
@@ -128,6 +128,7 @@ class Threads:
     rank: int
     meeting: threading.Barrier
     told: list[Any]
+    minutes: float = 1 / 3
 
     @property
     def size(self) -> int:
@@ -135,20 +136,26 @@ class Threads:
 
     def gather(self, value: Any) -> list[Any]:
         self.told[self.rank] = value
-        self.meeting.wait(20)
+        self._meet()
         found = list(self.told)
-        self.meeting.wait(20)
+        self._meet()
         return found
+
+    def _meet(self) -> None:
+        try:
+            self.meeting.wait(60 * self.minutes)
+        except threading.BrokenBarrierError as error:
+            raise RankError("a rank is missing") from error
 
     def sum(self, tensor: Any) -> Any:
         raise NotImplementedError
 
 
-def of_all_ranks(work: Callable[[Threads], Any], count: int) -> list[Any]:
+def of_all_ranks(work: Callable[[Threads], Any], count: int, minutes: float = 1 / 3) -> list[Any]:
     """What ``work`` gives on each of so many ranks."""
     meeting, told = threading.Barrier(count), [None] * count
     with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(lambda rank: work(Threads(rank, meeting, told)), range(count)))
+        return list(pool.map(lambda rank: work(Threads(rank, meeting, told, minutes)), range(count)))
 
 
 def run(config: RLConfig, scorer: FakeScorer, engine: FakeEngine | None = None, step: int = 0, **more: Any) -> Collected:

@@ -1,0 +1,70 @@
+"""Ranks that wait for one another: as long as who is at work says so, and no longer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lightrft.utils.ranks import ALONE, patiently
+from tests.unit.trainer.test_rollout import Threads, of_all_ranks
+
+MINUTES = 0.01
+LONG = 3 * 60 * MINUTES
+
+
+def ended(work: Callable[[Threads, Callable[[], None]], Any], count: int = 3) -> list[Any]:
+    """What each of so many ranks got, or the error that it raised."""
+
+    def one(ranks: Threads) -> Any:
+        try:
+            return patiently(ranks, lambda sign: work(ranks, sign))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    return of_all_ranks(one, count, MINUTES)
+
+
+def busy(seconds: float, sign: Callable[[], None]) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        sign()
+
+
+def test_ranks_go_on_waiting_for_those_that_say_that_they_are_at_work() -> None:
+    def work(ranks: Threads, sign: Callable[[], None]) -> int:
+        busy(LONG * ranks.rank / 2, sign)
+        return ranks.rank
+
+    assert ended(work) == [[0, 1, 2]] * 3
+
+
+def test_a_rank_that_has_ceased_to_is_missed() -> None:
+    def work(ranks: Threads, sign: Callable[[], None]) -> None:
+        if ranks.rank == 1:
+            busy(LONG, sign)
+            time.sleep(LONG)
+
+    began = time.monotonic()
+    found = ended(work)
+    assert all("a rank is missing" in found[rank] for rank in (0, 2))
+    assert time.monotonic() - began < 3 * LONG
+
+
+def test_a_rank_that_fails_after_long_work_is_told_to_all() -> None:
+    def work(ranks: Threads, sign: Callable[[], None]) -> None:
+        if ranks.rank == 1:
+            busy(LONG, sign)
+            raise ZeroDivisionError("late")
+
+    told = "RankError: rank 1: ZeroDivisionError: late"
+    assert ended(work) == [told, "ZeroDivisionError: late", told]
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    assert patiently(ALONE, lambda sign: sign()) == [None]
+    with pytest.raises(ZeroDivisionError):
+        patiently(ALONE, lambda sign: 1 // 0)
