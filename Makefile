@@ -1,6 +1,8 @@
 # From a fresh clone: `make demo` trains a small model and `make test` proves the tree. Both set up $(VENV) first.
-# Settings: VENV (where), PYTHON (which interpreter), JOBS (test processes), ARGS (passed on to the demo or to pytest).
+# Settings: VENV (where), PYTHON (which interpreter), EXTRAS (optional packages too, e.g. EXTRAS=dev,deepspeed), JOBS (test processes),
+# ARGS (passed on to the demo or to pytest).
 VENV ?= .venv
+EXTRAS ?= dev
 JOBS ?= 2
 ARGS ?=
 BIN := $(VENV)/bin
@@ -21,11 +23,11 @@ install: $(VENV)/installed
 $(VENV)/installed: pyproject.toml constraints.txt
 ifneq ($(UV),)
 	$(UV) venv --quiet --allow-existing $(if $(PYTHON),--python "$(PYTHON)") "$(VENV)"
-	VIRTUAL_ENV="$(abspath $(VENV))" $(UV) pip install -c constraints.txt -e ".[dev]"
+	VIRTUAL_ENV="$(abspath $(VENV))" $(UV) pip install -c constraints.txt -e ".[$(EXTRAS)]"
 else
 	@$(or $(PYTHON),python3) -c 'import sys; sys.exit("lightrft needs Python 3.11 or newer: make PYTHON=python3.12 ..." if sys.version_info < (3, 11) else 0)'
 	$(or $(PYTHON),python3) -m venv "$(VENV)"
-	"$(BIN)/python" -m pip install -c constraints.txt -e ".[dev]"
+	"$(BIN)/python" -m pip install -c constraints.txt -e ".[$(EXTRAS)]"
 endif
 	@touch $@
 
@@ -55,7 +57,7 @@ constraints:
 	@test -n "$(UV)" || { echo "make constraints needs uv"; exit 1; }
 	rm -rf build/constraints && $(UV) venv --quiet --python 3.11 build/constraints
 	grep '^torch==' constraints.txt > build/torch.txt
-	VIRTUAL_ENV="$(abspath build/constraints)" $(UV) pip install --upgrade -c build/torch.txt -e ".[dev]"
+	VIRTUAL_ENV="$(abspath build/constraints)" $(UV) pip install --upgrade -c build/torch.txt -e ".[dev,deepspeed]"
 	head -n 2 constraints.txt > build/new.txt
 	VIRTUAL_ENV="$(abspath build/constraints)" $(UV) pip freeze --exclude-editable | grep -vE '^(nvidia-|cuda-|triton==)' | sed -E 's/^(torch==[0-9.]+)[+].*/\1/' >> build/new.txt
 	mv build/new.txt constraints.txt

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from lightrft.strategy.base import StepInfo, Towered, TrainState
 from lightrft.strategy.blocks import blocks_of
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
-from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, shapes_of, write_state
+from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, write_state
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.ranks import Ranks
 from lightrft.utils.settings import deep_merge
@@ -32,6 +33,9 @@ OURS = (
     *("optimizer", "scheduler", "fp16", "bf16", "data_types"),
 )
 """Keys of DeepSpeed's configuration for which this program has settings of its own."""
+
+MASTERS = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
+"""Where DeepSpeed keeps its float32 masters: in stage 3, in stage 1 of bfloat16 weights, and else."""
 
 
 @dataclass(slots=True)
@@ -47,7 +51,7 @@ class Zero:
     def flat(self) -> list[Tensor]:
         """This rank's shards of the masters, each of many parameters: what AdamW moves."""
         zero = self.engine.optimizer
-        return list(getattr(zero, "fp32_partitioned_groups_flat", None) or zero.single_partition_of_fp32_groups)
+        return list(next(getattr(zero, name) for name in MASTERS if hasattr(zero, name)))
 
 
 class _Shell(nn.Module):
@@ -62,12 +66,14 @@ class _Shell(nn.Module):
 
 
 class DeepSpeedStrategy(SingleStrategy):
-    """``Strategy`` over the ranks of torch's default process group. Models that are not trained stay whole on each."""
+    """``Strategy`` over the ranks of torch's default process group. Models that are not trained are sharded in stage 3, and whole on each
+    rank in the others."""
 
     def __init__(self, config: StrategyConfig, ranks: Ranks) -> None:
         super().__init__(config)
         self.ranks = ranks
         self.config = config
+        self._hooked: dict[nn.Module, Any] = {}
         if odd := sorted(set(config.deepspeed) & set(OURS)):
             raise ConfigError(f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out")
         if "stage" in config.deepspeed.get("zero_optimization", {}):
@@ -76,36 +82,64 @@ class DeepSpeedStrategy(SingleStrategy):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.deepspeed = _deepspeed()
 
+    @contextmanager
+    def loading(self) -> Generator[None]:
+        """In stage 3, models that transformers reads are made of shards from the start, and filled from what the first rank reads."""
+        if self.config.stage != 3:
+            yield
+            return
+        from transformers.integrations import HfDeepSpeedConfig
+        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+        zero = self.deepspeed.zero
+        init = zero.Init
+        # Left alone, it would turn all that models make into one kind of number, buffers and half-precision weights included.
+        zero.Init = partial(init, tensor_overrides=[])
+        asked = HfDeepSpeedConfig(self._configuration())  # transformers looks for it as long as it lives
+        try:
+            yield
+        finally:
+            zero.Init = init
+            unset_hf_deepspeed_config()
+            del asked
+
+    def place(self, model: nn.Module) -> None:
+        """Bring ``model``, which is not trained, to where its calls run; in stage 3, in shards. Its forward must be called as a module."""
+        super().place(model)
+        if self.config.stage == 3:
+            if isinstance(model, Towered):
+                model.run_towers = True  # a call of a sharded module is a call on every rank
+            self._fetch_by_blocks(model, self._engine(model, None, {}).optimizer)
+
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
-        self.place(model)
+        super().place(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        groups = parameter_groups(model, parameters, parameters, optimizer)
-        if odd := {str(p.dtype) for p in model.parameters() if p.is_floating_point()} - {"torch.float32"}:
-            raise ConfigError(
-                f"strategy.kind = 'deepspeed' trains float32 weights, and the model has {', '.join(sorted(odd))}; "
-                "set model.dtype=float32, or strategy.kind=fsdp2"
-            )
+        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
+        groups = parameter_groups(model, shapes, parameters, optimizer)
+        precision = _precision(parameters.values())
         if isinstance(model, Towered):
             model.run_towers = True  # every rank waits for the gradient of every parameter
         adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
-        shapes = shapes_of(model)
-        try:
-            engine = self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=self._configuration(optimizer))[0]
-        except ValueError as error:  # pydantic's too
-            raise ConfigError(f"strategy.deepspeed = {self.config.deepspeed} is refused by DeepSpeed: {error}") from error
+        engine = self._engine(model, adamw, {"gradient_clipping": optimizer.max_grad_norm or 0.0, **precision})
         if self.config.stage == 3:
-            self._shard_by_blocks(model, engine)
+            self._fetch_by_blocks(model, engine.optimizer.parameter_offload)
         state = TrainState(model, adamw, None, optimizer, Zero(engine, parameters, 0, total_steps), shapes)
         set_lr(adamw, optimizer, 0, total_steps)
         # DeepSpeed's own first step would tell the parameters of its first group alone where their moments are.
         self._reset_moments(state, None)
         return state
 
-    def _configuration(self, optimizer: OptimizerConfig) -> dict[str, Any]:
+    def _engine(self, model: nn.Module, adamw: torch.optim.Optimizer | None, more: dict[str, Any]) -> Any:
+        """DeepSpeed's engine over ``model``. Raises ``ConfigError`` for settings that it refuses."""
+        try:
+            return self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=self._configuration() | more)[0]
+        except ValueError as error:  # pydantic's too
+            raise ConfigError(f"strategy.deepspeed = {self.config.deepspeed} is refused by DeepSpeed: {error}") from error
+
+    def _configuration(self) -> dict[str, Any]:
         ours = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": optimizer.max_grad_norm or 0.0,
             "communication_data_type": "fp32",
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -114,9 +148,10 @@ class DeepSpeedStrategy(SingleStrategy):
         }
         return deep_merge(ours, self.config.deepspeed)
 
-    def _shard_by_blocks(self, model: nn.Module, engine: Any) -> None:
+    def _fetch_by_blocks(self, model: nn.Module, offload: Any) -> None:
         """Have weights fetched by whole blocks, and what lies outside of those with the model as a whole: heads and position tables
         are read by other modules than their own."""
+        self._hooked[model] = offload
         register = self.deepspeed.zero.register_external_parameter
         kept = blocks_of(model)
         blocks = [module for module in model.modules() if type(module).__name__ in kept]
@@ -128,7 +163,7 @@ class DeepSpeedStrategy(SingleStrategy):
             if parameter not in inside:
                 register(model, parameter)
         # It would fetch ahead by the order of earlier calls, which here is that of no other call.
-        engine.optimizer.parameter_offload.fwd_pre_hook.remove()
+        offload.fwd_pre_hook.remove()
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         engine = state.inner.engine
@@ -149,13 +184,11 @@ class DeepSpeedStrategy(SingleStrategy):
 
     @contextmanager
     def whole(self, model: nn.Module) -> Generator[None]:
-        parameters = list(model.parameters())
-        if not any(hasattr(p, "ds_id") for p in parameters):
+        offload = self._hooked.get(model)
+        if offload is None:
             yield
             return
-        zero: Any = next(p._z3_optimizer for p in parameters if hasattr(p, "_z3_optimizer"))
-        offload = zero.parameter_offload
-        with self.deepspeed.zero.GatheredParameters(parameters):
+        with self.deepspeed.zero.GatheredParameters(list(model.parameters())):
             offload._remove_module_hooks()  # they would let go of the weights after each call, and cost time in each
             try:
                 yield
@@ -217,6 +250,24 @@ class DeepSpeedStrategy(SingleStrategy):
             parameter.data.copy_(whole["weights"])
 
 
+def _precision(parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+    """What DeepSpeed must be told of the kind of numbers that trained ``parameters`` are. It takes one kind: where some are bfloat16, all
+    become it, with float32 masters. Raises ``ConfigError``."""
+    parameters = list(parameters)
+    kinds = {p.dtype for p in parameters}
+    if odd := kinds - {torch.float32, torch.bfloat16}:
+        raise ConfigError(
+            f"strategy.kind = 'deepspeed' trains float32 and bfloat16 weights, and the model has {', '.join(sorted(map(str, odd)))}; "
+            "set model.dtype=bfloat16, or strategy.kind=fsdp2"
+        )
+    if kinds == {torch.float32}:
+        return {}
+    for parameter in parameters:
+        parameter.data = parameter.data.to(torch.bfloat16)
+    # Micro-batches add up in float32: a sum of half-precision gradients would lose the small ones.
+    return {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
 def _shard(whole: Tensor, size: int, ranks: Ranks) -> Tensor:
     """The part of ``whole`` that is this rank's, ``[size]``, filled up with zeros at the end."""
     flat = whole.flatten()
@@ -232,6 +283,8 @@ def _deepspeed() -> Any:
             f"strategy.kind = 'deepspeed' needs the package deepspeed ({error}): pip install 'lightrft[deepspeed]', or set "
             "strategy.kind=fsdp2"
         ) from None
+    # Compiled when first met, for calls that are not made here.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
     # It uses names that torch has newer ones for.
     warnings.filterwarnings("ignore", r".*torch\.distributed\..* is deprecated", FutureWarning)

@@ -53,11 +53,12 @@ class SingleStrategy:
         self.place(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in parameters.items()}
-        groups = parameter_groups(model, parameters, masters, optimizer)
+        shapes = shapes_of(model)
+        groups = parameter_groups(model, shapes, masters, optimizer)
         adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         inner = Masters(parameters, masters, 0, total_steps)
         set_lr(adamw, optimizer, inner.step, inner.total)
-        return TrainState(model, adamw, None, optimizer, inner, shapes_of(model))
+        return TrainState(model, adamw, None, optimizer, inner, shapes)
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
         loss.backward()
@@ -147,15 +148,15 @@ def set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, step: int, tot
 
 
 def parameter_groups(
-    model: nn.Module, parameters: Mapping[str, nn.Parameter], masters: Mapping[str, Tensor], config: OptimizerConfig
+    model: nn.Module, shapes: Mapping[str, tuple[int, ...]], masters: Mapping[str, Tensor], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
     """AdamW's groups: ``masters`` by learning rate, and weight decay for matrices only. Raises ``ConfigError``."""
-    rates = rates_of(model, parameters, config)
+    rates = rates_of(model, masters, config)
     groups: list[dict[str, Any]] = []
     for rate in dict.fromkeys(rates.values()):
         mine = {n: m for n, m in masters.items() if rates[n] == rate}
-        decayed = [m for n, m in mine.items() if parameters[n].dim() >= 2]
-        plain = [m for n, m in mine.items() if parameters[n].dim() < 2]
+        decayed = [m for n, m in mine.items() if len(shapes[n]) >= 2]
+        plain = [m for n, m in mine.items() if len(shapes[n]) < 2]
         groups += [{"params": g, "weight_decay": d, "rate": rate} for g, d in ((decayed, config.weight_decay), (plain, 0.0)) if g]
     return groups
 

@@ -85,7 +85,12 @@ class Follower(Frozen):
 
 def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
     """Between steps, ``done`` of them over: move the reference towards the policy if it is time."""
-    if kl.refresh_every and done and done % kl.refresh_every == 0 and isinstance(roles.reference, Follower):
+    if kl.refresh_every and done and done % kl.refresh_every == 0:
+        if not isinstance(roles.reference, Follower):
+            raise ConfigError(
+                f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot move; have it where the policy is, or "
+                "set algorithm.kl.refresh_every=0"
+            )
         roles.reference.follow(roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay)
 
 

@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,7 +157,7 @@ class Crew:
             worker, life = self._choose()
             try:
                 found = worker.call(method, *args).result(self.limits.silence)
-            except (WorkerLost, FutureTimeout) as error:
+            except (WorkerLost, TimeoutError) as error:
                 self.revive(worker, str(error) or f"it did not answer for {self.limits.silence:g} s", life)
             else:
                 self.heard(worker)
@@ -210,7 +209,7 @@ class Crew:
                     worker.close()
                 elif self._prepare is not None:
                     self._prepare(worker)
-            except (WorkerLost, FutureTimeout) as error:
+            except (WorkerLost, TimeoutError) as error:
                 reason = str(error) or "it did not answer"
             else:
                 return

@@ -1,4 +1,4 @@
-"""ZeRO by DeepSpeed: what is refused, what is sharded, and steps that are skipped on all ranks."""
+"""ZeRO by DeepSpeed: what is refused, what is sharded, half precision, and steps that are skipped on all ranks."""
 
 from __future__ import annotations
 
@@ -8,32 +8,77 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from pydantic import ValidationError
+from safetensors.torch import load_file
 
 from lightrft.strategy.deepspeed import DeepSpeedStrategy
 from lightrft.strategy.settings import StrategyConfig
+from lightrft.strategy.single import STATE_FILE
 from lightrft.utils.errors import ConfigError
 
 TWO = SimpleNamespace(rank=0, size=2)
+STAGES = (1, 2, 3)
 
-STEPS = """
+
+def needs_deepspeed(test: Any) -> Any:
+    """Mark ``test`` as one that starts processes with the package."""
+    absent = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
+    return pytest.mark.slow(pytest.mark.deepspeed(absent(test)))
+
+
+START = """
 import json, sys
+from pathlib import Path
 import torch
 from torch import nn
 from lightrft.strategy.deepspeed import DeepSpeedStrategy
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.strategy.single import SingleStrategy
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.ranks import joined
 
-def model():
+def net(dtype=torch.float32):
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).to(dtype)
 
+def zero(stage, **deepspeed):
+    return DeepSpeedStrategy(StrategyConfig(kind="deepspeed", stage=stage, device="cpu", deepspeed=deepspeed), ranks)
+
+def refused(work):
+    try:
+        work()
+    except ConfigError as error:
+        return str(error)
+
+folder = Path(sys.argv[1])
 with joined(1.0) as ranks:
-    strategy = DeepSpeedStrategy(StrategyConfig(kind="deepspeed", stage=int(sys.argv[1]), device="cpu"), ranks)
-    state = strategy.prepare(model(), OptimizerConfig(lr=0.1, warmup=1.0), 10)
+    found = {stage: cell(stage) for stage in (1, 2, 3)}
+    everyone = ranks.gather(found)
+    if ranks.rank == 0:
+        print("FOUND" + json.dumps(everyone), flush=True)
+"""
+
+
+def on_two_ranks(cell: str, folder: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """What the function ``cell`` of a stage gives on each of two ranks, for every stage."""
+    head, tail = START.split("folder = ", 1)
+    script = folder / "cells.py"
+    script.write_text(f"{head}{cell}\nfolder = {tail}")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run([*torchrun, str(script), str(folder)], capture_output=True, text=True, check=False, timeout=180)
+    assert done.returncode == 0, done.stderr
+    first, second = json.loads(done.stdout.partition("FOUND")[2].splitlines()[0])
+    return [(first[str(stage)], second[str(stage)]) for stage in STAGES]
+
+
+STEPS = """
+def cell(stage):
+    strategy = zero(stage)
+    state = strategy.prepare(net(), OptimizerConfig(lr=0.1, warmup=1.0), 10)
     found = {"held": sum(p.numel() for p in state.model.parameters()), "skipped": [], "lr": [], "norms": []}
     for poison in (1.0, float("nan"), 1.0):
         loss = state.model(torch.ones(1, 5)).sum()
@@ -43,42 +88,15 @@ with joined(1.0) as ranks:
         info = strategy.step(state)
         found["skipped"].append(info.skipped), found["lr"].append(info.lr), found["norms"].append(info.grad_norm)
     found["weights"] = [w.flatten().tolist() for _, w in strategy.full_parameters(state)]
-    half = model().to(torch.bfloat16)
-    try:
-        strategy.prepare(half, OptimizerConfig(), 1)
-    except ConfigError as error:
-        found["half"] = str(error)
-    wrong = StrategyConfig(kind="deepspeed", device="cpu", deepspeed={"zero_optimization": {"no_such": 1}})
-    try:
-        DeepSpeedStrategy(wrong, ranks).prepare(model(), OptimizerConfig(), 1)
-    except ConfigError as error:
-        found["wrong"] = str(error)
-    everyone = ranks.gather(found)
-    if ranks.rank == 0:
-        print("FOUND" + json.dumps(everyone), flush=True)
+    found["half"] = refused(lambda: strategy.prepare(net(torch.float16), OptimizerConfig(), 1))
+    wrong = zero(stage, zero_optimization={"no_such": 1})
+    found["wrong"] = refused(lambda: wrong.prepare(net(), OptimizerConfig(), 1))
+    return found
 """
 
 
-@pytest.mark.slow
-@pytest.mark.deepspeed
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the package deepspeed is not installed")
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path: Path, stage: int) -> None:
-    import torch
-
-    script = tmp_path / "steps.py"
-    script.write_text(STEPS)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*torchrun, str(script), str(stage)], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    first, second = json.loads(done.stdout.partition("FOUND")[2].splitlines()[0])
-    assert first["skipped"] == second["skipped"] == ["", "gradient not finite", ""]
-    assert first["lr"] == second["lr"] == pytest.approx([0.05, 0.1, 0.1])
-    assert first["weights"] == second["weights"]
-    assert "model.dtype=float32" in first["half"]
-    assert "strategy.deepspeed = " in first["wrong"] and "no_such" in first["wrong"]
-    assert first["held"] == (0 if stage == 3 else 50)
-
+@needs_deepspeed
+def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
     torch.manual_seed(0)
     own = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1))
     adamw = torch.optim.AdamW(own.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -89,9 +107,57 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_pat
         adamw.param_groups[0]["lr"] = rate
         adamw.step()
         adamw.zero_grad()
-    assert [first["norms"][0], first["norms"][2]] == pytest.approx(norms, rel=1e-6)
-    for found, parameter in zip(first["weights"], own.parameters(), strict=True):
-        assert found == pytest.approx(parameter.flatten().tolist(), rel=1e-5, abs=1e-7)
+    for stage, (first, second) in zip(STAGES, on_two_ranks(STEPS, tmp_path), strict=True):
+        assert first["skipped"] == second["skipped"] == ["", "gradient not finite", ""]
+        assert first["lr"] == second["lr"] == pytest.approx([0.05, 0.1, 0.1])
+        assert first["weights"] == second["weights"]
+        assert "torch.float16; set model.dtype=bfloat16" in first["half"]
+        assert "strategy.deepspeed = " in first["wrong"] and "no_such" in first["wrong"]
+        assert first["held"] == (0 if stage == 3 else 50)
+        assert [first["norms"][0], first["norms"][2]] == pytest.approx(norms, rel=1e-6)
+        for found, parameter in zip(first["weights"], own.parameters(), strict=True):
+            assert found == pytest.approx(parameter.flatten().tolist(), rel=1e-5, abs=1e-7)
+
+
+HALF = """
+def inputs(step, rank):
+    # Large ones first: what is added to them later is lost in a sum of half precision.
+    drawn = torch.randn(8, 3, 5, generator=torch.Generator().manual_seed(10 * step + rank))
+    return (drawn * torch.tensor([256.0] + 7 * [1.0])[:, None, None]).to(torch.bfloat16)
+
+def run(strategy, ranks_here, path, kind=torch.bfloat16):
+    state = strategy.prepare(net(kind), OptimizerConfig(lr=1e-3, weight_decay=0.1), 10)
+    norms = []
+    for step in range(4):
+        if step == 2:  # masters and moments survive
+            strategy.save(state, path)
+            state = strategy.prepare(net(kind), OptimizerConfig(lr=1e-3, weight_decay=0.1), 10)
+            strategy.load(state, path)
+        parts = [x for rank in ranks_here for x in inputs(step, rank)]
+        for i, x in enumerate(parts):
+            strategy.backward(state, state.model(x).float().sum(), last=i == len(parts) - 1)
+        norms.append(strategy.step(state).grad_norm)
+    strategy.save(state, path)
+    return norms, sorted({str(w.dtype) for _, w in strategy.full_parameters(state)})
+
+def cell(stage):
+    norms, kinds = run(zero(stage), [ranks.rank], folder / f"zero{stage}")
+    one, _ = run(SingleStrategy(StrategyConfig(device="cpu")), [0, 1], folder / f"one{ranks.rank}")
+    return {"norms": norms, "one": one, "kinds": kinds}
+"""
+
+
+@needs_deepspeed
+def test_bfloat16_weights_have_float32_masters_and_sums_of_gradients_as_on_one_process(tmp_path: Path) -> None:
+    for stage, (first, second) in zip(STAGES, on_two_ranks(HALF, tmp_path), strict=True):
+        assert first["kinds"] == ["torch.bfloat16"]
+        assert first["norms"] == second["norms"] == pytest.approx(first["one"], rel=1e-5)
+        states = [load_file(tmp_path / name / STATE_FILE) for name in (f"zero{stage}", "one0")]
+        assert states[0].keys() == states[1].keys()
+        for key, tensor in states[1].items():
+            torch.testing.assert_close(states[0][key], tensor, rtol=1e-5, atol=1e-7)
+            if key.startswith("weights/"):
+                assert tensor.dtype == torch.float32 and not torch.equal(tensor, tensor.bfloat16().float())
 
 
 def test_without_the_package_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

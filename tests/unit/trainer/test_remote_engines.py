@@ -24,7 +24,8 @@ from lightrft.strategy.settings import EngineConfig, SamplingConfig, StrategyCon
 from lightrft.trainer.launch.remote import Limits
 from lightrft.trainer.launch.remote_engines import Hand, RemoteEngines, engine_host, portions
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import ModelError, ResourceError, WorkerError
+from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
+from tests.unit.trainer.test_rollout import Threads, of_all_ranks
 from tests.worker_helpers import ProcessWorker
 
 CONFIG = EngineConfig(max_rows=6)
@@ -255,3 +256,25 @@ def test_an_engine_that_dies_again_and_again_ends_the_run_with_a_reason(folder: 
         done.set()
         hunter.join()
         engines.close()
+
+
+def test_all_ranks_put_weights_together_and_the_first_hands_them_over(folder: Path, two: list[ProcessWorker]) -> None:
+    weights = other_weights(folder)
+
+    def hand_over(ranks: Threads, sent: dict[str, Tensor]) -> object:
+        def gathered() -> Iterator[tuple[str, Tensor]]:
+            for pair in sent.items():
+                ranks.gather(None)  # as where each rank has a part of every tensor
+                yield pair
+
+        engines = RemoteEngines(two if ranks.rank == 0 else [], CONFIG, LIMITS, hand(), ranks)
+        try:
+            return engines.load_weights(gathered(), 3)
+        except (ModelError, RankError) as error:
+            return str(error)
+
+    told_to = of_all_ranks(lambda ranks: hand_over(ranks, weights), 2)
+    assert told_to == [{name: checksum(tensor) for name, tensor in weights.items()}] * 2
+    name = next(iter(weights))
+    first, second = of_all_ranks(lambda ranks: hand_over(ranks, {**weights, name: torch.zeros(3)}), 2)
+    assert "do not fit" in str(first) and "rank 0: ModelError" in str(second)
