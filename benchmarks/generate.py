@@ -103,8 +103,8 @@ def transformers_generate(model: PreTrainedModel, prompts: list[Prompt], lengths
     def run() -> int:
         total = 0
         for start in range(0, len(prompts), per_call):
-            ids = torch.tensor([p.token_ids for p in prompts[start : start + per_call]])
-            wanted = lengths[start * answers : (start + len(ids)) * answers]
+            ids = torch.tensor([p.token_ids for p in prompts[start : start + per_call]], device=model.device)
+            wanted = lengths[start * answers : (start + len(ids)) * answers].to(model.device)
             out = model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

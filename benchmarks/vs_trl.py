@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,15 +72,17 @@ TEXT_CASES = {
 
 @dataclass(frozen=True)
 class Variant:
-    """How one side runs: ``threads``, rows of a micro-batch, and for TRL the way of generating."""
+    """How one side runs: ``threads``, rows of a micro-batch, and for TRL the way of generating and the type of its weights."""
 
     side: str
     threads: int
     rows: int = PROMPTS * ANSWERS
     generation: str = "generate"
+    weights: str = "float32"
 
     def __str__(self) -> str:
         more = f", {self.generation}" if self.side == "trl" else ""
+        more += f", {self.weights} weights" if self.weights != "float32" else ""
         return f"{self.threads} thread{'s' * (self.threads > 1)}, micro-batches of {self.rows}{more}"
 
 
@@ -133,9 +135,21 @@ class Work:
     stem = "vs_trl"
     title = "A GRPO step against TRL's GRPOTrainer"
     model = "qwen2"
+    size = f"{LAYERS} layers of {HIDDEN}, tied embeddings, float32"
+    groups, answers, new_tokens = PROMPTS, ANSWERS, NEW_TOKENS
+    dtype, device = "float32", "cpu"
     cases: Mapping[str, Any] = TEXT_CASES
     usual: tuple[str, ...] = ("step32", "step512", "ragged32", "ragged512", "memory32")
     checked: tuple[str, ...] = ("step32", "step512")
+
+    @property
+    def whole(self) -> int:
+        """Answers of a step."""
+        return self.groups * self.answers
+
+    def made_of(self, case: Any) -> Any:
+        """What ``make`` is told; cases with the same share a model."""
+        return case.vocabulary
 
     def make(self, folder: Path, vocabulary: int) -> None:
         """A folder with a Qwen2 whose vocabulary is ``vocabulary`` - 4 characters and the four special tokens."""
@@ -169,10 +183,14 @@ class Work:
 
         return Dataset.from_list(rows)
 
-    def trl_model(self, folder: Path) -> Any:
+    def trl_model(self, folder: Path, variant: Variant) -> Any:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=variant.weights)
+
+    def trl_options(self, variant: Variant) -> dict[str, Any]:
+        """Of ``GRPOConfig``: where and in which precision TRL computes."""
+        return {"bf16": False, "use_cpu": True}
 
     def processing_class(self, folder: Path) -> Any:
         return load_tokenizer(folder)
@@ -183,8 +201,31 @@ class Work:
 
         return Segments.of([unpadded(inputs, row) for row in rows])
 
+    def variants(self, case: Any, side: str) -> list[Variant]:
+        """What calibration tries."""
+        threads = sorted({1, os.cpu_count() or 1})
+        return [Variant(side, n, rows) for n in threads for rows in (self.whole, self.whole // 4)]
+
+    def further(self, case: Any, best: Variant) -> list[Variant]:
+        """What TRL may be faster with, beside ``best`` of the rest: its other way of generating, which cannot suppress the end token."""
+        return [] if case.full else [replace(best, generation="continuous")]
+
+    def machine(self) -> str:
+        return cpu_model()
+
+    def wait(self) -> None:
+        """Until all that was asked of the device is done."""
+
+    def peak_mb(self) -> float:
+        return peak_mb()
+
+    def workers_mb(self) -> float:
+        """Peak memory of processes that reward answers."""
+        return sum(peak_of(p) for p in children())
+
     def about(self, case: Any) -> str:
-        ends = "answers of 64 tokens" if case.full else "answers of up to 64 tokens, ending by themselves"
+        most = self.new_tokens
+        ends = f"answers of {most} tokens" if case.full else f"answers of up to {most} tokens, ending by themselves"
         return f"{case.prompt_tokens}-token prompts, {ends}, vocabulary {case.vocabulary:,}"
 
 
@@ -226,17 +267,17 @@ def worker(work: Work, order: dict[str, Any]) -> None:
     torch.manual_seed(0)
     folder, kind = Path(order["folder"]), order["kind"]
     if kind == "make":
-        work.make(folder, order["vocabulary"])
+        work.make(folder, order["of"])
         (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
         return
     case, variant = work.cases[order["case"]], Variant(**order["variant"])
     torch.set_num_threads(variant.threads)
 
     with tempfile.TemporaryDirectory() as scratch:
-        rows = work.prompts(folder, Path(scratch), case, PROMPTS * (order["steps"] + 1))
-        group_tokens = work.prompt_tokens(case) + ANSWERS * NEW_TOKENS
+        rows = work.prompts(folder, Path(scratch), case, work.groups * (order["steps"] + 1))
+        group_tokens = work.prompt_tokens(case) + work.answers * work.new_tokens
         side = {"lightrft": run_lightrft, "trl": run_trl, "check": check}[kind]
-        result = side(Job(work, folder, Path(scratch), rows, order["steps"], variant, case.full, group_tokens))
+        result = side(Job(work, folder, Path(scratch), rows, order["steps"], variant, case.full or kind == "check", group_tokens))
     print("RESULT " + json.dumps(result))
 
 
@@ -246,14 +287,14 @@ def rl_config(job: Job, steps: int) -> Any:
 
     tree = {
         "run": {"dir": str(job.scratch), "name": "run", "progress": False},
-        "model": {"path": str(job.folder), "dtype": "float32"},
+        "model": {"path": str(job.folder), "dtype": job.work.dtype},
         "data": job.work.data(job.scratch),
-        "rollout": {"prompts": PROMPTS, "samples": ANSWERS},
-        "sampling": {"max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS * job.full},
+        "rollout": {"prompts": job.work.groups, "samples": job.work.answers},
+        "sampling": {"max_new_tokens": job.work.new_tokens, "min_new_tokens": job.work.new_tokens * job.full},
         "reward": {"terms": [f"{job.folder / 'rewards.py'}:mean_code"]},
         "algorithm": {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}},
         "optimizer": {"lr": LEARNING_RATE, "betas": (0.9, 0.999)},
-        "train": {"steps": steps, "micro_batch_tokens": job.group_tokens * job.variant.rows // ANSWERS},
+        "train": {"steps": steps, "micro_batch_tokens": job.group_tokens * job.variant.rows // job.work.answers},
         "eval": {"at_start": False},
         "log": {"tensorboard": False, "rollouts_every": 0},
     }
@@ -285,19 +326,20 @@ def run_lightrft(job: Job) -> dict[str, Any]:
     from lightrft.trainer.ppo import rl_step
 
     rows = []
+    work = job.work
     with open_run(rl_config(job, job.steps + 1)) as (session, run):
-        before = peak_mb()
+        before = work.peak_mb()
         for step in range(job.steps + 1):  # the first one warms up
             start, cpu = time.perf_counter(), time.process_time()
             result = rl_step(run.roles, run.config, step, run.controls, run.stream, session.timers)
             values = session.record(step + 1, result.metrics)
+            work.wait()
             spent = {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
             tokens = result.collected.tokens["trained"]
-            assert not job.full or tokens == PROMPTS * ANSWERS * NEW_TOKENS
+            assert not job.full or tokens == work.whole * work.new_tokens
             assert values["policy/active_rows"] == 1
             rows.append({**spent, "update": values["time/update"], "generate": values["time/generate"], "tokens": tokens})
-        worker_mb = sum(peak_of(p) for p in children())
-        peak = peak_mb()
+        worker_mb, peak = work.workers_mb(), work.peak_mb()
     return {"rows": rows[1:], "peak_mb": peak, "before_mb": before, "reward_worker_mb": worker_mb}
 
 
@@ -329,14 +371,13 @@ def mean_code(completions: list[Any], **_: Any) -> list[float]:
 def trl_trainer(job: Job, steps: int, **over: Any) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
-    whole = PROMPTS * ANSWERS
     options: dict[str, Any] = {
         "output_dir": str(job.scratch / "trl"),
         "per_device_train_batch_size": job.variant.rows,
-        "gradient_accumulation_steps": whole // job.variant.rows,
-        "num_generations": ANSWERS,
-        "max_completion_length": NEW_TOKENS,
-        "generation_kwargs": {"min_new_tokens": NEW_TOKENS} if job.full else None,
+        "gradient_accumulation_steps": job.work.whole // job.variant.rows,
+        "num_generations": job.work.answers,
+        "max_completion_length": job.work.new_tokens,
+        "generation_kwargs": {"min_new_tokens": job.work.new_tokens} if job.full else None,
         "max_steps": steps,
         "learning_rate": LEARNING_RATE,
         "lr_scheduler_type": "constant",
@@ -344,19 +385,18 @@ def trl_trainer(job: Job, steps: int, **over: Any) -> Any:
         "beta": 0.0,
         "loss_type": "grpo",
         "temperature": 1.0,
-        "bf16": False,
         "gradient_checkpointing": False,
-        "use_cpu": True,
         "report_to": "none",
         "logging_strategy": "no",
         "save_strategy": "no",
         "disable_tqdm": True,
         "dataloader_num_workers": 0,
         "use_transformers_continuous_batching": job.variant.generation == "continuous",
+        **job.work.trl_options(job.variant),
         **over,
     }
     trainer = GRPOTrainer(
-        model=job.work.trl_model(job.folder),
+        model=job.work.trl_model(job.folder, job.variant),
         reward_funcs=mean_code,
         args=GRPOConfig(**options),
         train_dataset=job.work.dataset(job.rows),
@@ -416,6 +456,7 @@ def run_trl(job: Job) -> dict[str, Any]:
             marks["begin"] = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
+            job.work.wait()
             now, cpu, spent = time.perf_counter(), time.process_time(), watch.take()
             rows.append(
                 {
@@ -429,10 +470,10 @@ def run_trl(job: Job) -> dict[str, Any]:
             marks["end"], marks["cpu"] = now, cpu
 
     trainer.add_callback(Clock())
-    before = peak_mb()
+    before = job.work.peak_mb()
     trainer.train()
-    assert not job.full or lengths == [[NEW_TOKENS] * (PROMPTS * ANSWERS)] * (job.steps + 1), lengths
-    return {"rows": rows[1:], "peak_mb": peak_mb(), "before_mb": before, "reward_worker_mb": 0.0}
+    assert not job.full or lengths == [[job.work.new_tokens] * job.work.whole] * (job.steps + 1), lengths
+    return {"rows": rows[1:], "peak_mb": job.work.peak_mb(), "before_mb": before, "reward_worker_mb": 0.0}
 
 
 # ---------------------------------------------------------------- do both sides compute the same?
@@ -448,7 +489,7 @@ def check(job: Job) -> dict[str, Any]:
     from lightrft.trainer.update import Objective, weighted
     from lightrft.types import Batch, Segments
 
-    trainer = trl_trainer(job, 1, max_grad_norm=1e9)
+    trainer = trl_trainer(job, 1, max_grad_norm=1e9, bf16=False)
     seen: dict[str, Any] = {}
     score, loss_of = trainer._get_per_token_logps_and_entropies, trainer._compute_loss
 
@@ -471,7 +512,8 @@ def check(job: Job) -> dict[str, Any]:
     trainer.train()
 
     inputs = seen["inputs"]
-    prompts = [tuple(unpadded(inputs, row)) for row in range(PROMPTS * ANSWERS)]
+    work = job.work
+    prompts = [tuple(unpadded(inputs, row)) for row in range(work.whole)]
     first = {prompt: row for row, prompt in reversed(list(enumerate(prompts)))}
     prompt_of = torch.tensor([list(first).index(prompt) for prompt in prompts])
     answers = inputs["completion_ids"]
@@ -480,16 +522,16 @@ def check(job: Job) -> dict[str, Any]:
         Segments.of(answers.tolist()),
         prompt_of,
         sampled=torch.ones(answers.numel(), dtype=torch.bool),
-        advantages=inputs["advantages"].repeat_interleave(NEW_TOKENS),
+        advantages=inputs["advantages"].repeat_interleave(work.new_tokens),
     )
     config = rl_config(job, 1)
-    actor = Actor.load(ModelConfig(path=str(job.folder), dtype="float32"))
-    batch = weighted(batch, config)
+    actor = Actor.load(ModelConfig(path=str(job.folder), dtype="float32"), device=work.device)
+    batch = weighted(batch.to(actor.device), config)
     scores = actor.score(batch, entropy=True)
     loss, _ = Objective(config.algorithm, 0.0, 0.0)(batch, scores)
     loss.backward()
     grads = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}
-    assert grads.keys() == seen["grads"].keys() and len(first) == PROMPTS
+    assert grads.keys() == seen["grads"].keys() and len(first) == work.groups
     norm = torch.nn.utils.get_total_norm(list(seen["grads"].values()))
     gap = torch.nn.utils.get_total_norm([grads[n] - g for n, g in seen["grads"].items()])
     result = {
@@ -541,19 +583,18 @@ def one_round(work: Work, case: str, variant: Variant, folder: Path, steps: int)
 
 def calibrate(work: Work, case: str, folder: Path) -> list[Variant]:
     """The fastest variant of each side by the whole step, each tried once; of those within 5 % of it, the leanest."""
-    threads = sorted({1, os.cpu_count() or 1})
-    whole = PROMPTS * ANSWERS
     if not work.cases[case].seconds:
-        return [Variant("lightrft", threads[-1]), Variant("trl", threads[-1])]
+        return [Variant(side, os.cpu_count() or 1, work.whole) for side in ("lightrft", "trl")]
     chosen = []
     for side in ("lightrft", "trl"):
-        variants = [Variant(side, n, rows) for n in threads for rows in (whole, whole // 4)]
-        tried = {v: one_round(work, case, v, folder, 1) for v in variants}
-        # The other way of generating, with the best of the rest. It cannot suppress the end token.
-        if side == "trl" and not work.cases[case].full:
+        tried = {v: one_round(work, case, v, folder, 1) for v in work.variants(work.cases[case], side)}
+        if side == "trl":
             best = min(tried, key=lambda v: tried[v]["step"])
-            other = Variant("trl", best.threads, best.rows, "continuous")
-            tried[other] = one_round(work, case, other, folder, 1)
+            for variant in work.further(work.cases[case], best):
+                try:
+                    tried[variant] = one_round(work, case, variant, folder, 1)
+                except SystemExit as error:
+                    print(f"  {case}: trl, {variant}: left out, it fails: {str(error).strip().splitlines()[-1]}", flush=True)
         for variant, took in tried.items():
             print(f"  {case}: {side}, {variant}: {took['step']:.2f} s a step, {took['peak_mb']:,.0f} MiB", flush=True)
         fastest = min(took["step"] for took in tried.values())
@@ -590,20 +631,22 @@ def main(work: Work, description: str | None) -> None:
     results: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folders = {}
-        for size in dict.fromkeys(work.cases[c].vocabulary for c in args.cases):
-            folders[size] = Path(scratch) / str(size)
-            call(work, "make", 1, folder=str(folders[size]), vocabulary=size)
+        for of in dict.fromkeys(work.made_of(work.cases[c]) for c in args.cases):
+            folders[of] = Path(scratch) / str(of)
+            call(work, "make", 1, folder=str(folders[of]), of=of)
         same = {}
         for case in work.checked:
             if case in args.cases:
-                folder = str(folders[work.cases[case].vocabulary])
-                same[case] = call(work, "check", 2, case=case, variant=vars(Variant("trl", 2)), folder=folder, steps=1)
+                folder = str(folders[work.made_of(work.cases[case])])
+                same[case] = call(
+                    work, "check", 2, case=case, variant=vars(Variant("trl", 2, work.whole)), folder=folder, steps=1
+                )
                 print(f"  {case}: one batch through both: {same[case]}", flush=True)
         if args.check:
             return
         for case in args.cases:
             about = work.cases[case]
-            results[case] = measure(work, case, folders[about.vocabulary], args.rounds, args.steps or about.steps)
+            results[case] = measure(work, case, folders[work.made_of(about)], args.rounds, args.steps or about.steps)
     report(work, args, results, same)
 
 
@@ -617,13 +660,13 @@ def versions() -> dict[str, str]:
 
 
 def report(work: Work, args: argparse.Namespace, results: dict[str, Any], same: dict[str, Any]) -> None:
-    machine = f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}"
-    name = args.machine or re.sub(r"[^a-z0-9]+", "-", f"{cpu_model()}-{os.cpu_count()}cores".lower()).strip("-")
+    machine = f"{work.machine()}, {os.cpu_count()} cores, {platform.system()}"
+    name = args.machine or re.sub(r"[^a-z0-9]+", "-", f"{work.machine()}-{os.cpu_count()}cores".lower()).strip("-")
     done = (
-        f"{work.model}, {LAYERS} layers of {HIDDEN}, tied embeddings, float32; {PROMPTS} prompts x {ANSWERS} answers of at most "
-        f"{NEW_TOKENS} new tokens, one optimizer step per generation, grpo without a reference"
+        f"{work.model}, {work.size}; {work.groups} prompts x {work.answers} answers of at most "
+        f"{work.new_tokens} new tokens, one optimizer step per generation, grpo without a reference"
     )
-    command = " ".join(["python", f"benchmarks/{work.script.name}", *sys.argv[1:]])
+    command = " ".join(["python", str(work.script.resolve().relative_to(ROOT)), *sys.argv[1:]])
     tree = {"command": command, "machine": machine, "versions": versions(), "work": done, "same": same, "cases": results}
     args.out.mkdir(parents=True, exist_ok=True)
     stem = args.out / f"{work.stem}-{name}"

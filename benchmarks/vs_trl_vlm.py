@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vs_trl import HIDDEN, LAYERS, NEW_TOKENS, TEXT_SIZES, Work, characters, load_tokenizer, main, unpadded, write_lines
+from vs_trl import HIDDEN, LAYERS, NEW_TOKENS, TEXT_SIZES, Variant, Work, characters, load_tokenizer, main, unpadded, write_lines
 
 VOCABULARY = 4096
 PATCH, MERGE = 14, 2
@@ -99,7 +99,7 @@ class Pictures(Work):
 
         return super().dataset(rows).cast_column("images", List(Image()))
 
-    def trl_model(self, folder: Path) -> Any:
+    def trl_model(self, folder: Path, variant: Variant) -> Any:
         from transformers import Qwen2_5_VLForConditionalGeneration
 
         return Qwen2_5_VLForConditionalGeneration.from_pretrained(folder, dtype="float32")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -237,13 +237,14 @@ class Actor(Backbone):
         """
         batch = batch.to(self.device)
         few = _few(batch, misread(self.base, self.family, batch))
+        at = self._compared(few)
         training = self.training
         self.eval()
         reasons = []
         try:
-            truth = self.own_logprobs(few)
+            truth = self.own_logprobs(few, at)
             for layout in _ORDER[_ORDER.index(self._layout) :]:
-                why = self._differs(few, layout, truth)
+                why = self._differs(few, layout, at, truth)
                 if not why:
                     self._layout = layout
                     return "; ".join([*reasons, f"using {layout} instead"]) if reasons else ""
@@ -252,10 +253,17 @@ class Actor(Backbone):
             self.train(training)
         raise ModelError(f"model type {self.base.config.model_type!r} cannot be scored: {'; '.join(reasons)}")
 
-    def _differs(self, batch: Batch, layout: Layout, truth: Tensor) -> str:
+    def _compared(self, batch: Batch) -> Tensor:
+        """Places among the answers' tokens, from the first to the last, whose logits fit into ``logits_mb`` together."""
+        tokens = batch.responses.tokens.numel()
+        logits = self.text_config.vocab_size * torch.promote_types(self.base.dtype, torch.float32).itemsize
+        count = min(tokens, max(2, self.config.logits_mb * 2**20 // logits))
+        return torch.linspace(0, max(0, tokens - 1), count, dtype=torch.float64).round().long().to(batch.responses.tokens.device)
+
+    def _differs(self, batch: Batch, layout: Layout, at: Tensor, truth: Tensor) -> str:
         before, self._layout = self._layout, layout
         try:
-            found = self.score(batch).logprobs
+            found = self.score(batch).logprobs[at]
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             return f"failed with {type(error).__name__}: {error}"
         finally:
@@ -265,18 +273,36 @@ class Actor(Backbone):
         worst = float((gap.max() if exact else gap.mean()) if gap.numel() else 0.0)
         return "" if worst <= (1e-3 if exact else 0.03) else f"differs from the model's own log-probs by {worst:.2g}"
 
-    def own_logprobs(self, batch: Batch) -> Tensor:
-        """By the model's own forward, head included, on padded rows."""
+    def own_logprobs(self, batch: Batch, at: Tensor | None = None) -> Tensor:
+        """By the model's own forward, head included, on padded rows: log-probs of the answers' tokens, or of those ``at`` places among
+        them. The head is handed the states of those alone."""
         reader = self.family.reader
         if reader is not None and reader.alone and len(batch) > 1:
             rows = [batch.select(torch.tensor([b], device=batch.prompt_of.device)) for b, n in enumerate(batch.lengths) if n]
-            return torch.cat([self.own_logprobs(row) for row in rows])
+            whole = torch.cat([self.own_logprobs(row) for row in rows])
+            return whole if at is None else whole[at]
         self.use_attention("padded")
-        packed = pack(batch, "padded")
+        packed, targets = pack(batch, "padded"), batch.responses.tokens
+        gather, targets = (packed.gather, targets) if at is None else (packed.gather[at], targets[at])
         inputs = own_inputs(self.base, self.family, batch, packed)
-        logits = self.base(**inputs, use_cache=False).logits.flatten(0, 1)[packed.gather]
+        with _only(self.base.get_output_embeddings(), gather):
+            logits = self.base(**inputs, use_cache=False).logits[0]
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        return wide.log_softmax(-1).gather(1, batch.responses.tokens[:, None])[:, 0]
+        return wide.log_softmax(-1).gather(1, targets[:, None])[:, 0]
+
+
+@contextmanager
+def _only(head: nn.Module, places: Tensor) -> Generator[None]:
+    """``head`` computes the logits ``[1, n, V]`` of the ``places [n]`` among all states that it is given, in the order of rows."""
+
+    def cut(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (given[0].reshape(-1, given[0].shape[-1]).index_select(0, places).unsqueeze(0), *given[1:])
+
+    hook = head.register_forward_pre_hook(cut)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _few(batch: Batch, out: Tensor, rows: int = 4) -> Batch:

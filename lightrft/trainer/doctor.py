@@ -7,8 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -16,29 +17,38 @@ from lightrft.config import DoctorConfig, RLConfig, SFTConfig
 from lightrft.datasets.encoding import check_template
 from lightrft.datasets.prompts import PromptDataset
 from lightrft.datasets.sft import SFTDataset
+from lightrft.models import varlen
 from lightrft.models.families import context_length
 from lightrft.models.loading import model_settings
 from lightrft.models.meta import dtype_of
+from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer import probe
 from lightrft.trainer.launch.local import local_processor, local_tokenizer
 from lightrft.trainer.memory import shown, size_of
-from lightrft.trainer.needs import Device, Lengths, Needs, needs
+from lightrft.trainer.needs import Device, Lengths, Needs, needs, shares_of
 from lightrft.trainer.reward import Scorer
-from lightrft.trainer.rl import check
+from lightrft.trainer.rl import check, check_ranks
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError, UserError
 
+T = TypeVar("T")
 Verdict = Literal["ok", "warn", "bad"]
+SHARDED = ("fsdp2", "deepspeed")
 ROOM = 0.85
 """The share of a device's memory up to which a prediction that may be off by 15 % fits."""
-MANY_OVERLONG = 0.05
+MANY_OVERLONG, MANY_UNKNOWN = 0.05, 0.01
+LOOKED_AT = 50
+"""Prompts whose tokens are looked at one by one."""
 ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 KEPT = 2.5
 """The most that a run was seen to take, in units of what is in use (docs/verbs/doctor.md)."""
-WAYS = (
-    "lower train.micro_batch_tokens or engine.token_budget, set model.gradient_checkpointing=true or model.lora, or raise "
-    "launch.processes"
-)
+WAYS = {
+    "drawing": "lower engine.token_budget or engine.max_rows",
+    "loading": "load fewer models: algorithm.kl, critic, teacher",
+    "models": "set model.lora or model.load_in_4bit, take a smaller model, or spread it over more processes (launch.processes)",
+    "passes": "lower train.micro_batch_tokens, set model.gradient_checkpointing=true or model.lora, or raise launch.processes",
+}
+"""What makes a phase smaller, by what it is; ``models`` where they are too large without any phase."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +77,8 @@ def examine(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     """Look at everything that can be looked at; what fails is a finding and ends nothing."""
     found: list[Finding] = []
     device = device_of(config, options)
-    settings = list(_settings(config, device))
-    found += settings
+    found += _settings(config, device)
+    found += _devices(config, options, device)
     data = _attempt(found, "data", "rows", lambda: _data(config, found))
     lengths = data.lengths if data is not None else _bounds(config)
     found += _batch(config, lengths)
@@ -78,7 +88,7 @@ def examine(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     if data is not None and options.rows and _rewarded(config):
         _attempt(found, "reward", "terms", lambda: found.extend(_rewards(config, data, options.rows)))
     if data is not None and options.probe:
-        _attempt(found, "time", "probe", lambda: found.extend(_time(config, data, device)))
+        _attempt(found, "time", "probe", lambda: found.extend(_time(config, data, device, memory)))
     return Report(tuple(found), memory)
 
 
@@ -98,10 +108,8 @@ def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
 
 
 def _kernel() -> bool:
-    """Whether flash-attn is there, which takes sequences of several lengths."""
-    from importlib.util import find_spec
-
-    return find_spec("flash_attn") is not None
+    """Whether torch has the kernel that takes sequences of several lengths on a GPU."""
+    return varlen.kernel() is not None
 
 
 def _free_memory() -> int:
@@ -135,15 +143,59 @@ def _settings(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
             Finding("settings", "bad", "data.sources", "is empty; name what to train on, e.g. data.sources=[train.jsonl]")
         )
     yield from found or [Finding("settings", "ok", "settings", "go together")]
-    fsdp = config.strategy.kind == "fsdp2"
-    if (fsdp and device.processes == 1) or (config.strategy.kind == "single" and device.processes > 1):
-        says = f"= {config.strategy.kind} with launch.processes = {device.processes}; set strategy.kind=auto"
-        yield Finding("settings", "bad", "strategy.kind", says)
+    yield from _strategy(config, device)
     try:
         dtype = dtype_of(config.model)
     except UserError:
         return
     yield _dtype(dtype, device)
+
+
+def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]:
+    """Processes, what spreads models over them, and what several of them cannot do."""
+    kind, many = config.strategy.kind, device.processes
+    if (kind in SHARDED and many == 1) or (kind == "single" and many > 1):
+        yield Finding("settings", "bad", "strategy.kind", f"= {kind} with launch.processes = {many}; set strategy.kind=auto")
+    if kind == "deepspeed" and find_spec("deepspeed") is None:
+        says = "= deepspeed, and the package is not installed here: pip install 'lightrft[deepspeed]', or set strategy.kind=fsdp2"
+        yield Finding("settings", "bad", "strategy.kind", says)
+    found: list[Finding] = []
+    if many > 1 and isinstance(config, RLConfig):
+        _attempt(found, "settings", "launch.processes", lambda: check_ranks(config, _Many(many)))
+    yield from found
+
+
+@dataclass(frozen=True, slots=True)
+class _Many:
+    """Ranks of a run that is only looked at."""
+
+    size: int
+    rank: int = 0
+
+    def gather(self, value: T) -> list[T]:
+        return [value]
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+
+def _devices(config: RLConfig | SFTConfig, options: DoctorConfig, device: Device) -> Iterator[Finding]:
+    """Whether what the run asks for is on this machine, unless another one is spoken of."""
+    if options.device_memory != "auto" or options.device != "auto":
+        yield Finding("settings", "ok", "device", f"{device.processes} x {device.kind}, computed: another machine may have it")
+        return
+    asked, there = config.strategy.device, torch.cuda.device_count()
+    way = "for a machine that is not here set doctor.device=cuda and doctor.device_memory, e.g. 80GiB"
+    try:
+        SingleStrategy(config.strategy)
+    except ConfigError as error:
+        yield Finding("settings", "bad", "strategy.device", f"{error}; {way}")
+        return
+    if device.kind == "cuda" and device.processes > there:
+        says = f"= {device.processes}, and this machine has {there} GPUs; lower it, or {way}"
+        yield Finding("settings", "bad", "launch.processes", says)
+    else:
+        yield Finding("settings", "ok", "device", f"{device.processes} x {device.kind} ({asked})")
 
 
 def _dtype(dtype: torch.dtype, device: Device) -> Finding:
@@ -170,6 +222,7 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
     found.append(Finding("data", "ok", "tokenizer", f"{len(tokenizer)} tokens, {rows} in the model"))
     found.append(_template(config, tokenizer))
+    found += _tokens(config, tokenizer)
     processor = local_processor(config.model, tokenizer)
     if isinstance(config, SFTConfig):
         examples = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
@@ -177,9 +230,39 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
         return _Data(tokenizer, Lengths(1, max(1, examples.longest - 1), config.batch_size, 1), None)
     prompts = PromptDataset(config.data, tokenizer, seed=config.run.seed, processor=processor)
     found.append(_overlong(prompts.counts, "prompts", "data.max_prompt_tokens"))
+    found += _unknown(prompts, tokenizer)
     found.append(_context(config, prompts.longest))
     bounds = _bounds(config)
     return _Data(tokenizer, Lengths(prompts.longest, bounds.answer, bounds.groups, bounds.samples), prompts)
+
+
+def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
+    """Whether another tokenizer than the model's own says the same of tokens, and whether an answer can end."""
+    if config.model.tokenizer is not None:
+        try:
+            own = local_tokenizer(config.model.model_copy(update={"tokenizer": None})).get_vocab()
+        except UserError:  # the model has none, which is what the setting is for
+            own = tokenizer.get_vocab()
+        other = sum(own.get(token) != number for token, number in tokenizer.get_vocab().items())
+        if other:
+            says = f"= {config.model.tokenizer}: {other} of its {len(tokenizer)} tokens are not those of {config.model.path}, which was "
+            yield Finding(
+                "data", "warn", "model.tokenizer", f"{says}trained with its own; leave it out unless the model was made for it"
+            )
+    if tokenizer.eos_token_id is None:
+        says = "has no end token, so that every answer goes on to sampling.max_new_tokens; set sampling.stop or sampling.stop_token_ids"
+        yield Finding("data", "warn", "tokenizer", says)
+
+
+def _unknown(prompts: PromptDataset, tokenizer: Any) -> Iterator[Finding]:
+    """Whether the tokenizer can write what rows say."""
+    some = [prompts.prompt(i, media=False).token_ids for i in range(min(LOOKED_AT, len(prompts)))]
+    unknown = sum(ids.count(tokenizer.unk_token_id) for ids in some) if tokenizer.unk_token_id is not None else 0
+    if unknown > MANY_UNKNOWN * sum(map(len, some)):
+        says = (
+            f"{unknown} of {sum(map(len, some))} tokens of prompts are unknown to it: it is not the tokenizer of this text; set "
+        )
+        yield Finding("data", "warn", "tokenizer", f"{says}model.tokenizer, or mend the rows")
 
 
 def _bounds(config: RLConfig | SFTConfig) -> Lengths:
@@ -251,9 +334,11 @@ def _memory(found: Needs, device: Device, config: RLConfig | SFTConfig) -> Itera
         yield Finding("memory", "warn", "not traced", problem)
     program = _resident() if device.kind == "cpu" else 0
     total = found.peak + program
+    if device.processes > 1:
+        yield Finding("memory", "ok", "spread", _spread(config, device))
     each = "each device" if device.kind != "cpu" else "each process" if device.processes > 1 else "the process"
     says = f"{shown(total)} on {each}, in {found.largest.name}" + (f" ({shown(program)} of it the program)" if program else "")
-    yield _fits(says, total, device)
+    yield _fits(says, total, device, _way(found, device))
     if device.kind == "cpu" and sys.platform == "linux" and ALLOCATOR not in os.environ:
         says = f"the C library keeps what is freed, in pieces: runs may take up to {KEPT:g} times this; {ALLOCATOR}=262144 and "
         says += "MALLOC_TRIM_THRESHOLD_=262144 give it back"
@@ -261,7 +346,25 @@ def _memory(found: Needs, device: Device, config: RLConfig | SFTConfig) -> Itera
         yield Finding("memory", "warn" if tight else "ok", "allocator", says)
 
 
-def _fits(says: str, total: float, device: Device) -> Finding:
+def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
+    """Which part of a trained model each process holds."""
+    shares = shares_of(config.strategy, device, trained=True)
+    parts = {"weights": shares.weights, "masters and moments": shares.state, "gradients": shares.gradients}
+    says = ", ".join(f"{part} {'whole' if count == 1 else f'1/{count}'}" for part, count in parts.items())
+    whole = "; gradients of several micro-batches add up whole" if shares.summed_whole else ""
+    away = "; masters and moments are in the memory of the host" if shares.state_away else ""
+    return f"of each trained model, a process holds {says}{whole}{away}"
+
+
+def _way(found: Needs, device: Device) -> str:
+    """How to need less, by what needs most."""
+    if sum(m.total for m in found.models.values()) > ROOM * device.memory:
+        return WAYS["models"]
+    kind = next((word for word in ("drawing", "loading") if found.largest.name.startswith(word)), "passes")
+    return WAYS[kind]
+
+
+def _fits(says: str, total: float, device: Device, way: str) -> Finding:
     if not device.memory:
         return Finding("memory", "ok", "peak", f"{says}; set doctor.device_memory to compare")
     share = total / device.memory
@@ -269,8 +372,8 @@ def _fits(says: str, total: float, device: Device) -> Finding:
     if share <= ROOM:
         return Finding("memory", "ok", "peak", f"{says}: it fits ({share:.0%})")
     if share <= 1:
-        return Finding("memory", "warn", "peak", f"{says}: tight ({share:.0%}, and the prediction may be off by 15 %); {WAYS}")
-    return Finding("memory", "bad", "peak", f"{says}: it does not fit ({share:.0%}); {WAYS}")
+        return Finding("memory", "warn", "peak", f"{says}: tight ({share:.0%}, and the prediction may be off by 15 %); {way}")
+    return Finding("memory", "bad", "peak", f"{says}: it does not fit ({share:.0%}); {way}")
 
 
 def _rewarded(config: RLConfig | SFTConfig) -> bool:
@@ -325,9 +428,12 @@ def _scores(name: str, scored: list[Rollout], each: float) -> Finding:
     return Finding("reward", "ok", name, says)
 
 
-def _time(config: RLConfig | SFTConfig, data: _Data, device: Device) -> Iterator[Finding]:
+def _time(config: RLConfig | SFTConfig, data: _Data, device: Device, memory: Needs | None) -> Iterator[Finding]:
     if not isinstance(config, RLConfig) or data.prompts is None:
         yield Finding("time", "warn", "probe", "is made for lightrft rl only")
+        return
+    if memory is not None and device.memory and memory.peak > device.memory:
+        yield Finding("time", "warn", "probe", "not run, since the run does not fit (memory, peak)")
         return
     prompts = [data.prompts.prompt(i) for i in range(min(probe.ANSWERS, len(data.prompts)))]
     said = probe.expected(config, prompts, data.tokenizer, data.lengths)

@@ -26,6 +26,26 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
+class Shares:
+    """Over how many ranks each part of a model is spread: weights, masters with moments, gradients of an optimizer step.
+
+    ``copied``: float32 weights have masters apart from them. ``summed_whole``: gradients of several micro-batches are summed whole before
+    they are spread. ``bucket``: bytes in which gradients are collected on their way. ``state_away``: masters and moments are elsewhere.
+    """
+
+    weights: int = 1
+    state: int = 1
+    gradients: int = 1
+    copied: bool = False
+    summed_whole: bool = False
+    bucket: float = 0.0
+    state_away: bool = False
+
+
+WHOLE = Shares()
+
+
+@dataclass(frozen=True, slots=True)
 class Held:
     """What one model holds on a device from start to end, in bytes."""
 
@@ -50,19 +70,27 @@ class Phase:
         return sum(self.parts.values())
 
 
-def held(parameters: Iterable[Parameters], shards: int = 1) -> Held:
-    """A model spread over ``shards`` ranks.
+def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> Held:
+    """A model on one of the ranks over which ``shares`` spread it.
 
     weights = sum(count x itemsize); of what is trained: masters = 4 x count unless the parameter is float32 itself (itemsize 4 or
-    more), moments = 2 x 4 x count (2 x 8 for float64); each divided by the shards.
+    more) and not copied, moments = 2 x 4 x count (2 x 8 for float64); each divided by its shares.
     """
     weights = masters = moments = 0.0
     for p in parameters:
         weights += p.count * p.itemsize
         if p.trained:
-            masters += p.count * MASTER if p.itemsize < MASTER else 0
+            masters += p.count * MASTER if p.itemsize < MASTER or shares.copied else 0
             moments += 2 * p.count * max(MOMENT, p.itemsize)
-    return Held(weights / shards, masters / shards, moments / shards)
+    here = 0 if shares.state_away else 1
+    return Held(weights / shares.weights, here * masters / shares.state, here * moments / shares.state)
+
+
+def gradients(trained: int, parts: int, shares: Shares) -> float:
+    """Gradients of ``trained`` parameters over ``parts`` micro-batches, in float32: 4 x trained over the shares, whole where those of
+    several micro-batches are, and the bucket."""
+    whole = shares.summed_whole and parts > 1
+    return MASTER * trained / (1 if whole else shares.gradients) + shares.bucket
 
 
 def key_value_cache(tokens: int, widths: Sequence[int], itemsize: int) -> int:
@@ -101,11 +129,11 @@ def drawing(rows: int, heads: int, columns: int, vocabulary: int) -> int:
     return 4 * (3 * rows * heads * columns + 4 * rows * vocabulary)
 
 
-def layout_check(rows: int, prompt_tokens: int, answer_tokens: int, vocabulary: int, itemsize: int) -> int:
-    """The model's own forward on ``rows`` padded rows, all of its logits at once: rows x (prompt + answer) x vocabulary x itemsize, those
-    of answers picked out of them, in float32 and as log-probs: rows x answer x vocabulary x (itemsize + 4, and 4 in half precision)."""
-    picked = itemsize + (4 if itemsize >= 4 else 8)
-    return rows * vocabulary * ((prompt_tokens + answer_tokens) * itemsize + answer_tokens * picked)
+def layout_check(tokens: int, vocabulary: int, itemsize: int, bound: int) -> int:
+    """The logits of as many of ``tokens`` as fit into ``bound`` bytes in float32, two at least: count x vocabulary x (itemsize, and 4 as
+    log-probs; in half precision 4 more, for those in float32)."""
+    count = min(tokens, max(2, bound // (vocabulary * max(4, itemsize))))
+    return count * vocabulary * (itemsize + 4 + (4 if itemsize < 4 else 0))
 
 
 def made_whole(outside: float, blocks: Sequence[float], itemsize: float, *, trained: bool) -> float:

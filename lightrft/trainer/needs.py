@@ -14,14 +14,17 @@ from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.decoding import PREFILL_TOKENS
 from lightrft.models.meta import meta_model
-from lightrft.strategy.fsdp2 import blocks_of
+from lightrft.strategy.blocks import blocks_of
+from lightrft.strategy.settings import StrategyConfig
 from lightrft.trainer import tracing
 from lightrft.trainer.memory import (
     QUANTISED,
     Held,
     Parameters,
     Phase,
+    Shares,
     drawing,
+    gradients,
     held,
     kept_by_blocks,
     key_value_cache,
@@ -34,6 +37,8 @@ from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
 from lightrft.trainer.tracing import Traced
 from lightrft.types import Batch
 
+ZERO_BUCKET = 5e8
+"""Elements of the bucket in which DeepSpeed collects gradients, unless its configuration says otherwise."""
 CHECKED_ROWS = 4
 """Rows of the first batch on which the layout is compared with the model's own forward."""
 
@@ -60,7 +65,7 @@ class Device:
     memory: int
     processes: int = 1
     kernel: bool = True
-    """Whether attention runs without its scores being written out."""
+    """Whether attention in half precision runs without its scores being written out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,20 +111,35 @@ class _Model:
 def needs(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> Needs:
     """What ``config`` needs on each of ``device.processes`` devices. Raises ``ModelError`` for a model whose config cannot be used."""
     models = list(_models(config))
-    policy, shards = models[0], device.processes
-    kept = {m.name: held(m.parameters(), shards) for m in models}
+    policy = models[0]
+    spread = {m.name: shares_of(config.strategy, device, trained=m.trained) for m in models}
+    kept = {m.name: held(m.parameters(), spread[m.name]) for m in models}
     problems: list[str] = []
-    phases = list(_drawing(config, policy, lengths, problems, shards))
+    phases = list(_drawing(config, policy, lengths, problems, spread["policy"], device))
     for m in models:
-        phases += _passes(config, m, lengths, device, problems)
+        phases += _passes(config, m, lengths, device, problems, spread[m.name])
     if isinstance(config, RLConfig) and config.rollout.staleness:
         trained = sum(p.count * p.itemsize for p in policy.parameters() if p.trained)
         kept["sampling copies"] = Held((config.rollout.staleness + 1) * trained)
         phases = [phases[0], *(_beside(phases[0], phase) for phase in phases[1:])]
-    if shards > 1:
+    if device.processes > 1:
         phases.append(_loading(models, kept))
     counts = {m.name: (sum(p.count for p in ps), sum(p.count for p in ps if p.trained)) for m in models if (ps := m.parameters())}
     return Needs(kept, phases, counts, problems)
+
+
+def shares_of(strategy: StrategyConfig, device: Device, *, trained: bool) -> Shares:
+    """How ``strategy`` spreads a model over the processes: fsdp2 all of it; ZeRO (deepspeed) what is trained, by its stage."""
+    ranks = device.processes
+    if ranks == 1 or (strategy.kind == "deepspeed" and not trained):
+        return Shares()
+    if strategy.kind != "deepspeed":
+        return Shares(ranks, ranks, ranks, summed_whole=True)
+    given, stage = strategy.deepspeed.get("zero_optimization", {}), strategy.stage
+    collected = float(given.get("reduce_bucket_size", ZERO_BUCKET)) if device.kind != "cpu" else 0.0
+    away = given.get("offload_optimizer", {}).get("device", "none") != "none" and device.kind != "cpu"
+    weights, spread = (ranks if stage == 3 else 1), (ranks if stage > 1 else 1)
+    return Shares(weights, ranks, spread, copied=stage < 3, bucket=4 * collected, state_away=away)
 
 
 def _models(config: RLConfig | SFTConfig) -> Iterator[_Model]:
@@ -158,7 +178,9 @@ def _loading(models: list[_Model], kept: dict[str, Held]) -> Phase:
     return Phase("loading, one model whole", {"weights": max(0.0, most - sum(k.total for k in kept.values()))})
 
 
-def _drawing(config: RLConfig | SFTConfig, policy: _Model, lengths: Lengths, problems: list[str], shards: int) -> Iterator[Phase]:
+def _drawing(
+    config: RLConfig | SFTConfig, policy: _Model, lengths: Lengths, problems: list[str], shares: Shares, device: Device
+) -> Iterator[Phase]:
     """The cache of the engine, and beside it a prefill or the step of all rows, whichever is larger."""
     text, engine = policy.text, config.engine
     if isinstance(config, SFTConfig):  # draws only to evaluate
@@ -170,7 +192,7 @@ def _drawing(config: RLConfig | SFTConfig, policy: _Model, lengths: Lengths, pro
     width = getattr(text, "num_key_value_heads", None) or heads
     head = getattr(text, "head_dim", None) or text.hidden_size // heads
     itemsize, answer = policy.model.base.dtype.itemsize, lengths.answer
-    groups = math.ceil(lengths.groups / shards)
+    groups = math.ceil(lengths.groups / device.processes)
     tokens, rows, slots = tokens_held(groups, lengths.samples, lengths.prompt, answer, engine.token_budget, engine.max_rows)
     cache = key_value_cache(tokens, [width * head] * text.num_hidden_layers, itemsize)
     at_once = max(1, min(slots, PREFILL_TOKENS // lengths.prompt))
@@ -178,37 +200,40 @@ def _drawing(config: RLConfig | SFTConfig, policy: _Model, lengths: Lengths, pro
     read = _traced(policy, lambda: tracing.forward(policy.model, prefill), prefill, False, problems)
     step = drawing(rows, heads, lengths.longest, text.vocab_size)
     parts = {"cache": float(cache), "prefill or step": float(max(read.peak, step))}
-    if shards > 1:
-        parts["policy made whole"] = held(policy.parameters()).weights * (1 - 1 / shards)
+    if shares.weights > 1:
+        parts["policy made whole"] = held(policy.parameters()).weights * (1 - 1 / shares.weights)
     yield Phase("drawing answers", parts)
 
 
-def _passes(config: RLConfig | SFTConfig, m: _Model, lengths: Lengths, device: Device, problems: list[str]) -> Iterator[Phase]:
+def _passes(
+    config: RLConfig | SFTConfig, m: _Model, lengths: Lengths, device: Device, problems: list[str], shares: Shares
+) -> Iterator[Phase]:
     """What the calls of ``m`` in a step take: without gradient where something reads that, and with it where it is trained."""
     rl, budget, model = isinstance(config, RLConfig), config.train.micro_batch_tokens, m.model
     groups = math.ceil(lengths.groups / device.processes)
     batch = tracing.largest_batch(groups, lengths.samples, lengths.prompt, lengths.answer, budget, model.layout)
     parts = math.ceil(groups * lengths.samples / (len(batch) * (config.train.mini_batches if rl else 1)))
     capped = getattr(m.text, "attn_logit_softcapping", None) is not None
-    written = capped or (device.kind != "cpu" and not device.kernel)
+    half = model.base.dtype.itemsize == 2
+    written = capped or (device.kind != "cpu" and not (device.kernel and half))
     entropy = isinstance(config, RLConfig) and m.name == "policy" and (config.log.entropy or config.algorithm.entropy.used)
     options: dict[str, Any] = {"written": written, "entropy": entropy}
-    whole = _whole(m, device.processes, trained=False)
+    whole = _whole(m, shares, trained=False)
     if model.config.check_layout and isinstance(model, Actor):
-        rows = min(CHECKED_ROWS, groups * lengths.samples)
-        logits = layout_check(rows, lengths.prompt, lengths.answer, m.text.vocab_size, model.base.dtype.itemsize)
+        tokens = min(CHECKED_ROWS, groups * lengths.samples) * lengths.answer
+        logits = layout_check(tokens, m.text.vocab_size, model.base.dtype.itemsize, model.config.logits_mb * 2**20)
         yield Phase(f"{m.name}: layout check", {"logits": float(logits), **whole})
     if rl and not (m.name == "policy" and not _scored(config)):
         found = _traced(m, lambda: tracing.forward(model, batch, **options), batch, False, problems)
         yield Phase(f"{m.name}: forward", {"activations": float(found.peak), **whole})
     if m.trained:
         found = _traced(m, lambda: tracing.update(model, batch, parts, **options), batch, True, problems)
-        gradients = float(found.gradients)
-        if device.processes > 1:
-            gradients = 4.0 * sum(p.count for p in m.parameters() if p.trained) / device.processes
+        many = device.processes > 1
+        trained = sum(p.count for p in m.parameters() if p.trained)
+        summed = gradients(trained, parts, shares) if many else float(found.gradients)
         extra = _target(config) if m.name == "policy" else {}
-        whole = _whole(m, device.processes, trained=True)
-        yield Phase(f"{m.name}: update", {"gradients": gradients, "activations": float(found.activations), **extra, **whole})
+        whole = _whole(m, shares, trained=True)
+        yield Phase(f"{m.name}: update", {"gradients": summed, "activations": float(found.activations), **extra, **whole})
 
 
 def _scored(config: Any) -> bool:
@@ -223,8 +248,8 @@ def _target(config: RLConfig | SFTConfig) -> dict[str, float]:
     return {"teacher's logits": 2.0 * config.model.logits_mb * 2**20}
 
 
-def _whole(m: _Model, shards: int, *, trained: bool) -> dict[str, float]:
-    if shards == 1:
+def _whole(m: _Model, shares: Shares, *, trained: bool) -> dict[str, float]:
+    if shares.weights == 1:
         return {}
     names = blocks_of(m.model)
     sizes = [

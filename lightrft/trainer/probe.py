@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 import torch
 
 from lightrft.config import RLConfig
-from lightrft.strategy.settings import OptimizerConfig
+from lightrft.strategy.engine.base import Engine
+from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.trainer.batching import micro_batches
 from lightrft.trainer.collate import collate
 from lightrft.trainer.launch.local import local_policy
 from lightrft.trainer.needs import Lengths
@@ -18,7 +20,7 @@ from lightrft.trainer.workload import forwards
 from lightrft.types import Prompt, Request, Rollout
 
 T = TypeVar("T")
-ANSWERS, REPEATS = 8, 2
+ANSWERS, FEW, REPEATS = 8, 2, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,48 +38,99 @@ class Expected:
         return self.drawing + self.forward + self.update
 
 
-def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: Lengths) -> Expected:
-    """Load the policy, draw ``ANSWERS`` answers, and run them as one micro-batch, forward alone and forward with backward; each
-    ``REPEATS`` times.
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A decoding step of w answers takes ``each + row x w`` seconds."""
 
-    Drawing is scaled by tokens at the width of the probe. A step is wider, so that it may be several times faster: the lower end
-    takes it for nothing. Passes (``workload.forwards``) are scaled by tokens, and models of other roles count as the policy does.
-    The upper end has every answer as long as it may be, and drawing as slow as in the slowest repeat.
+    each: float
+    row: float
+
+    @staticmethod
+    def of(few: tuple[float, list[Rollout]], many: tuple[float, list[Rollout]]) -> Drawing:
+        """From seconds and answers of a narrow call and of a wide one. Where the wide one was no slower, a row costs nothing."""
+        (few_seconds, few_width), (many_seconds, many_width) = (_per_step(*call) for call in (few, many))
+        row = max(0.0, many_seconds - few_seconds) / max(1e-9, many_width - few_width)
+        return Drawing(max(0.0, many_seconds - row * many_width), row)
+
+    def seconds(self, rows: int, mean: float, longest: float, width: int) -> float:
+        """Of ``rows`` answers of ``mean`` tokens, the longest of ``longest``, at most ``width`` at one time."""
+        return self.each * max(longest, rows * mean / width) + self.row * rows * mean
+
+
+def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: Lengths) -> Expected:
+    """Load the policy, draw ``FEW`` and ``ANSWERS`` answers, run the latter forward alone and forward with backward, and take an optimizer
+    step that changes nothing; each ``REPEATS`` times, all in one process.
+
+    Drawing goes by the number of answers at one time (``Drawing``), with lengths as they were drawn. Passes (``workload.forwards``)
+    are scaled by tokens, and models of other roles count as the policy does. The lower end has a wider call cost nothing more, the
+    upper one every answer as long as it may be, and the slowest repeat.
     """
-    strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+    alone = StrategyConfig(device=config.strategy.device)
+    strategy, actor, engine = local_policy(config.model, alone, config.engine, tokenizer)
     state = strategy.prepare(actor, OptimizerConfig(lr=0.0), 1)
+    device = strategy.device
     samples = min(lengths.samples, ANSWERS)
     some = [Request(p, seed=s, sample=s) for p in prompts[: max(1, ANSWERS // samples)] for s in range(samples)]
-    drawn = [_timed(lambda: list(engine.generate(some, config.sampling))) for _ in range(REPEATS)]
+    narrow, drawn = _drawn(engine, some[:FEW], config, device), _drawn(engine, some, config, device)
     engine.close()
     rollouts = drawn[-1][1]
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         rollout.reward = 0.0
         groups.setdefault(rollout.prompt.id, []).append(rollout)
-    batch = collate(list(groups.values())).to(strategy.device)
+    batch = collate(list(groups.values()))
+    parts = [batch.select(i).to(device) for i in micro_batches(batch, config.train.micro_batch_tokens, actor.layout)]
 
     def forward() -> None:
         with torch.no_grad():
-            actor.score(batch)
+            for part in parts:
+                actor.score(part)
 
     def update() -> None:
         actor.train()
-        strategy.backward(state, actor.score(batch).logprobs.sum(), last=True)
+        for number, part in enumerate(parts, start=1):
+            strategy.backward(state, actor.score(part).logprobs.sum(), last=number == len(parts))
         actor.eval()
 
-    tokens = sum(len(r) for r in rollouts)
-    times = lengths.groups * lengths.samples / len(rollouts)
-    passes = list(forwards(config))
-    ahead, back = (min(_timed(work)[0] for _ in range(REPEATS)) * times for work in (forward, update))
-    drawing = [seconds * times for seconds, _ in drawn]
-    plain = ahead * sum(f.passes for f in passes if not f.gradient)
-    trained = back * sum(f.passes for f in passes if f.gradient)
-    longer = lengths.answer * len(rollouts) / max(1, tokens)
-    return Expected(min(drawing), plain, trained, plain + trained, (max(drawing) + plain + trained) * longer)
+    ahead, back, step = (
+        [_timed(does, device)[0] for _ in range(REPEATS)] for does in (forward, update, lambda: strategy.step(state))
+    )
+    rows, tokens = lengths.groups * lengths.samples, sum(len(r) for r in rollouts)
+    passes, times = list(forwards(config)), rows / len(rollouts)
+    plain, trained = (sum(f.passes for f in passes if f.gradient is wanted) for wanted in (False, True))
+    steps = config.train.updates * config.train.mini_batches
+
+    def passing(which: Callable[[list[float]], float], longer: float = 1.0) -> tuple[float, float]:
+        scale = times * longer
+        return which(ahead) * scale * plain, which(back) * scale * trained + which(step) * steps
+
+    mean, longest, width = tokens / len(rollouts), max(len(r) for r in rollouts), min(rows, config.engine.max_rows)
+    speed = Drawing.of(min(narrow, key=_seconds), min(drawn, key=_seconds))
+    slow = Drawing.of(min(narrow, key=_seconds), max(drawn, key=_seconds))
+    drawing, (scored, learned) = speed.seconds(rows, mean, longest, width), passing(min)
+    most = slow.seconds(rows, lengths.answer, lengths.answer, width) + sum(passing(max, lengths.answer / max(1.0, mean)))
+    least = min(drawing, min(map(_seconds, drawn)))
+    return Expected(drawing, scored, learned, least + scored + learned, max(most, drawing + scored + learned))
 
 
-def _timed(work: Callable[[], T]) -> tuple[float, T]:
+def _drawn(engine: Engine, some: list[Request], config: RLConfig, device: torch.device) -> list[tuple[float, list[Rollout]]]:
+    return [_timed(lambda: list(engine.generate(some, config.sampling)), device) for _ in range(REPEATS)]
+
+
+def _seconds(call: tuple[float, Any]) -> float:
+    return call[0]
+
+
+def _per_step(seconds: float, rollouts: list[Rollout]) -> tuple[float, float]:
+    """Seconds of a decoding step, and answers in it on average."""
+    steps = max(1, *(len(r) for r in rollouts))
+    return seconds / steps, sum(len(r) for r in rollouts) / steps
+
+
+def _timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Seconds, once what was asked of the device is done, and the result."""
     began = time.perf_counter()
     result = work()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
     return time.perf_counter() - began, result

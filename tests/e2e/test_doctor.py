@@ -58,10 +58,11 @@ def test_no_weight_is_read(capsys: pytest.CaptureFixture[str], folder: Path) -> 
 
 
 def test_a_device_that_is_too_small_is_bad_and_the_way_out_is_named(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    found = doctor(capsys, folder, "doctor.device=cuda", "doctor.device_memory=1MiB")
-    assert found.status == 2
-    assert "does not fit" in line(found, "peak")
-    assert "train.micro_batch_tokens" in line(found, "peak")
+    for memory, way in (("1MiB", "model.lora"), ("2MiB", "train.micro_batch_tokens")):
+        found = doctor(capsys, folder, "doctor.device=cuda", f"doctor.device_memory={memory}")
+        assert found.status == 2
+        assert "does not fit" in line(found, "peak")
+        assert way in line(found, "peak")
     assert doctor(capsys, folder, "doctor.device=cuda", "doctor.device_memory=1GiB").status == 0
 
 
@@ -108,3 +109,52 @@ def test_the_probe_says_how_long_a_step_takes_and_how_sure_that_is(capsys: pytes
 
 def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     assert_refused(doctor(capsys, folder, "doctor.device_memory=lots"), "doctor.device_memory", "80GiB")
+
+
+def test_what_draws_too_much_is_told_by_the_settings_of_the_engine(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    long = ("model.dtype=bfloat16", "sampling.max_new_tokens=2000", "rollout.samples=64", "train.micro_batch_tokens=2100")
+    found = doctor(capsys, folder, *long, "doctor.device=cuda", "doctor.device_memory=40MiB")
+    assert "drawing answers" in line(found, "peak")
+    assert "engine.token_budget" in line(found, "peak")
+
+
+def test_a_device_that_is_not_here_is_bad_unless_another_machine_is_spoken_of(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    found = doctor(capsys, folder, "strategy.device=cuda:99")
+    assert found.status == 2
+    assert line(found, "strategy.device").split()[0] == "bad"
+    assert "doctor.device_memory" in line(found, "strategy.device")
+    elsewhere = doctor(capsys, folder, "strategy.device=cuda:99", "doctor.device_memory=80GiB")
+    assert elsewhere.status == 0, elsewhere
+    assert "computed" in line(elsewhere, "device")
+
+
+def test_what_several_processes_share_out_is_said_and_what_they_cannot_do_is_bad(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    machine = ("doctor.device=cuda", "doctor.device_memory=80GiB", "launch.processes=2")
+    found = doctor(capsys, folder, *machine)
+    assert "weights 1/2, masters and moments 1/2, gradients 1/2" in line(found, "spread")
+    stale = doctor(capsys, folder, *machine, "rollout.staleness=1")
+    assert line(stale, "launch.processes").split()[0] == "bad"
+    assert "rollout.staleness = 1" in line(stale, "launch.processes")
+    zero = doctor(capsys, folder, *machine, "strategy.kind=deepspeed", "strategy.stage=1")
+    assert "weights whole, masters and moments 1/2, gradients whole" in line(zero, "spread")
+
+
+def test_a_tokenizer_of_another_model_is_seen(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
+    tiny_tokenizer(chars="abcdefgh").save_pretrained(tmp_path / "other")
+    found = doctor(capsys, folder, f"model.tokenizer={tmp_path / 'other'}", "data.chat=false", "doctor.rows=0")
+    assert "are not those of" in line(found, "model.tokenizer")
+    assert any("are unknown to it" in x for x in found.out.splitlines())
+    tiny_tokenizer(chars="".join(map(chr, range(0x4E00, 0x4F00)))).save_pretrained(tmp_path / "large")
+    large = doctor(capsys, folder, f"model.tokenizer={tmp_path / 'large'}")
+    assert large.status == 2
+    assert "they do not belong together" in large.out
+
+
+def test_the_probe_does_not_load_what_does_not_fit(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    found = doctor(capsys, folder, "doctor.probe=true", "doctor.device_memory=1MiB")
+    assert "does not fit" in line(found, "peak")
+    assert "not run" in line(found, "probe")

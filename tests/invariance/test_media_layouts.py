@@ -71,7 +71,9 @@ def test_the_check_of_the_layout_reads_media_and_leaves_out_answers_with_sampled
     token = next(iter(r.processor.tokens.values()))
     batch.responses.tokens[[0, 8]] = token  # of an answer to text, and of one to media
     checked = []
-    monkeypatch.setattr(r.actor, "own_logprobs", lambda few: checked.append(few) or type(r.actor).own_logprobs(r.actor, few))
+    monkeypatch.setattr(
+        r.actor, "own_logprobs", lambda few, at: checked.append(few) or type(r.actor).own_logprobs(r.actor, few, at)
+    )
     assert r.actor.check_layout(batch) == ""
     assert r.actor.layout == "prefix_shared"
     few = checked[0]

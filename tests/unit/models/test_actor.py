@@ -10,6 +10,7 @@ from lightrft.models.loading import load_model, save_model
 from lightrft.models.lora import apply_lora_configuration, find_all_linear_modules
 from lightrft.models.settings import LoRAConfig, ModelConfig
 from lightrft.models.tiny import FAMILIES, tiny_tokenizer
+from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
 from tests.model_helpers import gradients, hard_batch, small_actor, small_model
 
@@ -194,3 +195,31 @@ def test_temperature_and_entropy_are_those_of_the_tempered_softmax():
     assert torch.allclose(scores.logprobs, expected.log_prob(batch.responses.tokens))
     assert torch.allclose(scores.entropy, expected.entropy())
     assert actor.score(batch).entropy is None
+
+
+def logits_made(actor):
+    """Elements of each array that the head gives."""
+    made = []
+    actor.base.get_output_embeddings().register_forward_hook(lambda module, given, out: made.append(out.numel()))
+    return made
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_the_layout_check_makes_no_more_logits_than_the_bound_allows(family):
+    """Whatever prompts and answers are long: one MiB of float32 are 262,144 logits."""
+    vocabulary, config = 40_000, ModelConfig(logits_mb=1)
+    actor = Actor(small_model(family, vocab_size=vocabulary), config)
+    made = logits_made(actor)
+    prompts, answers = Segments.of([[5] * 300, [6] * 40]), Segments.of([[7] * 50, [8] * 90, [9] * 3])
+    batch = Batch(prompts, answers, torch.tensor([0, 0, 1]), sampled=torch.ones(143, dtype=torch.bool))
+    assert actor.check_layout(batch) == ""
+    assert made and max(made) <= 2**20 / 4
+    assert max(made) == 6 * vocabulary
+
+
+def test_own_log_probs_at_some_places_are_those_of_all_tokens():
+    actor, batch = small_actor("gemma2"), hard_batch()
+    every = actor.own_logprobs(batch)
+    at = torch.tensor([0, every.numel() - 1, every.numel() // 2])
+    assert torch.allclose(actor.own_logprobs(batch, at), every[at], atol=1e-6)
+    assert torch.allclose(every, actor.score(batch).logprobs, atol=1e-4)

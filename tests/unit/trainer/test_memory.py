@@ -8,7 +8,9 @@ from lightrft.trainer.memory import (
     Held,
     Parameters,
     Phase,
+    Shares,
     drawing,
+    gradients,
     held,
     kept_by_blocks,
     key_value_cache,
@@ -30,9 +32,16 @@ def test_half_precision_adds_float32_masters_and_what_is_frozen_holds_weights_al
 
 
 def test_shards_share_all_of_it() -> None:
-    whole, half = held([Parameters(1000, 2, True)]), held([Parameters(1000, 2, True)], shards=2)
+    whole, half = held([Parameters(1000, 2, True)]), held([Parameters(1000, 2, True)], Shares(2, 2, 2))
     assert (half.weights, half.masters, half.moments) == (1000, 2000, 4000)
     assert half.total == whole.total / 2 == 7000
+
+
+def test_gradients_of_several_micro_batches_are_whole_where_they_are_summed_before_they_are_spread() -> None:
+    shares = Shares(4, 4, 4, summed_whole=True, bucket=100)
+    assert gradients(1000, 1, shares) == 1000 + 100
+    assert gradients(1000, 2, shares) == 4000 + 100
+    assert gradients(1000, 2, Shares(4, 4, 4)) == 1000
 
 
 def test_the_cache_has_a_key_and_a_value_in_every_layer() -> None:
@@ -57,9 +66,11 @@ def test_a_token_for_every_row_takes_scores_and_logits() -> None:
     assert drawing(rows=2, heads=3, columns=5, vocabulary=7) == 4 * (3 * 2 * 3 * 5 + 4 * 2 * 7) == 584
 
 
-def test_the_layout_check_holds_all_logits_of_its_rows_and_those_of_answers_again() -> None:
-    assert layout_check(4, 6, 2, vocabulary=10, itemsize=4) == 4 * 10 * (8 * 4 + 2 * 8) == 1920
-    assert layout_check(4, 6, 2, vocabulary=10, itemsize=2) == 4 * 10 * (8 * 2 + 2 * 10) == 1440
+def test_the_layout_check_holds_the_logits_that_the_bound_allows_and_two_at_least() -> None:
+    assert layout_check(8, vocabulary=10, itemsize=4, bound=1000) == 8 * 10 * 8 == 640
+    assert layout_check(800, vocabulary=10, itemsize=4, bound=1000) == 25 * 10 * 8 == 2000
+    assert layout_check(800, vocabulary=10, itemsize=2, bound=1000) == 25 * 10 * 10 == 2500
+    assert layout_check(800, vocabulary=10, itemsize=4, bound=1) == 2 * 10 * 8 == 160
 
 
 def test_two_blocks_of_a_sharded_model_are_whole_at_one_time_and_what_lies_outside() -> None:

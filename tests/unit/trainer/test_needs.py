@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,39 @@ def test_shards_halve_what_is_held_and_each_rank_reads_a_model_whole(tmp_path: P
     one, two = found(tmp_path), found(tmp_path, processes=2)
     assert two.models["policy"].total == one.models["policy"].total / 2
     assert "loading, one model whole" in [phase.name for phase in two.phases]
-    update = {name: next(p for p in n.phases if p.name == "policy: update") for name, n in (("one", one), ("two", two))}
-    assert update["two"].parts["gradients"] == update["one"].parts["gradients"] / 2
-    assert update["two"].parts["blocks made whole"] > 0
+    assert update_of(two)["blocks made whole"] > 0
+
+
+def update_of(needed: Needs) -> Mapping[str, float]:
+    return next(p for p in needed.phases if p.name == "policy: update").parts
+
+
+def test_gradients_are_shared_out_where_one_micro_batch_makes_a_step_and_whole_where_several_add_up(tmp_path: Path) -> None:
+    large = {"train": {"micro_batch_tokens": 10_000}}
+    assert update_of(found(tmp_path, processes=2, **large))["gradients"] == update_of(found(tmp_path, **large))["gradients"] / 2
+    assert update_of(found(tmp_path, processes=2))["gradients"] == update_of(found(tmp_path))["gradients"]
+
+
+@pytest.mark.parametrize(("stage", "weights", "gradients"), [(1, 1, 1), (2, 1, 2), (3, 2, 2)])
+def test_each_stage_of_zero_shares_out_what_it_says_and_leaves_frozen_models_whole(
+    tmp_path: Path, stage: int, weights: int, gradients: int
+) -> None:
+    zero = {"kind": "deepspeed", "stage": stage, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}}
+    algorithm = {"preset": "grpo", "kl": {"where": "loss", "coef": 0.1}}
+    one, two = found(tmp_path, algorithm=algorithm), found(tmp_path, processes=2, strategy=zero, algorithm=algorithm)
+    alone, shared = one.models["policy"], two.models["policy"]
+    assert (alone.weights / shared.weights, alone.moments / shared.moments) == (weights, 2)
+    assert shared.masters == (alone.weights / 2 if stage < 3 else 0)
+    assert two.models["reference"] == one.models["reference"]
+    assert update_of(two)["gradients"] == update_of(one)["gradients"] / gradients + 4 * 1000
+    assert ("blocks made whole" in update_of(two)) is (stage == 3)
+
+
+def test_optimizer_state_that_is_offloaded_is_not_on_the_device(tmp_path: Path) -> None:
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    held = found(tmp_path, processes=2, strategy={"kind": "deepspeed", "deepspeed": offload}).models["policy"]
+    assert (held.masters, held.moments) == (0, 0)
+    assert held.weights > 0
 
 
 def test_drawing_ahead_holds_copies_of_the_weights_and_goes_on_beside_every_phase(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""The scripts of ``benchmarks/gpu`` run on whatever is there, and what they count is right."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightrft.models.actor import Actor
+from lightrft.models.tiny import tiny_config, tiny_model
+from lightrft.types import Batch, Segments
+from tests.e2e.command import ROOT
+
+SCRIPTS = ROOT / "benchmarks" / "gpu"
+
+
+@pytest.fixture
+def common(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    import common
+
+    return common
+
+
+@pytest.fixture
+def layouts(common: ModuleType) -> Iterator[ModuleType]:
+    import layouts
+
+    yield layouts
+
+
+@pytest.mark.slow
+def test_all_scripts_run_and_leave_two_files_with_the_machine_in_their_names(tmp_path: Path) -> None:
+    words = [sys.executable, str(SCRIPTS / "run_all.py"), "--smoke", "--machine", "here", "--out", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=480, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["gpu-here.json", "gpu-here.md"]
+    found = json.loads((tmp_path / "gpu-here.json").read_text(encoding="utf-8"))
+    assert list(found["ended"]) == ["layouts", "step-0.5b", "generate-0.5b", "vs_trl", "ranks"]
+    assert all(said.startswith("done") for said in found["ended"].values())
+    step = found["results"]["step-0.5b"][0]["numbers"]
+    assert 0 < step["utilisation"] < 1
+    assert sum(s for name, s in step["phases"].items() if name != "step") == pytest.approx(step["phases"]["step"], abs=0.01)
+    assert found["results"]["ranks"][0]["gaps"]["grpo"]["weights"] < 1e-5
+
+
+def test_a_script_that_fails_is_told_with_its_last_words_and_one_without_its_package_is_not_run(
+    common: ModuleType, tmp_path: Path
+) -> None:
+    import run_all
+
+    (tmp_path / "log").write_text("", encoding="utf-8")
+    results = run_all.Results(tmp_path / "out", "here")
+    results.add("layouts", "FAILED with status 1 after 3 s", "the last words", tmp_path)
+    results.add("vs_trl", "not run: needs trl (pip install trl)", "", tmp_path)
+    text = (tmp_path / "out" / "gpu-here.md").read_text(encoding="utf-8")
+    assert results.failed == ["layouts"]
+    assert "the last words" in text
+    assert "* vs_trl: not run: needs trl" in text
+
+
+def test_weights_are_counted_as_the_models_have_them(common: ModuleType) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for size, fields in common.SIZES.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(tiny_config("qwen2", **fields))
+        assert common.parameters(size) == sum(p.numel() for p in model.parameters()), size
+    billions = {size: round(common.parameters(size) / 1e9, 2) for size in ("0.5b", "1.5b", "7b")}
+    assert billions == {"0.5b": 0.49, "1.5b": 1.54, "7b": 7.62}
+
+
+def test_the_work_of_a_step_is_what_a_counter_of_operations_finds(common: ModuleType) -> None:
+    """Of matrix products: attention here goes through a kernel that the counter does not know, and is held by hand below."""
+    prompts, answers = [5, 9], [4, 7, 3]
+    batch = Batch(
+        Segments.of([[5] * n for n in prompts]),
+        Segments.of([[6] * n for n in answers]),
+        torch.tensor([0, 0, 1]),
+        sampled=torch.ones(sum(answers), dtype=torch.bool),
+    )
+    actor = Actor(tiny_model("qwen2", **common.SIZES["smoke"]))
+    with FlopCounterMode(display=False) as counter:
+        logprobs = actor.score(batch).logprobs
+    ahead = counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        logprobs.sum().backward()
+    model, head = common.dense("smoke")
+    work = common.work_of(model, head, prompts, answers, [0, 0, 1], frozen=False)
+    pairs = 15 + 45 + (3 * 5 + 6) + (6 * 5 + 21) + (2 * 9 + 3)
+    attention = 4 * model.layers * model.queries * pairs
+    assert ahead == pytest.approx(work.forward - attention, rel=0.01)  # norms and biases are weights without products
+    in_place = 2 * head * sum(answers)  # the gradient of the head, which the counter does not see
+    assert counter.get_total_flops() + in_place == pytest.approx(2 * (work.forward - attention), rel=0.01)
+    assert work.update == 3 * work.forward
+    assert common.work_of(model, head, prompts, answers, [0, 0, 1], frozen=True).update == 2 * work.forward
+
+
+def test_a_layout_that_is_off_is_seen(layouts: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = layouts.ragged(99, 3, 24)
+    model = tiny_model("qwen2")
+    assert all(row.good for row in layouts.exact("qwen2", Actor(model), batch))
+    scored = layouts.scored
+
+    def wrong(actor: Actor, batch: Batch, layout: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+        logprobs, gradient, calls = scored(actor, batch, layout)
+        return logprobs * (1 + 1e-4 * (layout == "packed")), gradient, calls
+
+    monkeypatch.setattr(layouts, "scored", wrong)
+    bad = [(row.layout, row.quantity) for row in layouts.exact("qwen2", Actor(model), batch) if not row.good]
+    assert bad == [("packed", "log-probs")]
