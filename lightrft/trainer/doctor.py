@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 
@@ -27,11 +27,10 @@ from lightrft.trainer.launch.local import local_processor, local_tokenizer
 from lightrft.trainer.memory import shown, size_of
 from lightrft.trainer.needs import Device, Lengths, Needs, needs, shares_of
 from lightrft.trainer.reward import Scorer
-from lightrft.trainer.rl import check, check_ranks
+from lightrft.trainer.rl import check
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError, UserError
 
-T = TypeVar("T")
 Verdict = Literal["ok", "warn", "bad"]
 SHARDED = ("fsdp2", "deepspeed")
 ROOM = 0.85
@@ -152,31 +151,13 @@ def _settings(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
 
 
 def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]:
-    """Processes, what spreads models over them, and what several of them cannot do."""
+    """Processes, and what spreads models over them."""
     kind, many = config.strategy.kind, device.processes
     if (kind in SHARDED and many == 1) or (kind == "single" and many > 1):
         yield Finding("settings", "bad", "strategy.kind", f"= {kind} with launch.processes = {many}; set strategy.kind=auto")
     if kind == "deepspeed" and find_spec("deepspeed") is None:
         says = "= deepspeed, and the package is not installed here: pip install 'lightrft[deepspeed]', or set strategy.kind=fsdp2"
         yield Finding("settings", "bad", "strategy.kind", says)
-    found: list[Finding] = []
-    if many > 1 and isinstance(config, RLConfig):
-        _attempt(found, "settings", "launch.processes", lambda: check_ranks(config, _Many(many)))
-    yield from found
-
-
-@dataclass(frozen=True, slots=True)
-class _Many:
-    """Ranks of a run that is only looked at."""
-
-    size: int
-    rank: int = 0
-
-    def gather(self, value: T) -> list[T]:
-        return [value]
-
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
 
 
 def _devices(config: RLConfig | SFTConfig, options: DoctorConfig, device: Device) -> Iterator[Finding]:

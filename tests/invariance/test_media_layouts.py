@@ -72,7 +72,7 @@ def test_the_check_of_the_layout_reads_media_and_leaves_out_answers_with_sampled
     batch.responses.tokens[[0, 8]] = token  # of an answer to text, and of one to media
     checked = []
     monkeypatch.setattr(
-        r.actor, "own_logprobs", lambda few, at: checked.append(few) or type(r.actor).own_logprobs(r.actor, few, at)
+        r.actor, "own_logprobs", lambda few, at=None: checked.append(few) or type(r.actor).own_logprobs(r.actor, few, at)
     )
     assert r.actor.check_layout(batch) == ""
     assert r.actor.layout == "prefix_shared"
