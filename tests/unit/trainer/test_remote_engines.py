@@ -278,3 +278,30 @@ def test_all_ranks_put_weights_together_and_the_first_hands_them_over(folder: Pa
     name = next(iter(weights))
     first, second = of_all_ranks(lambda ranks: hand_over(ranks, {**weights, name: torch.zeros(3)}), 2)
     assert "do not fit" in str(first) and "rank 0: ModelError" in str(second)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "pause"), [("shared", 1.0), ("broadcast", 1.0), ("broadcast", None)])
+def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(folder: Path, way: Way, pause: float | None) -> None:
+    workers = [worker_of(folder, f"engine {i}") for i in range(2)]
+    engines = RemoteEngines(workers, CONFIG, LIMITS, hand(way))
+    weights = other_weights(folder)
+
+    def stopping() -> Iterator[tuple[str, Tensor]]:
+        for i, pair in enumerate(weights.items()):
+            if i == len(weights) // 2:
+                workers[1].signal(signal.SIGSTOP)
+                if pause is not None:
+                    threading.Timer(pause, workers[1].signal, (signal.SIGCONT,)).start()
+            yield pair
+
+    try:
+        engines.crew.each("ping")
+        engines.crew.limits = Limits(restarts=2, silence=20.0)
+        began = time.monotonic()
+        assert engines.load_weights(stopping(), 2) == {name: checksum(tensor) for name, tensor in weights.items()}
+        assert time.monotonic() - began < (20 if pause else 90)
+        lost = int(pause is None)
+        assert engines.take_counts() == {"restarts": lost, "weights_resent": lost}
+    finally:
+        engines.close()
