@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForImageTextToText
 
 from lightrft.config import RLConfig
+from lightrft.models.tiny_media import save_tiny_media
 from lightrft.trainer import rl
 from lightrft.trainer.launch.local import local_roles
 from lightrft.trainer.launch.remote import Limits
@@ -22,7 +24,7 @@ from lightrft.trainer.roles import Roles
 from lightrft.utils.ranks import ALONE, Ranks
 from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.trackers import read_rows
-from tests.e2e.test_ranks import PRESETS, check_equal
+from tests.e2e.test_ranks import PRESETS, check_equal, rows_with_pictures
 from tests.worker_helpers import ProcessWorker
 
 LIMITS = Limits(restarts=3, silence=120.0)
@@ -133,3 +135,14 @@ def test_a_run_goes_on_with_its_critic_in_a_worker_and_back(tree: dict[str, Any]
         patched.setattr(rl, "local_roles", Elsewhere())
         train(tree, "moved", train={"steps": 2})
     check_equal(without_counts(train(tree, "moved")), whole)
+
+
+def test_pictures_reach_roles_in_workers(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
+    sources = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
+    over = {"model": {"path": str(tmp_path / "reader")}, "data": sources, "eval": {"data": sources}, "train": {"steps": 2}}
+    tree = deep_merge(tree, {**PRESETS["ppo"], **over})
+    one = train(tree, "one")
+    monkeypatch.setattr(rl, "local_roles", Elsewhere())
+    check_equal(without_counts(train(tree, "workers")), one, AutoModelForImageTextToText)
