@@ -64,8 +64,11 @@ def random_media(kind: str, shape: tuple[int, ...], rng: np.random.Generator) ->
 
 
 def rig(family: str, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Rig:
-    path = folder / family
-    save_tiny_media(family, path, **options)
+    save_tiny_media(family, folder / family, **options)
+    return rig_in(folder / family, dtype)
+
+
+def rig_in(path: Path, dtype: torch.dtype = torch.float32) -> Rig:
     config = ModelConfig(path=str(path))
     tokenizer = load_tokenizer(config)
     processor = load_processor(config, tokenizer)

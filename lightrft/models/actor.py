@@ -20,9 +20,11 @@ from lightrft.models.logprobs import bend_logits, token_logprobs
 from lightrft.models.lora import add_adapters, base_model, is_adapted, merged_state
 from lightrft.models.packing import Packed, pack
 from lightrft.models.parts import LANGUAGE, part_of, parts_of
+from lightrft.models.sequence_parallel import Exchanged, Part, Row, check_heads
 from lightrft.models.settings import Layout, ModelConfig
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
+from lightrft.utils.ranks import Team
 
 attention.register()
 
@@ -38,6 +40,13 @@ class Scores(NamedTuple):
     divergence: Tensor | None = None
 
 
+class Read(NamedTuple):
+    """Final states ``[n, H]`` that are read, and which of all those asked for they are: a team of ranks may share them out."""
+
+    states: Tensor
+    part: Part
+
+
 class Backbone(nn.Module):
     """A causal language model that turns a ``Batch`` into hidden states, in whichever layout is set."""
 
@@ -48,6 +57,7 @@ class Backbone(nn.Module):
         self.family = family_of(self.base.config)
         self._layout: Layout = max(self.config.layout, self.family.layout, key=_ORDER.index)
         self._run_towers: bool | None = None
+        self._team = Team(0, 1)
 
     @property
     def base(self) -> PreTrainedModel:
@@ -73,27 +83,65 @@ class Backbone(nn.Module):
             raise ModelError(f"model.layout = {layout!r}: must be one of {', '.join(_ORDER)}")
         self._layout = layout
 
+    @property
+    def team(self) -> Team:
+        """The ranks that share the tokens of each call of this model; all of them make it, on the same batch."""
+        return self._team
+
+    @team.setter
+    def team(self, team: Team) -> None:
+        if team.size > 1:
+            if self._layout == "padded":
+                raise _rows_of_their_own(team)
+            check_heads(self.text_config, team.size)
+        self._team = team
+
     def hidden(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
-        """States ``[N, H]`` that predict the response tokens, and with ``final`` those after each last token, ``[B, H]``."""
+        """States ``[N, H]`` that predict the response tokens, and with ``final`` those after each last token, ``[B, H]``: this rank's, of a
+        team."""
+        found, after = self.read(batch, final)
+        return found.states, None if after is None else after.states
+
+    def read(self, batch: Batch, final: bool = False) -> tuple[Read, Read | None]:
+        """``hidden``, and which of the states they are."""
         batch = batch.to(self.device)
         seen = see(self.base, self.family, batch.prompts, batch.responses, batch.prompt_of, every_tower=self.run_towers)
         packed = pack(batch, self._layout, final=final, axes=None if seen is None else seen.positions)
         states = self.states(packed, seen).flatten(0, 1)
-        after = None if packed.final is None else states.index_select(0, packed.final)
-        return states.index_select(0, packed.gather), after
+        return self._read(states, packed, packed.gather), None if packed.final is None else self._read(
+            states, packed, packed.final
+        )
+
+    def _read(self, states: Tensor, packed: Packed, places: Tensor) -> Read:
+        if self._team.size == 1:
+            return Read(states.index_select(0, places), Part(self._team, len(places)))
+        part, own = Row(self._team, packed.input_ids.numel()).reads(places)
+        return Read(states.index_select(0, own), part)
 
     def states(self, packed: Packed, seen: Seen | None = None) -> Tensor:
-        """Last hidden states ``[S, T, H]`` of one model call."""
+        """Last hidden states ``[S, T, H]`` of one model call; those of this rank's tokens, of a team."""
         self.use_attention("padded" if packed.plan is None else "flat")
-        inputs = packed.inputs
+        inputs, source = packed.inputs, packed.source
+        if self._team.size > 1:
+            inputs, source = self._own_tokens(packed)
         if seen is not None:
-            inputs |= seen.inputs(self.base, inputs.pop("input_ids"), packed.source)
+            inputs |= seen.inputs(self.base, inputs.pop("input_ids"), source)
         if packed.plan is not None:
             packed.plan.last_layer = self.text_config.num_hidden_layers - 1
             packed.plan.spans = [] if seen is None else seen.spans(packed.source)
         elif seen is not None:
             inputs |= seen.masks(self.text_config, inputs["inputs_embeds"], packed.source, packed.mask)
         return self.decoder(**inputs, use_cache=False).last_hidden_state
+
+    def _own_tokens(self, packed: Packed) -> tuple[dict[str, Any], Tensor]:
+        """``packed.inputs`` and ``packed.source`` of the tokens that are this rank's."""
+        plan = packed.plan
+        if plan is None:
+            raise _rows_of_their_own(self._team)
+        row = Row(self._team, packed.input_ids.numel())
+        ids, positions = row.own(packed.input_ids), row.own(packed.position_ids)
+        inputs = {"input_ids": ids, "position_ids": positions, "attention_plan": Exchanged(plan, row)}
+        return inputs, row.own(packed.source, -1)
 
     @property
     def text_config(self) -> PreTrainedConfig:
@@ -176,16 +224,18 @@ class Actor(Backbone):
         """``score``, or the states that it is made of; here so that wrappers which act on a module's call (sharding, mixed precision)
         see it."""
         batch = batch.to(self.device)
-        states, _ = self.hidden(batch)
+        (states, part), _ = self.read(batch)
         if states_alone:
-            return states
-        scores = self.score_states(states, batch.responses.tokens, temperature=temperature, entropy=entropy)
+            return part.whole(states)
+        scores = self.score_states(states, part.of(batch.responses.tokens), temperature=temperature, entropy=entropy)
         if target is not None:
             softcap, scale = head_transform(self.base.config, self.family)
             options = {"softcap": softcap, "scale": scale, "chunk_mb": self.config.logits_mb}
-            divergence = token_divergence(states, self.base.get_output_embeddings(), target, **options)
+            divergence = token_divergence(states, self.base.get_output_embeddings(), target.of(part), **options)
             scores = scores._replace(divergence=divergence)
-        return scores
+        logprobs, *others = (None if own is None else part.whole(own) for own in scores)
+        assert logprobs is not None
+        return Scores(logprobs, *others)
 
     @torch.no_grad()
     def target(
@@ -264,7 +314,7 @@ class Actor(Backbone):
         before, self._layout = self._layout, layout
         try:
             found = self.score(batch).logprobs[at]
-        except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        except (RuntimeError, TypeError, ValueError, IndexError, ModelError) as error:
             return f"failed with {type(error).__name__}: {error}"
         finally:
             self._layout = before
@@ -303,6 +353,13 @@ def _only(head: nn.Module, places: Tensor) -> Generator[None]:
         yield
     finally:
         hook.remove()
+
+
+def _rows_of_their_own(team: Team) -> ModelError:
+    return ModelError(
+        f"strategy.sequence = {team.size} shares out the tokens of one row, and this model runs with model.layout = padded, in rows of "
+        "their own, because it is set so or cannot do otherwise; set strategy.sequence=1"
+    )
 
 
 def _few(batch: Batch, out: Tensor, rows: int = 4) -> Batch:

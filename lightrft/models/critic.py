@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from lightrft.models.actor import Backbone
+from lightrft.models.actor import Backbone, Read
 from lightrft.models.loading import load_model, save_model
 from lightrft.models.lora import add_adapters, base_model, is_adapted
 from lightrft.models.settings import ModelConfig
@@ -74,8 +74,11 @@ class Critic(Backbone):
 
     def forward(self, batch: Batch, *, final: bool = False) -> tuple[Tensor, Tensor | None]:
         """``values``; here so that wrappers which act on a module's call see it."""
-        states, after = self.hidden(batch, final=final)
-        return self.value(states), None if after is None else self.value(after)
+        states, after = self.read(batch, final)
+        return self._whole(states), None if after is None else self._whole(after)
+
+    def _whole(self, read: Read) -> Tensor:
+        return read.part.whole(self.value(read.states))
 
     def value(self, states: Tensor) -> Tensor:
         """V ``[...]`` of hidden ``states [..., H]``."""

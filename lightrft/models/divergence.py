@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lightrft.models.logprobs import Bend, HeadGradient, bend_logits, head_width, rows_per_chunk, wide
+from lightrft.models.sequence_parallel import Part
 from lightrft.utils.registry import Registry
 
 Divergence = Callable[[Tensor, Tensor, float], Tensor]
@@ -42,6 +43,10 @@ class Target:
     def width(self) -> int:
         """The number of logits at a place."""
         return head_width(self.head, self.states)
+
+    def of(self, part: Part) -> Target:
+        """The distributions at the places of ``part``."""
+        return replace(self, states=part.of(self.states))
 
     @torch.no_grad()
     def logprobs(self, part: slice, width: int, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.strategy.settings import OptimizerConfig
-from lightrft.utils.ranks import Ranks
+from lightrft.utils.ranks import Ranks, Team
 
 
 @dataclass(slots=True)
@@ -41,6 +41,14 @@ class Towered(Protocol):
     run_towers: bool
 
 
+@runtime_checkable
+class Shared(Protocol):
+    """A model that can share the tokens of one call out to a ``team``, whose ranks all make that call. Raises ``ModelError`` when it
+    is given one that it cannot serve."""
+
+    team: Team
+
+
 @dataclass(slots=True)
 class TrainState:
     """One trained model with what its steps need. Only the strategy that made it looks inside ``inner``. ``shapes`` are those of all
@@ -55,10 +63,13 @@ class TrainState:
 
 
 class Strategy(Protocol):
-    """Training only: single, fsdp2, deepspeed."""
+    """Training only: single, fsdp2, deepspeed. ``ranks`` are all processes; rows are shared out to ``teams``, of one or more ranks each."""
 
     device: torch.device
     ranks: Ranks
+
+    @property
+    def teams(self) -> Ranks: ...
 
     def loading(self) -> AbstractContextManager[None]:
         """Context in which weights are read."""

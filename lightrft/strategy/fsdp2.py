@@ -6,20 +6,21 @@ a whole. A checkpoint has the form that one process writes, so that any number o
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightrft.strategy.base import Towered, TrainState
+from lightrft.strategy.base import Shared, StepInfo, Towered, TrainState
 from lightrft.strategy.blocks import blocks_of
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import SingleStrategy
-from lightrft.utils.ranks import Ranks
+from lightrft.strategy.tensor_parallel import by_mesh, partial_names, shard_layers, sum_partial
+from lightrft.utils.ranks import Ranks, in_teams
 
 
 class Fsdp2Strategy(SingleStrategy):
@@ -28,11 +29,24 @@ class Fsdp2Strategy(SingleStrategy):
     def __init__(self, config: StrategyConfig, ranks: Ranks) -> None:
         super().__init__(config)
         self.ranks = ranks
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (ranks.size,))
+        self.team, self._teams = in_teams(ranks, config.sequence, config.tensor)
+        self.together = config.tensor
+        grid = init_device_mesh(
+            self.device.type, (ranks.size // config.tensor, config.tensor), mesh_dim_names=("shard", "tensor")
+        )
+        self.mesh, self.across = grid["shard"], grid["tensor"]
+
+    @property
+    def teams(self) -> Ranks:
+        return self._teams
 
     def place(self, model: nn.Module) -> None:
         """Shard ``model`` in place. Its forward must be called as a module."""
         super().place(model)
+        if self.together > 1:
+            shard_layers(model, self.across)
+        if isinstance(model, Shared):
+            model.team = self.team
         if isinstance(model, Towered):
             model.run_towers = True  # a call of a sharded module is a call on every rank
         options = {"mesh": self.mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
@@ -51,6 +65,15 @@ class Fsdp2Strategy(SingleStrategy):
         for module in _sharded(state.model):
             module.set_requires_gradient_sync(last, recurse=False)
         super().backward(state, loss, last=last)
+
+    def step(self, state: TrainState) -> StepInfo:
+        if self.together > 1:
+            masters = state.inner.masters
+            sum_partial([masters[n].grad for n in partial_names(state.model) if n in masters], self.across)
+        return super().step(state)
+
+    def alike(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        return by_mesh(tensors)
 
     @contextmanager
     def whole(self, model: nn.Module) -> Generator[None]:

@@ -38,16 +38,27 @@ class StrategyConfig(Settings):
     into DeepSpeed's own configuration as it is.
     ``device``: ``auto`` takes an accelerator where there is one. A rank that others have waited for during ``timeout`` minutes ends
     the run.
+    ``tensor`` ranks side by side share out the heads and the inner width of each layer, by the plan that transformers has for the model:
+    tensor parallelism. ``sequence`` ranks (of as many times ``tensor``) share out the tokens of each micro-batch, for answers too long
+    for one of them: sequence parallelism by exchange of heads (Ulysses, arXiv 2309.14509). Both are for ``fsdp2``.
     """
 
     kind: Literal["auto", "single", "fsdp2", "deepspeed"] = "auto"
     device: str = "auto"
     timeout: float = Field(10.0, gt=0)
+    tensor: int = Field(1, ge=1)
+    sequence: int = Field(1, ge=1)
     stage: int = Field(2, ge=1, le=3)
     deepspeed: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _of_kind(self) -> StrategyConfig:
+        for name in ("tensor", "sequence"):
+            if getattr(self, name) > 1 and self.kind not in ("auto", "fsdp2"):
+                raise ValueError(
+                    f"strategy.{name} = {getattr(self, name)} needs strategy.kind fsdp2, which is {self.kind}; set strategy.kind=fsdp2, "
+                    f"or strategy.{name}=1"
+                )
         if self.kind != "deepspeed":
             for name in ("stage", "deepspeed"):
                 if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +42,10 @@ class SingleStrategy:
     def __init__(self, config: StrategyConfig) -> None:
         self.device = _pick_device() if config.device == "auto" else _device(config.device)
 
+    @property
+    def teams(self) -> Ranks:
+        return self.ranks
+
     def loading(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -55,6 +59,7 @@ class SingleStrategy:
         masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in parameters.items()}
         shapes = shapes_of(model)
         groups = parameter_groups(model, shapes, masters, optimizer)
+        groups = [{**group, "params": part} for group in groups for part in self.alike(group["params"])]
         adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         inner = Masters(parameters, masters, 0, total_steps)
         set_lr(adamw, optimizer, inner.step, inner.total)
@@ -76,13 +81,16 @@ class SingleStrategy:
         inner: Masters = state.inner
         masters = list(inner.masters.values())
         limit = state.config.max_grad_norm
-        norm = torch.nn.utils.get_total_norm([m.grad for m in masters if m.grad is not None])
-        info = StepInfo(float(self.full(norm)), state.config.lr * lr_factor(inner.step, inner.total, state.config))
+        parts = self.alike([m.grad for m in masters if m.grad is not None])
+        norms = [self.full(torch.nn.utils.get_total_norm(part)) for part in parts]
+        norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+        info = StepInfo(float(norm), state.config.lr * lr_factor(inner.step, inner.total, state.config))
         if not math.isfinite(info.grad_norm):
             info.skipped = "gradient not finite"
         else:
             if limit is not None:
-                torch.nn.utils.clip_grads_with_norm_(masters, limit, norm)
+                for part in self.alike(masters):
+                    torch.nn.utils.clip_grads_with_norm_(part, limit, norm)
             state.optimizer.step()
             self._write_back(inner)
             inner.step += 1
@@ -95,6 +103,10 @@ class SingleStrategy:
 
     def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
         return nullcontext(dict(module.named_parameters()))
+
+    def alike(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """``tensors`` in parts, each of which can be worked on in one call."""
+        return [list(tensors)]
 
     def full(self, tensor: Tensor) -> Tensor:
         return tensor

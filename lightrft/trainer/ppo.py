@@ -104,7 +104,7 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
         return scores.logprobs
 
     logprobs = by_parts(batch, score, roles, config)
-    entropies = roles.strategy.ranks.sum(entropies)
+    entropies = roles.strategy.teams.sum(entropies)
     old = logprobs if config.algorithm.proximal == "policy" else batch.old_logprobs
     return batch.replace(old_logprobs=old, entropy=entropies if wanted else None)
 
@@ -130,7 +130,7 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls
         return controls.values(values)
 
     values = by_parts(batch, score, roles, config, parts_at_one_time(critic))
-    return batch.replace(values=values, final_values=roles.strategy.ranks.sum(final))
+    return batch.replace(values=values, final_values=roles.strategy.teams.sum(final))
 
 
 def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:

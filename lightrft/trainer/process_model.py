@@ -61,10 +61,10 @@ def train_process(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics
     loss, found = optimizer_step("process", roles.strategy, process, batch, budget, loss_of)
     metrics.merge(found)
     metrics.add("process/loss", Mean(loss))
-    column, ranks = torch.zeros(batch.tokens), roles.strategy.ranks
-    for index, values in zip(my_micro_batches(batch, budget, process.model.layout, ranks), before, strict=True):
+    column, teams = torch.zeros(batch.tokens), roles.strategy.teams
+    for index, values in zip(my_micro_batches(batch, budget, process.model.layout, teams), before, strict=True):
         column[rows_of(batch.lengths, index)] = values.float().cpu()
-    return ranks.sum(column)
+    return teams.sum(column)
 
 
 def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float) -> tuple[Tensor, Tensor]:

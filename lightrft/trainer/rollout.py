@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -19,7 +19,7 @@ from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollout
 from lightrft.trainer.roles import Roles, Scoring
 from lightrft.types import Attachment, Prompt, Request, Rollout
 from lightrft.utils.errors import RewardError
-from lightrft.utils.ranks import Ranks, mine, patiently
+from lightrft.utils.ranks import Ranks, patiently
 from lightrft.utils.timers import Timers
 
 
@@ -183,8 +183,33 @@ class Quota:
         return not self.met or index in self._counted
 
 
+@dataclass(slots=True)
+class Drawn:
+    """Answers that are there already, in the place of an engine."""
+
+    rollouts: list[Rollout]
+
+    @staticmethod
+    def of(engine: Engine, requests: Sequence[Sequence[Request]], sampling: SamplingConfig, timers: Timers) -> Drawn:
+        with timers("generate"):
+            return Drawn(list(engine.generate([r for group in requests for r in group], sampling)))
+
+    def generate(
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+    ) -> Iterator[Rollout]:
+        yield from self.rollouts
+
+
+class Draws(Protocol):
+    """Of an engine, what draws answers."""
+
+    def generate(
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+    ) -> Iterator[Rollout]: ...
+
+
 def scored(
-    engine: Engine,
+    engine: Draws,
     scorer: Scoring,
     requests: Sequence[Sequence[Request]],
     sampling: SamplingConfig,
@@ -238,12 +263,13 @@ def scored_by_all(
     ready: Sequence[Sequence[Rollout]] = (),
 ) -> list[list[Rollout]]:
     """``scored`` for all ranks: all of them know all groups then. Where each has an engine of its own, each draws its share, and every
-    group is finished: which of them a ``quota`` takes is then settled by their order, not by time."""
+    group is finished: which of them a ``quota`` takes is then settled by their order, not by time. Ranks that draw ``together`` draw the
+    share of one, and the first of them scores it when all of it is there, not before: none may stop while others go on."""
     if ranks.size == 1:
         return scored(engine, scorer, requests, sampling, timers, stopped, quota, ready)
     leading = engine.of_all and ranks.rank == 0
     places = list(range(len(requests)))
-    places = places if leading else mine(places, ranks)
+    places = places if leading else places[ranks.rank // engine.together :: ranks.size // engine.together]
 
     drawn: list[list[Rollout]] = []
 
@@ -253,7 +279,9 @@ def scored_by_all(
         asked, begun = [requests[i] for i in places], [ready[i] for i in places] if ready else ()
         engine.wake()
         try:
-            drawn.extend(scored(engine, scorer, asked, sampling, timers, stopped, quota if leading else None, begun, sign))
+            source = engine if engine.together == 1 else Drawn.of(engine, asked, sampling, timers)
+            if ranks.rank % engine.together == 0:
+                drawn.extend(scored(source, scorer, asked, sampling, timers, stopped, quota if leading else None, begun, sign))
         finally:
             engine.sleep(1)
         packed = {i: [pack_rollout(r) for r in group] for i, group in zip(places, drawn)}

@@ -17,23 +17,23 @@ from lightrft.types import Batch, rows_of
 def by_parts(
     batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig, at_one_time: int = 1
 ) -> Tensor:
-    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch, on some rank, of
+    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch, in some team, of
     several ``at_one_time`` in threads."""
-    column, ranks = torch.zeros(batch.tokens), roles.strategy.ranks
+    column, teams = torch.zeros(batch.tokens), roles.strategy.teams
 
     @torch.no_grad()
     def one(index: Tensor) -> None:
         values = score(batch.select(index).to(roles.device), index)
         column[rows_of(batch.lengths, index)] = values.float().cpu()
 
-    parts = my_micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout, ranks)
+    parts = my_micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout, teams)
     if at_one_time == 1:
         for index in parts:
             one(index)
     else:
         with ThreadPoolExecutor(at_one_time) as threads:
             list(threads.map(one, parts))
-    return ranks.sum(column)
+    return teams.sum(column)
 
 
 def parts_at_one_time(model: object) -> int:

@@ -239,18 +239,18 @@ def optimizer_step(
     """
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     trained.model.train()
-    layout, ranks = trained.model.layout, strategy.ranks
-    parts = [(b, f, index) for b, f in ((batch, loss_of), *beside) for index in my_micro_batches(b, budget, layout, ranks)]
+    layout, teams = trained.model.layout, strategy.teams
+    parts = [(b, f, index) for b, f in ((batch, loss_of), *beside) for index in my_micro_batches(b, budget, layout, teams)]
     for i, (whole, loss_of_part, index) in enumerate(parts):
         loss, found = loss_of_part(whole.select(index).to(strategy.device))
         strategy.backward(trained.state, loss, last=i == len(parts) - 1)
         total = total + loss.detach()
         metrics.merge(found)
     trained.model.eval()
-    metrics = merged(metrics, ranks)
+    metrics = merged(metrics, teams)
     if parts:
         metrics.merge(_step_metrics(who, strategy.step(trained.state)))
-    return ranks.sum(total), metrics
+    return teams.sum(total), metrics
 
 
 def merged(metrics: Metrics, ranks: Ranks) -> Metrics:

@@ -11,10 +11,11 @@ import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from lightrft.utils.errors import RankError
+from lightrft.utils.errors import ConfigError, RankError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,16 +69,16 @@ ALONE = Alone()
 
 
 class Together:
-    """The ranks of torch's default process group. Plain data goes through a group of its own, on the CPU."""
+    """The ranks of torch's default process group, or ``group`` of them. Plain data goes through a group of its own, on the CPU."""
 
-    def __init__(self, minutes: float) -> None:
+    def __init__(self, minutes: float, group: Any = None) -> None:
         import torch.distributed as dist
 
         self._dist = dist
         self.minutes = minutes
-        self.rank: int = dist.get_rank()
-        self.size: int = dist.get_world_size()
-        self._plain = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes))
+        self._plain = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes)) if group is None else group
+        self.rank: int = dist.get_rank(self._plain)
+        self.size: int = dist.get_world_size(self._plain)
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
@@ -92,7 +93,8 @@ class Together:
         return total.to(tensor.device)
 
     def apart(self) -> Together:
-        return Together(self.minutes)
+        members, limit = self._dist.get_process_group_ranks(self._plain), timedelta(minutes=self.minutes)
+        return Together(self.minutes, self._dist.new_group(members, limit, "gloo", use_local_synchronization=True))
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
@@ -101,9 +103,47 @@ class Together:
         except RuntimeError as error:  # gloo's own: a connection that broke, or time that ran out
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise RankError(
-                f"rank {self.rank} did not hear from every other rank within strategy.timeout = {self.minutes:g} minutes, or one has "
-                f"ended ({reason}). The same command goes on from the last checkpoint; see what the other rank said"
+                f"rank {self._dist.get_rank()} did not hear from every other rank within strategy.timeout = {self.minutes:g} minutes, or "
+                f"one has ended ({reason}). The same command goes on from the last checkpoint; see what the other rank said"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Ranks side by side that work on the same rows, each on its part of them. ``place`` counts from 0 to ``size - 1``; ``group`` is
+    torch's, for tensors where the model is."""
+
+    place: int
+    size: int
+    group: Any = None
+
+
+def check_teams(ranks: Ranks, size: int) -> None:
+    """Raises ``ConfigError`` where some ranks would be left without a team of ``size``."""
+    if ranks.size % size:
+        raise ConfigError(
+            f"{size} processes work on the same rows (strategy.sequence times strategy.tensor), which does not divide the {ranks.size} of "
+            f"this run; set launch.processes to a multiple of {size}, or both to 1"
+        )
+
+
+def in_teams(ranks: Ranks, sequence: int, tensor: int = 1) -> tuple[Team, Ranks]:
+    """The team of ``sequence`` ranks that this one is in, ``tensor`` apart from one another, and the blocks of all who work on the same
+    rows, as ranks to share rows out to: this rank and, of every other block, the one in the same place. A call on every rank."""
+    size = sequence * tensor
+    check_teams(ranks, size)
+    if size == 1:
+        return Team(0, 1), ranks
+    if not isinstance(ranks, Together):
+        raise ValueError("one process alone makes no team")
+    import torch.distributed as dist
+
+    limit = timedelta(minutes=ranks.minutes)
+    blocks = [list(range(first, first + size)) for first in range(0, ranks.size, size)]
+    lines = [block[place::tensor] for block in blocks for place in range(tensor)]
+    own, _ = dist.new_subgroups_by_enumeration(lines, timeout=limit)
+    across, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*blocks)], timeout=limit, backend="gloo")
+    return Team(ranks.rank % size // tensor, sequence, own), Together(ranks.minutes, across)
 
 
 def first_rank() -> bool:

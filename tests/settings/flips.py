@@ -271,6 +271,8 @@ FLIPS: dict[str, Flip] = {
     "strategy.device": Flip("cuda:77", "run", refused=True),
     "strategy.stage": Flip(3, "run", refused=True),
     "strategy.deepspeed": Flip({"steps_per_print": 1}, "run", refused=True),
+    "strategy.tensor": Flip(2, "run", refused=True),
+    "strategy.sequence": Flip(2, "run", refused=True),
     "strategy.timeout": Flip(0.02, "side_by_side", {"launch": {"processes": 2}}),
     "launch.processes": Flip(3, "side_by_side", {"launch": {"processes": 2}}),
     "launch.kind": Flip("ray", "on_ray"),

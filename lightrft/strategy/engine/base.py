@@ -23,9 +23,11 @@ class Engine(Protocol):
     """Sampling only: native, vllm, sglang, http.
 
     ``of_all``: one engine stands for all ranks of a run, and the first rank asks it on behalf of all; else each rank has its own.
+    ``together``: as many ranks side by side hold one model between them, and must all draw the same answers at one time.
     """
 
     of_all: bool
+    together: int
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never

@@ -88,12 +88,14 @@ class NativeEngine:
         *,
         shared: bool = True,
         whole: Callable[[], AbstractContextManager[None]] | None = None,
+        together: int = 1,
     ) -> None:
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.config = config
         self.version = version
         self.shared = shared
+        self.together = together
         self.awake = whole is None
         self._whole, self._held = whole, ExitStack()
         self._stops: dict[tuple[str, ...], StopStrings] = {}

@@ -24,7 +24,7 @@ from lightrft.trainer.refresh import Follower
 from lightrft.trainer.reward import Scorer
 from lightrft.trainer.roles import AdaptersOff, Frozen, Reference, Roles, Scoring, Trained, Unscored
 from lightrft.utils.errors import ConfigError, ModelError
-from lightrft.utils.ranks import ALONE, Ranks
+from lightrft.utils.ranks import ALONE, Ranks, check_teams
 
 
 def local_tokenizer(model: ModelConfig) -> Any:
@@ -41,6 +41,7 @@ def local_processor(model: ModelConfig, tokenizer: Any) -> Processor | None:
 
 def strategy_of(config: StrategyConfig, ranks: Ranks) -> Strategy:
     """The strategy that ``config`` names. Raises ``ConfigError`` for one process too many or too few, or a package that lacks."""
+    check_teams(ranks, config.sequence * config.tensor)
     if config.kind in ("fsdp2", "deepspeed") and ranks.size == 1:
         raise ConfigError(
             f"strategy.kind = {config.kind!r} shards over several processes; set launch.processes, or strategy.kind=auto"
@@ -65,7 +66,7 @@ def local_policy(
     placed = strategy_of(strategy, ranks)
     actor = Actor.load(model, device=placed.device)
     whole = None if ranks.size == 1 else lambda: placed.whole(actor)
-    return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine, whole=whole)
+    return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor)
 
 
 def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring:

@@ -35,6 +35,7 @@ class FakeEngine:
     that many steps."""
 
     of_all = False
+    together = 1
 
     def wake(self) -> None: ...
 

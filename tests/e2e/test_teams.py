@@ -1,0 +1,176 @@
+"""Several real processes on the same rows: the same numbers as one, and less held by each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+from lightrft.config import RLConfig
+from lightrft.models.actor import Actor
+from lightrft.models.lora import add_adapters
+from lightrft.models.settings import LoRAConfig
+from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.models.tiny_media import save_tiny_media
+from lightrft.strategy.settings import StrategyConfig
+from lightrft.strategy.tensor_parallel import shard_layers
+from lightrft.trainer.launch.local import strategy_of
+from lightrft.trainer.rl import run_rl
+from lightrft.utils.errors import ConfigError, ModelError
+from lightrft.utils.ranks import ALONE, Team
+from lightrft.utils.settings import build, deep_merge
+from tests.architecture.tree import ROOT
+from tests.e2e.teams import MEDIA, PLANNED
+from tests.e2e.test_ranks import PRESETS, check_equal, config_file, rows_with_pictures
+from tests.model_helpers import small_actor
+
+SEQUENCE, TENSOR, BOTH = {"sequence": 2}, {"tensor": 2}, {"tensor": 2, "sequence": 2}
+CELLS: dict[int, list[tuple[str, dict[str, int]]]] = {
+    2: [*((name, SEQUENCE) for name in (*PRESETS, "pictures")), ("ppo", TENSOR), ("pictures", TENSOR)],
+    4: [("grpo", SEQUENCE), ("lora", {"sequence": 4}), ("grpo", TENSOR), ("ppo", BOTH)],
+}
+"""By the number of processes, the runs and how teams work in them. Five groups are more than teams, and do not divide by two of them."""
+
+
+def name_of(ranks: int, name: str, strategy: dict[str, int]) -> str:
+    return "-".join([name, str(ranks), *(f"{key}{size}" for key, size in strategy.items())])
+
+
+def trees_in(folder: Path, data: Path) -> dict[str, dict[str, Any]]:
+    """RL runs of two steps on five groups of three answers, with models whose heads four ranks can share."""
+    tokenizer = tiny_tokenizer()
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    tiny_model("qwen2", seed=1, **sizes).save_pretrained(folder / "four")
+    tokenizer.save_pretrained(folder / "four")
+    save_tiny_media("qwen2_5_vl", folder / "reader", hidden_size=32)
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(folder)))
+    tree = {
+        "run": {"seed": 5},
+        "model": {"path": str(folder / "four"), "dtype": "float32"},
+        "data": {"sources": [{"path": str(data / "train.jsonl")}]},
+        "rollout": {"prompts": 5, "samples": 3},
+        "sampling": {"max_new_tokens": 6},
+        "reward": {"terms": [f"{data / 'rewards.py'}:ones"]},
+        "train": {"micro_batch_tokens": 60, "steps": 2},
+        "optimizer": {"lr": 1e-3},
+        "log": {"tensorboard": False},
+    }
+    pictures = {"model": {"path": str(folder / "reader")}, "data": {"sources": [{"path": str(folder / "rows.jsonl")}]}}
+    return {name: deep_merge(tree, cell) for name, cell in {**PRESETS, "pictures": pictures}.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, data_folder: Path) -> Path:
+    """Models, configs of all runs, and those of one process finished."""
+    folder = tmp_path_factory.mktemp("teams")
+    for family in MEDIA:
+        save_tiny_media(family, folder / family)
+    trees = trees_in(folder, data_folder)
+    for name, tree in trees.items():
+        run_rl(build(RLConfig, json.loads(config_file(tree, folder, name).read_text())))
+    for ranks, cells in CELLS.items():
+        for name, strategy in cells:
+            config_file(deep_merge(trees[name], {"strategy": strategy}), folder, name_of(ranks, name, strategy))
+    return folder
+
+
+Found = Callable[[int], list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def found_in(folder: Path) -> Found:
+    """What the script beside this file finds in each of some processes; they are started once."""
+
+    @cache
+    def found(ranks: int) -> list[dict[str, Any]]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        files = [str(folder / f"{name_of(ranks, *cell)}.yaml") for cell in CELLS[ranks]]
+        paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+        command = [*torchrun, str(Path(__file__).with_name("teams.py")), str(folder), *files]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return json.loads(done.stdout.partition("FOUND")[2].splitlines()[0])
+
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", CELLS)
+class TestTeams:
+    def test_ranks_that_share_the_tokens_of_a_row_give_the_log_probs_and_gradients_of_one(self, found_in, ranks):
+        for found in found_in(ranks):
+            assert len(found["gaps"]) > 15
+            limit = {name: 5e-6 if "float32" in name else 1e-9 for name in found["gaps"]}
+            assert {name: gaps for name, gaps in found["gaps"].items() if max(gaps) > limit[name]} == {}
+
+    def test_ranks_that_share_the_layers_of_a_model_give_the_log_probs_and_gradients_of_one(self, found_in, ranks):
+        for found in found_in(ranks):
+            assert tuple(found["tensor"]) == PLANNED
+            assert {name: gaps for name, gaps in found["tensor"].items() if max(gaps) > 1e-9} == {}
+
+    def test_what_a_rank_holds_for_the_backward_pass_falls_with_the_ranks_that_share_a_row(self, found_in, ranks):
+        for found in found_in(ranks):
+            assert found["held"]["team"] < 1.1 * found["held"]["alone"] / ranks
+
+    def test_runs_give_the_numbers_of_one_process(self, found_in, folder, ranks):
+        assert found_in(ranks)[0]["steps"] == [2] * len(CELLS[ranks])
+        for name, strategy in CELLS[ranks]:
+            loader = AutoModelForImageTextToText if name == "pictures" else AutoModelForCausalLM
+            check_equal(folder / name_of(ranks, name, strategy), folder / name, loader)
+
+
+def test_processes_that_teams_do_not_divide_are_refused():
+    for ranks in (ALONE, SimpleNamespace(rank=0, size=6)):
+        with pytest.raises(
+            ConfigError, match=rf"^4 processes work .* the {ranks.size} of this run; .*launch.processes to a multiple of 4"
+        ):
+            strategy_of(StrategyConfig(sequence=2, tensor=2, device="cpu"), ranks)
+
+
+@pytest.mark.parametrize("name", ["tensor", "sequence"])
+@pytest.mark.parametrize("kind", ["single", "deepspeed"])
+def test_teams_are_refused_with_a_strategy_that_has_none(kind, name):
+    with pytest.raises(ValidationError, match=rf"strategy.{name} = 2 needs strategy.kind fsdp2, which is {kind}"):
+        StrategyConfig(**{"kind": kind, name: 2})
+
+
+@pytest.mark.parametrize(("ranks", "way"), [(3, "set it to 1 or 2$"), (8, "set it to 1 or 2 or 4$")])
+def test_heads_that_a_team_does_not_divide_are_refused_with_what_would(ranks, way):
+    actor = small_actor("qwen2")
+    with pytest.raises(ModelError, match=rf"strategy.sequence = {ranks} does not divide the 4 heads .*{way}"):
+        actor.team = Team(0, ranks)
+
+
+def test_rows_of_their_own_are_refused_in_a_team():
+    actor = small_actor("qwen2", layout="padded")
+    with pytest.raises(ModelError, match=r"strategy.sequence = 2 .*model.layout = padded.*set strategy.sequence=1"):
+        actor.team = Team(0, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "why"),
+    [
+        ("qwen2", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
+        ("qwen3_moe", {"num_key_value_heads": 4}, "experts.* which is not known here"),
+    ],
+)
+def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(family, options, why):
+    with pytest.raises(ConfigError, match=rf"strategy.tensor = 4: .*{why}.*set strategy.tensor=1"):
+        shard_layers(small_actor(family, **options), SimpleNamespace(size=lambda: 4))
+
+
+def test_adapters_are_refused_where_layers_are_shared_out():
+    actor = Actor(add_adapters(small_actor("qwen2").base, LoRAConfig(rank=4)))
+    with pytest.raises(ConfigError, match=r"strategy.tensor = 2: the model has adapters \(model.lora\)"):
+        shard_layers(actor, SimpleNamespace(size=lambda: 2))
