@@ -11,6 +11,8 @@ from lightrft.trainer.account import tokens_of
 from lightrft.trainer.asynchronous import Ahead, staleness_metrics
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.launch.local import local_processor, local_roles, local_tokenizer, rollout_steps
+from lightrft.trainer.launch.ray_workers import office_here
+from lightrft.trainer.launch.remote_roles import check_workers, remote_roles
 from lightrft.trainer.lengths import check_examples, check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
 from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward, trusts_sampler
@@ -20,12 +22,13 @@ from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.refresh import load_refreshed, refreshed_state
 from lightrft.trainer.replay import with_outcomes
 from lightrft.trainer.replay_buffer import save_batch
+from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import attached
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.trainer.update import merged
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
-from lightrft.utils.ranks import joined
+from lightrft.utils.ranks import Ranks, joined
 
 log = logging.getLogger(__name__)
 
@@ -141,6 +144,7 @@ def check(config: RLConfig) -> None:
     check_parts(config.algorithm)
     check_rollout(config)
     check_roles(config)
+    check_workers(config)
     warn_of_staleness(config)
     if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
         name = config.algorithm.advantage.name
@@ -215,7 +219,7 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
     processor = local_processor(config.model, tokenizer)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
     steps = rollout_steps(config, len(stream.dataset))
-    roles = local_roles(config, tokenizer, steps, processor, session.ranks)
+    roles = roles_of(config, tokenizer, steps, processor, session.ranks)
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,
@@ -229,6 +233,14 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
         controls=Controls.of(config.algorithm),
         ahead=Ahead(roles, config, stream, steps, stopped) if config.rollout.staleness else None,
     )
+
+
+def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks: Ranks) -> Roles:
+    """Objects of this process, but for those that have workers of their own."""
+    if not any(config.launch.ray.staff.values()):
+        return local_roles(config, tokenizer, steps, processor, ranks)
+    office = office_here()
+    return remote_roles(config, tokenizer, steps, processor, ranks, hire=office.hire, host=office.host)
 
 
 def advantages_of(result: StepResult) -> list[list[float]]:

@@ -70,12 +70,15 @@ def train(tree: dict[str, Any], folder: Path, name: str, processes: int, *more: 
     return folder / name
 
 
-def check_equal(found: Path, expected: Path, loader: Any = AutoModelForCausalLM, known: float = 2e-7) -> None:
-    """The metrics of two runs, but for rounding, and their weights. Numbers near 0 are ``known`` to so much."""
+def check_equal(
+    found: Path, expected: Path, loader: Any = AutoModelForCausalLM, known: float = 2e-7, ignore: tuple[str, ...] = ()
+) -> None:
+    """The metrics of two runs, but for rounding and what begins with one of ``ignore``, and their weights. Numbers near 0 are ``known``
+    to so much."""
     rows, wanted = (read_rows(path / "metrics.jsonl") for path in (found, expected))
     assert [r["step"] for r in rows] == [r["step"] for r in wanted]
     for row, want in zip(rows, wanted):
-        row, want = ({k: v for k, v in r.items() if not k.startswith(ROUNDING)} for r in (row, want))
+        row, want = ({k: v for k, v in r.items() if not k.startswith((*ROUNDING, *ignore))} for r in (row, want))
         assert row.keys() == want.keys()
         for key, value in want.items():
             tokens = 6 if key.endswith("per_answer") else 1  # sums of differences of log-probs, each as exact as one is

@@ -37,6 +37,7 @@ HELD: Tree = {"eval": {"data": {"sources": [ROWS]}, "sampling": {"max_new_tokens
 WIDE: Tree = {"rollout": {"prompts": 6}}
 PENALTY: Tree = {"algorithm": {"preset": "ppo"}}
 RAY: Tree = {"launch": {"kind": "ray", "processes": 2}}
+STAFF: Tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1, "references": 1}}}
 FAR: Tree = {"algorithm": {"preset": None, "proximal": "behavior"}}
 
 ADAPTIVE: Tree = {
@@ -283,6 +284,17 @@ FLIPS: dict[str, Flip] = {
     "launch.ray.wait": Flip(0.5, "on_ray", RAY),
     "launch.ray.restarts": Flip(1, "on_ray", RAY),
     "launch.ray.environment": Flip({"NAME": "value"}, "on_ray", RAY),
+    "launch.ray.engines": Flip(2, "on_ray", RAY),
+    "launch.ray.scorers": Flip(2, "on_ray", RAY),
+    "launch.ray.references": Flip(2, "on_ray", RAY),
+    "launch.ray.teachers": Flip(2, "on_ray", RAY),
+    "launch.ray.critic": Flip(True, "on_ray", RAY),
+    "launch.ray.worker_cpus": Flip(0.5, "on_ray", STAFF),
+    "launch.ray.engine_devices": Flip(0.5, "on_ray", STAFF),
+    "launch.ray.model_devices": Flip(0.5, "on_ray", STAFF),
+    "launch.ray.weights": Flip("shared", "on_ray", STAFF),
+    "launch.ray.bucket_mb": Flip(1, "on_ray", STAFF),
+    "launch.ray.silence": Flip(1, "on_ray", STAFF),
     "checkpoint.every": Flip(1, "run", LONG),
     "checkpoint.keep": Flip(1, "run", {**LONG, "checkpoint": {"every": 1}}),
     "checkpoint.best": Flip("-reward/mean", "run", {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 1}}),

@@ -36,7 +36,9 @@ from lightrft.strategy.engine.native import NativeEngine
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.gates import gated
 from lightrft.trainer.launch import ray as launcher
+from lightrft.trainer.launch import ray_cluster
 from lightrft.trainer.launch.placement import Place, layout
+from lightrft.trainer.launch.remote_roles import Apart
 from lightrft.trainer.ppo import with_advantages
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.ptx import Ptx
@@ -45,6 +47,7 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.session import Nobody
 from lightrft.trainer.update import Objective, weighted
 from lightrft.utils.errors import DataError, ResourceError, UserError
+from lightrft.utils.ranks import ALONE
 from lightrft.utils.settings import build, to_yaml
 from lightrft.utils.signals import StopFlag
 from lightrft.utils.trackers import read_rows
@@ -172,16 +175,24 @@ def on_ray(tree: Tree, folder: Path) -> Any:
     said = [refusal(lambda *_: driver.after(launcher.RankLost("rank 1")), {}, folder) for driver.losses in (1, 2)]
     plan = layout(config.launch, accelerated=True)
     with MonkeyPatch.context() as patch:
-        patch.setattr(launcher, "package", lambda: there)
-        patch.setattr(launcher, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+        patch.setattr(ray_cluster, "package", lambda: there)
+        patch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=itertools.count().__next__))
         patch.setenv("RAY_AUTH_TOKEN", "0")
         with (
             contextlib.suppress(ResourceError),
-            launcher.cluster(config.launch.ray),
-            launcher.placed(plan, config.launch, StopFlag()),
+            ray_cluster.cluster(config.launch.ray),
+            ray_cluster.placed(plan, config.launch, StopFlag()),
         ):
             there.asked.append("never")
-    return called, there.asked, [slot.devices for slot in plan.ranks], [order.environment for order in driver.orders(1)], said
+    told = [order.environment for order in driver.orders(1, plan)]
+    return called, there.asked, [slot.devices for slot in plan.ranks], dict(plan.workers), told, said, handed(config)
+
+
+def handed(config: RLConfig) -> Any:
+    """What engines in workers are given, and what is borne of them."""
+    strategy = SimpleNamespace(device=torch.device("cpu"))
+    engines = Apart(config, ALONE, lambda kind, make: (), "here").engine(SimpleNamespace(model=torch.nn.Linear(1, 1)), strategy)  # type: ignore[arg-type]
+    return str(engines._hand), str(engines.crew.limits)
 
 
 def decoded(tree: Tree, folder: Path) -> Any:

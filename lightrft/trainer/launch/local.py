@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -74,25 +77,35 @@ def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring
     return Scorer(config) if config.terms or config.per_source else Unscored(unscored)
 
 
-def local_roles(config: RLConfig, tokenizer: Any, steps: int, processor: Processor | None = None, ranks: Ranks = ALONE) -> Roles:
-    """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded."""
-    scorer = local_scorer(config.reward, unscored=0.0)  # first: its processes start while models are read
+def local_roles(
+    config: RLConfig,
+    tokenizer: Any,
+    steps: int,
+    processor: Processor | None = None,
+    ranks: Ranks = ALONE,
+    apart: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> Roles:
+    """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded. ``apart`` makes some of them in
+    another way, by name."""
+    scorer = apart.get(
+        "scorer", lambda: local_scorer(config.reward, unscored=0.0)
+    )()  # first: its processes start while models are read
     try:
         strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, ranks)
         per_step = config.train.updates * config.train.mini_batches
         frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
         return Roles(
             strategy=strategy,
-            reference=local_reference(config, actor, strategy),
+            reference=apart.get("reference", partial(local_reference, config))(actor, strategy),
             policy=Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step))),
-            engine=engine,
+            engine=apart["engine"](actor, strategy) if "engine" in apart else engine,
             scorer=scorer,
             tokenizer=tokenizer,
             processor=processor,
-            ahead=local_ahead(config, actor, tokenizer, strategy),
+            ahead=apart["ahead"](actor, strategy) if "ahead" in apart else local_ahead(config, actor, tokenizer, strategy),
             ahead_ranks=ranks.apart() if config.rollout.staleness else None,
-            teacher=local_teacher(config, tokenizer, strategy),
-            critic=local_critic(config, strategy, max(1, steps * per_step)),
+            teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
+            critic=apart.get("critic", partial(local_critic, config))(strategy, max(1, steps * per_step)),
             process=local_process(config, strategy, steps),
             ptx=Ptx.of(config.ptx, tokenizer, config.run.seed, processor),
         )
@@ -107,10 +120,13 @@ def local_reference(config: RLConfig, actor: Actor, strategy: Strategy) -> Refer
         return None
     if config.model.lora is not None and config.reference is None:
         return AdaptersOff(actor)
-    path = config.reference or config.model.path
-    frozen = local_frozen(config.model.model_copy(update={"path": path, "lora": None}), strategy)
-    kl = config.algorithm.kl
+    frozen, kl = local_frozen(reference_model(config), strategy), config.algorithm.kl
     return Follower.of(frozen, actor, strategy, kl) if kl.refresh_every else Frozen(frozen)
+
+
+def reference_model(config: RLConfig) -> ModelConfig:
+    """What the reference is loaded from, where it is a model of its own."""
+    return config.model.model_copy(update={"path": config.reference or config.model.path, "lora": None})
 
 
 def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
@@ -137,6 +153,11 @@ def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Froze
     """The model that the policy learns from, if any. Raises ``ConfigError`` when its tokens are not those of the policy."""
     if config.algorithm.distill.kind == "none":
         return None
+    return Frozen(local_frozen(teacher_model(config, tokenizer), strategy))
+
+
+def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
+    """What the teacher is loaded from. Raises ``ConfigError`` when its tokens are not those of the policy."""
     own = {"tokenizer": None, "chat_template": None, "lora": None, "freeze": (), "gradient_checkpointing": False}
     model = config.model.model_copy(update={**own, **config.teacher.model_dump()})
     try:
@@ -151,7 +172,7 @@ def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Froze
             f"teacher.path = {config.teacher.path!r}: its tokenizer has {len(theirs)} tokens, that of the policy {len(ours)}, and "
             f"{len(ours.items() ^ theirs.items())} differ; tokens are compared one by one, so take a teacher of the same tokenizer"
         )
-    return Frozen(local_frozen(model, strategy))
+    return model
 
 
 def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> Trained | None:

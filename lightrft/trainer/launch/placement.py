@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lightrft.config import LaunchConfig
 
 Bundle = dict[str, float]
 """Resources that lie on one node, by Ray's names: ``CPU``, ``GPU``."""
+
+
+ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +25,11 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All bundles of a run, and the slot of each rank."""
+    """All bundles of a run, the slot of each rank, and those of workers by name, such as ``engine 0``."""
 
     bundles: tuple[Bundle, ...]
     ranks: tuple[Slot, ...]
+    workers: Mapping[str, Slot] = field(default_factory=dict)
 
     @property
     def asked(self) -> Bundle:
@@ -48,15 +52,26 @@ class Place:
 
 
 def layout(launch: LaunchConfig, accelerated: bool) -> Layout:
-    """A bundle for each rank. ``accelerated``: the ranks compute on devices; each bundle then holds one."""
+    """A bundle for each rank, with a whole device if they compute on such (``accelerated``). A worker takes what is left of one of
+    those, if its share of a device fits, else it has a bundle of its own."""
     asked = launch.ray
     devices = (1.0 if asked.devices is None else asked.devices) if accelerated else 0.0
-    bundles: list[Bundle] = []
-    ranks: list[Slot] = []
-    for rank in range(launch.processes):
-        bundles.append({"CPU": asked.cpus, **({"GPU": 1.0} if devices else {})})
-        ranks.append(Slot(rank, asked.cpus, devices))
-    return Layout(tuple(bundles), tuple(ranks))
+    bundles: list[Bundle] = [{"CPU": asked.cpus, **({"GPU": 1.0} if devices else {})} for _ in range(launch.processes)]
+    left = [1.0 - devices if devices else 0.0] * launch.processes
+    workers: dict[str, Slot] = {}
+    for kind, (count, share) in asked.workers.items():
+        for number in range(count):
+            takes = (1.0 if share is None else share) if accelerated else 0.0
+            place = max(range(launch.processes), key=lambda i: left[i])
+            if 0.0 < takes <= left[place] + ROUNDING:
+                left[place] -= takes
+                bundles[place]["CPU"] += asked.worker_cpus
+            else:
+                place = len(bundles)
+                bundles.append({"CPU": asked.worker_cpus, **({"GPU": takes} if takes else {})})
+            workers[f"{kind} {number}"] = Slot(place, asked.worker_cpus, takes)
+    ranks = tuple(Slot(rank, asked.cpus, devices) for rank in range(launch.processes))
+    return Layout(tuple(bundles), ranks, workers)
 
 
 def side_by_side(places: Sequence[Place]) -> list[int]:

@@ -1,8 +1,7 @@
-"""Ranks as actors on a Ray cluster: placed, started, watched, and started again when one is lost. The one file that knows Ray."""
+"""Ranks as actors on a Ray cluster: placed, started, watched, and started again when one is lost."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import logging
 import os
@@ -14,16 +13,19 @@ import time
 import traceback
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightrft import config as trees
-from lightrft.config import LaunchConfig, RayConfig, RLConfig, SFTConfig
-from lightrft.trainer.launch.placement import Bundle, Layout, Place, Slot, environments, layout, side_by_side
+from lightrft.config import RayConfig, RLConfig, SFTConfig
+from lightrft.trainer.launch.placement import Layout, Place, Slot, environments, layout, side_by_side
+from lightrft.trainer.launch.ray_cluster import actor, adopt, beside_driver, cluster, package, placed, reason_of, uses_devices
+from lightrft.trainer.launch.ray_desk import Desk, Teller, told
+from lightrft.trainer.launch.ray_workers import Office, Roster, opened
 from lightrft.utils import errors
-from lightrft.utils.errors import ConfigError, RankError, ResourceError, UserError
-from lightrft.utils.logs import FILE_ONLY, ROOT
+from lightrft.utils.errors import ConfigError, RankError, UserError, WorkerError
+from lightrft.utils.logs import ROOT
 from lightrft.utils.settings import build, parse_yaml, to_yaml
 from lightrft.utils.signals import StopFlag
 
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INSTALL = "pip install 'lightrft[ray]'"
 GRACE = 15.0
 """Seconds that ranks have to end by themselves after one of them failed; whoever has not by then is taken for lost."""
 SETTLING = 30.0
@@ -45,62 +46,22 @@ def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> d
     Returns what the call returned to the first rank. Raises the error of the rank that failed; ``RankError`` when ranks were lost
     more than ``launch.ray.restarts`` times; ``ConfigError`` or ``ResourceError`` when there is no such cluster or no room in it.
     """
-    check_devices(config)
+    check_launch(config)
     with cluster(config.launch.ray), StopFlag() as stop:
         return Driver(path, config, observer, stop).run()
 
 
-def check_devices(config: RLConfig | SFTConfig) -> None:
-    """Raises ``ConfigError`` where devices are asked for and not used."""
-    if config.strategy.device == "cpu" and config.launch.ray.devices is not None:
-        raise ConfigError(
-            f"launch.ray.devices = {config.launch.ray.devices} changes nothing: strategy.device is cpu; leave one of them out"
-        )
-
-
-def package() -> Any:
-    """The package ray. Raises ``ConfigError`` with the way to install it."""
-    try:
-        import ray
-        import ray.exceptions
-        import ray.util.scheduling_strategies
-    except ImportError as error:
-        raise ConfigError(f"launch.kind = 'ray' needs the package ray ({error}): {INSTALL}") from None
-    return ray
-
-
-@contextmanager
-def cluster(config: RayConfig) -> Generator[None]:
-    """Be connected to the cluster of ``config``. A program that has connected itself stays as it is.
-
-    Raises ``ConfigError`` when none is at ``address``.
-    """
-    if (config.address or "").startswith("ray://"):
-        raise ConfigError(
-            f"launch.ray.address = {config.address!r}: the ranks' driver must run on a node of the cluster; start the command there "
-            "(ray job submit does that) with launch.ray.address=auto"
-        )
-    for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
-        os.environ.setdefault(name, value)
-    if config.address is None and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
-        # nobody else may use the cluster of this run: Ray asks for a token by itself, and would write one into the user's home
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-    ray = package()
-    if ray.is_initialized():
-        yield
-        return
-    own = {"include_dashboard": False} if config.address is None else {}
-    try:
-        ray.init(address=config.address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"launch.ray.address = {config.address!r}: no Ray cluster could be joined or started ({first_line(error)}); start one with "
-            "ray start --head, or leave the address out for a cluster of this machine alone"
-        ) from error
-    try:
-        yield
-    finally:
-        ray.shutdown()
+def check_launch(config: RLConfig | SFTConfig) -> None:
+    """Raises ``ConfigError`` where something is asked for that this config does not use."""
+    asked = config.launch.ray
+    if config.strategy.device == "cpu":
+        for name in ("devices", "engine_devices", "model_devices"):
+            if (share := getattr(asked, name)) is not None:
+                raise ConfigError(f"launch.ray.{name} = {share} changes nothing: strategy.device is cpu; leave one of them out")
+    if isinstance(config, SFTConfig):
+        for name, count in asked.staff.items():
+            if count:
+                raise ConfigError(f"launch.ray.{name} = {count} changes nothing: sft has no such workers; leave it out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +75,8 @@ class Order:
     desk: Any
     again: bool
     before: tuple[Place, ...] = ()
+    roster: Any = None
+    slots: Mapping[str, Slot] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,64 +91,6 @@ class Ended:
 
 class RankLost(Exception):
     """A rank ended without an answer."""
-
-
-class Desk:
-    """Where ranks leave what they have to say and learn that they are to stop. An actor beside the driver."""
-
-    def __init__(self) -> None:
-        self._events: list[tuple[str, Any]] = []
-        self._news = asyncio.Event()
-        self._stop = asyncio.Event()
-
-    async def tell(self, event: tuple[str, Any]) -> None:
-        self._events.append(event)
-        self._news.set()
-
-    async def news(self, seconds: float) -> list[tuple[str, Any]]:
-        """Everything that was told since the last call, at most ``seconds`` after this one."""
-        if seconds:
-            try:
-                await asyncio.wait_for(self._news.wait(), seconds)
-            except TimeoutError:
-                return []
-        events, self._events = self._events, []
-        self._news.clear()
-        return events
-
-    async def stop(self) -> None:
-        self._stop.set()
-
-    async def stopped(self) -> bool:
-        """Answers once the ranks are to stop."""
-        return await self._stop.wait()
-
-
-class Teller(logging.Handler):
-    """In a rank: an observer, and a log handler, that pass everything on to the desk."""
-
-    def __init__(self, desk: Any, level: int) -> None:
-        super().__init__(level)
-        self._desk = desk
-        self._last: Any = None
-        self.addFilter(lambda record: not any(hasattr(record, key) for key in FILE_ONLY))
-
-    def begin(self, title: str, total: int, done: int) -> None:
-        self.tell("begin", (title, total, done))
-
-    def update(self, row: Mapping[str, Any]) -> None:
-        self.tell("update", dict(row))
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.tell("log", (record.levelno, record.getMessage()))
-
-    def tell(self, kind: str, value: Any) -> None:
-        self._last = self._desk.tell.remote((kind, value))
-
-    def delivered(self) -> None:
-        """Wait until everything has arrived."""
-        if self._last is not None:
-            package().get(self._last)
 
 
 class Rank:
@@ -232,16 +137,11 @@ class Rank:
 
     def run(self, order: Order) -> Ended:
         """Do as ordered; an error is part of the answer."""
-        os.environ.update(order.environment)
-        for name, value in {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false"}.items():
-            os.environ.setdefault(name, value)
+        adopt(order.environment)
         teller = Teller(order.desk, logging.WARNING if order.environment["RANK"] == "0" else logging.ERROR)
-        logger = logging.getLogger(ROOT)
-        logger.setLevel(logging.INFO)
-        logger.addHandler(teller)
-        with StopFlag(), stopping(order.desk):
+        told(teller)
+        with StopFlag(), stopping(order.desk), opened(Office(order.roster, order.slots, package().util.get_node_ip_address())):
             ended = answer(order, teller)
-        logger.removeHandler(teller)
         teller.delivered()
         return ended
 
@@ -316,6 +216,7 @@ class Driver:
     losses: int = 0
     began: bool = False
     places: tuple[Place, ...] = ()
+    roster: Any = None
     _asked_to_stop: bool = False
     _desk: Any = None
 
@@ -345,17 +246,19 @@ class Driver:
         log.warning("%s; all ranks start again from the last checkpoint (%d of %d)", lost, self.losses, self.asked.restarts)
 
     def attempt(self) -> dict[str, Any]:
-        """Place the ranks, and see them through."""
-        accelerated = uses_devices(self.config)
-        with placed(layout(self.config.launch, accelerated), self.config.launch, self.stop) as (group, plan):
+        """Place the ranks and the workers, and see them through."""
+        plan = layout(self.config.launch, uses_devices(self.config))
+        with placed(plan, self.config.launch, self.stop) as group:
+            host = str(Path.cwd()), self.asked.environment, self._desk
+            self.roster = beside_driver(Roster, group, 60 * self.asked.wait, host) if plan.workers else None
             actors = [actor(Rank, group, slot).remote() for slot in plan.ranks]
             try:
-                return self.see_through(actors)
+                return self.see_through(actors, plan)
             finally:
-                for rank in actors:
-                    package().kill(rank)
+                for one in [*actors, *([self.roster] if self.roster is not None else [])]:
+                    package().kill(one)
 
-    def see_through(self, actors: list[Any]) -> dict[str, Any]:
+    def see_through(self, actors: list[Any], plan: Layout) -> dict[str, Any]:
         """Give every actor its rank and its order, and wait for all of them."""
         before = self.places
         folder = str(Path.cwd())
@@ -364,13 +267,14 @@ class Driver:
         actors, self.places = [actors[i] for i in order], tuple(found[i] for i in order)
         self.check_shared(actors)
         (port,) = self.all_of(actors[:1], [actors[0].free_port.remote()], "find a port")
-        orders = self.orders(port, before)
+        orders = self.orders(port, plan, before)
         ended = self.watch({one.run.remote(order): rank for rank, (one, order) in enumerate(zip(actors, orders))})
         return self.outcome(ended)
 
-    def orders(self, port: int, before: tuple[Place, ...] = ()) -> list[Order]:
+    def orders(self, port: int, plan: Layout, before: tuple[Place, ...] = ()) -> list[Order]:
         """What each rank is told, at its place; ``before``: where the ranks were that these stand in for."""
-        common = Order(self.path, type(self.config).__name__, to_yaml(self.config), {}, self._desk, self.began, before)
+        kind, tree, asks = type(self.config).__name__, to_yaml(self.config), (self.roster, plan.workers)
+        common = Order(self.path, kind, tree, {}, self._desk, self.began, before, *asks)
         environment = {**self.asked.environment, "TORCHELASTIC_RESTART_COUNT": str(self.losses)}
         return [replace(common, environment={**environment, **own}) for own in environments(self.places, port)]
 
@@ -444,6 +348,8 @@ class Driver:
         failed = {rank: one for rank, one in ended.items() if one.error}
         silent = [rank for rank in range(len(self.places)) if rank not in ended]
         for rank, one in sorted(failed.items()):
+            if one.error == WorkerError.__name__:
+                raise RankLost(one.text)
             if one.error != RankError.__name__:
                 raise self.as_error(rank, one)
         if silent:
@@ -461,81 +367,3 @@ class Driver:
         if one.error == MemoryError.__name__:
             return MemoryError(one.text)
         return RuntimeError(f"{one.error} on rank {rank}, node {self.places[rank]}: {one.text}\n{one.trace}")
-
-
-def uses_devices(config: RLConfig | SFTConfig) -> bool:
-    """Whether ranks compute on accelerators of the cluster."""
-    if config.strategy.device == "cpu":
-        return False
-    return config.strategy.device != "auto" or config.launch.ray.devices is not None or "GPU" in package().cluster_resources()
-
-
-@contextmanager
-def placed(plan: Layout, launch: LaunchConfig, stop: StopFlag) -> Generator[tuple[Any, Layout]]:
-    """A placement group of ``plan``, removed on the way out. Raises ``ResourceError`` when there is no room for it in time."""
-    groups = package().util
-    group = groups.placement_group([dict(bundle) for bundle in plan.bundles], strategy=launch.ray.placement)
-    try:
-        until = time.monotonic() + 60 * launch.ray.wait
-        own = launch.ray.address is None  # nothing will be added to it
-        while not group.wait(1):
-            if stop:
-                raise RankError("stopped before the ranks had a place")
-            if time.monotonic() > until or (own and lacking(plan.asked, totals())):
-                raise ResourceError(no_room(plan, launch))
-        yield group, plan
-    finally:
-        groups.remove_placement_group(group)
-
-
-def totals() -> Bundle:
-    """What all nodes of the cluster have, used or not."""
-    return {name: value for name, value in package().cluster_resources().items() if name in ("CPU", "GPU")}
-
-
-def lacking(asked: Bundle, there: Bundle) -> list[str]:
-    """Resources of which the cluster has less than ``asked``."""
-    return [name for name, value in asked.items() if value > there.get(name, 0.0)]
-
-
-def no_room(plan: Layout, launch: LaunchConfig) -> str:
-    """What is asked for, what is there, and what to do about it."""
-    ray = package()
-    free = ray.available_resources()
-    nodes = sum(1 for node in ray.nodes() if node["Alive"])
-    asked = ", ".join(f"{value:g} {name}" for name, value in plan.asked.items())
-    there = ", ".join(f"{value:g} {name} ({free.get(name, 0.0):g} free)" for name, value in totals().items())
-    way = "add nodes" if launch.ray.address else "join a cluster with more (launch.ray.address)"
-    return (
-        f"launch.ray: {launch.processes} ranks ask for {asked} in {len(plan.bundles)} bundles ({launch.ray.placement}), and the cluster "
-        f"has {there} on {nodes} node{'s' if nodes != 1 else ''}: no room within launch.ray.wait = {launch.ray.wait:g} minutes; lower "
-        f"launch.processes or launch.ray.cpus, choose another launch.ray.placement, or {way}"
-    )
-
-
-def actor(kind: type, group: Any, slot: Slot) -> Any:
-    """``kind`` as an actor class whose actors live in ``slot``; Ray starts none of them again by itself."""
-    ray = package()
-    scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot.bundle)
-    return ray.remote(kind).options(
-        num_cpus=slot.cpus, num_gpus=slot.devices, max_restarts=0, max_task_retries=0, scheduling_strategy=scheduling
-    )
-
-
-def beside_driver(kind: type) -> Any:
-    """An actor on the driver's own node."""
-    ray = package()
-    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return ray.remote(kind).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote()
-
-
-def reason_of(error: BaseException) -> str:
-    """The part of Ray's message that says why."""
-    rows = [row.strip() for row in str(error).splitlines() if row.strip()]
-    telling = [row for row in rows if "because" in row or "exit detail" in row]
-    return " ".join(telling or rows[:1]).rstrip(".")[:400]
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in short."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from lightrft.config import LaunchConfig, RLConfig
 from lightrft.trainer.launch.placement import Place, environments, layout, side_by_side
+from lightrft.trainer.launch.remote_roles import check_workers
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.settings import build, load_settings
 
@@ -25,6 +29,51 @@ def test_ranks_that_compute_on_processors_ask_for_no_device() -> None:
     plan = layout(launch(cpus=0.5), accelerated=False)
     assert plan.bundles == ({"CPU": 0.5},) * 3
     assert {slot.devices for slot in plan.ranks} == {0.0}
+
+
+def test_workers_take_what_ranks_leave_of_their_devices_and_else_have_bundles_of_their_own() -> None:
+    plan = layout(
+        launch(devices=0.5, engines=4, engine_devices=0.5, worker_cpus=2, scorers=1, critic=True, model_devices=0.25),
+        accelerated=True,
+    )
+    assert [slot.bundle for name, slot in plan.workers.items() if name.startswith("engine ")] == [0, 1, 2, 3]
+    assert plan.bundles == (*[{"CPU": 3.0, "GPU": 1.0}] * 3, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0}, {"CPU": 2.0, "GPU": 0.25})
+    assert (plan.workers["scorer 0"].devices, plan.workers["critic 0"].devices) == (0.0, 0.25)
+
+
+def test_on_processors_every_worker_has_a_bundle_of_its_own() -> None:
+    plan = layout(launch(cpus=1, engines=1, references=2, worker_cpus=0.5), accelerated=False)
+    assert plan.bundles == (*[{"CPU": 1.0}] * 3, *[{"CPU": 0.5}] * 3)
+    assert list(plan.workers) == ["engine 0", "reference 0", "reference 1"]
+
+
+@pytest.mark.parametrize("setting", ["weights=shared", "engine_devices=1", "model_devices=1", "worker_cpus=2", "silence=1"])
+def test_a_setting_of_workers_is_refused_without_workers(setting: str) -> None:
+    with pytest.raises(ConfigError, match=r"launch\.ray\.\w+ = .* changes nothing without launch\.ray\.\w+"):
+        load_settings(RLConfig, [], ["launch.kind=ray", f"launch.ray.{setting}"])
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"ray": {"scorers": 1}}, "launch.ray.scorers = 1 changes nothing: reward.terms is empty"),
+        ({"ray": {"references": 1}}, "launch.ray.references = 1 changes nothing: no part in force reads a reference"),
+        ({"ray": {"teachers": 1}}, "launch.ray.teachers = 1 changes nothing: algorithm.distill is none"),
+        ({"ray": {"critic": True}}, "launch.ray.critic = 1 changes nothing: advantage 'grpo' has no critic"),
+        ({"ray": {"references": 1}, "lora": True}, "launch.ray.references = 1: model.lora has the policy without its adapters"),
+        ({"ray": {"references": 1}, "kl": {"refresh_every": 2}}, "refresh_every = 2 moves it with the policy"),
+        ({"ray": {"teachers": 1}, "algorithm": {"preset": "opd", "distill": {"kind": "jsd"}}}, "jsd reads all of its logits"),
+    ],
+)
+def test_workers_of_a_role_that_the_run_has_not_or_has_itself_are_refused(tree: dict[str, Any], said: str) -> None:
+    kl = {"coef": 0.1, **tree["kl"]} if "kl" in tree else {"coef": 0.1} if "lora" in tree else {"coef": 0.0}
+    config = {
+        "launch": {"kind": "ray", "ray": tree["ray"]},
+        "model": {"lora": {"rank": 2} if "lora" in tree else None},
+        "algorithm": tree.get("algorithm", {"preset": "grpo", "kl": kl}),
+    }
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_workers(build(RLConfig, config))
 
 
 def test_ranks_of_one_node_follow_one_another_and_see_one_anothers_devices() -> None:
