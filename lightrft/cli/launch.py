@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from lightrft.cli.common import set_threads
-from lightrft.config import LaunchConfig, RLConfig, SFTConfig
+from lightrft.cli.torchrun import run_processes
+from lightrft.config import RLConfig, SFTConfig
 from lightrft.utils.errors import ConfigError
 
 
-def started(verb: str, arguments: Sequence[str], config: LaunchConfig) -> int | None:
+def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -> int | None:
     """The exit status of the run, when torchrun has to start it and this is none of its processes; else ``None``."""
     under_torchrun = "WORLD_SIZE" in os.environ
-    if config.kind == "ray" and under_torchrun:
+    if config.launch.kind == "ray" and under_torchrun:
         raise ConfigError(
             "launch.kind = 'ray': ranks are started by Ray, not by torchrun; call lightrft itself, or set launch.kind=local"
         )
-    if config.kind == "ray" or config.processes == 1 or under_torchrun:
+    if config.launch.kind == "ray" or config.launch.processes == 1 or under_torchrun:
         return None
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.processes}"]
-    return subprocess.run([*torchrun, "-m", "lightrft", verb, *arguments], check=False).returncode
+    words = ["-m", "lightrft", verb, *arguments]
+    return run_processes(f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout)
 
 
 def program(path: str, config: RLConfig | SFTConfig) -> Callable[..., dict[str, Any]]:

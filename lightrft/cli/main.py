@@ -11,6 +11,7 @@ from logging import ERROR, WARNING
 
 from lightrft import __version__
 from lightrft.utils.errors import UserError
+from lightrft.utils.last_words import tell
 from lightrft.utils.logs import log_to_terminal, stop_logging
 from lightrft.utils.ranks import first_rank
 
@@ -47,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return importlib.import_module(f"lightrft.cli.{verb}_verb").run(rest)
     except UserError as error:
-        sys.stderr.write(f"lightrft {verb}: {error}\n")
+        if not tell(error):
+            sys.stderr.write(f"lightrft {verb}: {error}\n")
         return 2
     except MemoryError:
         sys.stderr.write(
@@ -56,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except Exception as error:
+        tell(error)
+        raise
     finally:
         stop_logging(shown)
 

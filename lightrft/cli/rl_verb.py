@@ -15,7 +15,7 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("rl", RLConfig, arguments, "Train a model by reinforcement learning from rewards.")
     if config is None:
         return 0
-    if (status := started("rl", arguments, config.launch)) is not None:
+    if (status := started("rl", arguments, config)) is not None:
         return status
     with memory_errors(), watching(config.run) as observer:
         summary = program("lightrft.trainer.rl:run_rl", config)(config, observer)

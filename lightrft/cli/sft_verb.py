@@ -15,7 +15,7 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("sft", SFTConfig, arguments, "Fine-tune a model on conversations, with the loss on assistant tokens.")
     if config is None:
         return 0
-    if (status := started("sft", arguments, config.launch)) is not None:
+    if (status := started("sft", arguments, config)) is not None:
         return status
     with memory_errors(), watching(config.run) as observer:
         summary = program("lightrft.trainer.sft:run_sft", config)(config, observer)

@@ -31,9 +31,11 @@ FINAL, TEMPORARY, REPLACED = "step_", ".writing_step_", ".replaced_step_"
 
 
 class DiskFullError(ResourceError):
-    """A checkpoint did not fit; nothing of it is left and earlier ones are intact. Sizes in bytes."""
+    """A checkpoint did not fit; nothing of it is left and earlier ones are intact. Sizes in bytes, where they are known."""
 
-    def __init__(self, message: str, needed: int, free: int) -> None:
+    shared_by_ranks = True
+
+    def __init__(self, message: str, needed: int = 0, free: int = 0) -> None:
         super().__init__(message)
         self.needed = needed
         self.free = free

@@ -16,6 +16,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
 from lightrft.trainer.roles import Kept
 from lightrft.trainer.summary import headline, samples
+from lightrft.utils.errors import LostRankError, RankError
 from lightrft.utils.files import write_atomic
 from lightrft.utils.metrics import Metrics, Sum
 from lightrft.utils.ranks import ALONE, Ranks, starts_again, together
@@ -89,9 +90,12 @@ class Session:
             role.load(strategy, path / name)
         restore_rng(state.pop("rng"))
         self.before = state.pop("seconds")
+        row = state.pop("row", {})
         if self.ranks.rank == 0:
             self.store.discard_after(step)
         self.folder.rewind(step, self.phase)
+        if row:
+            self.folder.recall({**row, "step": step, "phase": self.phase, "seconds": self.before})
         self._saved_at = step
         log.info("going on from %s", path)
         return step, state
@@ -110,18 +114,42 @@ class Session:
     def save(
         self, step: int, strategy: Strategy, trained: Mapping[str, Kept], state: Mapping[str, Any], values: Mapping[str, float]
     ) -> None:
-        """Write the checkpoint of ``step``: everything that the next step reads."""
+        """Write the checkpoint of ``step``: everything that the next step reads. A disk that is full is an error on every rank."""
         best = (self.checkpoint.best or "").lstrip("-")
         about = self._about(trained)
-        with self.timers("checkpoint"), ExitStack() as stack:
-            path = self.path  # what the other ranks are given is not used
-            if self.ranks.rank == 0:
-                path = stack.enter_context(self.store.writing(step, about, values.get(best)))
-            for name, role in trained.items():
-                role.save(strategy, path / name)
-            if self.ranks.rank == 0:
-                save_state(path / "trainer", {**state, "rng": capture_rng(), "seconds": self.seconds})
+        failed: Exception | None = None
+        try:
+            with self.timers("checkpoint"), ExitStack() as stack:
+
+                def begin() -> Path:
+                    if self.ranks.rank:
+                        return self.path  # not used
+                    return stack.enter_context(self.store.writing(step, about, values.get(best)))
+
+                path = together(self.ranks, begin)[0]
+                for name, role in trained.items():
+                    role.save(strategy, path / name)
+                if self.ranks.rank == 0:
+                    more = {"rng": capture_rng(), "seconds": self.seconds, "row": dict(values)}
+                    save_state(path / "trainer", {**state, **more})
+                    self.folder.flush()  # a step that is saved is not drawn again
+        except Exception as error:
+            failed = error
+        self._agree(failed)
         self._saved_at = step
+
+    def _agree(self, failed: Exception | None) -> None:
+        """Have a save end on every rank as it has on the first: that one alone knows whether what was written is whole."""
+        if isinstance(failed, LostRankError):
+            raise failed
+
+        def say() -> None:
+            if failed is not None and (self.ranks.rank == 0 or not isinstance(failed, RankError)):
+                raise failed
+
+        together(self.ranks, say)
+        if failed is not None:
+            raise failed
 
     def save_if_due(
         self,

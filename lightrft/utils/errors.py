@@ -29,6 +29,10 @@ class RankError(UserError):
     """Another process of the run failed, or did not answer in time."""
 
 
+class LostRankError(RankError):
+    """The connection to other processes of the run is gone."""
+
+
 class WorkerError(UserError):
     """A process that a role of the run lives in cannot be kept alive."""
 

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from lightrft.utils.errors import ConfigError, RankError
+from lightrft.utils.errors import ConfigError, LostRankError, RankError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lightrft.utils.pulse import Pulse
 
 T = TypeVar("T")
 
@@ -71,6 +73,8 @@ ALONE = Alone()
 class Together:
     """The ranks of torch's default process group, or ``group`` of them. Plain data goes through a group of its own, on the CPU."""
 
+    pulse: Pulse | None = None  # that of the process
+
     def __init__(self, minutes: float, group: Any = None) -> None:
         import torch.distributed as dist
 
@@ -98,14 +102,29 @@ class Together:
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
+        if self.pulse is not None:
+            self.pulse.reached += 1
         try:
             yield
         except RuntimeError as error:  # gloo's own: a connection that broke, or time that ran out
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RankError(
-                f"rank {self._dist.get_rank()} did not hear from every other rank within strategy.timeout = {self.minutes:g} minutes, or "
-                f"one has ended ({reason}). The same command goes on from the last checkpoint; see what the other rank said"
-            ) from error
+            raise _lost(error, self.minutes, self.pulse) from error
+
+
+def _lost(error: RuntimeError, minutes: float, pulse: Pulse | None) -> LostRankError:
+    """What to say of a connection that is gone: which rank is to blame, where that can be found."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    others = "" if pulse is None else pulse.others()
+    blame = others or "a rank has ended, or not answered in time; see what the others said"
+    return LostRankError(
+        f"{blame} (strategy.timeout = {minutes:g} minutes; {reason}). The same command goes on from the last checkpoint"
+    )
+
+
+def _of_connection(error: RuntimeError) -> bool:
+    """Whether torch's collectives have raised it. Those of gloo raise a plain ``RuntimeError``."""
+    import torch.distributed as dist
+
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,19 +178,39 @@ def starts_again() -> int:
 @contextmanager
 def joined(minutes: float) -> Generator[Ranks]:
     """The ranks that a launcher such as torchrun has started, or none but this process. One that the others have waited for during
-    ``minutes`` is an error on each of them."""
+    ``minutes`` is an error on each of them, which names it. Ranks that have joined already stay so."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
     import torch
     import torch.distributed as dist
 
+    from lightrft.utils.pulse import Pulse
+
+    if dist.is_initialized():
+        yield Together(minutes)
+        return
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group(timeout=timedelta(minutes=minutes))
+    limit = timedelta(minutes=minutes)
+    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
+    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=limit)
+    pulse = Together.pulse = Pulse(store, rank, size, minutes)
+    failed: BaseException | None = None
     try:
         yield Together(minutes)
+    except RuntimeError as error:
+        failed = error
+        if not _of_connection(error):
+            raise
+        failed = _lost(error, minutes, pulse)
+        raise failed from error
+    except BaseException as error:
+        failed = error
+        raise
     finally:
+        pulse.end(failed)
+        Together.pulse = None
         dist.destroy_process_group()
 
 

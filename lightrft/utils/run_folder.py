@@ -105,6 +105,11 @@ class RunFolder:
             if match and int(match[1]) > last:
                 file.unlink()
 
+    def recall(self, row: Row) -> None:
+        """Write the numbers of a step that was saved, unless they are there: its process may have been killed in between."""
+        if self.metrics.last_steps().get(str(row["phase"]), -1) < int(row["step"]):
+            self.log(row)
+
     def log(self, row: Row) -> None:
         """Write one step's numbers everywhere. ``row`` has ``step``, and ``phase`` when the run has several."""
         if self._tensorboard:
@@ -180,6 +185,9 @@ class Elsewhere(RunFolder):
         self.path, self.fresh, self.checkpoint = path, fresh, checkpoint
 
     def rewind(self, step: int, phase: str = "") -> None:
+        return
+
+    def recall(self, row: Row) -> None:
         return
 
     def log(self, row: Row) -> None:

@@ -19,6 +19,17 @@ def ones(rollout):
     return rollout.text.count("1") / max(1, len(rollout.text))
 
 
+def varied(rollout):
+    """As different for answers as for right and wrong ones."""
+    return sum(rollout.token_ids) % 7 / 7
+
+
+def sometimes_hangs(rollout):
+    while rollout.seed % 11 == 0:
+        pass
+    return varied(rollout)
+
+
 def wrong_sign(rollout):
     return -ones(rollout)
 

@@ -1,10 +1,17 @@
-"""``python killing.py WHERE NTH config.yaml``: an RL run that kills itself (SIGKILL) at the NTH call of WHERE, before or halfway."""
+"""``python killing.py config.yaml WHERE NTH [RANK] [HOW]``: an RL run with which something happens at the NTH call of WHERE, on one rank.
+
+HOW is ``kill`` (SIGKILL), ``stop`` (SIGSTOP, for ever), ``stop:SECONDS``, ``terminate`` (SIGTERM) or ``full`` (the disk). When it
+happened is written to ``happened`` beside the config.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,44 +19,61 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-def die_at(nth: int, function: Callable[..., Any], after: bool) -> Callable[..., Any]:
+def happen(how: str, file: Path) -> None:
+    """What happens to this process."""
+    file.with_name("happened").write_text(str(time.time()))
+    kind, _, seconds = how.partition(":")
+    if kind == "full":
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    if seconds:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"], start_new_session=True)
+    os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}[kind])
+
+
+def at_call(nth: int, function: Callable[..., Any], after: bool, action: Callable[[], None]) -> Callable[..., Any]:
+    """``function`` with ``action`` before its ``nth`` call, or ``after`` it."""
     calls = 0
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
-        if calls == nth and not after:
-            os.kill(os.getpid(), signal.SIGKILL)
+        now = calls == nth
+        if now and not after:
+            action()
         result = function(*args, **kwargs)
-        if calls == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if now and after:
+            action()
         return result
 
     return wrapped
 
 
-def main() -> None:
-    where, nth, file = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-    from lightrft.config import RLConfig
-    from lightrft.strategy import checkpoint
-    from lightrft.strategy.single import SingleStrategy
-    from lightrft.trainer import rl, rollout, session
-    from lightrft.utils.settings import load_settings
+def main() -> int:
+    file, where, nth, rank, how = [*sys.argv[1:], *("0", "kill")[len(sys.argv) - 4 :]]
+    from lightrft.cli.main import main as lightrft
+    from lightrft.strategy import single
+    from lightrft.strategy.checkpoint import CheckpointStore
+    from lightrft.trainer import rollout
+    from lightrft.trainer.session import Session
 
-    if where == "generation":
-        rollout._settle = die_at(nth, rollout._settle, after=True)
-    elif where == "update":
-        SingleStrategy.step = die_at(nth, SingleStrategy.step, after=True)  # type: ignore[method-assign]
-    elif where == "checkpoint files":
-        SingleStrategy.save = die_at(nth, SingleStrategy.save, after=True)  # type: ignore[method-assign]
-    elif where == "checkpoint manifest":
-        checkpoint.CheckpointStore._seal = staticmethod(die_at(nth, checkpoint.CheckpointStore._seal, after=False))  # type: ignore[method-assign]
-    elif where == "after checkpoint":
-        session.Session.record = die_at(nth, session.Session.record, after=True)  # type: ignore[method-assign]
-    elif where != "never":
-        raise SystemExit(f"unknown place {where}")
-    rl.run_rl(load_settings(RLConfig, [Path(file)]).settings)
+    places: dict[str, tuple[Any, str, bool]] = {
+        "generation": (rollout, "_settle", True),
+        "an answer": (rollout._Flow, "take", False),
+        "backward": (single.SingleStrategy, "backward", True),
+        "update": (single.SingleStrategy, "step", True),
+        "checkpoint files": (single.SingleStrategy, "save", True),
+        "checkpoint writing": (single, "save_file", False),
+        "checkpoint manifest": (CheckpointStore, "_seal", False),
+        "checkpoint publishing": (CheckpointStore, "_publish", False),
+        "checkpoint published": (CheckpointStore, "_publish", True),
+        "after checkpoint": (Session, "record", True),
+    }
+    if where != "never" and rank == os.environ.get("RANK", "0"):
+        owner, name, after = places[where]
+        wrapped = at_call(int(nth), getattr(owner, name), after, lambda: happen(how, Path(file)))
+        setattr(owner, name, staticmethod(wrapped) if owner is CheckpointStore else wrapped)
+    return lightrft(["rl", file])
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Several real processes: the same numbers as one, whatever they shard, and checkpoints that either takes up from the other."""
+"""DeepSpeed in each of its stages. That all ways give the numbers of one process is in ``test_parity``."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import torch
 from PIL import Image
@@ -21,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from lightrft.models.tiny_media import save_tiny_media
 from lightrft.utils.settings import deep_merge
 from lightrft.utils.trackers import read_rows
+from tests.e2e.several import config_file
 
 ROUNDING = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
 """What depends on the clock, or measures rounding itself."""
@@ -51,23 +50,6 @@ def rows_with_pictures(folder: Path) -> list[dict[str, Any]]:
         Image.fromarray(pixels).save(folder / f"{i}.png")
         rows.append({"prompt": "which?", "images": [f"{i}.png"], "label": "1"})
     return rows
-
-
-def config_file(tree: dict[str, Any], folder: Path, name: str) -> Path:
-    """``tree`` as a file, for a run of that name."""
-    run = {"run": {"dir": str(folder), "name": name, "threads": 1, "progress": False}, "strategy": {"device": "cpu"}}
-    file = folder / f"{name}.yaml"
-    file.write_text(json.dumps(deep_merge(tree, run)))
-    return file
-
-
-def train(tree: dict[str, Any], folder: Path, name: str, processes: int, *more: str) -> Path:
-    """``lightrft rl`` with ``tree`` in as many processes; the run's folder."""
-    file = config_file(tree, folder, name)
-    command = [sys.executable, "-m", "lightrft", "rl", str(file), f"launch.processes={processes}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return folder / name
 
 
 def check_equal(
@@ -101,57 +83,6 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
         "optimizer": {"lr": 1e-3},
     }
     return deep_merge(rl_tree, more)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 3])
-@pytest.mark.parametrize("preset", PRESETS)
-def test_a_run_of_several_processes_gives_the_numbers_of_one(tree, tmp_path, preset, processes):
-    tree = deep_merge(tree, PRESETS[preset])
-    check_equal(train(tree, tmp_path, "several", processes), train(tree, tmp_path, "one", 1))
-
-
-@pytest.mark.slow
-def test_more_ranks_than_groups_leave_some_without_rows_and_change_nothing(tree, tmp_path):
-    tree = deep_merge(tree, {"rollout": {"prompts": 2, "samples": 2}, "train": {"steps": 2}})
-    check_equal(train(tree, tmp_path, "several", 3), train(tree, tmp_path, "one", 1))
-
-
-@pytest.mark.slow
-def test_pictures_that_some_ranks_have_none_of_give_the_numbers_of_one_process(tree, tmp_path):
-    save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
-    sources = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
-    over = {"model": {"path": str(tmp_path / "reader")}, "data": sources, "eval": {"data": sources}, "train": {"steps": 2}}
-    tree = deep_merge(tree, over)
-    check_equal(train(tree, tmp_path, "several", 2), train(tree, tmp_path, "one", 1), AutoModelForImageTextToText)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_with_another_number_of_processes(tree, tmp_path):
-    tree = deep_merge(tree, {**PRESETS["ppo"], "eval": {"every": 1}, "train": {"steps": 3}})
-    whole = train(tree, tmp_path, "whole", 1)
-    train(tree, tmp_path, "moved", 1, "train.steps=1")
-    train(tree, tmp_path, "moved", 3, "train.steps=2")
-    check_equal(train(tree, tmp_path, "moved", 2), whole)
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_ends_the_run_on_all_and_the_same_command_goes_on(tree, tmp_path):
-    tree = deep_merge(tree, {"train": {"steps": 6}, "checkpoint": {"every": 1}, "eval": {"every": 1}})
-    whole = train(tree, tmp_path, "whole", 1)
-    command = [sys.executable, "-m", "lightrft", "rl", str(config_file(tree, tmp_path, "killed")), "launch.processes=2"]
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= 3):
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.02)
-        workers = [p for p in psutil.Process(process.pid).children(recursive=True) if p.environ().get("RANK") == "1"]
-        next(p for p in workers if "lightrft" in p.cmdline() and "rl" in p.cmdline()).kill()
-        process.wait(timeout=60)
-    assert process.returncode != 0
-    check_equal(train(tree, tmp_path, "killed", 2), whole)
 
 
 CELLS = """

@@ -1,0 +1,414 @@
+"""The same run on one process and on several, number by number; and checkpoints of each way to run taken up by each other.
+
+    python benchmarks/parity.py [--ways fsdp2x2 zero3x2] [--cases grpo pictures] [--out benchmarks/results]
+    python benchmarks/parity.py --checkpoints [--ways single fsdp2x2] [--out benchmarks/results]
+
+Every case is run as ``single`` and in every way, tiny models in float32 on the CPU, gloo between real processes; a way whose package is
+not installed is left out, and said to be. All runs of a way go on one after another in the same processes, and the first of them is
+repeated at the end, to be the same bit for bit.
+
+What is compared is each metric of each step, but for times, and each trained weight at the end. The difference of two numbers is relative
+to the expected one or to 0.02, whichever is larger: a loss whose terms cancel has no digits of its own. The difference of two tensors is
+the largest of their elements' over the largest element expected, or 0.02. The exit status is 1 when one is above 1e-5.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIMIT = 1e-5
+FLOOR = 0.02
+"""The size at which smaller numbers are compared."""
+NOT_COMPARED = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
+"""What depends on the clock, or measures rounding itself."""
+Tree = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a run is spread: ``processes``, the settings that ask for it, and the package that it needs."""
+
+    processes: int = 1
+    settings: Tree = field(default_factory=dict)
+    needs: str = "torch"
+
+    @property
+    def there(self) -> bool:
+        return importlib.util.find_spec(self.needs) is not None
+
+
+def zero(stage: int) -> Tree:
+    """The settings that ask for a stage of ZeRO."""
+    return {"strategy": {"kind": "deepspeed", "stage": stage}}
+
+
+WAYS: dict[str, Way] = {
+    "single": Way(),
+    **{f"fsdp2x{n}": Way(n, {"strategy": {"kind": "fsdp2"}}) for n in (2, 3)},
+    **{f"zero{stage}x{n}": Way(n, zero(stage), "deepspeed") for n in (2, 3) for stage in (1, 2, 3)},
+}
+
+REWARD = "def varied(rollout):\n    return sum(rollout.token_ids) % 7 / 7\n"
+"""As different for answers as for right and wrong ones, of a model that has learnt nothing."""
+
+BASE: Tree = {
+    "run": {"seed": 5, "threads": 1, "progress": False},
+    "strategy": {"device": "cpu", "timeout": 2.0},
+    "model": {"dtype": "float32"},
+    "train": {"steps": 3, "micro_batch_tokens": 60},
+    # Adam makes a gradient that is nothing but rounding, as that of a bias of keys, as large as any other unless eps is above it.
+    "optimizer": {"lr": 1e-3, "eps": 1e-4},
+    "log": {"tensorboard": False},
+}
+ROLLOUTS: Tree = {"rollout": {"prompts": 5, "samples": 3}, "sampling": {"max_new_tokens": 6}}
+"""Five groups of three, which neither two nor three ranks divide, in micro-batches of a few rows."""
+
+CASES: dict[str, Tree] = {
+    "grpo": {"algorithm": {"preset": "grpo"}},
+    "ppo": {"algorithm": {"preset": "ppo", "kl": {"coef": 0.01}}, "train": {"updates": 2, "mini_batches": 2}},
+    "lora": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}, "model": {"lora": {"rank": 4}}},
+    # Rows with pictures are few: of the ranks that draw, and of those that train, some have none.
+    "pictures": {"algorithm": {"preset": "grpo"}, "train": {"steps": 2}},
+    # One answer: every other rank has no row at all.
+    "one row": {"algorithm": {"preset": "reinforce"}, "rollout": {"prompts": 1, "samples": 1}},
+    "sft": {"batch_size": 5},
+}
+"""What is run, as changes of ``BASE``; ``sft`` by that verb, all others by ``rl``."""
+
+
+def make(folder: Path) -> None:
+    """Models, rows and reward of all cases."""
+    import numpy as np
+    from PIL import Image
+
+    from lightrft.models.loading import save_model
+    from lightrft.models.tiny import tiny_model, tiny_tokenizer
+    from lightrft.models.tiny_media import save_tiny_media
+
+    tokenizer = tiny_tokenizer()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": len(tokenizer)}
+    save_model(tiny_model("qwen2", seed=1, **sizes), tokenizer, folder / "model")
+    save_tiny_media("qwen2_5_vl", folder / "reader", hidden_size=32)
+    rows: list[Tree] = [{"prompt": "1" * i + f"{i}+{i}=", "response": str(2 * i), "label": str(2 * i)} for i in range(8)]
+    seen: list[Tree] = list(rows)
+    for i in range(2):
+        pixels = np.random.default_rng(i).integers(0, 256, (12 + 8 * i, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+        seen.append({"prompt": "which?", "images": [f"{i}.png"], "label": "1"})
+    for name, some in {"rows": rows, "pictures": seen}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
+    (folder / "reward.py").write_text(REWARD, encoding="utf-8")
+
+
+def tree_of(case: str, way: str, folder: Path) -> Tree:
+    """The config of ``case`` in ``way`` over what ``make`` has left in ``folder``."""
+    from lightrft.utils.settings import deep_merge
+
+    media = case == "pictures"
+    sources = {"sources": [{"path": str(folder / ("pictures.jsonl" if media else "rows.jsonl"))}]}
+    own: Tree = {
+        "run": {"dir": str(folder / way), "name": case},
+        "model": {"path": str(folder / ("reader" if media else "model"))},
+        "data": sources,
+        "eval": {"data": sources, "every": 2, "sampling": {"max_new_tokens": 4}},
+        "reward": {"terms": [f"{folder / 'reward.py'}:varied"]},
+    }
+    tree = deep_merge(BASE, own)
+    for more in ({} if case == "sft" else ROLLOUTS, CASES[case], WAYS[way].settings):
+        tree = deep_merge(tree, more)
+    return tree
+
+
+# ---------------------------------------------------------------------------------------------------------------------- many runs
+
+
+def run_all(trees: Sequence[Tree], folder: Path, processes: int, seconds: float = 600) -> None:
+    """Run configs one after another in the same ``processes``: ``lightrft sft`` for those with a ``batch_size``, ``rl`` for others.
+
+    Raises ``RuntimeError``, with what was said, when one fails; the others are not run then.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / "plan.json"
+    plan.write_text(json.dumps(list(trees)), encoding="utf-8")
+    path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
+    env = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ, "PYTHONPATH": path}
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
+    words = [sys.executable, *torchrun, __file__, "--plan", str(plan)]
+    with tempfile.TemporaryFile("w+") as said:
+        status = subprocess.run(words, stdout=said, stderr=subprocess.STDOUT, env=env, timeout=seconds, check=False).returncode
+        if status:
+            said.seek(0)
+            raise RuntimeError(f"{processes} processes ended with status {status}:\n{said.read()[-8000:]}")
+
+
+def run_here(plan: Path) -> None:
+    """In each of the processes: the runs of ``plan``."""
+    import torch
+
+    from lightrft.config import RLConfig, SFTConfig
+    from lightrft.trainer.rl import run_rl
+    from lightrft.trainer.sft import run_sft
+    from lightrft.utils.ranks import joined
+    from lightrft.utils.settings import build
+
+    torch.set_num_threads(1)
+    trees = json.loads(plan.read_text(encoding="utf-8"))
+    with joined(BASE["strategy"]["timeout"]):
+        for tree in trees:
+            if "batch_size" in tree:
+                run_sft(build(SFTConfig, tree))
+            else:
+                run_rl(build(RLConfig, tree))
+
+
+# --------------------------------------------------------------------------------------------------------------------- comparison
+
+
+def relative(found: float, expected: float) -> float:
+    """How far ``found`` is from ``expected``, over its size."""
+    if found == expected or (math.isnan(found) and math.isnan(expected)):
+        return 0.0
+    gap = abs(found - expected) / max(abs(expected), FLOOR)
+    return gap if math.isfinite(gap) else math.inf
+
+
+def kind_of(metric: str) -> str:
+    """The column of the table that ``metric`` belongs to."""
+    name = metric.rpartition("/")[2]
+    return {"loss": "loss", "grad_norm": "gradient norm"}.get(name, "other metrics")
+
+
+def metric_gaps(found: Sequence[Tree], expected: Sequence[Tree]) -> Iterator[tuple[str, float]]:
+    """Step and name of each metric in rows of ``metrics.jsonl``, and its difference; infinite where it is on one side only."""
+    if [r["step"] for r in found] != [r["step"] for r in expected]:
+        yield "steps", math.inf
+    for row, want in zip(found, expected):
+        for key in sorted({k for k in row.keys() | want.keys() if not k.startswith(NOT_COMPARED)}):
+            a, b = row.get(key), want.get(key)
+            numbers = isinstance(a, int | float) and isinstance(b, int | float)
+            yield f"{want['step']} {key}", relative(float(a), float(b)) if numbers else 0.0 if a == b else math.inf
+
+
+def weights_of(run: Path) -> dict[str, Any]:
+    """Every tensor that ``run`` has trained, from its last checkpoint, and of the model that it has written."""
+    from safetensors.torch import load_file
+
+    last = max((run / "checkpoints").glob("step_*"))
+    files = [*last.glob("*/state.safetensors"), *(run / "model").rglob("*.safetensors")]
+    return {
+        f"{file.parent.name}/{name}": tensor
+        for file in files
+        for name, tensor in load_file(file).items()
+        if file.name != "state.safetensors" or name.startswith("weights/")
+    }
+
+
+def weight_gaps(found: Path, expected: Path) -> Iterator[tuple[str, float]]:
+    """Each tensor of two runs and its difference."""
+    theirs, ours = weights_of(found), weights_of(expected)
+    for name in sorted(theirs.keys() | ours.keys()):
+        a, b = theirs.get(name), ours.get(name)
+        if a is None or b is None or a.shape != b.shape:
+            yield name, math.inf
+        elif b.numel():
+            a, b = a.double(), b.double()
+            yield name, float((a - b).abs().max() / b.abs().max().clamp(min=FLOOR))
+
+
+@dataclass(slots=True)
+class Gaps:
+    """The largest difference between two runs by column of the table, and where it is."""
+
+    largest: dict[str, tuple[float, str]] = field(default_factory=dict)
+
+    def add(self, column: str, where: str, gap: float) -> None:
+        if gap >= self.largest.get(column, (0.0, ""))[0]:
+            self.largest[column] = (gap, where)
+
+    @property
+    def worst(self) -> tuple[float, str]:
+        return max(self.largest.values())
+
+    def of(self, column: str) -> str:
+        return f"{self.largest[column][0]:.1e}" if column in self.largest else ""
+
+
+def compared(found: Path, expected: Path, since: int = 0) -> Gaps:
+    """Two run folders: metrics of the steps after ``since``, and weights."""
+    from lightrft.utils.trackers import read_rows
+
+    gaps = Gaps()
+    rows = [[r for r in read_rows(run / "metrics.jsonl") if r["step"] >= since] for run in (found, expected)]
+    for name, gap in metric_gaps(*rows):
+        gaps.add(kind_of(name.split()[-1]), f"step {name}", gap)
+    for name, gap in weight_gaps(found, expected):
+        gaps.add("weights", name, gap)
+    return gaps
+
+
+# ---------------------------------------------------------------------------------------------------------------- the two tables
+
+COLUMNS = ("loss", "gradient norm", "other metrics", "weights")
+
+
+def run_way(way: str, cases: Sequence[str], folder: Path) -> None:
+    """Run ``cases`` in ``way``, and the first of them again. Raises ``RuntimeError`` for a run that fails or is not repeatable."""
+    again = tree_of(cases[0], way, folder)
+    again["run"]["name"] = "again"
+    run_all([*(tree_of(case, way, folder) for case in cases), again], folder / way, WAYS[way].processes)
+    gap, where = compared(folder / way / "again", folder / way / cases[0]).worst
+    if gap:
+        raise RuntimeError(f"{way}: {cases[0]} is not the same when it is run again in the same processes ({where}: {gap})")
+
+
+def matrix(ways: Sequence[str], cases: Sequence[str], folder: Path) -> Iterator[tuple[str, str, Gaps]]:
+    """Each way and case with its differences from ``single``."""
+    for way in dict.fromkeys(["single", *ways]):
+        run_way(way, cases, folder)
+        for case in cases if way != "single" else ():
+            yield way, case, compared(folder / way / case, folder / "single" / case)
+
+
+STEPS_BEFORE = 2
+"""Steps of the run whose checkpoint is taken up; one more is taken then."""
+
+
+def checkpoints(ways: Sequence[str], folder: Path, case: str = "ppo") -> Iterator[tuple[str, str, Gaps]]:
+    """Each way that has saved and each that goes on, with the differences of what comes then from ``single`` that never stopped; and for
+    those that go on as they were, how the log-probs of the model that was written differ from the run's own."""
+
+    def tree(way: str, name: str, steps: int) -> Tree:
+        found = tree_of(case, way, folder)
+        found["run"]["name"] = name
+        found["train"]["steps"] = steps
+        found["eval"] = {**found["eval"], "every": 1}
+        return {**found, "log": {**found["log"], "batches_every": 1}}
+
+    for way in dict.fromkeys(["single", *ways]):
+        whole = [tree(way, "whole", STEPS_BEFORE + 1)] if way == "single" else []
+        run_all([*whole, tree(way, "saved", STEPS_BEFORE)], folder / way, WAYS[way].processes)
+    for way in ways:
+        for other in ways:
+            shutil.copytree(folder / other / "saved", folder / way / f"from {other}")
+        run_all([tree(way, f"from {o}", STEPS_BEFORE + 1) for o in ways], folder / way, WAYS[way].processes)
+        for other in ways:
+            found = folder / way / f"from {other}"
+            gaps = compared(found, folder / "single" / "whole", since=STEPS_BEFORE + 1)
+            if other == way:
+                batch = found / "batches" / f"step_{STEPS_BEFORE + 1:06d}"
+                gaps.add("export", "log-probs", export_gap(folder / way / "saved" / "model", batch))
+            yield other, way, gaps
+
+
+def export_gap(model: Path, batch: Path) -> float:
+    """The largest difference between the log-probs that transformers gives a written model, row by row and without padding, and those
+    that the run had, of answers to the next prompts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from lightrft.trainer.replay_buffer import load_batch
+
+    drawn = load_batch(batch)
+    reader = AutoModelForCausalLM.from_pretrained(model).eval()
+    prompts, answers = drawn.prompts.tokens.split(drawn.prompts.lengths.tolist()), drawn.responses.tokens
+    rows = []
+    for prompt, answer in zip(drawn.prompt_of.tolist(), answers.split(drawn.lengths.tolist())):
+        ids = torch.cat([prompts[prompt], answer])
+        with torch.no_grad():
+            logits = reader(ids[None]).logits[0, len(prompts[prompt]) - 1 : -1].float()
+        rows.append(logits.log_softmax(-1).gather(-1, answer[:, None])[:, 0])
+    expected = torch.cat(rows).double()
+    own = [c for c in (drawn.behavior_logprobs, drawn.old_logprobs) if c is not None]
+    if not own:
+        raise RuntimeError(f"{batch} has no log-probs of the run")
+    return max(float(((column.double() - expected).abs() / expected.abs().clamp(min=FLOOR)).max()) for column in own)
+
+
+def table(cells: Mapping[tuple[str, str], float], rows: Sequence[str], columns: Sequence[str], corner: str) -> list[str]:
+    """The largest difference of each cell, in Markdown."""
+    shown = lambda row, column: f"{cells[row, column]:.1e}" if (row, column) in cells else ""  # noqa: E731
+    lines = [f"| {corner} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    return [*lines, *(f"| {row} | {' | '.join(shown(row, column) for column in columns)} |" for row in rows)]
+
+
+def show(found: Iterator[tuple[str, str, Gaps]], columns: Sequence[str]) -> dict[tuple[str, str], Gaps]:
+    """Print a line for each cell as it comes."""
+    cells: dict[tuple[str, str], Gaps] = {}
+    print(f"{'':>24}  " + "  ".join(f"{c:>14}" for c in columns), flush=True)
+    for one, other, gaps in found:
+        cells[one, other] = gaps
+        worst, where = gaps.worst
+        line = f"{one:>11} {other:>12}  " + "  ".join(f"{gaps.of(c):>14}" for c in columns)
+        print(line + (f"  ABOVE {LIMIT:g}: {where}" if worst > LIMIT else ""), flush=True)
+    return cells
+
+
+def text_of(cells: Mapping[tuple[str, str], Gaps], corner: str, columns: Sequence[str]) -> list[str]:
+    """The table of all cells, and one of their parts."""
+    rows, across = (list(dict.fromkeys(cell[i] for cell in cells)) for i in (0, 1))
+    worst = {cell: gaps.worst[0] for cell, gaps in cells.items()}
+    parts = [f"| {one} | {other} | {' | '.join(g.of(c) for c in columns)} |" for (one, other), g in cells.items()]
+    first, second = corner.split(" / ")
+    head = [f"| {first} | {second} | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
+    return [*table(worst, rows, across, corner), "", *head, *parts]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--checkpoints", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.plan:
+        run_here(args.plan)
+        return 0
+    ways = [way for way in args.ways if WAYS[way].there]
+    missing = [f"{way} was not run: {WAYS[way].needs} is not installed" for way in args.ways if way not in ways]
+    began = time.monotonic()
+    corner, columns = ("saved by / taken up by", (*COLUMNS, "export")) if args.checkpoints else ("way / case", COLUMNS)
+    with tempfile.TemporaryDirectory() as name:
+        make(Path(name))
+        found = checkpoints(ways, Path(name)) if args.checkpoints else matrix(ways, args.cases, Path(name))
+        cells = show(found, columns)
+    lines = [*text_of(cells, corner, columns), "", *missing]
+    print("\n".join(lines))
+    if args.out:
+        write(args.out, "checkpoints" if args.checkpoints else "parity", lines, time.monotonic() - began)
+    return int(any(gaps.worst[0] > LIMIT for gaps in cells.values()))
+
+
+def write(out: Path, what: str, lines: Sequence[str], seconds: float) -> None:
+    """The table as a file."""
+    import torch
+    import transformers
+
+    about = f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, one thread a process"
+    flag = " --checkpoints" if what == "checkpoints" else ""
+    heading = "Checkpoints of each way to run, taken up by each other" if flag else "The same run in every way"
+    text = (
+        f"# {heading}\n\n`python benchmarks/parity.py{flag}` on {about}; {seconds:.0f} s.\n\n"
+        "The largest relative difference from one process, of all steps and tensors; what is compared, and over what, is at the top of "
+        "the script. 0 is bit for bit.\n\n"
+    )
+    path = out / f"{what}-{platform.machine()}-{os.cpu_count()}cores.md"
+    path.write_text(text + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""Several processes of one program on this machine, by torch's launcher; of a run that fails, one line says which rank and why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+from uuid import uuid4
+
+from lightrft.utils.last_words import SPEAKER
+
+GO_ON = "the same command goes on from the last checkpoint"
+
+
+def run_processes(name: str, program: Sequence[str], processes: int, minutes: float) -> int:
+    """Run ``python program...`` as many times side by side, and wait. The exit status: 0, 2 for what the user can fix, 1 for what else
+    fails, 128 and the signal's number after one to this process, which is passed on: they have ``minutes`` to stop."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # a wall of text, with no more in it than the line below
+    forced = Forced()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(30, round(60 * minutes))))
+    os.environ[SPEAKER] = "1"
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        max_restarts=0,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        run_id=uuid4().hex,
+    )
+    try:
+        elastic_launch(settings, sys.executable)(*program)
+    except ChildFailedError as error:
+        text, status = cause(error.failures, forced.pids)
+        sys.stderr.write(f"\n{name}: {text}\n")
+        return status
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+class Forced(logging.Handler):
+    """Collects ``pids`` of processes that torch's launcher has killed itself, since they did not end when they were asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.pids: set[int] = set()
+        logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "forcefully" in str(record.msg) and isinstance(record.args, tuple):
+            self.pids.update(pid for pid in record.args if isinstance(pid, int))
+
+
+def cause(failures: Mapping[int, Any], forced: Collection[int] = ()) -> tuple[str, int]:
+    """What the first of ``failures`` was, by rank as torch has them, and the exit status. What a rank says of another counts only where
+    that one says nothing; ``forced`` are processes that the launcher has killed afterwards."""
+    told = {rank: ("", "was killed") if failure.pid in forced else _told(failure) for rank, failure in failures.items()}
+    order = {"killed": 0, "bug": 1, "user": 1, "rank": 2, "": 3}
+    rank = min(told, key=lambda r: (order[told[r][0]], failures[r].timestamp, r))
+    kind, text = told[rank]
+    if kind == "rank":
+        return text, 2
+    if kind == "user":
+        everyone = all(said == text for _, said in told.values())
+        return (text if everyone else f"rank {rank}: {text}"), 2
+    return f"rank {rank} {text}; {GO_ON}", 1
+
+
+def _told(failure: Any) -> tuple[str, str]:
+    """The kind of a failure and its text."""
+    data = failure.error_file_data
+    message = data.get("message", {}) if isinstance(data, dict) else {}
+    if isinstance(message, dict) and "kind" in message.get("extraInfo", {}):
+        kind = message["extraInfo"]["kind"]
+        return kind, f"failed with {message['message']}" if kind == "bug" else message["message"]
+    if failure.exitcode in (-signal.SIGTERM, -signal.SIGINT):
+        return "", f"was ended by {failure.signal_name()}"
+    if failure.exitcode < 0:
+        memory = ", as happens when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+        return "killed", f"was killed by {failure.signal_name()}{memory}"
+    return "", f"ended with status {failure.exitcode}; see what it said above"

@@ -1,0 +1,78 @@
+"""Signs of life in a store, and what is made of their absence."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightrft.utils import pulse as pulses
+from lightrft.utils.pulse import Pulse
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
+    """A store of this process, and beats that come quickly."""
+    monkeypatch.setattr(pulses, "BEAT", 0.02)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    yield dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
+
+
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_ranks_that_live_are_not_blamed_and_one_that_is_late_is(store):
+    one, other = Pulse(store, 0, 2, 1.0), Pulse(store, 1, 2, 1.0)
+    assert one.others() == other.others() == ""
+    one.reached = 3
+    other.reached = 2
+    assert (
+        one.others().startswith(f"rank 1 (process {os.getpid()} on ") and "has not come to where the others wait" in one.others()
+    )
+    assert other.others() == ""
+    one.end(None)
+    other.end(None)
+
+
+def test_a_rank_without_a_sign_of_life_is_named_and_one_that_failed_is_quoted(store):
+    one, other = Pulse(store, 0, 3, 1.0), Pulse(store, 1, 3, 1.0)
+    assert "rank 2 (never seen) gives no sign of life" in one.others()
+    other.end(ValueError("too many"))
+    assert one.others() == "rank 1: ValueError: too many"
+    one.end(None)
+
+
+def test_a_rank_that_is_silent_for_longer_than_the_limit_ends_the_others(store, monkeypatch):
+    said: list[str] = []
+    monkeypatch.setattr(pulses, "GRACE", 0.1)
+    monkeypatch.setattr(pulses, "_leave", said.append)
+    ranks = [Pulse(store, rank, 3, 0.3 / 60) for rank in range(3)]
+    ranks[2].end(None)
+    wait_for(lambda: len(said) > 1)
+    for rank in ranks[:2]:
+        rank.end(None)
+    assert all(text.startswith("rank 2 (process ") and "for strategy.timeout = 0.005 minutes" in text for text in said)
+
+
+def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(store, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        one = Pulse(store, 0, 1, 1.0)
+        assert not heard
+        one._launcher += 1
+        wait_for(lambda: heard)
+        one.end(None)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM]
