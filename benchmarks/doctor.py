@@ -2,10 +2,11 @@
 
     python benchmarks/doctor.py [--only 0 3] [--as-is] [--out benchmarks/results]
 
-Each run draws answers of full length and takes two steps of reinforcement learning, all of it through ``run_rl``: models are read from a
-folder, answers drawn, references and critics asked, weights updated, a checkpoint and the model saved. The peak is that of the resident
-memory of its process (VmHWM) less the peak of a process that imports the same and loads nothing. The prediction is ``needs`` of the same
-config with the lengths of the data, as the command computes it: all models, and the largest phase.
+Each run begins with everything imported, draws answers of full length and takes two steps of reinforcement learning, all of it through
+``run_rl``: models are read from a folder, answers drawn, references and critics asked, weights updated, a checkpoint and the model saved.
+The peak is that of the resident memory of its process (VmHWM) less that of the same run of a model of next to
+nothing. The prediction is ``needs`` of the same config with the lengths of the
+data, as the command computes it: all models, and the largest phase.
 
 glibc keeps much of what is freed, in pieces of which the next step can use only some. Runs here give it back at once, by
 ``MALLOC_MMAP_THRESHOLD_``; with ``--as-is`` they do not.
@@ -15,11 +16,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +34,13 @@ GIVEN_BACK = 262_144
 KL = {"preset": "grpo", "kl": {"where": "loss", "coef": 0.1}}
 NO_KL = {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}}
 SIZES = {
+    "none": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32},
     "16M": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 6, "intermediate_size": 1536},
     "45M": {"hidden_size": 512, "num_hidden_layers": 10, "num_attention_heads": 8, "intermediate_size": 2048},
     "130M": {"hidden_size": 896, "num_hidden_layers": 10, "num_attention_heads": 14, "intermediate_size": 3584},
 }
+NOTHING = ("", "none", {"algorithm": NO_KL, "model": {"logits_mb": 1}, "train": {"micro_batch_tokens": 1}})
+"""The same run of a model of next to nothing: what the program itself takes."""
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("float32", "45M", {"algorithm": NO_KL}),
     ("float32, reference", "45M", {"algorithm": KL}),
@@ -48,9 +55,9 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 ]
 
 
-def tree(case: int, folder: Path) -> dict[str, Any]:
+def tree(case: int | None, folder: Path) -> dict[str, Any]:
     """The config of a case over the model and data in ``folder``."""
-    _, size, more = CASES[case]
+    _, size, more = NOTHING if case is None else CASES[case]
     own = {"path": str(folder / size), "dtype": "float32", **more.get("model", {})}
     return {
         "run": {"dir": str(folder / "runs"), "name": f"case{case}", "progress": False, "threads": 1},
@@ -65,7 +72,7 @@ def tree(case: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def make(folder: Path) -> None:
+def make(folder: Path) -> dict[str, Any]:
     """Models, tokenizer, rows and reward of all cases."""
     from lightrft.models.loading import save_model
     from lightrft.models.tiny import tiny_model, tiny_tokenizer
@@ -76,6 +83,7 @@ def make(folder: Path) -> None:
     rows = [json.dumps({"prompt": chr(0x4E00 + i) * PROMPT, "label": "1"}) for i in range(16)]
     (folder / "rows.jsonl").write_text("\n".join(rows), encoding="utf-8")
     (folder / "reward.py").write_text("def varied(rollout):\n    return sum(rollout.token_ids) % 7 / 7\n", encoding="utf-8")
+    return {}
 
 
 def peak() -> int:
@@ -85,24 +93,18 @@ def peak() -> int:
 
 
 def run(case: int | None, folder: Path) -> dict[str, Any]:
-    """In this process: the run of ``case``, or nothing but the imports."""
-    import peft  # noqa: F401
-
+    """In a process of its own: the run of ``case``, or of a model of next to nothing."""
     from lightrft.config import RLConfig
-    from lightrft.models.loading import load_tokenizer
-    from lightrft.models.settings import ModelConfig
     from lightrft.trainer.rl import run_rl
     from lightrft.utils.settings import build
 
-    if case is None:
-        load_tokenizer(ModelConfig(path=str(folder / "16M")))
-        return {"peak": peak()}
+    began = time.perf_counter()
     run_rl(build(RLConfig, tree(case, folder)))
-    return {"peak": peak()}
+    return {"peak": peak(), "seconds": time.perf_counter() - began}
 
 
 def predicted(case: int, folder: Path) -> dict[str, Any]:
-    """In this process: what the doctor says of ``case``."""
+    """What the doctor says of ``case``."""
     from lightrft.config import RLConfig
     from lightrft.trainer.needs import Device, Lengths, needs
     from lightrft.utils.settings import build
@@ -111,52 +113,78 @@ def predicted(case: int, folder: Path) -> dict[str, Any]:
     return {"peak": found.peak, "phase": found.largest.name, "parameters": found.parameters["policy"][0]}
 
 
-def apart(what: str, case: int | None, folder: Path, *, as_is: bool = False) -> dict[str, Any]:
-    """``run`` or ``predicted`` in a process of its own."""
-    words = [sys.executable, __file__, "--child", what, str(folder), *([] if case is None else [str(case)])]
+def forked(work: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
+    """What ``work`` gives in a process that begins with all that this one has imported, and whose peak begins with what that takes."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=lambda: there.send(work(*given)))
+    process.start()
+    there.close()
+    try:
+        return here.recv()
+    except EOFError:
+        raise SystemExit(f"{work.__name__}{given} failed") from None
+    finally:
+        process.join()
+
+
+def serve(folder: Path, cases: list[int]) -> None:
+    """The child: everything is imported once, models are made, and then each case runs; a line of JSON for each."""
+    import peft  # noqa: F401
+    import torch
+
+    import lightrft.trainer.needs
+    import lightrft.trainer.rl  # noqa: F401
+
+    torch.set_num_threads(1)
+    forked(make, folder)
+    print(json.dumps(forked(run, None, folder)), flush=True)
+    for case in cases:
+        print(json.dumps({"said": forked(predicted, case, folder), "real": forked(run, case, folder)}), flush=True)
+
+
+def child(folder: Path, cases: list[int], *, as_is: bool) -> Iterator[dict[str, Any]]:
+    """The lines of ``serve``, in a process whose allocator gives back what is freed, unless it is to stay ``as_is``."""
     path = os.pathsep.join([str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")])
     back = {} if as_is else {f"MALLOC_{name}_THRESHOLD_": str(GIVEN_BACK) for name in ("MMAP", "TRIM")}
-    env = {"OMP_NUM_THREADS": "1", **os.environ, **back, "PYTHONPATH": path}
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=env)
-    if done.returncode:
-        raise SystemExit(f"case {case}: {done.stderr}")
-    return json.loads(done.stdout.splitlines()[-1])
+    env = {"OMP_NUM_THREADS": "1", **os.environ, **back, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
+    words = [sys.executable, __file__, "--child", str(folder), *map(str, cases)]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=env) as process:
+        assert process.stdout is not None
+        yield from (json.loads(line) for line in process.stdout if line.startswith("{"))
+    if process.returncode:
+        raise SystemExit(f"a run failed with status {process.returncode}; see above")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", type=int, nargs="*")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", type=int, nargs="*", default=list(range(len(CASES))))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--as-is", action="store_true")
     parser.add_argument("--child", nargs="+")
     args = parser.parse_args()
     if args.child:
-        what, folder, *case = args.child
-        does = run if what == "run" else predicted
-        print(json.dumps(does(int(case[0]) if case else None, Path(folder))))
+        serve(Path(args.child[0]), [int(case) for case in args.child[1:]])
         return
+    heads = ("configuration", "parameters", "predicted MiB", "measured MiB", "predicted / measured", "largest phase", "s")
+    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    print("\n".join(lines), flush=True)
+    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        make(folder)
-        base = apart("run", None, folder, as_is=args.as_is)["peak"]
-        lines = [
-            "| configuration | parameters | predicted MiB | measured MiB | predicted / measured | largest phase |",
-            "|---|---|---|---|---|---|",
-        ]
-        print("\n".join(lines), flush=True)
-        for case in range(len(CASES)) if args.only is None else args.only:
-            said, real = apart("predict", case, folder), apart("run", case, folder, as_is=args.as_is)["peak"] - base
+        found = child(Path(name), args.only, as_is=args.as_is)
+        base = next(found)["peak"]
+        for case, each in zip(args.only, found, strict=True):
+            said, real = each["said"], each["real"]["peak"] - base
             about = f"| {CASES[case][0]} | {said['parameters'] / 1e6:.0f}M | {said['peak'] / 2**20:.0f} | {real / 2**20:.0f} |"
-            row = f"{about} {said['peak'] / real:.3f} | {said['phase']} |"
-            print(row, flush=True)
-            lines.append(row)
-    print(f"baseline {base / 2**20:.0f} MiB")
+            lines.append(f"{about} {said['peak'] / real:.3f} | {said['phase']} | {each['real']['seconds']:.0f} |")
+            print(lines[-1], flush=True)
+    print(f"baseline {base / 2**20:.0f} MiB, {time.perf_counter() - began:.0f} s in all")
     if args.out:
         import torch
         import transformers
 
         about = f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, one thread"
-        off = f"a process that only imports takes {base / 2**20:.0f} MiB, which is taken off"
+        off = f"the same run of a model of next to nothing takes {base / 2**20:.0f} MiB, which is taken off"
         text = f"# What doctor predicts, and what runs take\n\n`python benchmarks/doctor.py` on {about}; {off}.\n\n"
         (args.out / f"doctor-{platform.machine()}-{os.cpu_count()}cores.md").write_text(
             text + "\n".join(lines) + "\n", encoding="utf-8"

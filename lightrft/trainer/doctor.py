@@ -155,6 +155,12 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
     kind, many = config.strategy.kind, device.processes
     if (kind in SHARDED and many == 1) or (kind == "single" and many > 1):
         yield Finding("settings", "bad", "strategy.kind", f"= {kind} with launch.processes = {many}; set strategy.kind=auto")
+    team = config.strategy.tensor * config.strategy.sequence
+    if many % team:
+        says = (
+            f"= {many}, which teams of {team} (strategy.tensor x strategy.sequence) do not divide; set it to a multiple of {team}"
+        )
+        yield Finding("settings", "bad", "launch.processes", says)
     if kind == "deepspeed" and find_spec("deepspeed") is None:
         says = "= deepspeed, and the package is not installed here: pip install 'lightrft[deepspeed]', or set strategy.kind=fsdp2"
         yield Finding("settings", "bad", "strategy.kind", says)
@@ -332,9 +338,11 @@ def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
     shares = shares_of(config.strategy, device, trained=True)
     parts = {"weights": shares.weights, "masters and moments": shares.state, "gradients": shares.gradients}
     says = ", ".join(f"{part} {'whole' if count == 1 else f'1/{count}'}" for part, count in parts.items())
+    cut = f", each layer cut over {shares.cut} (strategy.tensor)" if shares.cut > 1 else ""
+    cut += f", the tokens of a row over {config.strategy.sequence} (strategy.sequence)" if config.strategy.sequence > 1 else ""
     whole = "; gradients of several micro-batches add up whole" if shares.summed_whole else ""
     away = "; masters and moments are in the memory of the host" if shares.state_away else ""
-    return f"of each trained model, a process holds {says}{whole}{away}"
+    return f"of each trained model, a process holds {says}{cut}{whole}{away}"
 
 
 def _way(found: Needs, device: Device) -> str:

@@ -29,13 +29,15 @@ class Parameters:
 class Shares:
     """Over how many ranks each part of a model is spread: weights, masters with moments, gradients of an optimizer step.
 
-    ``copied``: float32 weights have masters apart from them. ``summed_whole``: gradients of several micro-batches are summed whole before
+    ``cut``: over how many of them each layer is cut, so that none ever holds it whole. ``copied``: float32 weights have masters apart
+    from them. ``summed_whole``: gradients of several micro-batches are summed whole before
     they are spread. ``bucket``: bytes in which gradients are collected on their way. ``state_away``: masters and moments are elsewhere.
     """
 
     weights: int = 1
     state: int = 1
     gradients: int = 1
+    cut: int = 1
     copied: bool = False
     summed_whole: bool = False
     bucket: float = 0.0
@@ -87,10 +89,10 @@ def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> Held:
 
 
 def gradients(trained: int, parts: int, shares: Shares) -> float:
-    """Gradients of ``trained`` parameters over ``parts`` micro-batches, in float32: 4 x trained over the shares, whole where those of
-    several micro-batches are, and the bucket."""
+    """Gradients of ``trained`` parameters over ``parts`` micro-batches, in float32: 4 x trained over the shares, over the cut alone where
+    those of several micro-batches are summed whole, and the bucket."""
     whole = shares.summed_whole and parts > 1
-    return MASTER * trained / (1 if whole else shares.gradients) + shares.bucket
+    return MASTER * trained / (shares.cut if whole else shares.gradients) + shares.bucket
 
 
 def key_value_cache(tokens: int, widths: Sequence[int], itemsize: int) -> int:

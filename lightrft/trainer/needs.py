@@ -129,13 +129,16 @@ def needs(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> Nee
 
 
 def shares_of(strategy: StrategyConfig, device: Device, *, trained: bool) -> Shares:
-    """How ``strategy`` spreads a model over the processes: fsdp2 all of it; ZeRO (deepspeed) what is trained, by its stage."""
-    ranks = device.processes
-    if ranks == 1 or (strategy.kind == "deepspeed" and not trained):
+    """How ``strategy`` spreads a model over the processes: fsdp2 all of it, what is whole meanwhile cut by ``strategy.tensor``; ZeRO
+    (deepspeed) what is trained by its stage, and what is not trained in stage 3."""
+    ranks, stage = device.processes, strategy.stage
+    if ranks == 1:
         return Shares()
     if strategy.kind != "deepspeed":
-        return Shares(ranks, ranks, ranks, summed_whole=True)
-    given, stage = strategy.deepspeed.get("zero_optimization", {}), strategy.stage
+        return Shares(ranks, ranks, ranks, cut=strategy.tensor, summed_whole=True)
+    if not trained:
+        return Shares(weights=ranks if stage == 3 else 1)
+    given = strategy.deepspeed.get("zero_optimization", {})
     collected = float(given.get("reduce_bucket_size", ZERO_BUCKET)) if device.kind != "cpu" else 0.0
     away = given.get("offload_optimizer", {}).get("device", "none") != "none" and device.kind != "cpu"
     weights, spread = (ranks if stage == 3 else 1), (ranks if stage > 1 else 1)
@@ -192,16 +195,16 @@ def _drawing(
     width = getattr(text, "num_key_value_heads", None) or heads
     head = getattr(text, "head_dim", None) or text.hidden_size // heads
     itemsize, answer = policy.model.base.dtype.itemsize, lengths.answer
-    groups = math.ceil(lengths.groups / device.processes)
+    groups = math.ceil(lengths.groups * shares.cut / device.processes)
     tokens, rows, slots = tokens_held(groups, lengths.samples, lengths.prompt, answer, engine.token_budget, engine.max_rows)
     cache = key_value_cache(tokens, [width * head] * text.num_hidden_layers, itemsize)
     at_once = max(1, min(slots, PREFILL_TOKENS // lengths.prompt))
     prefill = tracing.largest_batch(at_once, 1, lengths.prompt, 1, at_once * (lengths.prompt + 1), "packed")
     read = _traced(policy, lambda: tracing.forward(policy.model, prefill), prefill, False, problems)
     step = drawing(rows, heads, lengths.longest, text.vocab_size)
-    parts = {"cache": float(cache), "prefill or step": float(max(read.peak, step))}
+    parts = {"cache": cache / shares.cut, "prefill or step": float(max(read.peak, step))}
     if shares.weights > 1:
-        parts["policy made whole"] = held(policy.parameters()).weights * (1 - 1 / shares.weights)
+        parts["policy made whole"] = held(policy.parameters()).weights * (1 / shares.cut - 1 / shares.weights)
     yield Phase("drawing answers", parts)
 
 
@@ -210,7 +213,8 @@ def _passes(
 ) -> Iterator[Phase]:
     """What the calls of ``m`` in a step take: without gradient where something reads that, and with it where it is trained."""
     rl, budget, model = isinstance(config, RLConfig), config.train.micro_batch_tokens, m.model
-    groups = math.ceil(lengths.groups / device.processes)
+    team = config.strategy.tensor * config.strategy.sequence
+    groups = math.ceil(lengths.groups * team / device.processes)
     batch = tracing.largest_batch(groups, lengths.samples, lengths.prompt, lengths.answer, budget, model.layout)
     parts = math.ceil(groups * lengths.samples / (len(batch) * (config.train.mini_batches if rl else 1)))
     capped = getattr(m.text, "attn_logit_softcapping", None) is not None
@@ -225,15 +229,16 @@ def _passes(
         yield Phase(f"{m.name}: layout check", {"logits": float(logits), **whole})
     if rl and not (m.name == "policy" and not _scored(config)):
         found = _traced(m, lambda: tracing.forward(model, batch, **options), batch, False, problems)
-        yield Phase(f"{m.name}: forward", {"activations": float(found.peak), **whole})
+        yield Phase(f"{m.name}: forward", {"activations": found.peak / config.strategy.sequence, **whole})
     if m.trained:
         found = _traced(m, lambda: tracing.update(model, batch, parts, **options), batch, True, problems)
         many = device.processes > 1
         trained = sum(p.count for p in m.parameters() if p.trained)
         summed = gradients(trained, parts, shares) if many else float(found.gradients)
+        kept = found.activations / config.strategy.sequence
         extra = _target(config) if m.name == "policy" else {}
         whole = _whole(m, shares, trained=True)
-        yield Phase(f"{m.name}: update", {"gradients": summed, "activations": float(found.activations), **extra, **whole})
+        yield Phase(f"{m.name}: update", {"gradients": summed, "activations": kept, **extra, **whole})
 
 
 def _scored(config: Any) -> bool:
@@ -258,7 +263,7 @@ def _whole(m: _Model, shares: Shares, *, trained: bool) -> dict[str, float]:
         if type(module).__name__ in names
     ]
     outside = held(m.parameters()).weights - sum(sizes)
-    return {"blocks made whole": made_whole(max(0.0, outside), sizes, m.model.base.dtype.itemsize, trained=trained)}
+    return {"blocks made whole": made_whole(max(0.0, outside), sizes, m.model.base.dtype.itemsize, trained=trained) / shares.cut}
 
 
 def _traced(m: _Model, trace: Callable[[], Traced], batch: Batch, trained: bool, problems: list[str]) -> Traced:

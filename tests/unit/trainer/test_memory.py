@@ -42,6 +42,7 @@ def test_gradients_of_several_micro_batches_are_whole_where_they_are_summed_befo
     assert gradients(1000, 1, shares) == 1000 + 100
     assert gradients(1000, 2, shares) == 4000 + 100
     assert gradients(1000, 2, Shares(4, 4, 4)) == 1000
+    assert gradients(1000, 2, Shares(4, 4, 4, cut=2, summed_whole=True)) == 2000
 
 
 def test_the_cache_has_a_key_and_a_value_in_every_layer() -> None:

@@ -57,7 +57,7 @@ def test_gradients_are_shared_out_where_one_micro_batch_makes_a_step_and_whole_w
 
 
 @pytest.mark.parametrize(("stage", "weights", "gradients"), [(1, 1, 1), (2, 1, 2), (3, 2, 2)])
-def test_each_stage_of_zero_shares_out_what_it_says_and_leaves_frozen_models_whole(
+def test_each_stage_of_zero_shares_out_what_it_says_and_of_frozen_models_the_third_alone(
     tmp_path: Path, stage: int, weights: int, gradients: int
 ) -> None:
     zero = {"kind": "deepspeed", "stage": stage, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}}
@@ -66,7 +66,7 @@ def test_each_stage_of_zero_shares_out_what_it_says_and_leaves_frozen_models_who
     alone, shared = one.models["policy"], two.models["policy"]
     assert (alone.weights / shared.weights, alone.moments / shared.moments) == (weights, 2)
     assert shared.masters == (alone.weights / 2 if stage < 3 else 0)
-    assert two.models["reference"] == one.models["reference"]
+    assert two.models["reference"].weights == one.models["reference"].weights / (2 if stage == 3 else 1)
     assert update_of(two)["gradients"] == update_of(one)["gradients"] / gradients + 4 * 1000
     assert ("blocks made whole" in update_of(two)) is (stage == 3)
 
@@ -97,3 +97,23 @@ def test_supervised_runs_draw_only_to_evaluate(tmp_path: Path, evaluates: bool) 
     config = build(SFTConfig, {"model": {"path": str(tmp_path)}, **data})
     names = [phase.name for phase in needs(config, Lengths(1, 63, 4, 1), Device("cpu", 0)).phases]
     assert ("drawing answers" in names) is evaluates
+
+
+def test_ranks_that_share_a_row_hold_a_part_of_its_activations_and_of_each_layer(tmp_path: Path) -> None:
+    two = found(tmp_path, processes=2)
+    rows, layers = (found(tmp_path, processes=2, strategy={name: 2}) for name in ("sequence", "tensor"))
+    assert rows.models == layers.models == two.models
+    alone = update_of(found(tmp_path))
+    assert update_of(rows)["activations"] == alone["activations"] / 2
+    assert update_of(layers)["gradients"] == alone["gradients"] / 2
+    assert update_of(layers)["blocks made whole"] == update_of(two)["blocks made whole"] / 2
+    whole = next(p for p in layers.phases if p.name == "drawing answers").parts["policy made whole"]
+    assert whole == 0
+
+
+def test_a_team_draws_and_trains_the_rows_that_its_ranks_would_have_had(tmp_path: Path) -> None:
+    cache = [
+        next(p for p in found(tmp_path, processes=4, strategy=s).phases if p.name == "drawing answers").parts["cache"]
+        for s in ({}, {"sequence": 2}, {"tensor": 2})
+    ]
+    assert cache[0] == cache[1] == cache[2]
