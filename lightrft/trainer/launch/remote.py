@@ -109,14 +109,15 @@ class Crew:
         return ()
 
     def each(self, method: str, *args: Any) -> list[Any]:
-        """What ``method`` returns on each worker, ``None`` where it is lost meanwhile and on its way back."""
+        """What ``method`` returns on each worker, ``None`` where it is on its way back or lost meanwhile."""
         seats = [Seat(worker) for worker in self.workers]
         for seat in seats:
-            self.begin(seat, method, *args)
+            if self.ready(seat.worker):
+                self.begin(seat, method, *args)
         found: list[Any] = []
         for seat in seats:
             try:
-                found += self.outcome(seat)
+                found += self.outcome(seat) or (None,)
             except WorkerLost:
                 found.append(None)
         return found

@@ -127,7 +127,7 @@ class RemoteEngines:
         self._kept: list[tuple[Layout, Tensor]] = []
         self._found: dict[int, Fingerprint] = {}
         self._known: list[Fingerprint] = []  # by worker, of what it was made with
-        self._others: frozenset[str] | None = None  # not trained, and not what workers were made with
+        self._sent: frozenset[str] | None = None  # names that travelled the first time
         self._resent = 0
 
     def generate(
@@ -176,13 +176,12 @@ class RemoteEngines:
         self.crew.close()
 
     def _tell(self, method: str, *args: Any) -> None:
-        """Have every worker do something; one that is lost meanwhile comes back as it was made."""
-        self.crew.settle()
+        """Have every worker do something; one that is on its way back comes as it was made."""
         self.crew.each(method, *args)
 
     def _hand_over(self, stream: Iterator[tuple[str, Tensor]], version: int) -> Fingerprint:
         self.crew.settle()
-        there = self.crew.each("fingerprint" if self._others is None else "ping")  # who was lost unseen is found out here
+        there = self.crew.each("fingerprint" if self._sent is None else "ping")  # who was lost unseen is found out here
         self._known = [found for found in there if found is not None]
         self.crew.settle()
         sums: Fingerprint = {}
@@ -193,15 +192,15 @@ class RemoteEngines:
         else:
             self._resend()
         self.crew.settle()  # who was lost has been given them too
-        if self._others is None:
-            self._others = frozenset(sums)
+        if self._sent is None:
+            self._sent = frozenset(sums)
         return self._agreed(sums)
 
     def _travelling(self, stream: Iterator[tuple[str, Tensor]], sums: Fingerprint) -> Iterator[tuple[str, Tensor]]:
         """Those of ``stream`` that workers lack; ``sums`` gets their checksums."""
         trained = self._hand.trained
         for name, tensor in stream:
-            if self._others is not None and trained is not None and name not in trained and name not in self._others:
+            if self._sent is not None and trained is not None and name not in trained and name not in self._sent:
                 continue
             total = checksum(tensor)
             if trained is None or name in trained or any(there.get(name) != total for there in self._known):
