@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -195,6 +195,12 @@ class DeepSpeedStrategy(SingleStrategy):
             finally:
                 offload.forward_hooks, offload.backward_hooks = [], []
                 offload._register_deepspeed_module(offload.module)
+
+    @contextmanager
+    def tensors(self, module: nn.Module) -> Generator[Mapping[str, Tensor]]:
+        """Whole, in stage 3 too; of what is changed, what the first rank makes of it holds."""
+        with self.deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
+            yield dict(module.named_parameters())
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in state.model.named_parameters():

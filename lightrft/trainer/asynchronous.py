@@ -4,7 +4,8 @@ Batch n is drawn by version max(0, n - staleness), whatever the clock says: who 
 So a run, and a resumed one, give the same numbers each time.
 
 Every rank draws in a thread of its own, and those threads tell one another what they found as the ranks do, in calls of their own. When
-one of them stops or fails, all do, at the same batch.
+one of them stops or fails, all do, at the same batch. Where a batch asks nothing of the one before it, a rank draws its share in one more
+thread, which does not wait for those of others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from lightrft.config import RLConfig
 from lightrft.trainer.account import Collected
+from lightrft.trainer.own_share import OwnShares, Share, goes_on_alone
 from lightrft.trainer.prompts import PromptStream
 from lightrft.trainer.replay_buffer import pack_collected, unpack_collected
 from lightrft.trainer.roles import Roles
@@ -69,6 +71,8 @@ class Ahead:
         self._ended = 0.0
         self._halted = self._closing = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="generation")
+        alone = goes_on_alone(config, roles.ahead, self._ranks)
+        self._own = OwnShares(self._roles, config, stream, self._ranks, self._over) if alone else None
 
     def begin(self, step: int, state: Mapping[str, Any]) -> None:
         """Start drawing for a run that is at ``step``, with what ``state_dict`` gave there."""
@@ -119,6 +123,8 @@ class Ahead:
         """Give up what is being drawn, at the next answer, and end the thread."""
         self._closing = True
         self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._own is not None:
+            self._own.close()
 
     def _submit(self, batch: int, step: int) -> None:
         """Queue ``batch``, to be drawn by the version that it is due, or by the policy of now where that one is not kept."""
@@ -128,29 +134,51 @@ class Ahead:
             if version not in self._snapshots:
                 kept = self._trained if not self._engine.of_all or self._ranks.rank == 0 else ()
                 self._snapshots[version] = {n: w.detach().clone() for n, w in self._weights() if n in kept}
-        future = self._worker.submit(self._draw, batch, version, self._snapshots[version])
+        weights = self._snapshots[version]
+        share = None if self._own is None else self._own.ask(batch, version, weights)
+        future = self._worker.submit(self._draw, batch, version, weights, share)
         self._jobs[batch] = _Job(version, future)
 
-    def _draw(self, batch: int, version: int, weights: Weights) -> Drawn:
-        began, timers = time.perf_counter(), Timers()
-        stopped = lambda: self._closing or self._stopped()  # noqa: E731
+    def _over(self) -> bool:
+        """Whether nothing is to be drawn any more."""
+        return self._halted or self._closing or self._stopped()
+
+    def _draw(self, batch: int, version: int, weights: Weights, share: Share | None) -> Drawn:
         if self._halted:
             raise Interrupted
         try:
-            with self._stream.as_before_on_error():
-                if any(self._ranks.gather(stopped())):
-                    raise Interrupted
-                if self._loaded != version:
-                    self._engine.load_weights(weights.items(), version)
-                    self._loaded = version
-                collected = collect(self._roles, self._config, batch, self._stream, timers, stopped, self._ranks)
+            if any(self._ranks.gather(self._over())):
+                raise Interrupted
+            return self._draw_here(batch, version, weights) if share is None else self._told(batch, share)
         except BaseException:
             self._halted = True
+            if self._own is not None and share is not None:
+                self._own.back_to(share)
             raise
-        metrics = Metrics({f"time/ahead/{name}": Sum(timers.seconds(name)) for name in ("generate", "reward")})
-        metrics.add("time/ahead/idle", Sum(began - self._ended if self._ended else 0.0))
+
+    def _draw_here(self, batch: int, version: int, weights: Weights) -> Drawn:
+        """Draw ``batch`` in this thread."""
+        began, timers = time.perf_counter(), Timers()
+        with self._stream.as_before_on_error():
+            if self._loaded != version:
+                self._engine.load_weights(weights.items(), version)
+                self._loaded = version
+            collected = collect(self._roles, self._config, batch, self._stream, timers, self._over, self._ranks)
+        idle = began - self._ended if self._ended else 0.0
         self._ended = time.perf_counter()
-        return Drawn(collected, metrics)
+        return Drawn(collected, _metrics(timers, idle))
+
+    def _told(self, batch: int, share: Share) -> Drawn:
+        """Tell others this rank's ``share`` of ``batch``, and learn theirs."""
+        roles = replace(self._roles, engine=share, scorer=share)
+        collected = collect(roles, self._config, batch, share, Timers(), self._over, self._ranks)
+        return Drawn(collected, _metrics(share.timers, share.idle))
+
+
+def _metrics(timers: Timers, idle: float) -> Metrics:
+    metrics = Metrics({f"time/ahead/{name}": Sum(timers.seconds(name)) for name in ("generate", "reward")})
+    metrics.add("time/ahead/idle", Sum(idle))
+    return metrics
 
 
 def staleness_metrics(batch: Batch | None, step: int) -> Metrics:

@@ -68,4 +68,9 @@ def whole_head(model: Actor, strategy: Strategy) -> nn.Module:
         return head
     with strategy.tensors(head) as own:
         whole = {id(p): nn.Parameter(strategy.full(p.detach()).clone(), requires_grad=False) for p in own.values()}
-    return copy.deepcopy(head, whole)
+    if type(head) is not nn.Linear:
+        return copy.deepcopy(head, whole)
+    plain = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    for name, parameter in own.items():  # nothing else of it: what shards a model also hangs on its modules
+        setattr(plain, name, whole[id(parameter)])
+    return plain

@@ -27,11 +27,12 @@ class Follower(Frozen):
     moved: bool = False
 
     @staticmethod
-    def of(model: Actor, policy: Actor, strategy: Strategy, kl: KLConfig) -> Follower:
-        """Raises ``ConfigError`` when ``model`` cannot become ``policy``."""
-        here, there = ({n: tuple(p.shape) for n, p in m.named_parameters()} for m in (model, policy))
-        if here != there:
-            odd = sorted(set(here.items()) ^ set(there.items()))[0]
+    def of(model: Actor, shapes: Mapping[str, tuple[int, ...]], strategy: Strategy, kl: KLConfig) -> Follower:
+        """``model``, to follow a policy whose parameters have ``shapes``. Raises ``ConfigError`` when it cannot become that."""
+        with strategy.tensors(model) as own:
+            here = {name: tuple(parameter.shape) for name, parameter in own.items()}
+        if here != shapes:
+            odd = sorted(set(here.items()) ^ set(shapes.items()))[0]
             raise ConfigError(
                 f"algorithm.kl.refresh_every = {kl.refresh_every}: the reference is not of the policy's shape (e.g. {odd[0]}), so it "
                 "cannot be refreshed from it; leave reference unset, or set algorithm.kl.refresh_every=0"

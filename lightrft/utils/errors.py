@@ -18,7 +18,9 @@ class ModelError(UserError):
 
 
 class RewardError(UserError):
-    """A reward function cannot be found, or returns what is not a reward."""
+    """A reward function cannot be found, or returns what is not a reward. With several processes all of them raise it."""
+
+    shared_by_ranks = True
 
 
 class CheckpointError(UserError):

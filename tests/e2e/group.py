@@ -1,18 +1,20 @@
 """``torchrun group.py plan.json``: the RL runs of a plan, one after the other, in one group of processes.
 
-A plan is a list of ``{"config": file}``. With ``"stop": [rank, batch]`` that rank is sent SIGTERM as that batch is about to be drawn,
-with ``"fail": [rank, batch]`` drawing it raises there, which ends the run on all ranks; what it ended with is written beside the
-config file as ``<name>.<rank>.error``.
+A plan is a list of ``{"config": file}`` with what is to happen to the engine that draws beside training, where ``[rank, batch]`` is a
+call of it: ``"stop"`` sends that rank SIGTERM, ``"fail"`` raises the error that comes third in its list, which ends the run on all
+ranks (what each ended with is written beside the config file as ``<name>.<rank>.error``), and ``"slow"`` draws nothing until the other
+rank has begun the batch after that. With ``"of_all"`` the engine of the first rank stands for all.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,36 +22,48 @@ from unittest.mock import patch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from lightrft.config import RLConfig
-from lightrft.trainer import asynchronous, rl
+from lightrft.trainer import rl
+from lightrft.trainer.launch import local
+from lightrft.utils.errors import RewardError
 from lightrft.utils.ranks import joined
 from lightrft.utils.settings import load_settings
 
 
-@contextmanager
-def disturbed(entry: dict[str, Any], rank: int) -> Iterator[None]:
-    """What the plan asks to go wrong, on the rank that it names."""
-    collect = asynchronous.collect
-    nobody = [-1, -1]
+def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
+    """``engine``, to which happens what the plan asks for, on the rank that it names."""
+    generate, calls = engine.generate, itertools.count()
+    engine.of_all = "of_all" in entry
+    marks = Path(entry["config"]).parent
 
-    def collecting(roles: Any, config: Any, batch: int, *rest: Any) -> Any:
-        if [rank, batch] == entry.get("stop", nobody):
+    def generating(*arguments: Any) -> Any:
+        at = [rank, next(calls)]
+        (marks / f"began-{at[1]}-{rank}").touch()
+        if at == entry.get("stop"):
             os.kill(os.getpid(), signal.SIGTERM)
-        if [rank, batch] == entry.get("fail", nobody):
-            roles.engine.generate = broken
-        return collect(roles, config, batch, *rest)
+        if at == entry.get("fail", [])[:2]:
+            raise {"RewardError": RewardError, "ZeroDivisionError": ZeroDivisionError}[entry["fail"][2]]("broken")
+        if at == entry.get("slow"):
+            deadline = time.monotonic() + 60
+            while not (marks / f"began-{at[1] + 1}-{1 - rank}").exists():
+                assert time.monotonic() < deadline, "the other rank waits"
+                time.sleep(0.01)
+        return generate(*arguments)
 
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError("from the thread")
-
-    with patch.object(asynchronous, "collect", collecting):
-        yield
+    engine.generate = generating
+    return engine
 
 
 def main() -> None:
+    local_ahead = local.local_ahead
     with joined(2.0) as ranks:
         for entry in json.loads(Path(sys.argv[1]).read_text()):
             file = Path(entry["config"])
-            with patch.object(rl, "joined", lambda minutes: nullcontext(ranks)), disturbed(entry, ranks.rank):
+
+            def ahead(config: RLConfig, *given: Any, entry: dict[str, Any] = entry) -> Any:
+                engine = local_ahead(config, *given)
+                return None if engine is None else disturbed(engine, entry, ranks.rank)
+
+            with patch.object(rl, "joined", lambda minutes: nullcontext(ranks)), patch.object(local, "local_ahead", ahead):
                 try:
                     rl.run_rl(load_settings(RLConfig, [file]).settings)
                 except Exception as error:

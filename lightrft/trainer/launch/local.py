@@ -94,10 +94,13 @@ def local_roles(
         strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, ranks)
         per_step = config.train.updates * config.train.mini_batches
         frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
+        policy = Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
         return Roles(
             strategy=strategy,
-            reference=apart.get("reference", partial(local_reference, config))(actor, strategy),
-            policy=Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step))),
+            reference=(
+                apart["reference"](actor, strategy) if "reference" in apart else local_reference(config, policy, strategy)
+            ),
+            policy=policy,
             engine=apart["engine"](actor, strategy) if "engine" in apart else engine,
             scorer=scorer,
             tokenizer=tokenizer,
@@ -114,14 +117,14 @@ def local_roles(
         raise
 
 
-def local_reference(config: RLConfig, actor: Actor, strategy: Strategy) -> Reference | None:
+def local_reference(config: RLConfig, policy: Trained, strategy: Strategy) -> Reference | None:
     """None when nothing reads it; with adapters the policy itself, adapters off; else a frozen model of its own."""
     if not needs_reference(config.algorithm):
         return None
     if config.model.lora is not None and config.reference is None:
-        return AdaptersOff(actor)
+        return AdaptersOff(policy.model)
     frozen, kl = local_frozen(reference_model(config), strategy), config.algorithm.kl
-    return Follower.of(frozen, actor, strategy, kl) if kl.refresh_every else Frozen(frozen)
+    return Follower.of(frozen, policy.state.shapes, strategy, kl) if kl.refresh_every else Frozen(frozen)
 
 
 def reference_model(config: RLConfig) -> ModelConfig:

@@ -9,7 +9,7 @@ from lightrft.config import KLConfig
 from lightrft.models.actor import Actor
 from lightrft.models.tiny import tiny_model
 from lightrft.strategy.settings import StrategyConfig
-from lightrft.strategy.single import SingleStrategy
+from lightrft.strategy.single import SingleStrategy, shapes_of
 from lightrft.trainer.refresh import Follower
 from lightrft.utils.errors import CheckpointError, ConfigError
 
@@ -22,7 +22,7 @@ def actor(seed: int, dtype: torch.dtype = torch.float32, **sizes: int) -> Actor:
 
 def follower(seed: int, policy: Actor, **kl: float) -> Follower:
     config = KLConfig.model_validate({"where": "loss", "coef": 0.1, "refresh_every": 1, **kl})
-    return Follower.of(actor(seed, policy.base.dtype).requires_grad_(False), policy, STRATEGY, config)
+    return Follower.of(actor(seed, policy.base.dtype).requires_grad_(False), shapes_of(policy), STRATEGY, config)
 
 
 def test_a_hard_copy_is_the_policy_bit_for_bit_and_no_second_name_of_it() -> None:
@@ -77,7 +77,7 @@ def test_its_state_is_empty_until_it_moves_and_then_brings_another_to_the_same_b
 def test_a_reference_of_another_shape_is_refused_with_the_way_out() -> None:
     config = KLConfig(where="loss", coef=0.1, refresh_every=2)
     with pytest.raises(ConfigError, match=r"refresh_every = 2: .*set algorithm.kl.refresh_every=0"):
-        Follower.of(actor(1, intermediate_size=24), actor(1), STRATEGY, config)
+        Follower.of(actor(1, intermediate_size=24), shapes_of(actor(1)), STRATEGY, config)
 
 
 def test_weights_of_another_reference_are_refused() -> None:
