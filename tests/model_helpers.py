@@ -22,14 +22,11 @@ class Float64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
-        if func is torch.Tensor.float and not first.is_floating_point():
-            return first.double()  # positions, which some versions multiply with frequencies as they are
-        if isinstance(first, torch.Tensor) and first.dtype == torch.float64:
-            asked = torch.float32 in args[1:] or kwargs.get("dtype") is torch.float32
-            if func is torch.Tensor.float or (func is torch.Tensor.to and asked):
-                return first
-            if asked and "dtype" in kwargs:
-                kwargs["dtype"] = torch.float64
+        asked = any(a is torch.float32 for a in args[1:]) or kwargs.get("dtype") is torch.float32
+        if func is torch.Tensor.float or (func is torch.Tensor.to and asked):
+            return first.double()  # positions and frequencies too, which some versions multiply with each other as they are
+        if isinstance(first, torch.Tensor) and first.dtype == torch.float64 and asked and "dtype" in kwargs:
+            kwargs["dtype"] = torch.float64
         return func(*args, **kwargs)
 
 

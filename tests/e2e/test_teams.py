@@ -36,10 +36,14 @@ from tests.model_helpers import small_actor
 
 SEQUENCE, TENSOR, BOTH = {"sequence": 2}, {"tensor": 2}, {"tensor": 2, "sequence": 2}
 CELLS: dict[int, list[tuple[str, dict[str, int]]]] = {
-    2: [*((name, SEQUENCE) for name in (*PRESETS, "pictures")), ("ppo", TENSOR), ("pictures", TENSOR)],
+    2: [
+        *((name, SEQUENCE) for name in (*PRESETS, "pictures")),
+        *((name, TENSOR) for name in ("ppo", "pictures", "ppo taken up", "ppo left")),
+    ],
     4: [("grpo", SEQUENCE), ("lora", {"sequence": 4}), ("grpo", TENSOR), ("ppo", BOTH)],
 }
-"""By the number of processes, the runs and how teams work in them. Five groups are more than teams, and do not divide by two of them."""
+"""By the number of processes, the runs and how teams work in them. One process has begun what is taken up, and ends what is left.
+Five groups are more than teams, and do not divide by two of them."""
 
 
 def name_of(ranks: int, name: str, strategy: dict[str, int]) -> str:
@@ -77,11 +81,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory, data_folder: Path) -> Path:
         save_tiny_media(family, folder / family)
     trees = trees_in(folder, data_folder)
     for name, tree in trees.items():
-        run_rl(build(RLConfig, json.loads(config_file(tree, folder, name).read_text())))
+        run_alone(tree, folder, name)
     for ranks, cells in CELLS.items():
         for name, strategy in cells:
-            config_file(deep_merge(trees[name], {"strategy": strategy}), folder, name_of(ranks, name, strategy))
+            cell, (tree, _, how) = name_of(ranks, name, strategy), name.partition(" ")
+            if how == "taken up":
+                run_alone(trees[tree], folder, cell, steps=1)
+            first = {"train": {"steps": 1}} if how == "left" else {}
+            config_file(deep_merge(trees[tree], {"strategy": strategy, **first}), folder, cell)
     return folder
+
+
+def run_alone(tree: dict[str, Any], folder: Path, name: str, steps: int = 2) -> None:
+    tree = json.loads(config_file(tree, folder, name).read_text())
+    run_rl(build(RLConfig, deep_merge(tree, {"train": {"steps": steps}})))
 
 
 Found = Callable[[int], list[dict[str, Any]]]
@@ -124,10 +137,12 @@ class TestTeams:
             assert found["held"]["team"] < 1.1 * found["held"]["alone"] / ranks
 
     def test_runs_give_the_numbers_of_one_process(self, found_in, folder, ranks):
-        assert found_in(ranks)[0]["steps"] == [2] * len(CELLS[ranks])
+        assert found_in(ranks)[0]["steps"] == [1 if name.endswith("left") else 2 for name, _ in CELLS[ranks]]
         for name, strategy in CELLS[ranks]:
-            loader = AutoModelForImageTextToText if name == "pictures" else AutoModelForCausalLM
-            check_equal(folder / name_of(ranks, name, strategy), folder / name, loader)
+            cell, (tree, _, how) = name_of(ranks, name, strategy), name.partition(" ")
+            if how == "left":
+                run_alone(json.loads((folder / f"{tree}.yaml").read_text()), folder, cell)
+            check_equal(folder / cell, folder / tree, AutoModelForImageTextToText if tree == "pictures" else AutoModelForCausalLM)
 
 
 def test_processes_that_teams_do_not_divide_are_refused():
