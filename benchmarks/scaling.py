@@ -293,6 +293,37 @@ def section_weak(bytes_per_token: float, seconds_per_token: float, held_per_toke
     )
 
 
+def section_phases() -> str:
+    """A step of one prompt with 16 equal answers for each GPU: equal, so that no tail is in it."""
+    rows = []
+    for key, gpus, length in (
+        *((key, 64, 8192) for key in ("1.5b", "7b", "32b", "70b")),
+        *(("7b", gpus, 8192) for gpus in (8, 512, 4096)),
+        *(("7b", 64, length) for length in (512, 2048, 32768)),
+    ):
+        model = MODELS[key]
+        cut = next(c for c in (1, 2, 4, 8, 16) if costs.rows_that_fit(model, H100, 256 + length, c) >= 16)
+        answers, engines = 16 * gpus, gpus // cut
+        at_once = min(answers // engines, costs.rows_that_fit(model, H100, 256 + length, cut))
+        waves = answers / engines / at_once
+        drawn = waves * Decode.of(model, H100, cut).span(at_once, at_once * 256, length)
+        tokens, seen = answers * (256 + length), answers * (256 + length) ** 2 / 2
+        found = costs.train(model, H100, gpus, tokens, seen)
+        sync = costs.gathered(model, H100, gpus)
+        whole = drawn + found["scored"] + found["update"] + sync
+        shares = (drawn, found["scored"], found["update"], sync)
+        cells = [f"{s:.3g} ({s / whole:.0%})" for s in shares]
+        rows.append(
+            [key, f"{gpus:,}", f"{length:,}", f"{at_once} on {cut}", *cells, f"{costs.hiding_tokens(model, H100, gpus):.0f}"]
+        )
+    heads = ["model", "GPUs", "tokens of an answer", "answers at a time on GPUs", "drawing, s", "log-probs, s", "update, s"]
+    heads += ["weights to engines, s", "tokens of a micro-batch that hide a gather"]
+    return (
+        "## Cost of each phase (computed)\n\nH100; a step of one prompt of 256 tokens with 16 answers for each GPU, all answers equally "
+        "long, so that no tail is in it; log-probs of one model, activations recomputed.\n\n" + table(heads, rows)
+    )
+
+
 def section_limits() -> str:
     rows = []
     for key, model in MODELS.items():
@@ -477,6 +508,7 @@ def report(machine: str) -> str:
         head,
         measured,
         section_limits(),
+        section_phases(),
         section_weak(sent, seconds, held),
         *section_modes(),
         section_tail(),
