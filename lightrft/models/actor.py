@@ -15,11 +15,11 @@ from lightrft.models import attention
 from lightrft.models.divergence import Target, token_divergence
 from lightrft.models.embedding import Seen, misread, own_inputs, see
 from lightrft.models.families import decoder_of, family_of, head_transform
-from lightrft.models.loading import load_model
 from lightrft.models.logprobs import bend_logits, token_logprobs
-from lightrft.models.lora import add_adapters, base_model, is_adapted, merged_state
+from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.packing import Packed, pack
 from lightrft.models.parts import LANGUAGE, part_of, parts_of
+from lightrft.models.reading import Unread, made
 from lightrft.models.sequence_parallel import Exchanged, Part, Row, check_heads
 from lightrft.models.settings import Layout, ModelConfig
 from lightrft.types import Batch
@@ -58,6 +58,14 @@ class Backbone(nn.Module):
         self._layout: Layout = max(self.config.layout, self.family.layout, key=_ORDER.index)
         self._run_towers: bool | None = None
         self._team = Team(0, 1)
+        self.unread: Unread | None = None
+
+    def read_weights(self) -> None:
+        """Fill weights that were left on the meta device and have memory by now, each whole or the part of it that lies here. Raises
+        ``ModelError`` on every rank alike."""
+        if self.unread is not None:
+            self.unread.read(self.model)
+            self.unread = None
 
     @property
     def base(self) -> PreTrainedModel:
@@ -196,14 +204,14 @@ class Actor(Backbone):
 
     @classmethod
     def load(cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Actor:
-        """The model of ``config.path`` with adapters, frozen parts and gradient checkpointing as ``config`` says.
+        """The model of ``config.path`` with adapters, frozen parts and gradient checkpointing as ``config`` says. On the meta device its
+        weights have no memory until somebody gives them some and calls ``read``.
 
         Raises ``ModelError`` when the folder cannot be used as asked.
         """
-        model: nn.Module = load_model(config, device=device, dtype=dtype)
-        if config.lora is not None and not is_adapted(model):
-            model = add_adapters(base_model(model), config.lora)
+        model, unread = made(config, device, dtype)
         actor = cls(model, config)
+        actor.unread = unread
         if config.gradient_checkpointing:
             actor.gradient_checkpointing_enable()
         return actor

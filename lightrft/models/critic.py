@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.models.actor import Backbone, Read
-from lightrft.models.loading import load_model, save_model
-from lightrft.models.lora import add_adapters, base_model, is_adapted
+from lightrft.models.loading import save_model
+from lightrft.models.reading import made
 from lightrft.models.settings import ModelConfig
 from lightrft.types import Batch
 
@@ -26,26 +26,31 @@ class Critic(Backbone):
     def __init__(self, model: nn.Module, config: ModelConfig | None = None, *, seed: int = 0) -> None:
         super().__init__(model, config)
         width = self.base.config.get_text_config().hidden_size
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, width, generator=generator) / (width + 1)
         self.value_head = nn.Linear(width, 1, bias=False, device=self.device, dtype=torch.float32)
-        with torch.no_grad():
-            self.value_head.weight.copy_(weight)
+        self._draw_head(seed)
         if self.base.dtype == torch.float64:
             self.value_head.double()
         head = self.base.get_output_embeddings()
         if head is not None and head.weight is not self.base.get_input_embeddings().weight:
             head.requires_grad_(False)  # logits are not used: no optimizer state for them
 
+    @torch.no_grad()
+    def _draw_head(self, seed: int) -> None:
+        weight = self.value_head.weight
+        drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+        weight.copy_(drawn / (weight.shape[1] + 1))
+
     @classmethod
     def load(
         cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, seed: int = 0
     ) -> Critic:
         """The model of ``config.path``, with its value head where the folder holds one. Raises as ``load_model``."""
-        model: nn.Module = load_model(config, device=device, dtype=dtype)
-        if config.lora is not None and not is_adapted(model):
-            model = add_adapters(base_model(model), config.lora)
+        model, unread = made(config, device, dtype)
         critic = cls(model, config, seed=seed)
+        critic.unread = unread
+        if unread is not None:  # the head is drawn, not read
+            critic.value_head.to_empty(device="cpu")
+            critic._draw_head(seed)
         critic.load_value_head(config.path)
         if config.gradient_checkpointing:
             critic.gradient_checkpointing_enable()
@@ -55,7 +60,7 @@ class Critic(Backbone):
         """Take over the value head of folder ``path``, if it holds one."""
         saved = Path(path).expanduser() / VALUE_HEAD
         if saved.is_file():
-            self.value_head.load_state_dict(load_file(saved, device=str(self.device)))
+            self.value_head.load_state_dict(load_file(saved))
 
     def save(self, tokenizer: PreTrainedTokenizerBase | None, path: str | Path) -> None:
         """Write a folder that ``load`` reads back, value head included."""
@@ -78,7 +83,7 @@ class Critic(Backbone):
         return self._whole(states), None if after is None else self._whole(after)
 
     def _whole(self, read: Read) -> Tensor:
-        return read.part.whole(self.value(read.states))
+        return read.part.whole(self.value(read.states)).clone()  # a view would not do for whoever acts on results
 
     def value(self, states: Tensor) -> Tensor:
         """V ``[...]`` of hidden ``states [..., H]``."""

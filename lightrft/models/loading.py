@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|fim_pad|>", "<|vision_pad|>", "<unk>")
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # newer and older name of the same
-_BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
+BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 
 
 def load_model(
@@ -55,16 +55,16 @@ def load_model(
     ``dtype`` wins over ``config.dtype``. Raises ``ModelError``: no such folder and no hub, not a model folder, damaged or
     missing weights, quantisation without bitsandbytes, a frozen part or prefix that names nothing.
     """
-    adapters = Path(config.path).expanduser() / "adapter_config.json"
-    if adapters.is_file():
-        return _load_adapters(config, adapters, device, dtype)
+    if (found := saved_adapters(config)) is not None:
+        model = load_model(config.model_copy(update={"path": found[0]}), device=device, dtype=dtype)
+        return with_saved_adapters(model, found[1], config)  # ty: ignore[invalid-explicit-return]
     options = _options(config, device, dtype)
     if device_map is not None:
         options["device_map"] = device_map
     settings = model_settings(config)
     family = family_of(settings)
     implementation = config.attention or family.padded_attention
-    where = _where(config)
+    where = where_of(config)
     try:
         with quiet(local=Path(where).is_dir()):
             loaded: Any = getattr(transformers, family.loader).from_pretrained(
@@ -73,7 +73,7 @@ def load_model(
         model, info = loaded
     except ImportError as error:
         raise ModelError(f"model.attention = {implementation!r}: {_first_line(error)}") from error
-    except _BROKEN as error:
+    except BROKEN as error:
         raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({_first_line(error)})") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         lacking = sorted(str(k) for k in (*info["missing_keys"], *info["mismatched_keys"]))
@@ -84,21 +84,29 @@ def load_model(
     return model.eval()
 
 
-def _load_adapters(config: ModelConfig, file: Path, device: torch.device | str, dtype: torch.dtype | None) -> PreTrainedModel:
-    from peft import PeftModel
-
+def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:
+    """Of a folder of adapters, its base model and the folder. Raises ``ModelError`` when it names none."""
+    file = Path(config.path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return None
     base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
     if not base:
         raise ModelError(f"model.path = {config.path!r}: its adapter_config.json does not name a base model")
-    model = load_model(config.model_copy(update={"path": base}), device=device, dtype=dtype)
+    return base, file.parent
+
+
+def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfig) -> nn.Module:
+    """``model`` with the adapters of ``folder``, trainable. Raises ``ModelError``."""
+    from peft import PeftModel
+
     try:
         with quiet(local=True):
-            return PeftModel.from_pretrained(model, file.parent, is_trainable=True).eval()  # ty: ignore[invalid-explicit-return]
-    except _BROKEN as error:
+            return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
+    except BROKEN as error:
         raise ModelError(f"model.path = {config.path!r}: the adapters cannot be read ({_first_line(error)})") from error
 
 
-def _where(config: ModelConfig) -> str:
+def where_of(config: ModelConfig) -> str:
     """Folder or hub name. Raises ``ModelError`` for what can be neither."""
     path = config.path
     if not path:
@@ -117,11 +125,11 @@ def model_settings(config: ModelConfig) -> PreTrainedConfig:
     """The config of ``config.path``; that of the base model for a folder of adapters. Raises ``ModelError``.
 
     Of a model that speaks, too, it is that of the part which answers in text: that part alone is loaded."""
-    where = _where(config)
+    where = where_of(config)
     try:
         found = AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
         return getattr(found, "thinker_config", found)
-    except _BROKEN as error:
+    except BROKEN as error:
         if Path(where).is_dir():
             raise ModelError(f"model.path = {config.path!r}: config.json cannot be used ({_first_line(error)})") from error
         raise ModelError(
@@ -175,7 +183,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
 
     Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, a chat template that cannot be read.
     """
-    where = config.tokenizer or (_where(config) if not _is_adapter(config.path) else config.path)
+    where = config.tokenizer or (where_of(config) if not _is_adapter(config.path) else config.path)
     name = "model.tokenizer" if config.tokenizer else "model.path"
     folder = Path(where).expanduser()
     if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
@@ -187,7 +195,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         # file's: characters get lost. A tokenizer that was saved by the plain class is loaded by it.
         loader: Any = PreTrainedTokenizerFast if plain else AutoTokenizer
         tokenizer: Any = loader.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    except (*_BROKEN, TypeError, AttributeError, ImportError) as error:
+    except (*BROKEN, TypeError, AttributeError, ImportError) as error:
         raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({_first_line(error)})") from error
     rows = None if _is_adapter(config.path) or not config.path else model_settings(config).get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.models.families import family_of
 from lightrft.models.loading import freeze, model_settings
@@ -28,16 +29,22 @@ def meta_model(config: ModelConfig) -> nn.Module:
         base = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
         return _with_saved_adapters(meta_model(config.model_copy(update={"path": base, "lora": None})), adapters.parent)
     settings = model_settings(config)
-    loader: Any = getattr(transformers, family_of(settings).loader)
-    make = getattr(loader, "from_config", None) or loader._from_config
     try:
         with torch.device("meta"), quiet(local=True):
-            model = make(settings, dtype=dtype_of(config, settings))
+            model = from_settings(settings, dtype_of(config, settings))
             freeze(model, config.freeze)
             model = model if config.lora is None else add_adapters(model, config.lora)
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         raise ModelError(f"model.path = {config.path!r}: no model can be made of its config ({error})") from error
     return model.eval()
+
+
+def from_settings(settings: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """A model that transformers makes of ``settings``, on the device that is torch's default."""
+    loader: Any = getattr(transformers, family_of(settings).loader)
+    make = getattr(loader, "from_config", None) or loader._from_config
+    with quiet(local=True):
+        return make(settings, dtype=dtype, **options)
 
 
 def _with_saved_adapters(model: nn.Module, folder: Path) -> nn.Module:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,13 @@ class Shared(Protocol):
     team: Team
 
 
+@runtime_checkable
+class Readable(Protocol):
+    """A model that may have been made without its weights: ``read_weights`` fills what has memory by now."""
+
+    def read_weights(self) -> None: ...
+
+
 @dataclass(slots=True)
 class TrainState:
     """One trained model with what its steps need. Only the strategy that made it looks inside ``inner``. ``shapes`` are those of all
@@ -71,8 +78,9 @@ class Strategy(Protocol):
     @property
     def teams(self) -> Ranks: ...
 
-    def loading(self) -> AbstractContextManager[None]:
-        """Context in which weights are read."""
+    def loading(self) -> AbstractContextManager[torch.device]:
+        """Context in which a model is made, and the device to make it on. On the meta device it is made without weights: ``place`` reads
+        them then."""
         ...
 
     def place(self, model: nn.Module) -> None:
@@ -92,6 +100,10 @@ class Strategy(Protocol):
 
     def step(self, state: TrainState) -> StepInfo:
         """Clip, step, schedule and clear gradients. A gradient that is not finite skips the step, on every rank alike."""
+        ...
+
+    def resting(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> AbstractContextManager[None]:
+        """Context in which the optimizers of ``states`` and the models ``frozen`` are not used, and may lie elsewhere."""
         ...
 
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:

@@ -11,3 +11,15 @@ def blocks_of(model: nn.Module) -> set[str]:
     for module in model.modules():
         named |= set(getattr(module, "_no_split_modules", None) or ())
     return named
+
+
+def outermost_blocks(model: nn.Module) -> list[nn.Module]:
+    """The modules of those classes, but for those that lie in another of them."""
+    kept = blocks_of(model)
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():  # a module comes before what is in it
+        if type(module).__name__ in kept and id(module) not in inside:
+            found.append(module)
+            inside |= {id(each) for each in module.modules()}
+    return found

@@ -83,10 +83,10 @@ class DeepSpeedStrategy(SingleStrategy):
         self.deepspeed = _deepspeed()
 
     @contextmanager
-    def loading(self) -> Generator[None]:
+    def loading(self) -> Generator[torch.device]:
         """In stage 3, models that transformers reads are made of shards from the start, and filled from what the first rank reads."""
         if self.config.stage != 3:
-            yield
+            yield self.device
             return
         from transformers.integrations import HfDeepSpeedConfig
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -97,7 +97,7 @@ class DeepSpeedStrategy(SingleStrategy):
         zero.Init = partial(init, tensor_overrides=[])
         asked = HfDeepSpeedConfig(self._configuration())  # transformers looks for it as long as it lives
         try:
-            yield
+            yield self.device
         finally:
             zero.Init = init
             unset_hf_deepspeed_config()

@@ -1,26 +1,33 @@
 """Weights, gradients and optimizer state in equal shards over the ranks, by PyTorch's ``fully_shard`` (FSDP2).
 
 The unit of sharding is the module that a model's class says not to split; what lies outside of those is sharded with the model as
-a whole. A checkpoint has the form that one process writes, so that any number of ranks can take it up.
+a whole. Gradients are summed into their shards with every micro-batch, so that none is held whole from one to the next. A checkpoint
+has the form that one process writes, so that any number of ranks can take it up.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightrft.strategy.base import Shared, StepInfo, Towered, TrainState
-from lightrft.strategy.blocks import blocks_of
+from lightrft.strategy.activations import keep_on_host
+from lightrft.strategy.base import Readable, Shared, StepInfo, Towered, TrainState
+from lightrft.strategy.blocks import outermost_blocks
+from lightrft.strategy.mesh import mesh_of
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.strategy.tensor_parallel import by_mesh, partial_names, shard_layers, sum_partial
+from lightrft.utils.modules import exchange
 from lightrft.utils.ranks import Ranks, in_teams
+
+HALF = (torch.bfloat16, torch.float16)
 
 
 class Fsdp2Strategy(SingleStrategy):
@@ -30,44 +37,72 @@ class Fsdp2Strategy(SingleStrategy):
         super().__init__(config)
         self.ranks = ranks
         self.team, self._teams = in_teams(ranks, config.sequence, config.tensor)
-        self.together = config.tensor
-        grid = init_device_mesh(
-            self.device.type, (ranks.size // config.tensor, config.tensor), mesh_dim_names=("shard", "tensor")
-        )
-        self.mesh, self.across = grid["shard"], grid["tensor"]
+        self.mesh, self.across = mesh_of(self.device, ranks, config.shard, config.tensor)
+        self.home = torch.device("cpu") if config.offload else self.device
+        """Where shards lie between calls."""
+        self._types: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
 
     @property
     def teams(self) -> Ranks:
         return self._teams
 
+    def loading(self) -> AbstractContextManager[torch.device]:
+        """Layers that are shared out by a plan are cut from whole ones."""
+        return nullcontext(torch.device("meta") if self.across is None else self.device)
+
     def place(self, model: nn.Module) -> None:
-        """Shard ``model`` in place. Its forward must be called as a module."""
-        super().place(model)
-        if self.together > 1:
+        """Shard ``model`` in place, and have this rank's part of its weights read where it was made without. Its forward must be called
+        as a module. Half-precision weights that are trained lie here in float32, and calls see them as they were."""
+        unread = any(parameter.is_meta for parameter in model.parameters())
+        if not unread:
+            model.to(self.device)
+        if self.across is not None:
             shard_layers(model, self.across)
         if isinstance(model, Shared):
             model.team = self.team
         if isinstance(model, Towered):
             model.run_towers = True  # a call of a sharded module is a call on every rank
-        options = {"mesh": self.mesh, "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}
-        kept = blocks_of(model)
-        blocks = [module for module in model.modules() if type(module).__name__ in kept]
-        for module in [*blocks, model]:
-            fully_shard(module, **options)  # ty: ignore[no-matching-overload]
+        self._types[model] = {name: parameter.dtype for name, parameter in model.named_parameters()}
+        self._shard(model)
         _fetch_ahead(model)
         for module in _sharded(model):
             module.set_gradient_divide_factor(1.0)  # losses are shares of the global one: they add up
             module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+        if unread:
+            exchange(model, self._memory, buffers=True)
         # Else whoever calls a part of the model first, such as an engine, finds modules that do not know their root.
         model._get_fsdp_state()._lazy_init()  # ty: ignore[not-callable]
+        if unread and isinstance(model, Readable):
+            model.read_weights()
+        if self.config.offload_activations:
+            keep_on_host(model)
 
-    def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
-        for module in _sharded(state.model):
-            module.set_requires_gradient_sync(last, recurse=False)
-        super().backward(state, loss, last=last)
+    def _shard(self, model: nn.Module) -> None:
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        half = next((p.dtype for p in model.parameters() if p.requires_grad and p.dtype in HALF), None)
+        half = half if self.across is None else None
+        alone = [] if half is None else [module for module in model.modules() if _full_precision(module)]
+        if half is not None:
+            exchange(model, lambda p: p.detach().float() if p.requires_grad and p.dtype in HALF else None)
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            # Of a model that nobody trains no backward pass would ever let go.
+            "reshard_after_forward": self.config.reshard if trained else True,
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.config.offload else OffloadPolicy(),
+        }
+        for module in (*alone, *outermost_blocks(model), model):
+            compute = None if module in alone else half
+            policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
+            fully_shard(module, mp_policy=policy, **options)
+
+    def _memory(self, tensor: Tensor) -> Tensor | None:
+        """Memory for a parameter or buffer that has none."""
+        if not tensor.is_meta:
+            return None
+        return torch.empty_like(tensor, device=self.home if isinstance(tensor, nn.Parameter) else self.device)
 
     def step(self, state: TrainState) -> StepInfo:
-        if self.together > 1:
+        if self.across is not None:
             masters = state.inner.masters
             sum_partial([masters[n].grad for n in partial_names(state.model) if n in masters], self.across)
         return super().step(state)
@@ -78,6 +113,8 @@ class Fsdp2Strategy(SingleStrategy):
     @contextmanager
     def whole(self, model: nn.Module) -> Generator[None]:
         modules = list(_sharded(model))
+        groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+        after = [group.post_forward_mesh_info for group in groups]
         for module in modules:
             module.unshard()
             module.set_reshard_after_forward(False, recurse=False)
@@ -86,7 +123,8 @@ class Fsdp2Strategy(SingleStrategy):
         finally:
             for module in modules:
                 module.reshard()
-                module.set_reshard_after_forward(True, recurse=False)
+            for group, info in zip(groups, after):
+                group.post_forward_mesh_info = info
 
     def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
         for sharded in _sharded(module):
@@ -94,7 +132,9 @@ class Fsdp2Strategy(SingleStrategy):
         return super().tensors(module)
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.full(parameter.detach())) for name, parameter in state.model.named_parameters())
+        types = self._types[state.model]
+        for name, parameter in state.model.named_parameters():
+            yield name, self.full(parameter.detach()).to(types[name])
 
     def full(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -119,3 +159,9 @@ def _fetch_ahead(model: nn.Module) -> None:
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def _full_precision(module: nn.Module) -> bool:
+    """Whether ``module`` has weights, and all of them in full precision, and no module inside."""
+    own = list(module.parameters(recurse=False))
+    return bool(own) and not any(module.children()) and all(p.dtype == torch.float32 and p.requires_grad for p in own)

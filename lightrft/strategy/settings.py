@@ -29,6 +29,15 @@ class OptimizerConfig(Settings):
     max_grad_norm: float | None = Field(1.0, gt=0)
 
 
+SHARDING = ("shard", "reshard", "offload")
+"""Settings that act where weights are spread over ranks by FSDP2."""
+_OF_KINDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(SHARDING, ("auto", "fsdp2")),
+    **dict.fromkeys(("offload_activations", "sleep"), ("auto", "fsdp2", "single")),
+    **dict.fromkeys(("stage", "deepspeed"), ("deepspeed",)),
+}
+
+
 class StrategyConfig(Settings):
     """Where weights, gradients and optimizer state live.
 
@@ -36,6 +45,11 @@ class StrategyConfig(Settings):
     number of processes asks.
     ``stage`` is ZeRO's (arXiv 1910.02054): what is sharded is optimizer state (1), gradients too (2), weights too (3). ``deepspeed`` goes
     into DeepSpeed's own configuration as it is.
+    With ``fsdp2``: ``shard`` is the number of neighbouring ranks that hold one copy of the weights between them, where not all together
+    hold one (HSDP); ``reshard`` says what is kept of weights from a block's forward pass to its backward pass: its shard (true), all
+    (false), or the shard of so many ranks; ``offload`` keeps weights, gradients and optimizer state in the host's memory.
+    ``offload_activations`` keeps there what the forward pass leaves for the backward pass, and ``sleep`` optimizer state and models that
+    are not trained while answers are drawn.
     ``device``: ``auto`` takes an accelerator where there is one. A rank that others have waited for during ``timeout`` minutes ends
     the run.
     ``tensor`` ranks side by side share out the heads and the inner width of each layer, by the plan that transformers has for the model:
@@ -48,6 +62,11 @@ class StrategyConfig(Settings):
     timeout: float = Field(10.0, gt=0)
     tensor: int = Field(1, ge=1)
     sequence: int = Field(1, ge=1)
+    shard: int | None = Field(None, ge=1)
+    reshard: bool | Annotated[int, Field(ge=2)] = True
+    offload: bool = False
+    offload_activations: bool = False
+    sleep: bool = False
     stage: int = Field(2, ge=1, le=3)
     deepspeed: dict[str, Any] = Field(default_factory=dict)
 
@@ -59,12 +78,12 @@ class StrategyConfig(Settings):
                     f"strategy.{name} = {getattr(self, name)} needs strategy.kind fsdp2, which is {self.kind}; set strategy.kind=fsdp2, "
                     f"or strategy.{name}=1"
                 )
-        if self.kind != "deepspeed":
-            for name in ("stage", "deepspeed"):
-                if (value := getattr(self, name)) != type(self).model_fields[name].get_default(call_default_factory=True):
-                    raise ValueError(
-                        f"strategy.{name} = {value} changes nothing with kind {self.kind}; set strategy.kind=deepspeed"
-                    )
+        for name, kinds in _OF_KINDS.items():
+            value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
+            if self.kind not in kinds and value != default:
+                raise ValueError(
+                    f"strategy.{name} = {value} changes nothing with kind {self.kind}; set strategy.kind={kinds[-1]}, or leave it out"
+                )
         return self
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from lightrft.strategy.activations import keep_on_host
 from lightrft.strategy.base import Parted, StepInfo, TrainState
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
@@ -21,6 +23,7 @@ from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.ranks import ALONE, Ranks, together
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+HOST = torch.device("cpu")
 STATE_FILE, ABOUT_FILE = "state.safetensors", "state.json"
 
 
@@ -40,18 +43,21 @@ class SingleStrategy:
     ranks: Ranks = ALONE
 
     def __init__(self, config: StrategyConfig) -> None:
+        self.config = config
         self.device = _pick_device() if config.device == "auto" else _device(config.device)
 
     @property
     def teams(self) -> Ranks:
         return self.ranks
 
-    def loading(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    def loading(self) -> AbstractContextManager[torch.device]:
+        return nullcontext(self.device)
 
     def place(self, model: nn.Module) -> None:
         """Bring ``model`` to where its calls run."""
         model.to(self.device)
+        if self.config.offload_activations:
+            keep_on_host(model)
 
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
         self.place(model)
@@ -97,6 +103,33 @@ class SingleStrategy:
             set_lr(state.optimizer, state.config, inner.step, inner.total)
         state.optimizer.zero_grad(set_to_none=True)
         return info
+
+    @contextmanager
+    def resting(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> Generator[None]:
+        if not self.config.sleep:
+            yield
+            return
+        states, frozen = list(states), list(frozen)
+        self._bring(states, frozen, HOST)
+        try:
+            yield
+        finally:
+            self._bring(states, frozen, self.device)
+
+    @staticmethod
+    def _bring(states: Iterable[TrainState], frozen: Iterable[nn.Module], device: torch.device) -> None:
+        """Optimizer state and models to ``device``."""
+        for state in states:
+            inner: Masters = state.inner
+            for name, master in inner.masters.items():
+                if master is not inner.parameters[name]:
+                    master.data = moved(master.data, device)
+                held = state.optimizer.state.get(master, {})
+                for key in MOMENTS[:2]:
+                    if key in held:
+                        held[key] = moved(held[key], device)
+        for model in frozen:
+            model.to(device)
 
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
@@ -146,6 +179,16 @@ class SingleStrategy:
             for name, parameter in inner.parameters.items():
                 if inner.masters[name] is not parameter:
                     parameter.copy_(inner.masters[name])
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """``tensor`` on ``device``; of one that is spread over ranks, the shard."""
+    if not isinstance(tensor, DTensor):
+        return tensor.to(device)
+    shard = tensor.to_local().to(device)
+    return DTensor.from_local(
+        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -145,7 +145,8 @@ def keep(run: Training, values: dict[str, Any]) -> str:
 def evaluation(run: Training) -> Metrics:
     """Answer the held-out prompts as the policy is now, and write the answers down."""
     run.rest()
-    found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed, ranks=run.roles.strategy.ranks)
+    with run.roles.drawing():
+        found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed, ranks=run.roles.strategy.ranks)
     run.session.folder.write_rollouts(run.step, found.rollouts, name="eval", attached=attached(found.rollouts))
     check_scored(found.rollouts, f"to the held-out prompts at step {run.step}")
     return found.metrics

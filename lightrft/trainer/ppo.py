@@ -51,7 +51,8 @@ def rl_step(
     stopped: Callable[[], bool] = never,
 ) -> StepResult:
     """Prompts in, one updated policy out."""
-    collected = collect(roles, config, step, source, timers, stopped)
+    with roles.drawing():
+        collected = collect(roles, config, step, source, timers, stopped)
     return learn(roles, config, step, controls, collected, timers)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, overload, runtime_checkable
@@ -222,6 +223,12 @@ class Roles:
         """What a checkpoint must hold, by name."""
         roles: dict[str, Kept | None] = {"policy": self.policy, "critic": self.critic, "process": self.process}
         return {name: role for name, role in roles.items() if role is not None}
+
+    def drawing(self) -> AbstractContextManager[None]:
+        """Context in which answers are drawn, and what only training needs may rest."""
+        frozen = [role.model for role in (self.reference, self.teacher) if isinstance(role, Frozen)]
+        states = [role.state for role in self.trained.values() if isinstance(role, Trained)]
+        return self.strategy.resting(states, frozen)
 
     @property
     def actor(self) -> Actor:

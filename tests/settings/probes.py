@@ -32,6 +32,7 @@ from lightrft.models.actor import Actor, Scores
 from lightrft.models.decoding import Session
 from lightrft.models.loading import AutoConfig, load_tokenizer
 from lightrft.models.processing import load_processor
+from lightrft.strategy import activations, single
 from lightrft.strategy.engine.native import NativeEngine
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.gates import gated
@@ -372,5 +373,7 @@ def recording() -> Generator[Counter[str]]:
         spy(Session, "reserve", lambda self, *a: f"room for {a[-1]} tokens")
         spy(NativeEngine, "load_weights", lambda *a, **k: "weights given to the engine")
         spy(AutoConfig, "from_pretrained", lambda *a, **k: f"{k}")
+        spy(activations, "to_host", lambda tensor: "kept for the backward pass on the host")
+        spy(single, "moved", lambda tensor, device: f"optimizer state to {device}")
         spy(actors, "token_logprobs", lambda *a, **k: f"logits of {k['chunk_mb']} MiB")
         yield seen

@@ -19,7 +19,7 @@ from lightrft.models.processing import Processor, load_processor
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.engine.native import NativeEngine
-from lightrft.strategy.settings import StrategyConfig
+from lightrft.strategy.settings import SHARDING, StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.parts import needs_of, needs_reference
 from lightrft.trainer.ptx import Ptx
@@ -59,6 +59,9 @@ def strategy_of(config: StrategyConfig, ranks: Ranks) -> Strategy:
         return Fsdp2Strategy(config, ranks)
     if ranks.size > 1:
         raise ConfigError(f"strategy.kind = 'single' is for one process, and this run has {ranks.size}; set strategy.kind=auto")
+    for name in SHARDING:
+        if (value := getattr(config, name)) != StrategyConfig.model_fields[name].default:
+            raise ConfigError(f"strategy.{name} = {value} changes nothing in one process; set launch.processes, or leave it out")
     return SingleStrategy(config)
 
 
@@ -67,7 +70,8 @@ def local_policy(
 ) -> tuple[Strategy, Actor, Engine]:
     """What every verb needs: a strategy, the policy on its device, and an engine over the same weights."""
     placed = strategy_of(strategy, ranks)
-    actor = Actor.load(model, device=placed.device)
+    with placed.loading() as device:
+        actor = Actor.load(model, device=device)
     whole = None if ranks.size == 1 else lambda: placed.whole(actor)
     return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor)
 
@@ -134,7 +138,8 @@ def reference_model(config: RLConfig) -> ModelConfig:
 
 def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
     """A model without gradient."""
-    frozen = Actor.load(model, device=strategy.device)
+    with strategy.loading() as device:
+        frozen = Actor.load(model, device=device)
     frozen.requires_grad_(False)
     strategy.place(frozen)
     return frozen.eval()
@@ -183,7 +188,8 @@ def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> 
     if "critic" not in needs_of(config.algorithm):
         return None
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora": None})
-    critic = Critic.load(model, device=strategy.device)
+    with strategy.loading() as device:
+        critic = Critic.load(model, device=device)
     return Trained(critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps))
 
 
@@ -192,7 +198,8 @@ def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trained |
     if "process" not in needs_of(config.algorithm):
         return None
     model = config.model.model_copy(update={"path": config.process.path or config.model.path, "lora": None})
-    actor = Actor.load(model, device=strategy.device)
+    with strategy.loading() as device:
+        actor = Actor.load(model, device=device)
     return Trained(actor, strategy.prepare(actor, config.process.optimizer, steps))
 
 

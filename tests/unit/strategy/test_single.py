@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from lightrft.strategy import single
 from lightrft.strategy.base import TrainState
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import STATE_FILE, SingleStrategy
@@ -142,3 +145,69 @@ def test_a_truncated_checkpoint_is_an_error_of_its_own(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match="cannot be read"):
         strategy.load(state, tmp_path / "state")
+
+
+def test_what_only_training_needs_sleeps_on_the_host_while_answers_are_drawn(monkeypatch) -> None:
+    """The host is stood in for by the meta device, from which nothing comes back: that is tried, and fails."""
+    _, state = make()
+    strategy = SingleStrategy(StrategyConfig(device="cpu", sleep=True))
+    take(strategy, state, 0)
+    frozen = nn.Linear(2, 2)
+    monkeypatch.setattr(single, "HOST", torch.device("meta"))
+    with pytest.raises(NotImplementedError, match="meta"), strategy.resting([state], [frozen]):
+        held = [moments[key] for moments in state.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+        assert held and all(tensor.is_meta for tensor in (*held, *frozen.parameters()))
+        assert not any(parameter.is_meta for parameter in state.model.parameters())  # answers are drawn with them
+
+
+def test_masters_of_half_precision_weights_sleep_too(monkeypatch) -> None:
+    strategy, state = make(torch.bfloat16)
+    take(strategy, state, 0)
+    there: list[str] = []
+    monkeypatch.setattr(single, "moved", lambda tensor, device: [there.append(device.type), tensor][1])
+    monkeypatch.setattr(single, "HOST", torch.device("meta"))
+    asleep = SingleStrategy(StrategyConfig(device="cpu", sleep=True))
+    with asleep.resting([state], []):
+        assert there == ["meta"] * 3 * len(state.inner.masters)
+    assert there == ["meta"] * 3 * len(state.inner.masters) + ["cpu"] * 3 * len(state.inner.masters)
+    with strategy.resting([state], []):
+        assert len(there) == 6 * len(state.inner.masters)  # without the setting nothing moves
+
+
+def test_a_step_after_sleep_is_the_step_without_it() -> None:
+    runs = []
+    for sleep in (False, True):
+        _, state = make(torch.bfloat16)
+        strategy = SingleStrategy(StrategyConfig(device="cpu", sleep=sleep))
+        for seed in range(3):
+            with strategy.resting([state], []):
+                pass
+            take(strategy, state, seed)
+        runs.append([p.detach().clone() for p in state.model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_activations_on_the_host_give_the_same_gradients(recomputed: bool) -> None:
+    found = []
+    for offload in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+        strategy = SingleStrategy(StrategyConfig(device="cpu", offload_activations=offload))
+        strategy.place(model)
+        x = torch.randn(32, 64)
+        whole = (lambda v, m=model: checkpoint(m, v, use_reentrant=False)) if recomputed else model
+        whole(x).square().sum().backward()
+        found.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"), [("shard", "single"), ("reshard", "deepspeed"), ("sleep", "deepspeed"), ("stage", "fsdp2")]
+)
+def test_a_setting_of_another_strategy_is_refused(setting: str, kind: str) -> None:
+    value = {"shard": 2, "reshard": False, "sleep": True, "stage": 3}[setting]
+    with pytest.raises(
+        ValidationError, match=rf"strategy\.{setting} = {value} changes nothing with kind {kind}; set strategy\.kind="
+    ):
+        StrategyConfig(kind=kind, **{setting: value})

@@ -1,0 +1,141 @@
+"""FSDP2 on real processes: the numbers of one, where weights lie, and that nobody reads more of them than he keeps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrft.models.loading import save_model
+from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.models.tiny_media import save_tiny_media
+from tests.unit.strategy import fsdp2_work
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """By number of ranks and rank, what each cell gives."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    for name, options in {"untied": {"tie_word_embeddings": False}, "tied": {"tie_word_embeddings": True}}.items():
+        save_model(tiny_model("qwen2", **options), tiny_tokenizer(), folder / name)
+    save_model(tiny_model("qwen3_moe"), tiny_tokenizer(), folder / "experts")
+    for family in ("qwen2", "qwen3_moe", "gemma2", "gemma3"):
+        tiny_model(family, seed=1).save_pretrained(folder / "families" / family, max_shard_size="60KB")
+    for family in ("qwen2_5_vl", "qwen2_audio"):
+        save_tiny_media(family, folder / "families" / family)
+    odd = tiny_model("qwen2")
+    odd.save_pretrained(folder / "families" / "no_safetensors")
+    (folder / "families" / "no_safetensors" / "model.safetensors").unlink()
+    torch.save(odd.state_dict(), folder / "families" / "no_safetensors" / "pytorch_model.bin")
+    lacking = tiny_model("qwen2").state_dict()
+    del lacking["model.layers.1.mlp.up_proj.weight"]
+    tiny_model("qwen2").save_pretrained(folder / "lacking", state_dict=lacking)
+    return run(folder)
+
+
+def run(folder: Path) -> dict[Any, Any]:
+    """What 2 and 4 ranks, and one process, find in ``folder``."""
+    command = [sys.executable, "-m", "tests.unit.strategy.fsdp2_work", str(folder), "2", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    files = {(size, rank): folder / f"found-{size}-{rank}.pt" for size in (2, 4) for rank in range(size)}
+    return {key: torch.load(file, weights_only=True) for key, file in {**files, 1: folder / "found-1.pt"}.items()}
+
+
+def cells(found: dict[Any, Any], *names: str) -> list[tuple[str, dict[str, Any]]]:
+    """Each cell, or those of ``names``, as each rank has it."""
+    ranks = [ranks for key, ranks in found.items() if key != 1]
+    every = {**fsdp2_work.CELLS, **fsdp2_work.OF_FOUR}
+    return [(name, rank[name]) for rank in ranks for name in rank if name in (names or every)]
+
+
+def one(found: dict[Any, Any], name: str) -> dict[str, Any]:
+    """What one process gives."""
+    return found[1][name if name in found[1] else "tied bfloat16" if name == "all at once" else "float32"]
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """How far two moves of weights are apart, as a share of the move."""
+    gap = sum(float((found[name].double() - move.double()).square().sum()) for name, move in expected.items())
+    return (gap / sum(float(move.double().square().sum()) for move in expected.values())) ** 0.5
+
+
+def test_every_cell_gives_the_losses_gradients_and_weights_of_one_process(found):
+    for name, cell in cells(found):
+        expected = one(found, name)
+        half = "bfloat16" in name or name == "all at once"
+        near = 5e-3 if half else 1e-5  # a sum of bfloat16 numbers in another order
+        assert cell["losses"] == pytest.approx(expected["losses"], rel=near), name
+        assert cell["norms"] == pytest.approx(expected["norms"], rel=near), name
+        assert cell["drawn"] == pytest.approx(expected["drawn"], rel=2 * near), name
+        assert list(cell["weights"]) == list(expected["weights"])
+        assert {k: t.dtype for k, t in cell["weights"].items()} == {k: t.dtype for k, t in expected["weights"].items()}
+        assert distance(cell["moved"], expected["moved"]) < (0.05 if half else 1e-4), name
+
+
+def test_each_rank_holds_its_part_of_weights_and_of_optimizer_state(found):
+    for name, cell in cells(found):
+        expected = one(found, name)
+        parts = {"kept on two": 4}.get(name, 2)
+        assert cell["held"] <= expected["held"] / parts * 1.01 + 64, name
+        assert cell["state"] <= expected["state"] / parts * 1.01 + 64, name
+
+
+def test_no_gradient_is_whole_after_a_micro_batch(found):
+    assert all(cell["whole gradients"] == [0, 0, 0, 0] for _, cell in cells(found))
+
+
+def test_half_precision_is_computed_with_one_float32_copy_of_the_weights(found):
+    assert found[1]["bfloat16"]["masters apart"] > 0
+    for name, cell in cells(found, "bfloat16", "bfloat16 critic", "tied bfloat16", "all at once"):
+        assert cell["master"] == ["torch.float32"] and cell["masters apart"] == 0, name
+    for name, cell in cells(found, "bfloat16"):
+        assert cell["losses"] != found[1]["float32"]["losses"], name  # it is bfloat16 that computes
+
+
+def test_reshard_says_what_lies_here_between_the_passes(found):
+    blocks = {name: cell["after forward"][0] for name, cell in cells(found, "float32", "kept whole", "kept on two")}
+    assert blocks["kept whole"] == 2 * blocks["float32"] == 2 * blocks["kept on two"]
+
+
+def test_activations_go_to_the_host_and_of_recomputed_layers_only_their_inputs(found):
+    copied = {name: cell["copied"] for name, cell in cells(found, "float32", "activations", "activations of layers")}
+    assert copied["activations"] > 5 * copied["activations of layers"] > 0
+    assert copied["float32"] == 0 < found[1]["activations"]["copied"]
+
+
+def test_a_checkpoint_of_any_cell_gives_back_its_weights(found):
+    assert all(cell["restored"] for _, cell in cells(found))
+
+
+def test_what_each_rank_has_read_is_what_loading_gives_in_every_family(found):
+    assert found[2, 0]["families"] == found[2, 1]["families"] == {}
+
+
+def test_a_weight_that_the_files_lack_is_named_on_every_rank(found):
+    for rank in (0, 1):
+        assert "1 weights are missing or misshapen, e.g. model.layers.1.mlp.up_proj.weight" in found[2, rank]["lacking"]
+
+
+def test_groups_of_ranks_that_do_not_come_out_even_are_refused(found):
+    assert "strategy.shard = 3 does not divide the 4 processes of this run" in found[4, 3]["refused"]
+
+
+def test_loading_holds_one_copy_of_the_weights_on_all_ranks_together(tmp_path):
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 5, "vocab_size": 8000}
+    model = tiny_model("qwen2", num_attention_heads=8, **sizes)
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert weights > 250e6
+    model.save_pretrained(tmp_path / "large", max_shard_size="80MB")
+    found = run(tmp_path)
+    assert found[1]["peak"] > 0.95 * weights  # a copy that is there is seen
+    for ranks in (2, 4):
+        peaks = [found[ranks, rank]["peak"] for rank in range(ranks)]
+        assert max(peaks) < 1.15 * weights / ranks + 25e6, peaks
+        assert sum(peaks) < 1.15 * weights + ranks * 25e6, peaks
