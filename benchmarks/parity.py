@@ -33,18 +33,29 @@ from typing import Any
 LIMIT = 1e-5
 FLOOR = 0.02
 """The size at which smaller numbers are compared."""
-NOT_COMPARED = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
-"""What depends on the clock, or measures rounding itself."""
+NOT_COMPARED = (
+    "time",
+    "seconds",
+    "tokens_per_second",
+    "policy/sampler_gap",
+    "engine/restarts",
+    "scorer/restarts",
+    "reference/restarts",
+)
+"""What depends on the clock, measures rounding itself, or is there where there are workers only."""
 Tree = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How a run is spread: ``processes``, the settings that ask for it, and the package that it needs."""
+    """How a run is spread: ``processes`` that are started for it, the settings that ask for it, more of them by case, the package that it
+    needs, and the cases that it cannot run."""
 
     processes: int = 1
     settings: Tree = field(default_factory=dict)
     needs: str = "torch"
+    by_case: dict[str, Tree] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
 
     @property
     def there(self) -> bool:
@@ -56,11 +67,30 @@ def zero(stage: int) -> Tree:
     return {"strategy": {"kind": "deepspeed", "stage": stage}}
 
 
+def on_ray(**ray: Any) -> Tree:
+    """The settings that ask for two ranks on a cluster of this machine, and for workers."""
+    return {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 0.2, **ray}}}
+
+
+APART = {"worker_cpus": 0.2, "engines": 1, "scorers": 1}
+
 WAYS: dict[str, Way] = {
     "single": Way(),
     **{f"fsdp2x{n}": Way(n, {"strategy": {"kind": "fsdp2"}}) for n in (2, 3)},
     **{f"zero{stage}x{n}": Way(n, zero(stage), "deepspeed") for n in (2, 3) for stage in (1, 2, 3)},
+    "ray": Way(1, on_ray(), "ray"),
+    "ray-apart": Way(
+        settings=on_ray(**APART),
+        needs="ray",
+        by_case={
+            "grpo": on_ray(**APART, references=1),
+            "ppo": on_ray(**APART, references=1, critic=True),
+            "pictures": on_ray(**APART, references=1),
+        },
+        without=("sft",),
+    ),
 }
+"""On Ray, ranks have all roles with them, or engine, scorer, reference and critic are in workers of their own."""
 
 REWARD = "def varied(rollout):\n    return sum(rollout.token_ids) % 7 / 7\n"
 """As different for answers as for right and wrong ones, of a model that has learnt nothing."""
@@ -128,7 +158,7 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
         "reward": {"terms": [f"{folder / 'reward.py'}:varied"]},
     }
     tree = deep_merge(BASE, own)
-    for more in ({} if case == "sft" else ROLLOUTS, CASES[case], WAYS[way].settings):
+    for more in ({} if case == "sft" else ROLLOUTS, CASES[case], WAYS[way].settings, WAYS[way].by_case.get(case, {})):
         tree = deep_merge(tree, more)
     return tree
 
@@ -159,9 +189,9 @@ def run_here(plan: Path) -> None:
     """In each of the processes: the runs of ``plan``."""
     import torch
 
+    from lightrft.cli.launch import program
     from lightrft.config import RLConfig, SFTConfig
-    from lightrft.trainer.rl import run_rl
-    from lightrft.trainer.sft import run_sft
+    from lightrft.trainer.session import Nobody
     from lightrft.utils.ranks import joined
     from lightrft.utils.settings import build
 
@@ -169,10 +199,9 @@ def run_here(plan: Path) -> None:
     trees = json.loads(plan.read_text(encoding="utf-8"))
     with joined(BASE["strategy"]["timeout"]):
         for tree in trees:
-            if "batch_size" in tree:
-                run_sft(build(SFTConfig, tree))
-            else:
-                run_rl(build(RLConfig, tree))
+            supervised = "batch_size" in tree
+            config = build(SFTConfig if supervised else RLConfig, tree)
+            program("lightrft.trainer.sft:run_sft" if supervised else "lightrft.trainer.rl:run_rl", config)(config, Nobody())
 
 
 # --------------------------------------------------------------------------------------------------------------------- comparison
@@ -267,6 +296,7 @@ COLUMNS = ("loss", "gradient norm", "other metrics", "weights")
 
 def run_way(way: str, cases: Sequence[str], folder: Path) -> None:
     """Run ``cases`` in ``way``, and the first of them again. Raises ``RuntimeError`` for a run that fails or is not repeatable."""
+    cases = [case for case in cases if case not in WAYS[way].without]
     again = tree_of(cases[0], way, folder)
     again["run"]["name"] = "again"
     run_all([*(tree_of(case, way, folder) for case in cases), again], folder / way, WAYS[way].processes)
@@ -279,7 +309,9 @@ def matrix(ways: Sequence[str], cases: Sequence[str], folder: Path) -> Iterator[
     """Each way and case with its differences from ``single``."""
     for way in dict.fromkeys(["single", *ways]):
         run_way(way, cases, folder)
-        for case in cases if way != "single" else ():
+        for case in cases:
+            if way == "single" or case in WAYS[way].without:
+                continue
             yield way, case, compared(folder / way / case, folder / "single" / case)
 
 

@@ -62,7 +62,8 @@ class RLRun(Training):
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
             drawn = result.collected.rollouts
             session.folder.write_rollouts(done, drawn, attached=attached(drawn), advantages=advantages_of(result))
-        if config.log.batches_every and done % config.log.batches_every == 0 and result.batch is not None:
+        writes = config.log.batches_every and session.ranks.rank == 0
+        if writes and done % config.log.batches_every == 0 and result.batch is not None:
             save_batch(session.path / "batches" / f"step_{done:06d}", with_outcomes(result.batch, result.collected))
         return result.metrics
 
