@@ -19,6 +19,14 @@ from lightrft.types import Batch
 VALUE_HEAD = "value_head.safetensors"
 
 
+class _Head(nn.Linear):
+    """Values have more than eight bits whatever the weights are kept in."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        kind = torch.promote_types(self.weight.dtype, torch.float32)
+        return nn.functional.linear(input.to(kind), self.weight.to(kind))
+
+
 class Critic(Backbone):
     """V(state), in the unit of what it is trained on. The head has no bias; its weights start normal, with standard deviation 1 / (H + 1),
     drawn from ``seed``."""
@@ -26,7 +34,7 @@ class Critic(Backbone):
     def __init__(self, model: nn.Module, config: ModelConfig | None = None, *, seed: int = 0) -> None:
         super().__init__(model, config)
         width = self.base.config.get_text_config().hidden_size
-        self.value_head = nn.Linear(width, 1, bias=False, device=self.device, dtype=torch.float32)
+        self.value_head = _Head(width, 1, bias=False, device=self.device, dtype=torch.float32)
         self._draw_head(seed)
         if self.base.dtype == torch.float64:
             self.value_head.double()
@@ -87,4 +95,4 @@ class Critic(Backbone):
 
     def value(self, states: Tensor) -> Tensor:
         """V ``[...]`` of hidden ``states [..., H]``."""
-        return self.value_head(states.to(self.value_head.weight.dtype)).squeeze(-1)
+        return self.value_head(states).squeeze(-1)

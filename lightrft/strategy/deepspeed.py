@@ -78,6 +78,11 @@ class DeepSpeedStrategy(SingleStrategy):
             raise ConfigError(f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out")
         if "stage" in config.deepspeed.get("zero_optimization", {}):
             raise ConfigError("strategy.deepspeed.zero_optimization.stage: set strategy.stage in its place")
+        for name, value in config.deepspeed.get("zero_optimization", {}).items():
+            if name.startswith("zero_quantized") and value and self.device.type == "cpu":
+                raise ConfigError(
+                    f"strategy.deepspeed.zero_optimization.{name} = {value}: DeepSpeed quantises on GPUs alone; leave it out on a CPU"
+                )
         if self.device.type == "cpu":
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.deepspeed = _deepspeed()
@@ -91,11 +96,18 @@ class DeepSpeedStrategy(SingleStrategy):
         from transformers.integrations import HfDeepSpeedConfig
         from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-        zero = self.deepspeed.zero
+        zero, settings = self.deepspeed.zero, self._configuration()
         init = zero.Init
+        groups = self.deepspeed.utils.groups
+        # It makes these groups of ranks anew for each model, which fails for the second.
+        near = (
+            groups._get_zero_param_intra_parallel_group()
+            if settings["zero_optimization"].get("zero_hpz_partition_size")
+            else None
+        )
         # Left alone, it would turn all that models make into one kind of number, buffers and half-precision weights included.
-        zero.Init = partial(init, tensor_overrides=[])
-        asked = HfDeepSpeedConfig(self._configuration())  # transformers looks for it as long as it lives
+        zero.Init = partial(init, tensor_overrides=[], zero_param_parallel_group=near)
+        asked = HfDeepSpeedConfig(settings)  # transformers looks for it as long as it lives
         try:
             yield self.device
         finally:

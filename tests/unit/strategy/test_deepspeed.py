@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from lightrft.models.tiny import tiny_model
 from lightrft.strategy.deepspeed import DeepSpeedStrategy
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import STATE_FILE
@@ -158,6 +159,116 @@ def test_bfloat16_weights_have_float32_masters_and_sums_of_gradients_as_on_one_p
             torch.testing.assert_close(states[0][key], tensor, rtol=1e-5, atol=1e-7)
             if key.startswith("weights/"):
                 assert tensor.dtype == torch.float32 and not torch.equal(tensor, tensor.bfloat16().float())
+
+
+LOADING = """
+from deepspeed.runtime.zero import partition_parameters
+from lightrft.models.actor import Actor
+from lightrft.models.critic import Critic
+from lightrft.models.settings import LoRAConfig, ModelConfig
+
+made, live = [], []
+
+def watch(owner, name):
+    inner = getattr(owner, name)
+    def watched(self, *parameters):
+        made.extend(parameters)
+        live.append(sum(p.numel() for p in made))
+        result = inner(self, *parameters)
+        live.append(sum(p.numel() for p in made))
+        return result
+    setattr(owner, name, watched)
+
+watch(partition_parameters.Init, "_zero_init_param")
+watch(partition_parameters.GatheredParameters, "__enter__")
+
+def cell(stage):
+    found = {}
+    for name in ("reference", "policy", "adapters", "critic"):
+        made.clear(), live.clear()
+        strategy, dtype = zero(stage), "bfloat16" if name == "policy" else "float32"
+        lora = LoRAConfig(rank=2) if name == "adapters" else None
+        config = ModelConfig(path=str(folder / "model"), dtype=dtype, lora=lora)
+        with strategy.loading() as device:
+            model = (Critic if name == "critic" else Actor).load(config, device=device)
+        kinds = sorted({str(p.dtype) for p in model.parameters()})
+        buffers = sorted({str(b.dtype) for b in model.buffers()})
+        found[name] = {"largest": max(live, default=0), "kinds": kinds, "buffers": buffers}
+        if name == "reference":
+            strategy.place(model.requires_grad_(False))
+        else:
+            strategy.prepare(model, OptimizerConfig(), 1)
+        shards = [getattr(p, "ds_tensor", p) for p in model.parameters()]
+        with strategy.tensors(model) as own:
+            sums = {n.removeprefix("model."): float(t.double().sum()) for n, t in own.items() if name in ("reference", "critic")}
+        found[name] |= {"held": sum(s.numel() for s in shards), "sums": sums}
+        found[name]["whole"] = sum(p.numel() for p in model.parameters())
+    return found
+"""
+
+
+@needs_deepspeed
+def test_in_stage_3_no_rank_holds_more_of_a_model_than_its_shard_also_while_it_is_read(tmp_path: Path) -> None:
+    model = tiny_model("qwen2", hidden_size=32, intermediate_size=80, num_hidden_layers=3, vocab_size=60)
+    model.save_pretrained(tmp_path / "model")
+    size = sum(p.numel() for p in model.parameters())
+    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    for stage, ranks in zip(STAGES, on_two_ranks(LOADING, tmp_path), strict=True):
+        for found in ranks:
+            for name, of in found.items():
+                kinds = ["torch.bfloat16"] if name == "policy" else ["torch.float32"]
+                assert of["kinds"] == kinds and of["buffers"] == ["torch.float32"]
+                if stage == 3:
+                    assert 0 < of["largest"] <= largest and of["whole"] == 0
+                    assert size / 2 <= of["held"] < 0.6 * size
+                else:
+                    assert of["held"] == of["whole"] >= size
+            for name, tensor in model.named_parameters():
+                assert (
+                    found["reference"]["sums"][name]
+                    == found["critic"]["sums"][name]
+                    == pytest.approx(float(tensor.detach().double().sum()))
+                )
+
+
+HIERARCHY = """
+from lightrft.models.actor import Actor
+from lightrft.models.settings import ModelConfig
+
+def run(strategy):
+    state = strategy.prepare(net(), OptimizerConfig(lr=0.1), 10)
+    for i in range(3):
+        x = torch.full((1, 5), 1.0 + i + ranks.rank)
+        strategy.backward(state, state.model(x).sum(), last=True)
+        strategy.step(state)
+    read = []
+    for _ in range(2):
+        with strategy.loading() as device:
+            model = Actor.load(ModelConfig(path=str(folder / "model")), device=device).requires_grad_(False)
+        strategy.place(model)
+        with strategy.tensors(model) as own:
+            read += [float(t.double().sum()) for t in own.values()]
+    return state.inner.engine.zero_hpz_partition_size(), [w.flatten().tolist() for _, w in strategy.full_parameters(state)], read
+
+def cell(stage):
+    return {"plain": run(zero(3)), "near": run(zero(3, zero_optimization={"zero_hpz_partition_size": 2}))} if stage == 3 else {}
+"""
+
+
+@needs_deepspeed
+def test_a_second_copy_of_the_shards_near_by_is_passed_on_and_changes_no_number(tmp_path: Path) -> None:
+    tiny_model("qwen2").save_pretrained(tmp_path / "model")
+    *_, ranks = on_two_ranks(HIERARCHY, tmp_path)
+    for found in ranks:
+        assert [found["plain"][0], found["near"][0]] == [1, 2]
+        assert found["plain"][1:] == found["near"][1:]
+
+
+def test_quantised_messages_are_refused_on_a_cpu() -> None:
+    for name in ("zero_quantized_weights", "zero_quantized_gradients"):
+        tree = {"zero_optimization": {name: True}}
+        with pytest.raises(ConfigError, match=rf"zero_optimization.{name} = True: .* leave it out on a CPU"):
+            DeepSpeedStrategy(StrategyConfig(kind="deepspeed", device="cpu", deepspeed=tree), TWO)
 
 
 def test_without_the_package_the_way_to_get_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
