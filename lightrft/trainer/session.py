@@ -107,9 +107,10 @@ class Session:
 
     def stopping(self) -> bool:
         """Whether the run is asked to stop, on any rank; all of them are told at once."""
-        if any(self.ranks.gather(bool(self.stop))):
+        asked = any(self.ranks.gather(bool(self.stop)))  # one that is asked while it waits here says so the next time
+        if asked:
             self.stop.request("a rank was asked to stop")
-        return bool(self.stop)
+        return asked
 
     def save(
         self, step: int, strategy: Strategy, trained: Mapping[str, Kept], state: Mapping[str, Any], values: Mapping[str, float]

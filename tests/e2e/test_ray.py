@@ -21,11 +21,13 @@ from ray._private.authentication.authentication_token_setup import _enable_token
 from ray.cluster_utils import Cluster
 from transformers import AutoModelForImageTextToText
 
-from lightrft.config import RLConfig
+from lightrft.config import RLConfig, SFTConfig
 from lightrft.models.tiny_media import save_tiny_media
 from lightrft.trainer.launch.ray import Driver, run_on_ray
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.session import Nobody
+from lightrft.trainer.sft import run_sft
+from lightrft.utils.errors import DataError, RankError, ResourceError
 from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.signals import StopFlag
 from lightrft.utils.trackers import read_rows
@@ -33,7 +35,7 @@ from tests.e2e.test_ranks import PRESETS, check_equal, config_file, rows_with_pi
 
 pytestmark = pytest.mark.slow
 RL = "lightrft.trainer.rl:run_rl"
-BORNE = ("engine/", "scorer/", "reference/", "critic/")
+BORNE = tuple(f"{role}/{what}" for role in ("engine", "ahead", "scorer", "reference") for what in ("restarts", "weights_resent"))
 TWO = {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 1}}}
 
 
@@ -101,12 +103,20 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
     return deep_merge(rl_tree, more)
 
 
-def test_a_killed_rank_has_all_start_again_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path, caplog):
-    summary = driven(config_of(tree, tmp_path, "cluster", **TWO), 2, kill_rank(1))
-    assert summary["restarts"] == 1 and summary["finished"]
+def test_killed_ranks_have_all_start_again_until_restarts_are_used_up_and_the_same_command_goes_on(nodes, tree, tmp_path, caplog):
+    config = config_of(tree, tmp_path, "cluster", **deep_merge(TWO, {"launch": {"ray": {"restarts": 1}}}))
+    with StopFlag() as stop:
+        driver = Driver(RL, config, Nobody(), stop)
+        second = Watcher(3, lambda: kill_rank(0)(driver))
+        driver.observer = Watcher(2, lambda: [kill_rank(1)(driver), setattr(driver, "observer", second)])
+        with pytest.raises(
+            RankError, match=r"rank 0 on node \S+ \(\w+\) was lost: .*restarts = 1 times\. The same command goes on"
+        ):
+            driver.run()
     assert re.search(
-        r"rank 1 on node \S+ \(\w+\) was lost: .*; all ranks start again from the last checkpoint \(1 of 3\)", caplog.text
+        r"rank 1 on node \S+ \(\w+\) was lost: .*; all ranks start again from the last checkpoint \(1 of 1\)", caplog.text
     )
+    assert run_on_ray(RL, config, Nobody())["finished"]
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
@@ -125,37 +135,71 @@ def test_a_killed_node_has_all_start_again_elsewhere_and_the_numbers_are_those_o
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
+def ended(command: list[str], env: dict[str, str], metrics: Path, steps: int, number: int) -> tuple[int, str, str]:
+    """Send ``command`` the signal ``number`` after so many steps; its exit status and what it said. All that it began ends too."""
+    before = set(psutil.pids())
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
+        until = time.monotonic() + 240
+        while not (metrics.exists() and len(metrics.read_text().splitlines()) >= steps):
+            assert process.poll() is None and time.monotonic() < until, process.communicate()
+            time.sleep(0.02)
+        began = [p for p in psutil.process_iter(["name"]) if p.pid not in before and p.info["name"].startswith("ray")]
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+    assert any("ray::Rank" in p.info["name"] for p in began)
+    agents = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # Ray's own, which follow a minute later
+    left = psutil.wait_procs([p for p in began if not p.info["name"].startswith(agents)], timeout=60)[1]
+    assert [p for p in left if p.is_running() and p.ppid() in {1, process.pid}] == []
+    return process.returncode, out, err
+
+
 def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(nodes, tree, tmp_path):
-    """It has a cluster of its own, writes nothing into the user's home, and shows the progress of its ranks."""
+    """With a cluster of its own, for which nothing is written into the user's home, and on one that is there."""
     tree = deep_merge(tree, {**PRESETS["lora"], "checkpoint": {"every": 0}, "train": {"steps": 7}})
     words = ["launch.kind=ray", "launch.processes=2", "launch.ray.cpus=0.5", "run.progress=true"]
     command = [sys.executable, "-m", "lightrft", "rl", str(config_file(tree, tmp_path, "cluster")), *words]
-    home = tmp_path / "home"
-    home.mkdir()
-    env = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(home)}
+    (home := tmp_path / "home").mkdir()
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(home)}
     metrics = tmp_path / "cluster" / "metrics.jsonl"
-
-    def begin(number: int, steps: int) -> tuple[int, str, str, list[psutil.Process]]:
-        """Send the signal ``number`` after so many steps: exit status, what was said, and the processes that there were."""
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as process:
-            until = time.monotonic() + 240
-            while not (metrics.exists() and len(metrics.read_text().splitlines()) >= steps):
-                assert process.poll() is None and time.monotonic() < until
-                time.sleep(0.02)
-            children = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(number)
-            out, err = process.communicate(timeout=120)
-        psutil.wait_procs(children, timeout=60)
-        return process.returncode, out, err, [child for child in children if child.is_running()]
-
-    status, out, err, left = begin(signal.SIGTERM, 1)
-    assert (status, left) == (0, []) and "stopped; the same command goes on" in out and "rl 1/7" in err, err
-    done = len(metrics.read_text().splitlines())
-    status, _, _, left = begin(signal.SIGKILL, done + 1)
-    assert (status, left) == (-signal.SIGKILL, [])
+    status, out, err = ended(command, alone, metrics, 1, signal.SIGTERM)
+    assert status == 0 and "stopped; the same command goes on" in out and "rl 1/7" in err, err
     assert list(home.iterdir()) == []
+    done = len(metrics.read_text().splitlines())
+    attached = [*command, f"launch.ray.address={nodes.address}"]
+    assert ended(attached, dict(os.environ), metrics, done + 1, signal.SIGKILL)[0] == -signal.SIGKILL
     run_on_ray(RL, config_of(tree, tmp_path, "cluster", **TWO), Nobody())
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
+
+
+def test_supervised_training_runs_there_too(nodes, tree, tmp_path):
+    kept = {name: tree[name] for name in ("model", "data", "log")}
+    kept |= {
+        "strategy": {"device": "cpu"},
+        "train": {"steps": 2, "micro_batch_tokens": 60},
+        "batch_size": 5,
+        "run": {"threads": 1},
+    }
+    for name, more in (("one", {}), ("cluster", TWO)):
+        config = build(SFTConfig, deep_merge(kept, {"run": {"dir": str(tmp_path), "name": name}, **more}))
+        if more:
+            assert run_on_ray("lightrft.trainer.sft:run_sft", config, Nobody())["finished"]
+        else:
+            run_sft(config)
+    check_equal(tmp_path / "cluster", tmp_path / "one")
+
+
+def test_an_error_of_the_program_is_the_commands_and_nothing_is_tried_twice(nodes, tree, tmp_path, caplog):
+    broken = deep_merge(tree, {"data": {"sources": [{"path": str(tmp_path / "nowhere.jsonl")}]}})
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        run_on_ray(RL, config_of(broken, tmp_path, "cluster", **TWO), Nobody())
+    assert "start again" not in caplog.text
+
+
+def test_room_that_the_cluster_has_not_is_an_error_that_says_what_is_there(nodes, tree, tmp_path):
+    over = {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 64, "address": nodes.address, "wait": 0.02}}}
+    said = r"2 ranks and 0 workers ask for 128 CPU in 2 bundles \(PACK\), and the cluster has \d CPU .* launch\.ray\.wait = 0\.02 min"
+    with pytest.raises(ResourceError, match=said):
+        run_on_ray(RL, config_of(tree, tmp_path, "cluster", **over), Nobody())
 
 
 def kill_workers(*names: str) -> Callable[[Driver], None]:
@@ -184,7 +228,8 @@ def test_workers_that_are_killed_are_started_anew_and_the_numbers_are_those_of_o
 
 
 def test_a_critic_that_is_killed_has_all_start_again_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path):
-    tree = deep_merge(tree, PRESETS["ppo"])
+    """While engines draw beside the training, whose answers are then a step old."""
+    tree = deep_merge(tree, {**PRESETS["ppo"], "rollout": {"staleness": 1}})
     lone = deep_merge(staffed(engines=2, critic=True, weights="message"), {"launch": {"processes": 1}})
     config = config_of(tree, tmp_path, "cluster", **lone)
     assert driven(config, 2, kill_workers("critic 0"))["restarts"] == 1

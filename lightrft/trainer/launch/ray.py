@@ -118,10 +118,13 @@ class Rank:
             return probe.getsockname()[1]
 
     def put_mark(self, folder: str) -> str:
-        """Leave a file in ``folder``; its path."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        """Leave a file in ``folder``; its path. Raises ``ConfigError`` where that cannot be."""
         mark = Path(folder) / f".seen-by-all-{secrets.token_hex(8)}"
-        mark.touch()
+        try:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            raise ConfigError(f"run.dir = {folder!r}: the first rank cannot write there: {error.strerror}") from None
         return str(mark)
 
     def sees(self, mark: str, seconds: float) -> bool:
@@ -284,7 +287,7 @@ class Driver:
         try:
             return ray.get(refs, timeout=60 * self.asked.wait)
         except ray.exceptions.RayTaskError as error:
-            raise error.as_instanceof_cause() if isinstance(error.cause, UserError) else error from None
+            raise error.cause if isinstance(error.cause, UserError) else error from None
         except ray.exceptions.GetTimeoutError:
             raise RankLost(f"{len(actors)} ranks did not {what} within launch.ray.wait = {self.asked.wait:g} minutes") from None
         except ray.exceptions.RayActorError as error:

@@ -1,0 +1,125 @@
+"""What the launcher says and decides where no cluster is needed for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config import LaunchConfig, RLConfig, SFTConfig
+from lightrft.trainer.launch.placement import Place
+from lightrft.trainer.launch.ray import Driver, Ended, Order, Rank, RankLost, check_launch, going_on
+from lightrft.trainer.launch.ray_cluster import cluster, package, reason_of
+from lightrft.trainer.launch.ray_workers import office_here
+from lightrft.utils.errors import ConfigError, RewardError
+from lightrft.utils.settings import build, to_yaml
+from lightrft.utils.signals import StopFlag
+
+
+def driver_of(tree: dict[str, Any] | None = None) -> Driver:
+    """That of two ranks on two nodes, that has not begun."""
+    config = build(RLConfig, {"launch": {"kind": "ray", "processes": 2}, **(tree or {})})
+    driver = Driver("a:b", config, None, StopFlag())  # type: ignore[arg-type]
+    driver.places = (Place("first", "10.0.0.1", 11), Place("second", "10.0.0.2", 12))
+    return driver
+
+
+def test_without_the_package_the_way_to_install_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ConfigError, match=r"needs the package ray .*: pip install 'lightrft\[ray\]'"):
+        package()
+
+
+def test_the_command_line_does_not_load_torch_or_ray_to_launch() -> None:
+    code = "import sys; import lightrft.trainer.launch.ray; print(*sorted({'torch', 'ray'} & set(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=dict(os.environ), timeout=120, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_a_remote_client_is_refused_with_the_way_to_start_on_the_cluster() -> None:
+    launch = build(LaunchConfig, {"kind": "ray", "ray": {"address": "ray://host:10001"}})
+    with pytest.raises(ConfigError, match=r"ray://host:10001'.*launch\.ray\.address=auto"), cluster(launch.ray):
+        pass
+
+
+def test_devices_on_processors_and_workers_of_supervised_training_are_refused() -> None:
+    cpu = {"strategy": {"device": "cpu"}, "launch": {"kind": "ray", "ray": {"devices": 0.5}}}
+    with pytest.raises(ConfigError, match=r"launch\.ray\.devices = 0\.5 changes nothing: strategy\.device is cpu"):
+        check_launch(build(RLConfig, cpu))
+    with pytest.raises(ConfigError, match=r"launch\.ray\.engines = 2 changes nothing: sft has no such workers"):
+        check_launch(build(SFTConfig, {"launch": {"kind": "ray", "ray": {"engines": 2}}}))
+
+
+def test_workers_without_a_launcher_are_an_error_that_says_how_to_start() -> None:
+    with pytest.raises(ConfigError, match=r"start the run by the command lightrft"):
+        office_here()
+
+
+def test_a_folder_that_another_node_does_not_see_is_an_error_that_names_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, mark = Rank(), Rank().put_mark(str(tmp_path / "runs"))
+    assert rank.sees(mark, 0.0)
+    rank.remove_mark(mark)
+    assert not rank.sees(mark, 0.3) and not rank.sees(str(tmp_path / "elsewhere" / "mark"), 0.0)
+    answers = iter([["mark"], [False], [None]])
+    monkeypatch.setattr(Driver, "all_of", lambda *_: next(answers))
+    said = r"run\.dir = 'runs': rank 1 on 10\.0\.0\.2 \(second\) does not see what rank 0 on 10\.0\.0\.1 \(first\) writes there"
+    with pytest.raises(ConfigError, match=said):
+        driver_of().check_shared([Anything(), Anything()])
+
+
+class Anything:
+    """Has every method, and each gives back the same."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any) -> Any:
+        return self
+
+
+def test_the_error_of_the_rank_where_it_began_is_told_and_not_that_of_those_that_heard_of_it() -> None:
+    heard = Ended(error="RankError", text="rank 1: RewardError: no")
+    with pytest.raises(RewardError, match=r"^no$"):
+        driver_of().outcome({0: heard, 1: Ended(error="RewardError", text="no")})
+    with pytest.raises(RuntimeError, match=r"(?s)^ValueError on rank 1, node 10\.0\.0\.2 .*: odd\nTraceback"):
+        driver_of().outcome({0: heard, 1: Ended(error="ValueError", text="odd", trace="Traceback")})
+    with pytest.raises(MemoryError):
+        driver_of().outcome({0: heard, 1: Ended(error="MemoryError")})
+
+
+def test_a_rank_that_does_not_answer_when_another_has_given_up_is_lost() -> None:
+    with pytest.raises(RankLost, match=r"rank 1 on node 10\.0\.0\.2 \(second\) did not answer"):
+        driver_of().outcome({0: Ended(error="RankError", text="rank 0 did not hear")})
+    with pytest.raises(RankLost, match=r"lost one another"):
+        driver_of().outcome({rank: Ended(error="RankError", text="a connection broke") for rank in (0, 1)})
+    with pytest.raises(RankLost, match=r"^critic 0 was lost$"):
+        driver_of().outcome({0: Ended(error="WorkerError", text="critic 0 was lost")})
+    assert driver_of().outcome({0: Ended(result={"steps": 2}), 1: Ended()}) == {"steps": 2}
+
+
+@pytest.mark.parametrize(
+    ("resume", "saved", "expected"), [("never", 0, "auto"), ("auto", 1, "auto"), ("other", 0, "other"), ("other", 1, "auto")]
+)
+def test_ranks_that_go_on_take_up_what_was_saved_whatever_the_first_ones_began_with(
+    tmp_path: Path, resume: str, saved: int, expected: str
+) -> None:
+    for step in range(saved):
+        (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    first = build(RLConfig, {"run": {"dir": str(tmp_path), "resume": resume, "overwrite": True}})
+    run = going_on(Order("a:b", "RLConfig", to_yaml(first), {}, None, again=True)).run
+    assert (run.resume, run.overwrite) == (expected, False)
+    assert going_on(Order("a:b", "RLConfig", to_yaml(first), {}, None, again=False)) == first
+
+
+def test_what_ray_says_of_a_lost_actor_is_told_in_short() -> None:
+    long = "The actor died.\n\tpid: 7\nThe actor is dead because its node has died. Worker exit detail: gone. Some common causes: (1)"
+    assert reason_of(RuntimeError(long)) == "The actor is dead because its node has died. Worker exit detail: gone"
+    assert reason_of(RuntimeError("odd\nmore")) == "odd"
