@@ -108,9 +108,10 @@ def table(found: dict[str, dict[int, list[dict[str, int]]]], weights: int) -> st
     lines = [
         "# Memory by rank",
         "",
-        f"{platform.machine()}, {os.cpu_count()} cores, `python benchmarks/memory_by_rank.py`. A model of {weights / MIB:.0f} MiB of float32"
-        " weights. MiB of the fullest rank, beyond a process that has imported everything: at most while weights are read, at most over"
-        " two optimizer steps, and after them. Last: that peak as a share of one rank's, which would be 1 / ranks if nothing were whole.",
+        f"{platform.machine()}, {os.cpu_count()} cores, `python benchmarks/memory_by_rank.py`. A model of {weights / MIB:.0f} MiB of"
+        " float32 weights. MiB of the fullest rank, beyond a process that has imported everything: at most while weights are read,"
+        " at most over two optimizer steps, and after them. Last: that peak as a share of one rank's, which would be 1 / ranks if"
+        " nothing were whole.",
         "",
         "| strategy | ranks | reading | peak | after a step | all ranks, after a step | peak, of one rank's |",
         "|---|--:|--:|--:|--:|--:|--:|",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -44,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"lightrft: there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''}\n\n{usage()}")
         return 2
     set_thread_policy()
+    quieten_deepspeed()
     shown = log_to_terminal(WARNING if first_rank() else ERROR)
     try:
         return importlib.import_module(f"lightrft.cli.{verb}_verb").run(rest)
@@ -76,6 +78,11 @@ def set_thread_policy() -> None:
     if not any(name.startswith(("OMP_", "GOMP_", "KMP_")) for name in os.environ):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def quieten_deepspeed() -> None:
+    """transformers imports it wherever it is installed, and without a GPU it then says so on standard output."""
+    logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +296,7 @@ def _shard(whole: Tensor, size: int, ranks: Ranks) -> Tensor:
 def _deepspeed() -> Any:
     """The package. Raises ``ConfigError`` when it is not installed."""
     try:
-        import deepspeed  # ty: ignore[import-not-found]
+        deepspeed = import_module("deepspeed")
     except ImportError as error:
         raise ConfigError(
             f"strategy.kind = 'deepspeed' needs the package deepspeed ({error}): pip install 'lightrft[deepspeed]', or set "

@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import ray
@@ -244,3 +245,11 @@ def test_pictures_and_adapters_reach_engines_of_their_own(nodes, tree, tmp_path)
     tree = deep_merge(tree, over)
     run_on_ray(RL, config_of(tree, tmp_path, "cluster", **staffed(engines=1, weights="shared")), Nobody())
     check_equal(tmp_path / "cluster", one(tree, tmp_path), AutoModelForImageTextToText, ignore=BORNE)
+
+
+def test_an_object_store_that_others_have_filled_changes_nothing(nodes, tree, tmp_path):
+    held = [ray.put(np.full(20 * 2**20, i, np.uint8)) for i in range(4)]  # all that the store of a node holds
+    over = staffed(engines=1, scorers=1, weights="message")
+    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **over), Nobody())
+    assert [int(ray.get(ref)[-1]) for ref in held] == [0, 1, 2, 3]
+    check_equal(tmp_path / "cluster", one(tree, tmp_path), ignore=BORNE)
