@@ -186,6 +186,7 @@ def main() -> None:
         about = f"{platform.machine()}, torch {torch.__version__}, transformers {transformers.__version__}, one thread"
         off = f"the same run of a model of next to nothing takes {base / 2**20:.0f} MiB, which is taken off"
         text = f"# What doctor predicts, and what runs take\n\n`python benchmarks/doctor.py` on {about}; {off}.\n\n"
+        args.out.mkdir(parents=True, exist_ok=True)
         (args.out / f"doctor-{platform.machine()}-{os.cpu_count()}cores.md").write_text(
             text + "\n".join(lines) + "\n", encoding="utf-8"
         )
