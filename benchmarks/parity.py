@@ -39,6 +39,7 @@ NOT_COMPARED = (
     "tokens_per_second",
     "policy/sampler_gap",
     "engine/restarts",
+    "engine/weights_resent",
     "scorer/restarts",
     "reference/restarts",
 )
