@@ -17,7 +17,7 @@ from lightrft.datasets import benchmarks as _benchmarks  # noqa: F401  fills REA
 from lightrft.datasets.readers import READERS
 from lightrft.datasets.rows import BadRow, Converted, Csv, First, Joined, JsonLines, Listed, Malformed, Rows, as_row
 from lightrft.datasets.settings import SourceConfig
-from lightrft.utils.errors import ConfigError, DataError, UserError
+from lightrft.utils.errors import ConfigError, DataError, UserError, first_line
 from lightrft.utils.registry import resolve
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
@@ -168,7 +168,7 @@ def _from_saved(path: Path, source: SourceConfig) -> Rows:
     try:
         saved = datasets.load_from_disk(str(path))
     except Exception as error:  # the library's errors have no common class
-        raise DataError(f"data.sources: {path} is not a readable saved data set: {_first_line(error)}") from error
+        raise DataError(f"data.sources: {path} is not a readable saved data set: {first_line(error)}") from error
     if isinstance(saved, datasets.DatasetDict):
         if source.split not in saved:
             raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {', '.join(map(str, saved))}")
@@ -210,19 +210,15 @@ def _load(kind: str, shown_as: str, **options: Any) -> Any:
         return _undecoded(datasets.load_dataset(kind, **options))
     except Exception as error:  # the library's errors have no common class
         if kind != shown_as:
-            raise DataError(f"data.sources: cannot read {shown_as}: {_first_line(error)}") from error
+            raise DataError(f"data.sources: cannot read {shown_as}: {first_line(error)}") from error
         raise DataError(
             f"data.sources: {shown_as} is no file or folder here, and as a data set of the hub it cannot be loaded "
-            f"(split {options['split']!r}): {type(error).__name__}: {_first_line(error)}. Check the name and the network, "
+            f"(split {options['split']!r}): {type(error).__name__}: {first_line(error)}. Check the name and the network, "
             "or give a path to local files"
         ) from error
     finally:
         if bars:
             datasets.enable_progress_bars()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _from_function(source: SourceConfig, malformed: Malformed) -> Rows:

@@ -27,7 +27,7 @@ from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.parts import PARTS, check_parts, part_of
 from lightrft.models.quiet import quiet
 from lightrft.models.settings import ModelConfig
-from lightrft.utils.errors import ModelError
+from lightrft.utils.errors import ModelError, first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -72,9 +72,9 @@ def load_model(
             )
         model, info = loaded
     except ImportError as error:
-        raise ModelError(f"model.attention = {implementation!r}: {_first_line(error)}") from error
+        raise ModelError(f"model.attention = {implementation!r}: {first_line(error)}") from error
     except BROKEN as error:
-        raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({_first_line(error)})") from error
+        raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({first_line(error)})") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         lacking = sorted(str(k) for k in (*info["missing_keys"], *info["mismatched_keys"]))
         raise ModelError(f"model.path = {config.path!r}: {len(lacking)} weights are missing or misshapen, e.g. {lacking[0]}")
@@ -103,7 +103,7 @@ def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfi
         with quiet(local=True):
             return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
     except BROKEN as error:
-        raise ModelError(f"model.path = {config.path!r}: the adapters cannot be read ({_first_line(error)})") from error
+        raise ModelError(f"model.path = {config.path!r}: the adapters cannot be read ({first_line(error)})") from error
 
 
 def where_of(config: ModelConfig) -> str:
@@ -131,10 +131,10 @@ def model_settings(config: ModelConfig) -> PreTrainedConfig:
         return getattr(found, "thinker_config", found)
     except BROKEN as error:
         if Path(where).is_dir():
-            raise ModelError(f"model.path = {config.path!r}: config.json cannot be used ({_first_line(error)})") from error
+            raise ModelError(f"model.path = {config.path!r}: config.json cannot be used ({first_line(error)})") from error
         raise ModelError(
             f"model.path = {config.path!r}: there is no folder of that name here, and the model hub did not give it either "
-            f"({_first_line(error)}). Give a folder, or check the name and the network"
+            f"({first_line(error)}). Give a folder, or check the name and the network"
         ) from error
 
 
@@ -196,7 +196,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         loader: Any = PreTrainedTokenizerFast if plain else AutoTokenizer
         tokenizer: Any = loader.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except (*BROKEN, TypeError, AttributeError, ImportError) as error:
-        raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({_first_line(error)})") from error
+        raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({first_line(error)})") from error
     rows = None if _is_adapter(config.path) or not config.path else model_settings(config).get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:
         raise ModelError(
@@ -282,7 +282,3 @@ def save_model(
         tokenizer.save_pretrained(str(path))
     if processor is not None:
         processor.save(path)
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)

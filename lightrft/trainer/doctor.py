@@ -21,9 +21,10 @@ from lightrft.models import varlen
 from lightrft.models.families import context_length
 from lightrft.models.loading import model_settings
 from lightrft.models.meta import dtype_of
+from lightrft.models.processing import load_processor
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer import probe
-from lightrft.trainer.launch.local import local_processor, local_tokenizer
+from lightrft.trainer.launch.local import local_tokenizer
 from lightrft.trainer.memory import shown, size_of
 from lightrft.trainer.needs import Device, Lengths, Needs, needs, shares_of
 from lightrft.trainer.reward import Scorer
@@ -210,7 +211,7 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     found.append(Finding("data", "ok", "tokenizer", f"{len(tokenizer)} tokens, {rows} in the model"))
     found.append(_template(config, tokenizer))
     found += _tokens(config, tokenizer)
-    processor = local_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer)
     if isinstance(config, SFTConfig):
         examples = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
         found.append(_overlong(examples.counts, "examples", "max_tokens"))

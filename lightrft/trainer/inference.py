@@ -12,8 +12,9 @@ from typing import Any
 from lightrft.config import ChatConfig, DataConfig, EvaluateConfig, GenerateConfig
 from lightrft.datasets.encoding import Encoder
 from lightrft.models.families import FAMILIES, context_length
+from lightrft.models.processing import load_processor
 from lightrft.trainer.evaluate import evaluate
-from lightrft.trainer.launch.local import local_policy, local_processor, local_scorer, local_tokenizer
+from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_lengths, longest
 from lightrft.trainer.prompts import held_out, in_parts
 from lightrft.trainer.rollout import attached, check_scored, request_seed, requests_for
@@ -36,7 +37,7 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
     )
     with folder:
         tokenizer = local_tokenizer(config.model)
-        processor = local_processor(config.model, tokenizer)
+        processor = load_processor(config.model, tokenizer)
         prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor)
         with closing(local_scorer(config.reward)) as scorer:
             _, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
@@ -60,7 +61,7 @@ def run_generate(config: GenerateConfig) -> int:
     if output.exists() and not config.run.overwrite:
         raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
     tokenizer = local_tokenizer(config.model)
-    prompts = held_out(config.data, tokenizer, config.run.seed, None, local_processor(config.model, tokenizer))
+    prompts = held_out(config.data, tokenizer, config.run.seed, None, load_processor(config.model, tokenizer))
     rollouts: list[Rollout] = []
     with closing(local_scorer(config.reward)) as scorer:
         _, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
@@ -103,7 +104,7 @@ class Chat:
     def __init__(self, config: ChatConfig) -> None:
         self.config = config
         tokenizer = local_tokenizer(config.model)
-        self.processor = local_processor(config.model, tokenizer)
+        self.processor = load_processor(config.model, tokenizer)
         _, actor, self.engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
         self.context = context_length(actor.base.config)
         self.encoder = Encoder(DataConfig(chat=True, media=config.media), tokenizer, self.processor)

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from lightrft.config import RLConfig
+from lightrft.models.processing import load_processor
 from lightrft.strategy.checkpoint import CheckpointStore, load_state, verify
 from lightrft.trainer.account import Collected
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.distill import with_teacher
-from lightrft.trainer.launch.local import local_processor, local_roles, local_tokenizer, rollout_steps
+from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.parts import check_parts
 from lightrft.trainer.ppo import with_advantages, with_policy, with_reference, with_values
 from lightrft.trainer.process_model import with_process_rewards
@@ -65,7 +66,7 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
         raise CheckpointError(f"{folder} kept no batch of step {step}, but of {kept or 'none'}; set log.batches_every in the run")
     batch = load_batch(file)
     tokenizer = local_tokenizer(config.model)
-    processor = local_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer)
     stream = None if config.train.steps else PromptStream.of(config.data, tokenizer, config.run.seed, processor=processor)
     roles = local_roles(config, tokenizer, rollout_steps(config, 0 if stream is None else len(stream.dataset)), processor)
     try:

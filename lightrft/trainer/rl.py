@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config import RLConfig
+from lightrft.models.processing import load_processor
 from lightrft.trainer.account import tokens_of
 from lightrft.trainer.asynchronous import Ahead, staleness_metrics
 from lightrft.trainer.controls import Controls
-from lightrft.trainer.launch.local import local_processor, local_roles, local_tokenizer, rollout_steps
+from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.launch.ray_workers import office_here
 from lightrft.trainer.launch.remote_roles import check_workers, remote_roles
 from lightrft.trainer.lengths import check_examples, check_lengths
@@ -217,7 +218,7 @@ def warn_of_staleness(config: RLConfig) -> None:
 def prepare(config: RLConfig, session: Session) -> RLRun:
     """Data and roles, at step 0."""
     tokenizer = local_tokenizer(config.model)
-    processor = local_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
     steps = rollout_steps(config, len(stream.dataset))
     roles = roles_of(config, tokenizer, steps, processor, session.ranks)

@@ -9,7 +9,8 @@ from typing import Any
 from lightrft.config import SFTConfig
 from lightrft.datasets.prompts import PromptSampler
 from lightrft.datasets.sft import SFTDataset
-from lightrft.trainer.launch.local import local_policy, local_processor, local_scorer, local_tokenizer
+from lightrft.models.processing import load_processor
+from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_examples
 from lightrft.trainer.loop import Training, run_steps, take_up
 from lightrft.trainer.prompts import draw, held_out, report
@@ -64,7 +65,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
 def prepare(config: SFTConfig, session: Session) -> SFTRun:
     """Data and roles, at step 0."""
     tokenizer = local_tokenizer(config.model)
-    processor = local_processor(config.model, tokenizer)
+    processor = load_processor(config.model, tokenizer)
     dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
     report("data", dataset.counts, dataset.first_problem)
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(dataset) / config.batch_size))

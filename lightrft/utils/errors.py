@@ -41,3 +41,8 @@ class WorkerError(UserError):
 
 class ResourceError(UserError):
     """Memory or disk ran out; the message says what to lower or free."""
+
+
+def first_line(error: BaseException) -> str:
+    """What ``error`` says, in short; its kind where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

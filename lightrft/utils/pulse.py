@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from lightrft.utils.errors import RankError
+from lightrft.utils.errors import RankError, first_line
 from lightrft.utils.last_words import tell
 
 BEAT = 1.0
@@ -70,7 +70,7 @@ class Pulse:
             if late := [rank for rank in rest if (after[rank] or [0, 0])[1] < self.reached]:
                 return f"{self._named(late)} is alive, and has not come to where the others wait"
         except RuntimeError as error:  # of the store
-            return f"the launcher, or the machine of the first rank, cannot be reached ({_first_line(error)})"
+            return f"the launcher, or the machine of the first rank, cannot be reached ({first_line(error)})"
         return ""
 
     def _named(self, ranks: Iterable[int]) -> str:
@@ -98,7 +98,7 @@ class Pulse:
                 if not orphaned and woke - last_answer > LOST * BEAT:
                     orphaned = woke
                     _say(
-                        f"the launcher, or the machine of the first rank, cannot be reached ({_first_line(error)}); this process stops"
+                        f"the launcher, or the machine of the first rank, cannot be reached ({first_line(error)}); this process stops"
                     )
                     os.kill(os.getpid(), signal.SIGTERM)
 
@@ -127,10 +127,6 @@ class Pulse:
 
     def _get(self, key: str) -> str:
         return self._store.get(key).decode() if self._store.check([key]) else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _say(text: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from lightrft.utils.errors import ConfigError, LostRankError, RankError
+from lightrft.utils.errors import ConfigError, LostRankError, RankError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -112,7 +112,7 @@ class Together:
 
 def _lost(error: RuntimeError, minutes: float, pulse: Pulse | None) -> LostRankError:
     """What to say of a connection that is gone: which rank is to blame, where that can be found."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = first_line(error)
     others = "" if pulse is None else pulse.others()
     blame = others or "a rank has ended, or not answered in time; see what the others said"
     return LostRankError(

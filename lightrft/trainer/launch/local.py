@@ -15,7 +15,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding import Decoder
 from lightrft.models.loading import load_tokenizer
-from lightrft.models.processing import Processor, load_processor
+from lightrft.models.processing import Processor
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.engine.native import NativeEngine
@@ -35,11 +35,6 @@ def local_tokenizer(model: ModelConfig) -> Any:
     if not model.path:
         raise ConfigError("model.path is empty; give a Hugging Face folder or name, e.g. model.path=path/to/model")
     return load_tokenizer(model)
-
-
-def local_processor(model: ModelConfig, tokenizer: Any) -> Processor | None:
-    """How ``model`` reads media; ``None`` where it reads text alone."""
-    return load_processor(model, tokenizer)
 
 
 def strategy_of(config: StrategyConfig, ranks: Ranks) -> Strategy:

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightrft.config import LaunchConfig, RayConfig, RLConfig, SFTConfig
 from lightrft.trainer.launch.placement import Bundle, Layout, Slot
-from lightrft.utils.errors import ConfigError, RankError, ResourceError
+from lightrft.utils.errors import ConfigError, RankError, ResourceError, first_line
 from lightrft.utils.signals import StopFlag
 
 INSTALL = "pip install 'lightrft[ray]'"
@@ -142,8 +142,3 @@ def reason_of(error: BaseException) -> str:
     rows = [row.strip() for row in str(error).splitlines() if row.strip()]
     telling = " ".join([row for row in rows if "because" in row or "exit detail" in row] or rows[:1])
     return telling.partition(" Some common causes")[0].rstrip(".")[:400]
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in short."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
