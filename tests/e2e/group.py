@@ -1,7 +1,7 @@
 """``torchrun group.py plan.json``: the RL runs of a plan, one after the other, in one group of processes.
 
 A plan is a list of ``{"config": file}`` with what is to happen to the engine that draws beside training, where ``[rank, batch]`` is a
-call of it: ``"stop"`` sends that rank SIGTERM, ``"fail"`` raises the error that comes third in its list, which ends the run on all
+call of it: ``"stop"`` sends that rank SIGTERM and draws once the main thread has heard it, ``"fail"`` raises the error that comes third in its list, which ends the run on all
 ranks (what each ended with is written beside the config file as ``<name>.<rank>.error``), and ``"slow"`` draws nothing until the other
 rank has begun the batch after that. With ``"of_all"`` the engine of the first rank stands for all.
 """
@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -33,6 +34,9 @@ def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
     """``engine``, to which happens what the plan asks for, on the rank that it names."""
     generate, calls = engine.generate, itertools.count()
     engine.of_all = "of_all" in entry
+    heard = threading.Event()
+    handle: Any = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, lambda *at: (handle(*at), heard.set()))
     marks = Path(entry["config"]).parent
 
     def generating(*arguments: Any) -> Any:
@@ -40,6 +44,7 @@ def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
         (marks / f"began-{at[1]}-{rank}").touch()
         if at == entry.get("stop"):
             os.kill(os.getpid(), signal.SIGTERM)
+            heard.wait(10)  # on a busy machine all would be drawn before the main thread came to look
         if at == entry.get("fail", [])[:2]:
             raise {"RewardError": RewardError, "ZeroDivisionError": ZeroDivisionError}[entry["fail"][2]]("broken")
         if at == entry.get("slow"):
