@@ -1,9 +1,10 @@
 """``torchrun group.py plan.json``: the RL runs of a plan, one after the other, in one group of processes.
 
 A plan is a list of ``{"config": file}`` with what is to happen to the engine that draws beside training, where ``[rank, batch]`` is a
-call of it: ``"stop"`` sends that rank SIGTERM and draws once the main thread has heard it, ``"fail"`` raises the error that comes third in its list, which ends the run on all
-ranks (what each ended with is written beside the config file as ``<name>.<rank>.error``), and ``"slow"`` draws nothing until the other
-rank has begun the batch after that. With ``"of_all"`` the engine of the first rank stands for all.
+call of it: ``"stop"`` sends that rank SIGTERM and draws once the main thread has heard it, ``"fail"`` raises the error that comes third
+in its list, which ends the run on all ranks (what each ended with is written beside the config file as ``<name>.<rank>.error``), and
+``"slow"`` draws nothing until the other rank has begun the batch after that. With ``"of_all"`` the engine of the first rank stands for
+all.
 """
 
 from __future__ import annotations
