@@ -18,13 +18,13 @@ from lightrft.utils.pulse import Pulse
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     """A store of this process, and beats that come quickly."""
-    monkeypatch.setattr(pulses, "BEAT", 0.02)
+    monkeypatch.setattr(pulses, "BEAT", 0.2)  # a thread of a busy machine may be half a second late
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     yield dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -55,12 +55,12 @@ def test_a_rank_that_is_silent_for_longer_than_the_limit_ends_the_others(store, 
     said: list[str] = []
     monkeypatch.setattr(pulses, "GRACE", 0.1)
     monkeypatch.setattr(pulses, "_leave", said.append)
-    ranks = [Pulse(store, rank, 3, 0.3 / 60) for rank in range(3)]
+    ranks = [Pulse(store, rank, 3, 1.2 / 60) for rank in range(3)]
     ranks[2].end(None)
     wait_for(lambda: len(said) > 1)
     for rank in ranks[:2]:
         rank.end(None)
-    assert all(text.startswith("rank 2 (process ") and "for strategy.timeout = 0.005 minutes" in text for text in said)
+    assert all(text.startswith("rank 2 (process ") and "for strategy.timeout = 0.02 minutes" in text for text in said)
 
 
 def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(store, monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 from lightrft.utils.ranks import ALONE, patiently
 from tests.unit.trainer.test_rollout import Threads, of_all_ranks
 
-MINUTES = 0.01
-LONG = 3 * 60 * MINUTES
+MINUTES = 0.02
+LONG = 2 * 60 * MINUTES
 
 
 def ended(work: Callable[[Threads, Callable[[], None]], Any], count: int = 3) -> list[Any]:
@@ -51,7 +51,7 @@ def test_a_rank_that_has_ceased_to_is_missed() -> None:
     began = time.monotonic()
     found = ended(work)
     assert all("a rank is missing" in found[rank] for rank in (0, 2))
-    assert time.monotonic() - began < 3 * LONG
+    assert LONG < time.monotonic() - began < 60
 
 
 def test_a_rank_that_fails_after_long_work_is_told_to_all() -> None:
