@@ -83,7 +83,8 @@ class RayConfig(Settings):
     ``references``, ``teachers`` and the ``critic``. Each asks for ``worker_cpus``, and engines for ``engine_devices``, models for
     ``model_devices`` of an accelerator (``null``: a whole one); what ranks leave of theirs is taken first. ``weights`` is how engines get
     them, in buckets of ``bucket_mb``: ``broadcast`` in a process group, ``shared`` in memory that ranks and engines both see,
-    ``message`` through Ray. A worker that is lost, or silent for ``silence`` minutes, is started anew, ``restarts`` times in a row.
+    ``message`` through Ray. A worker that is lost, or silent for ``silence`` minutes (``null``: half of ``strategy.timeout``, which
+    must be more: ranks wait for it), is started anew, ``restarts`` times in a row.
     """
 
     address: str | None = None
@@ -103,7 +104,7 @@ class RayConfig(Settings):
     model_devices: float | None = Field(None, gt=0, le=1)
     weights: Literal["broadcast", "shared", "message"] = "broadcast"
     bucket_mb: int = Field(256, ge=1)
-    silence: float = Field(30.0, gt=0)
+    silence: float | None = Field(None, gt=0)
 
     @property
     def staff(self) -> dict[str, int]:

@@ -8,9 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +36,22 @@ from tests.e2e.test_ranks import PRESETS, check_equal, config_file, rows_with_pi
 
 pytestmark = pytest.mark.slow
 RL = "lightrft.trainer.rl:run_rl"
-BORNE = tuple(f"{role}/{what}" for role in ("engine", "ahead", "scorer", "reference") for what in ("restarts", "weights_resent"))
+ROLES = ("engine", "ahead", "scorer", "reference", "teacher")
+BORNE = tuple(f"{role}/{what}" for role in ROLES for what in ("restarts", "weights_resent"))
 TWO = {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 1}}}
+PATIENCE = 20.0
+"""Seconds that ranks wait for one another where one of them is stopped."""
+
+Act = Callable[[Driver], None]
+Whom = Callable[[Driver], Sequence[int]]
+"""Processes, by their numbers."""
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Generator[Cluster]:
     """A cluster whose first node has room for two ranks, and this process on it."""
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64, "RAY_USAGE_STATS_ENABLED": "0"}
+    path = str(Path(__file__).parents[2])
+    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
@@ -56,15 +64,14 @@ def nodes() -> Generator[Cluster]:
 
 
 class Watcher(Nobody):
-    """Calls ``act`` once ``step`` is done, the first time."""
+    """Does what is to happen once a step is done, the first time that it is."""
 
-    def __init__(self, step: int, act: Callable[[], Any]) -> None:
-        self.step, self.act, self.acted = step, act, False
+    def __init__(self, driver: Driver, acts: Mapping[int, Act]) -> None:
+        self.driver, self.left = driver, dict(acts)
 
     def update(self, row: Mapping[str, Any]) -> None:
-        if row["step"] == self.step and not self.acted:
-            self.acted = True
-            self.act()
+        if act := self.left.pop(row["step"], None):
+            act(self.driver)
 
 
 def config_of(tree: dict[str, Any], folder: Path, name: str, **over: Any) -> RLConfig:
@@ -78,18 +85,48 @@ def one(tree: dict[str, Any], folder: Path) -> Path:
     return folder / "one"
 
 
-def driven(config: RLConfig, step: int, act: Callable[[Driver], Any]) -> dict[str, Any]:
-    """A run on the cluster, with ``act`` once ``step`` is done."""
+def driven(config: RLConfig, acts: Mapping[int, Act]) -> dict[str, Any]:
+    """A run on the cluster to which all of ``acts`` happen, by the step that each comes after."""
     with StopFlag() as stop:
         driver = Driver(RL, config, Nobody(), stop)
-        driver.observer = Watcher(step, lambda: act(driver))
-        summary = driver.run()
-    assert driver.observer.acted
-    return summary
+        driver.observer = Watcher(driver, acts)
+        try:
+            return driver.run()
+        finally:
+            assert not driver.observer.left
 
 
-def kill_rank(number: int) -> Callable[[Driver], None]:
-    return lambda driver: os.kill(driver.places[number].pid, signal.SIGKILL)
+def rank(number: int) -> Whom:
+    return lambda driver: [driver.places[number].pid]
+
+
+def workers(*names: str) -> Whom:
+    def found(driver: Driver) -> list[int]:
+        there = ray.get(driver.roster.processes.remote())
+        return [there[name] for name in names]
+
+    return found
+
+
+def killed(whom: Whom) -> Act:
+    return lambda driver: signalled(signal.SIGKILL, whom(driver))
+
+
+def stopped(whom: Whom, seconds: float | None = None) -> Act:
+    """For ever, or for some time."""
+
+    def act(driver: Driver) -> None:
+        pids = whom(driver)
+        signalled(signal.SIGSTOP, pids)
+        if seconds is not None:
+            threading.Timer(seconds, signalled, (signal.SIGCONT, pids)).start()
+
+    return act
+
+
+def signalled(number: int, pids: Sequence[int]) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
 @pytest.fixture
@@ -104,19 +141,19 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
     return deep_merge(rl_tree, more)
 
 
-def test_killed_ranks_have_all_start_again_until_restarts_are_used_up_and_the_same_command_goes_on(nodes, tree, tmp_path, caplog):
-    config = config_of(tree, tmp_path, "cluster", **deep_merge(TWO, {"launch": {"ray": {"restarts": 1}}}))
-    with StopFlag() as stop:
-        driver = Driver(RL, config, Nobody(), stop)
-        second = Watcher(3, lambda: kill_rank(0)(driver))
-        driver.observer = Watcher(2, lambda: [kill_rank(1)(driver), setattr(driver, "observer", second)])
-        with pytest.raises(
-            RankError, match=r"rank 0 on node \S+ \(\w+\) was lost: .*restarts = 1 times\. The same command goes on"
-        ):
-            driver.run()
-    assert re.search(
-        r"rank 1 on node \S+ \(\w+\) was lost: .*; all ranks start again from the last checkpoint \(1 of 1\)", caplog.text
-    )
+def test_paused_and_killed_ranks_have_all_start_again_until_restarts_are_used_up_and_the_same_command_goes_on(
+    nodes, tree, tmp_path, caplog
+):
+    """Not for a pause that is shorter than the limit."""
+    over = {"launch": {"ray": {"restarts": 1}}, "strategy": {"timeout": PATIENCE / 60}}
+    config = config_of(tree, tmp_path, "cluster", **deep_merge(TWO, over))
+    acts = {1: stopped(rank(1), seconds=3), 2: killed(rank(0)), 3: stopped(rank(1))}
+    with pytest.raises(RankError) as caught:
+        driven(config, acts)
+    said = r"rank 0 on node \S+ \(\w+\) was lost: .*; all ranks start again from the last checkpoint \(1 of 1\)"
+    assert re.search(said, caplog.text)
+    said = r"rank 1 .*no sign of life.*; the ranks were started again launch\.ray\.restarts = 1 times\. The same command goes on"
+    assert re.search(said, str(caught.value)), caught.value
     assert run_on_ray(RL, config, Nobody())["finished"]
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
@@ -131,7 +168,7 @@ def test_a_killed_node_has_all_start_again_elsewhere_and_the_numbers_are_those_o
         nodes.add_node(num_cpus=1)
         nodes.remove_node(away, allow_graceful=False)
 
-    summary = driven(config_of(tree, tmp_path, "cluster", **spread), 2, lose_node)
+    summary = driven(config_of(tree, tmp_path, "cluster", **spread), {2: lose_node})
     assert summary["restarts"] == 1 and "start again" in caplog.text
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
@@ -172,28 +209,29 @@ def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(n
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
-def test_supervised_training_runs_there_too(nodes, tree, tmp_path):
+def trained_twice(config: SFTConfig, observer: Any) -> dict[str, Any]:
+    """A program of ranks: supervised training, and then on data that is not there."""
+    run_sft(config, observer)
+    nowhere = {"sources": [{"path": str(Path(config.run.dir) / "nowhere.jsonl")}]}
+    return run_sft(build(SFTConfig, deep_merge(config.model_dump(), {"data": nowhere, "run": {"name": "broken"}})), observer)
+
+
+def test_supervised_training_runs_there_too_and_an_error_of_the_program_is_the_commands_and_nothing_is_tried_twice(
+    nodes, tree, tmp_path, caplog
+):
     kept = {name: tree[name] for name in ("model", "data", "log")}
     kept |= {
         "strategy": {"device": "cpu"},
         "train": {"steps": 2, "micro_batch_tokens": 60},
         "batch_size": 5,
-        "run": {"threads": 1},
+        "run": {"threads": 1, "dir": str(tmp_path)},
     }
-    for name, more in (("one", {}), ("cluster", TWO)):
-        config = build(SFTConfig, deep_merge(kept, {"run": {"dir": str(tmp_path), "name": name}, **more}))
-        if more:
-            assert run_on_ray("lightrft.trainer.sft:run_sft", config, Nobody())["finished"]
-        else:
-            run_sft(config)
-    check_equal(tmp_path / "cluster", tmp_path / "one")
-
-
-def test_an_error_of_the_program_is_the_commands_and_nothing_is_tried_twice(nodes, tree, tmp_path, caplog):
-    broken = deep_merge(tree, {"data": {"sources": [{"path": str(tmp_path / "nowhere.jsonl")}]}})
+    run_sft(build(SFTConfig, deep_merge(kept, {"run": {"name": "one"}})))
+    config = build(SFTConfig, deep_merge(kept, {"run": {"name": "cluster"}, **TWO}))
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
-        run_on_ray(RL, config_of(broken, tmp_path, "cluster", **TWO), Nobody())
+        run_on_ray("tests.e2e.test_ray:trained_twice", config, Nobody())
     assert "start again" not in caplog.text
+    check_equal(tmp_path / "cluster", tmp_path / "one")
 
 
 def test_room_that_the_cluster_has_not_is_an_error_that_says_what_is_there(nodes, tree, tmp_path):
@@ -203,53 +241,43 @@ def test_room_that_the_cluster_has_not_is_an_error_that_says_what_is_there(nodes
         run_on_ray(RL, config_of(tree, tmp_path, "cluster", **over), Nobody())
 
 
-def kill_workers(*names: str) -> Callable[[Driver], None]:
-    def kill(driver: Driver) -> None:
-        there = ray.get(driver.roster.processes.remote())
-        for name in names:
-            os.kill(there[name], signal.SIGKILL)
-
-    return kill
-
-
 def staffed(**staff: Any) -> dict[str, Any]:
     return {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 0.2, "worker_cpus": 0.2, **staff}}}
 
 
-def test_workers_that_are_killed_are_started_anew_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path):
-    tree = deep_merge(tree, {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}})
-    config = config_of(tree, tmp_path, "cluster", **staffed(engines=1, scorers=1, references=1))
-    summary = driven(config, 2, kill_workers("engine 0", "scorer 0", "reference 0"))
-    assert "restarts" not in summary
-    counted = Counter()
-    for row in read_rows(tmp_path / "cluster" / "metrics.jsonl"):
-        counted.update({key: int(value) for key, value in row.items() if key.endswith("/restarts")})
-    assert counted["engine/restarts"] == 1 and counted["scorer/restarts"] and counted["reference/restarts"]
+def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path):
+    """Of every role that keeps no state. A pause that is shorter than the limit changes nothing."""
+    algorithm = {"preset": "grpo", "kl": {"coef": 0.01}, "distill": {"kind": "sampled"}}
+    tree = deep_merge(tree, {"algorithm": algorithm, "teacher": {"path": tree["model"]["path"]}})
+    staff = {"engine": 1, "scorer": 1, "reference": 1, "teacher": 1}
+    over = staffed(
+        **{f"{role}s": count for role, count in staff.items()}, silence=0.5, restarts=9
+    )  # loads within it on a busy machine too
+    all_of = workers(*(f"{role} 0" for role in staff))
+    acts = {1: stopped(all_of, seconds=3), 2: killed(all_of), 3: stopped(workers("engine 0"))}
+    assert "restarts" not in driven(config_of(tree, tmp_path, "cluster", **over), acts)
+    rows = read_rows(tmp_path / "cluster" / "metrics.jsonl")
+    starts = {role: [int(row[f"{role}/restarts"]) for row in rows] for role in staff}
+    assert all(counts[1] == 0 and sum(counts[2:]) >= 1 for counts in starts.values()), starts
+    assert starts["engine"][3] >= 1, starts
     check_equal(tmp_path / "cluster", one(tree, tmp_path), ignore=BORNE)
 
 
 def test_a_critic_that_is_killed_has_all_start_again_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path):
-    """While engines draw beside the training, whose answers are then a step old."""
+    """While engines draw beside the training of two ranks, whose answers are then a step old."""
     tree = deep_merge(tree, {**PRESETS["ppo"], "rollout": {"staleness": 1}})
-    lone = deep_merge(staffed(engines=2, critic=True, weights="message"), {"launch": {"processes": 1}})
-    config = config_of(tree, tmp_path, "cluster", **lone)
-    assert driven(config, 2, kill_workers("critic 0"))["restarts"] == 1
+    config = config_of(tree, tmp_path, "cluster", **staffed(engines=2, critic=True, weights="message"))
+    assert driven(config, {2: killed(workers("critic 0"))})["restarts"] == 1
     check_equal(tmp_path / "cluster", one(tree, tmp_path), ignore=BORNE)
 
 
-def test_pictures_and_adapters_reach_engines_of_their_own(nodes, tree, tmp_path):
+def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have_filled_the_object_store(nodes, tree, tmp_path):
     save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
     sources = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
     over = {"model": {"path": str(tmp_path / "reader"), "lora": {"rank": 4}}, "data": sources, "train": {"steps": 2}}
     tree = deep_merge(tree, over)
-    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **staffed(engines=1, weights="shared")), Nobody())
-    check_equal(tmp_path / "cluster", one(tree, tmp_path), AutoModelForImageTextToText, ignore=BORNE)
-
-
-def test_an_object_store_that_others_have_filled_changes_nothing(nodes, tree, tmp_path):
     held = [ray.put(np.full(20 * 2**20, i, np.uint8)) for i in range(4)]  # all that the store of a node holds
-    over = staffed(engines=1, scorers=1, weights="message")
-    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **over), Nobody())
+    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **staffed(engines=1, weights="shared")), Nobody())
     assert [int(ray.get(ref)[-1]) for ref in held] == [0, 1, 2, 3]
-    check_equal(tmp_path / "cluster", one(tree, tmp_path), ignore=BORNE)
+    check_equal(tmp_path / "cluster", one(tree, tmp_path), AutoModelForImageTextToText, ignore=BORNE)

@@ -52,10 +52,9 @@ class Apart:
 
     def __init__(self, config: RLConfig, ranks: Ranks, hire: Hire, host: str) -> None:
         self.config, self.ranks, self.hire, self.host = config, ranks, hire, host
-        asked = config.launch.ray
-        self.limits = Limits(asked.restarts, 60 * asked.silence)
+        self.limits = Limits.of(config)
         self.strategy = StrategyConfig(device=config.strategy.device)
-        self.threads = config.run.threads or max(1, int(asked.worker_cpus))
+        self.threads = config.run.threads or max(1, int(config.launch.ray.worker_cpus))
 
     def engine(self, actor: Actor, strategy: Strategy) -> RemoteEngines:
         return self._engines(actor, strategy, self.ranks)
