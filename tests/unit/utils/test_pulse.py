@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,15 +31,41 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
+def of_others(pulse: Pulse, *calls: Any) -> str:
+    """What ``pulse`` says of others that live, once the machine has let them give a sign."""
+    said: list[str] = []
+
+    def heard() -> bool:
+        said.append(pulse.others(*calls))
+        return "no sign of life" not in said[-1]
+
+    wait_for(heard)
+    return said[-1]
+
+
 def test_ranks_that_live_are_not_blamed_and_one_that_is_late_is(store):
     one, other = Pulse(store, 0, 2, 1.0), Pulse(store, 1, 2, 1.0)
-    assert one.others() == other.others() == ""
-    one.reached = 3
-    other.reached = 2
-    assert (
-        one.others().startswith(f"rank 1 (process {os.getpid()} on ") and "has not come to where the others wait" in one.others()
-    )
-    assert other.others() == ""
+    assert of_others(one) == of_others(other) == ""
+    for _ in range(3):
+        one.come("training")
+    for _ in range(2):
+        other.come("training")
+        other.come("drawing")
+    late = of_others(one, "training", [0, 1])
+    assert late.startswith(f"rank 1 (process {os.getpid()} on ") and "has not come to where the others wait" in late
+    assert of_others(other, "training", [0, 1]) == ""
+    one.end(None)
+    other.end(None)
+
+
+def test_a_rank_that_is_late_in_the_calls_of_another_thread_or_of_others_is_not_blamed(store):
+    one, other = Pulse(store, 0, 2, 1.0), Pulse(store, 1, 2, 1.0)
+    for line in ("training", "drawing"):
+        one.come(line)
+    other.come("training")
+    assert of_others(one, "training", [0, 1]) == ""
+    assert of_others(one, "drawing", [0]) == ""
+    assert of_others(one, "drawing", [0, 1]).startswith("rank 1 ")
     one.end(None)
     other.end(None)
 
