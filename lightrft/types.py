@@ -27,7 +27,9 @@ class Ragged:
         return int(self.lengths.numel())
 
     def select(self, index: Tensor) -> Ragged:
-        """The samples named by ``index [K]``, in its order."""
+        """The samples named by ``index [K]``, in its order: where that is all of them as they are, this object, since rows may be large."""
+        if index.numel() == len(self) and torch.equal(index, torch.arange(len(self), device=index.device)):
+            return self
         return Ragged(self.values[rows_of(self.lengths, index)], self.lengths[index])
 
     def to(self, device: torch.device | str) -> Ragged:

@@ -6,7 +6,7 @@ they are kept instead.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+BLOCK_BYTES = 2 * 2**20
+"""Of logits that go through softmax at a time on a CPU: what a cache near its cores holds, so that passes over them cost little."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +142,14 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, n, rows):
             part = slice(start, start + rows)
             logits, slope = bend.forward(F.linear(hidden[part], weight, bias).to(dtype))
-            log_sums[part] = logits.logsumexp(-1)
-            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_sums[part]
             keep = n <= rows and slope is None and any(ctx.needs_input_grad[:3])
-            if entropy or keep:
-                logits -= log_sums[part, None]
-            if entropy:
-                entropies[part] = -_expected(logits.exp(), logits.clone() if keep else logits)
+            for block, few in _blocks(logits, start):
+                log_sums[block] = few.logsumexp(-1)
+                logprobs[block] = few.gather(1, targets[block, None])[:, 0] - log_sums[block]
+                if entropy or keep:
+                    few -= log_sums[block, None]
+                if entropy:
+                    entropies[block] = -_expected(few.exp(), few.clone() if keep else few)
             kept = logits if keep else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies, kept)
         ctx.bend, ctx.rows = bend, rows
@@ -159,41 +163,48 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
             if kept is None:
-                logp, slope = ctx.bend.forward(F.linear(hidden[part], weight, bias).to(log_sums.dtype))
-                logp -= log_sums[part, None]
+                d, slope = ctx.bend.forward(F.linear(hidden[part], weight, bias).to(log_sums.dtype))
             else:
-                logp, slope = kept.clone(), None  # a graph that is kept may be walked again
-            d = _logit_gradient(
-                logp,
-                targets[part],
-                None if on_logprob is None else on_logprob[part],
-                None if on_entropy is None or not on_entropy.numel() else (on_entropy[part], entropies[part]),
-            )
+                d, slope = torch.empty_like(kept), None  # a graph that is kept may be walked again
+            for block, few in _blocks(d, start):
+                _logit_gradient(
+                    few.sub_(log_sums[block, None]) if kept is None else few.copy_(kept[block]),
+                    targets[block],
+                    None if on_logprob is None else on_logprob[block],
+                    None if on_entropy is None or not on_entropy.numel() else (on_entropy[block], entropies[block]),
+                )
             sums.add(part, ctx.bend.backward(d, slope))
         return *sums.inputs(), None, None, None, None
 
 
-def _logit_gradient(logp: Tensor, targets: Tensor, on_logprob: Tensor | None, on_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
-    """``d logprob = onehot - p`` and ``d entropy = -p (log p + H)``, each times its incoming gradient. ``logp`` is used up."""
-    if on_entropy is None:
-        if on_logprob is None:
-            return torch.zeros_like(logp)
-        d = logp.exp_().mul_(-on_logprob[:, None])
-    else:
+def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
+    """Views of a few rows of ``logits``, with the place of each where the first row of all is number ``start``."""
+    n, width = logits.shape
+    rows = max(1, n if logits.device.type != "cpu" else BLOCK_BYTES // max(1, width * logits.itemsize))
+    for at in range(0, n, rows):
+        yield slice(start + at, start + min(n, at + rows)), logits[at : at + rows]
+
+
+def _logit_gradient(x: Tensor, targets: Tensor, on_logprob: Tensor | None, on_entropy: tuple[Tensor, Tensor] | None) -> None:
+    """Log-probs ``x [n, V]`` become their gradient: ``d logprob = onehot - p``, ``d entropy = -p (log p + H)``, times what comes in."""
+    if on_entropy is not None:
         grad, entropy = on_entropy
-        p = logp.exp()
-        d = logp.add_(entropy[:, None]).mul_(-grad[:, None])
+        p = x.exp()
+        x.add_(entropy[:, None]).mul_(-grad[:, None])
         if on_logprob is not None:
-            d -= on_logprob[:, None]
-        d = _times_probability(d, p)
+            x -= on_logprob[:, None]
+        _times_probability(x, p)
+    elif on_logprob is not None:
+        x.exp_().mul_(-on_logprob[:, None])
+    else:
+        x.zero_()
     if on_logprob is not None:
-        d.scatter_add_(1, targets[:, None], on_logprob[:, None])
-    return d
+        x.scatter_add_(1, targets[:, None], on_logprob[:, None])
 
 
 def _times_probability(x: Tensor, p: Tensor) -> Tensor:
-    """``x * p`` where an impossible token (log-prob of minus infinity) counts as 0."""
-    return p.mul_(x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0))
+    """``x *= p``, where an impossible token (log-prob of minus infinity) counts as 0."""
+    return x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).mul_(p)
 
 
 def _expected(p: Tensor, logp: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from lightrft.models import logprobs
 from lightrft.models.logprobs import entropy_from_logits, log_probs_from_logits, token_logprobs
 
 N, H, V = 23, 7, 31
@@ -50,7 +51,9 @@ def backward(results, hidden, head):
     ("temperature", "softcap", "scale", "bias"),
     [(1.0, None, None, False), (0.6, 1.5, 0.25, True), (2.0, None, 3.0, True), (1.0, 0.7, None, False)],
 )
-def test_chunked_equals_full_in_value_and_gradient(rows, entropy, temperature, softcap, scale, bias):
+@pytest.mark.parametrize("block", [2, 1000])
+def test_chunked_equals_full_in_value_and_gradient(monkeypatch, rows, block, entropy, temperature, softcap, scale, bias):
+    monkeypatch.setattr(logprobs, "BLOCK_BYTES", block * V * 8)
     hidden, head, targets = case(bias)
     want = full(hidden, head, targets, temperature, softcap, scale)
     want = want if entropy else (want[0], None)

@@ -69,6 +69,14 @@ def test_rows_of_are_the_places_of_the_runs_asked_for(rows: Rows, data: st.DataO
     assert found.tolist() == [t for i in index for t in rows[i]]
 
 
+def test_selecting_all_samples_as_they_are_copies_no_media() -> None:
+    ragged = Ragged(torch.randn(5, 2), torch.tensor([2, 0, 3]))
+    whole = Segments.of([[1], [2], [3]], {"x": ragged})
+    assert whole.select(torch.arange(3)).media["x"].values.data_ptr() == ragged.values.data_ptr()
+    assert torch.equal(whole.select(torch.tensor([2, 1, 0])).media["x"].values, ragged.values[[2, 3, 4, 0, 1]])
+    assert len(whole.select(torch.arange(2)).media["x"].values) == 2
+
+
 @settings(deadline=None)
 @given(ROWS, SEEDS, st.data())
 def test_segments_select_in_the_order_of_the_index_with_their_media(rows: Rows, seed: int, data: st.DataObject) -> None:
