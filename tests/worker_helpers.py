@@ -10,14 +10,13 @@ import queue
 import signal
 import threading
 from concurrent.futures import Future
-from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 from lightrft.utils.workers import Maker, WorkerLost
 
 _SERVER = mp.get_context("forkserver")
-_SERVER.set_forkserver_preload(["lightrft.trainer.launch.remote_engines", "lightrft.trainer.launch.remote_models"])
+_SERVER.set_forkserver_preload(["lightrft.trainer.launch.remote_engines", "lightrft.trainer.launch.remote_trained"])
 
 
 def serve(made: bytes, connection: Connection) -> None:
@@ -77,8 +76,7 @@ class ProcessWorker:
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is there."""
         if self._process.is_alive():
-            with suppress(ProcessLookupError):  # it ended meanwhile: its server knows that some time before this process does
-                os.kill(self.pid, number)
+            os.kill(self.pid, number)
 
     def _begin(self) -> None:
         ours, theirs = _SERVER.Pipe()
@@ -86,10 +84,9 @@ class ProcessWorker:
         self._process.start()
         theirs.close()
         self.starts += 1
-        with self._lock:  # others may call meanwhile
-            self._gone, self._number = False, 0
-            self._under_way: dict[int, Future[Any]] = {}
-            self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._gone, self._number = False, 0
+        self._under_way: dict[int, Future[Any]] = {}
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._write, args=(ours, self._outbox), daemon=True),
             threading.Thread(target=self._read, args=(ours,), daemon=True),
