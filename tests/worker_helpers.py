@@ -10,13 +10,14 @@ import queue
 import signal
 import threading
 from concurrent.futures import Future
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
 from lightrft.utils.workers import Maker, WorkerLost
 
 _SERVER = mp.get_context("forkserver")
-_SERVER.set_forkserver_preload(["lightrft.trainer.launch.remote_engines", "lightrft.trainer.launch.remote_trained"])
+_SERVER.set_forkserver_preload(["lightrft.trainer.launch.remote_engines", "lightrft.trainer.launch.remote_models"])
 
 
 def serve(made: bytes, connection: Connection) -> None:
@@ -76,7 +77,8 @@ class ProcessWorker:
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is there."""
         if self._process.is_alive():
-            os.kill(self.pid, number)
+            with suppress(ProcessLookupError):  # it ended meanwhile: its server knows that some time before this process does
+                os.kill(self.pid, number)
 
     def _begin(self) -> None:
         ours, theirs = _SERVER.Pipe()
@@ -84,9 +86,10 @@ class ProcessWorker:
         self._process.start()
         theirs.close()
         self.starts += 1
-        self._gone, self._number = False, 0
-        self._under_way: dict[int, Future[Any]] = {}
-        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        with self._lock:  # others may call meanwhile
+            self._gone, self._number = False, 0
+            self._under_way: dict[int, Future[Any]] = {}
+            self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._write, args=(ours, self._outbox), daemon=True),
             threading.Thread(target=self._read, args=(ours,), daemon=True),

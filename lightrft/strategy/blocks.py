@@ -23,3 +23,13 @@ def outermost_blocks(model: nn.Module) -> list[nn.Module]:
             found.append(module)
             inside |= {id(each) for each in module.modules()}
     return found
+
+
+def largest_block(model: nn.Module) -> int:
+    """Trained weights of the largest block of ``model``; of all of it, where no block is trained."""
+    return max(map(_trained, outermost_blocks(model)), default=0) or _trained(model)
+
+
+def _trained(module: nn.Module) -> int:
+    """How many, whole: DeepSpeed has parameters without elements where it holds them in shards."""
+    return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters() if p.requires_grad)

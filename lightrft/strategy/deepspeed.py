@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.strategy.base import StepInfo, Towered, TrainState
-from lightrft.strategy.blocks import blocks_of
+from lightrft.strategy.blocks import blocks_of, largest_block
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, write_state
@@ -34,6 +34,9 @@ OURS = (
     *("optimizer", "scheduler", "fp16", "bf16", "data_types"),
 )
 """Keys of DeepSpeed's configuration for which this program has settings of its own."""
+
+BUCKET = 500_000_000
+"""Most elements to collect, however large a block is: DeepSpeed's own number."""
 
 MASTERS = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
 """Where DeepSpeed keeps its float32 masters: in stage 3, in stage 1 of bfloat16 weights, and else."""
@@ -136,6 +139,7 @@ class DeepSpeedStrategy(SingleStrategy):
         engine = self._engine(model, adamw, {"gradient_clipping": optimizer.max_grad_norm or 0.0, **precision})
         if self.config.stage == 3:
             self._fetch_by_blocks(model, engine.optimizer.parameter_offload)
+            _share_masters(engine.optimizer)
         state = TrainState(model, adamw, None, optimizer, Zero(engine, parameters, 0, total_steps), shapes)
         set_lr(adamw, optimizer, 0, total_steps)
         # DeepSpeed's own first step would tell the parameters of its first group alone where their moments are.
@@ -144,8 +148,9 @@ class DeepSpeedStrategy(SingleStrategy):
 
     def _engine(self, model: nn.Module, adamw: torch.optim.Optimizer | None, more: dict[str, Any]) -> Any:
         """DeepSpeed's engine over ``model``. Raises ``ConfigError`` for settings that it refuses."""
+        config = deep_merge({"zero_optimization": _sizes(model)}, self._configuration()) | more
         try:
-            return self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=self._configuration() | more)[0]
+            return self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=config)[0]
         except ValueError as error:  # pydantic's too
             raise ConfigError(f"strategy.deepspeed = {self.config.deepspeed} is refused by DeepSpeed: {error}") from error
 
@@ -267,6 +272,20 @@ class DeepSpeedStrategy(SingleStrategy):
                 change(parameter, mine, key)
         with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(whole["weights"])
+
+
+def _sizes(model: nn.Module) -> dict[str, int]:
+    """Elements that DeepSpeed collects before it sums gradients, and those of a shard that one call of AdamW moves: one block's. Its own
+    numbers are for models of billions of weights: any smaller one it would hold whole once more on each rank."""
+    size = max(1, min(BUCKET, largest_block(model)))
+    return {"reduce_bucket_size": size, "sub_group_size": size}
+
+
+def _share_masters(zero: Any) -> None:
+    """Have float32 shards of stage 3 be their own masters. DeepSpeed means it so, but compares a device with its name, and copies."""
+    for master, shard in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat):
+        if shard is not None and (master.dtype, master.device, master.shape) == (shard.dtype, shard.device, shard.shape):
+            master.data = shard.data
 
 
 def _precision(parameters: Iterable[nn.Parameter]) -> dict[str, Any]:

@@ -47,8 +47,7 @@ class Fsdp2Strategy(SingleStrategy):
         return self._teams
 
     def loading(self) -> AbstractContextManager[torch.device]:
-        """Layers that are shared out by a plan are cut from whole ones."""
-        return nullcontext(torch.device("meta") if self.across is None else self.device)
+        return nullcontext(torch.device("meta"))
 
     def place(self, model: nn.Module) -> None:
         """Shard ``model`` in place, and have this rank's part of its weights read where it was made without. Its forward must be called

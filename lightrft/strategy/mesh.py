@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.ranks import Ranks
@@ -35,4 +38,6 @@ def mesh_of(
     if tensor > 1:
         axes[TENSOR] = tensor
     grid = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    for axis in axes:  # torch gives groups that it makes here a limit of its own
+        _set_pg_timeout(timedelta(minutes=ranks.minutes), grid.get_group(axis))
     return (grid, None) if tensor == 1 else (grid[data], grid[TENSOR])

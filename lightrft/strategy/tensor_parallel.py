@@ -1,26 +1,33 @@
 """Tensor parallelism: a team of ranks shares out the heads and the inner width of each layer, by the plan in transformers' config and
 PyTorch's own styles.
 
-Activations between layers, embeddings, norms and the head are whole on each rank of a team, which all make the same calls.
+Activations between layers, embeddings, norms and the head are whole on each rank of a team, which all make the same calls. Of adapters,
+what lies along the shared side of a layer is shared out with it: B of one that is cut by its outputs, A of one that is cut by its
+inputs. The other of the two is whole, and so are the ``rank`` numbers per token that A hands to B.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
+from lightrft.strategy.experts import WIDTHS, Experts, cut_of
 from lightrft.utils.errors import ConfigError
 
 STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 PARTIAL = "replicated_with_grad_allreduce"
 """Style of a module that is whole on each rank and sees only its heads: its gradient is a part of the sum."""
+EXPERTS = "moe_tp_experts"
+ADAPTERS = {"colwise": "lora_B", "rowwise": "lora_A"}
+"""Of the adapters on a layer, those with the side that is shared out."""
 
 
 def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -30,14 +37,12 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
     size = mesh.size()
     if not plan:
         raise _refused(size, f"transformers has no plan for {type(_planned(model)).__name__}")
-    for pattern, style in plan.items():
-        if style not in STYLES and style != PARTIAL:
-            raise _refused(size, f"{pattern} of {type(_planned(model)).__name__} is {style}, which is not known here")
+    if odd := next((pattern for pattern in plan if not _known(plan, pattern)), None):
+        raise _refused(size, f"{odd} of {type(_planned(model)).__name__} is {plan[odd]}, which is not known here")
     _check_sizes(_planned(model).config.get_text_config(decoder=True), size)
-    if any(".lora_" in name for name, _ in model.named_parameters()):
-        raise _refused(size, "the model has adapters (model.lora), which are not shared out")
-    styles: dict[str, ParallelStyle] = {pattern: STYLES[style]() for pattern, style in plan.items() if style in STYLES}
-    parallelize_module(_planned(model), mesh, styles, src_data_rank=None)
+    parts = [part for name, module in _planned(model).named_modules() for part in _parts(name, module, plan, size)]
+    for part, style in parts:
+        parallelize_module(part, mesh, style, src_data_rank=None)
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
@@ -70,8 +75,47 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _planned(model: nn.Module) -> Any:
-    """The transformers model inside."""
-    return next((module for module in model.modules() if hasattr(module, "tp_plan")), model)
+    """The transformers model inside. One with adapters around it passes on attributes that its own class has not."""
+    return next((module for module in model.modules() if hasattr(type(module), "tp_plan")), model)
+
+
+def _known(plan: Mapping[str, str], pattern: str) -> bool:
+    """Whether the style of ``pattern`` is. Weights that lie in a module of experts have styles of their own."""
+    if plan.get(pattern.rpartition(".")[0]) == EXPERTS:
+        return plan[pattern] in WIDTHS
+    return plan[pattern] in (*STYLES, PARTIAL, EXPERTS)
+
+
+def _style(plan: Mapping[str, str], name: str) -> str:
+    """What ``plan`` has for ``name``. Each star of a pattern stands for one part of a name."""
+    matching = (style for pattern, style in plan.items() if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name))
+    return next(matching, "")
+
+
+def _parts(name: str, module: Any, plan: Mapping[str, str], size: int) -> Iterator[tuple[nn.Module, ParallelStyle]]:
+    """What is cut of a module, and how: all of a layer, or, where it has adapters (peft's), the layer below them and its side of them."""
+    style = _style(plan, name)
+    if style == EXPERTS:
+        yield module, Experts(_cuts(name, module, plan, size))
+    elif style in STYLES and not hasattr(module, "base_layer"):
+        yield module, STYLES[style]()
+    elif style in STYLES:
+        if len(getattr(module, "lora_magnitude_vector", ())):
+            raise _refused(size, "model.lora.dora = true needs the norms of whole weights; set model.lora.dora=false", "or ")
+        for part in (module.base_layer, *getattr(module, ADAPTERS[style]).values()):
+            yield part, STYLES[style]()
+
+
+def _cuts(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> dict[str, Placement]:
+    cuts: dict[str, Placement] = {}
+    for own, weight in module.named_parameters():
+        style = _style(plan, f"{name}.{own}")
+        if style not in WIDTHS:
+            raise _refused(size, f"the plan for {name} says nothing of its {own}")
+        if (cut := cut_of(weight, style, size)) is None:
+            raise _refused(size, f"{own} of {name} is {list(weight.shape)}, whose width it does not divide")
+        cuts[own] = cut
+    return cuts
 
 
 def _check_sizes(config: Any, size: int) -> None:
@@ -80,5 +124,5 @@ def _check_sizes(config: Any, size: int) -> None:
             raise _refused(size, f"the model's {name} is {value}, which it does not divide")
 
 
-def _refused(size: int, why: str) -> ConfigError:
-    return ConfigError(f"strategy.tensor = {size}: {why}; set strategy.tensor=1")
+def _refused(size: int, why: str, way: str = "") -> ConfigError:
+    return ConfigError(f"strategy.tensor = {size}: {why}; {way}set strategy.tensor=1")

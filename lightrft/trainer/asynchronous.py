@@ -28,7 +28,7 @@ from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import Interrupted, collect
 from lightrft.types import Batch
 from lightrft.utils.metrics import Max, Mean, Metrics, Sum
-from lightrft.utils.timers import Timers
+from lightrft.utils.timers import Timers, queued_is_done
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class Ahead:
 
     def _draw_here(self, batch: int, version: int, weights: Weights) -> Drawn:
         """Draw ``batch`` in this thread."""
-        began, timers = time.perf_counter(), Timers()
+        began, timers = time.perf_counter(), Timers(queued_is_done)
         with self._stream.as_before_on_error():
             if self._loaded != version:
                 self._engine.load_weights(weights.items(), version)

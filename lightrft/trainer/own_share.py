@@ -21,7 +21,7 @@ from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import Interrupted, requests_for, scored
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.ranks import Ranks, mine
-from lightrft.utils.timers import Timers
+from lightrft.utils.timers import Timers, queued_is_done
 
 LOOK_SECONDS = 0.02
 """Between two looks at whether the share is there."""
@@ -44,7 +44,7 @@ class Share:
     def __init__(self, moved: Callable[[], int]) -> None:
         self.prompts: Future[list[Prompt]] = Future()
         self.drawn: Future[list[list[Rollout]]] = Future()
-        self.timers = Timers()
+        self.timers = Timers(queued_is_done)
         self.idle = 0.0
         self.lost = 0
         self.carried: list[list[Rollout]] = []

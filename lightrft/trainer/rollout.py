@@ -190,9 +190,21 @@ class Drawn:
     rollouts: list[Rollout]
 
     @staticmethod
-    def of(engine: Engine, requests: Sequence[Sequence[Request]], sampling: SamplingConfig, timers: Timers) -> Drawn:
+    def of(
+        engine: Engine,
+        requests: Sequence[Sequence[Request]],
+        sampling: SamplingConfig,
+        timers: Timers,
+        sign: Callable[[], None],
+    ) -> Drawn:
+        """Those of ``engine``, which nothing stops; ``sign`` is called between tokens."""
+
+        def over() -> bool:
+            sign()
+            return False
+
         with timers("generate"):
-            return Drawn(list(engine.generate([r for group in requests for r in group], sampling)))
+            return Drawn(list(engine.generate([r for group in requests for r in group], sampling, over)))
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
@@ -279,7 +291,7 @@ def scored_by_all(
         asked, begun = [requests[i] for i in places], [ready[i] for i in places] if ready else ()
         engine.wake()
         try:
-            source = engine if engine.together == 1 else Drawn.of(engine, asked, sampling, timers)
+            source = engine if engine.together == 1 else Drawn.of(engine, asked, sampling, timers, sign)
             if ranks.rank % engine.together == 0:
                 drawn.extend(scored(source, scorer, asked, sampling, timers, stopped, quota if leading else None, begun, sign))
         finally:

@@ -24,7 +24,7 @@ from lightrft.utils.run_folder import Elsewhere, RunFolder
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
 from lightrft.utils.settings import Settings, build, parse_yaml, to_yaml
 from lightrft.utils.signals import StopFlag
-from lightrft.utils.timers import Timers, tokens_per_second
+from lightrft.utils.timers import Timers, queued_is_done, tokens_per_second
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Session:
     phase: str
     observer: Observer
     stop: StopFlag = field(default_factory=StopFlag)
-    timers: Timers = field(default_factory=Timers)
+    timers: Timers = field(default_factory=lambda: Timers(queued_is_done))
     began: float = field(default_factory=time.perf_counter)
     before: float = 0.0
     ranks: Ranks = ALONE

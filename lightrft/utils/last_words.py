@@ -6,6 +6,8 @@ import json
 import os
 import time
 import traceback
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from lightrft.utils.errors import RankError, UserError
@@ -15,9 +17,25 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SPEAKER = "LIGHTRFT_LAUNCHER"
 """Set where the launcher says itself what went wrong."""
 
+Listener = Callable[[BaseException], None]
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def heard_by(listener: Listener) -> Generator[None]:
+    """While this is entered, ``listener`` gets the error that ends this process, and says it."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
 
 def tell(error: BaseException) -> bool:
     """Leave the ``error`` that ends this process where its launcher finds it; whether that one will say it."""
+    for listener in _listeners:
+        listener(error)
+        return True
     file = os.environ.get(ERROR_FILE)
     if not file:
         return False

@@ -37,7 +37,7 @@ class Pulse:
         import torch.distributed as dist
 
         self.rank, self.size, self.limit = rank, size, 60 * minutes
-        self.reached = 0
+        self.reached: dict[str, int] = {}
         self._store = dist.PrefixStore("pulse", store.clone())
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
         self._beats = 0
@@ -55,9 +55,14 @@ class Pulse:
             with suppress(RuntimeError):  # of the store
                 self._store.set(f"left/{self.rank}", f"{type(error).__name__}: {error}")
 
-    def others(self) -> str:
-        """Which of the others has failed, is silent or has not come as far as this one, in words; empty where none is found. Takes some
-        seconds."""
+    def come(self, line: str) -> None:
+        """One more call of those that are counted as ``line``: the calls of one group of ranks, which follow one another."""
+        self.reached[line] = self.reached.get(line, 0) + 1
+
+    def others(self, line: str = "", members: Iterable[int] = ()) -> str:
+        """Which of the others has failed or is silent, or has not come as far as this one in the calls of ``line``, which are those of
+        ``members``; in words, and empty where none is found. Takes some seconds."""
+        mine = self.reached.get(line, 0)
         try:
             before = self._signs(range(self.size))
             self._over.wait(MISSED * BEAT)
@@ -67,7 +72,7 @@ class Pulse:
                 return "; ".join(left)
             if silent := [rank for rank in rest if after[rank] is None or after[rank] == before[rank]]:
                 return f"{self._named(silent)} gives no sign of life: it was killed, or is stopped"
-            if late := [rank for rank in rest if (after[rank] or [0, 0])[1] < self.reached]:
+            if late := [rank for rank in members if rank != self.rank and (after[rank] or (0, {}))[1].get(line, 0) < mine]:
                 return f"{self._named(late)} is alive, and has not come to where the others wait"
         except RuntimeError as error:  # of the store
             return f"the launcher, or the machine of the first rank, cannot be reached ({first_line(error)})"
@@ -117,9 +122,9 @@ class Pulse:
 
     def _beat(self) -> None:
         self._beats += 1
-        self._store.set(f"beat/{self.rank}", json.dumps([self._beats, self.reached]))
+        self._store.set(f"beat/{self.rank}", json.dumps([self._beats, self.reached.copy()]))
 
-    def _signs(self, ranks: Iterable[int]) -> dict[int, list[int] | None]:
+    def _signs(self, ranks: Iterable[int]) -> dict[int, tuple[int, dict[str, int]] | None]:
         keys = {rank: f"beat/{rank}" for rank in ranks}
         if self._store.check(list(keys.values())):
             return {rank: json.loads(value) for rank, value in zip(keys, self._store.multi_get(list(keys.values())))}

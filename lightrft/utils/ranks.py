@@ -6,10 +6,13 @@ there on every rank computes the same: a number that is the same everywhere need
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -74,6 +77,7 @@ class Together:
     """The ranks of torch's default process group, or ``group`` of them. Plain data goes through a group of its own, on the CPU."""
 
     pulse: Pulse | None = None  # that of the process
+    _lines = itertools.count()
 
     def __init__(self, minutes: float, group: Any = None) -> None:
         import torch.distributed as dist
@@ -83,6 +87,8 @@ class Together:
         self._plain = dist.new_group(backend="gloo", timeout=timedelta(minutes=minutes)) if group is None else group
         self.rank: int = dist.get_rank(self._plain)
         self.size: int = dist.get_world_size(self._plain)
+        self._members: list[int] = dist.get_process_group_ranks(self._plain)
+        self._line = str(next(self._lines))  # of the same calls on each rank: all make their groups in the same order
 
     def gather(self, value: T) -> list[T]:
         found: list[Any] = [None] * self.size
@@ -97,26 +103,25 @@ class Together:
         return total.to(tensor.device)
 
     def apart(self) -> Together:
-        members, limit = self._dist.get_process_group_ranks(self._plain), timedelta(minutes=self.minutes)
-        return Together(self.minutes, self._dist.new_group(members, limit, "gloo", use_local_synchronization=True))
+        limit = timedelta(minutes=self.minutes)
+        return Together(self.minutes, self._dist.new_group(self._members, limit, "gloo", use_local_synchronization=True))
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
         if self.pulse is not None:
-            self.pulse.reached += 1
+            self.pulse.come(self._line)
         try:
             yield
         except RuntimeError as error:  # gloo's own: a connection that broke, or time that ran out
-            raise _lost(error, self.minutes, self.pulse) from error
+            blame = "" if self.pulse is None else self.pulse.others(self._line, self._members)
+            raise _lost(error, self.minutes, blame) from error
 
 
-def _lost(error: RuntimeError, minutes: float, pulse: Pulse | None) -> LostRankError:
-    """What to say of a connection that is gone: which rank is to blame, where that can be found."""
-    reason = first_line(error)
-    others = "" if pulse is None else pulse.others()
-    blame = others or "a rank has ended, or not answered in time; see what the others said"
+def _lost(error: RuntimeError, minutes: float, blame: str) -> LostRankError:
+    """What to say of a connection that is gone: ``blame``, where that was found."""
+    blame = blame or "a rank has ended, or not answered in time; see what the others said"
     return LostRankError(
-        f"{blame} (strategy.timeout = {minutes:g} minutes; {reason}). The same command goes on from the last checkpoint"
+        f"{blame} (strategy.timeout = {minutes:g} minutes; {first_line(error)}). The same command goes on from the last checkpoint"
     )
 
 
@@ -203,7 +208,7 @@ def joined(minutes: float) -> Generator[Ranks]:
         failed = error
         if not _of_connection(error):
             raise
-        failed = _lost(error, minutes, pulse)
+        failed = _lost(error, minutes, pulse.others())
         raise failed from error
     except BaseException as error:
         failed = error
@@ -244,28 +249,54 @@ PULSES = 4
 """Signs of life that a rank gives in the time after which it would be missed."""
 
 
+class _Signs:
+    """Signs to all ``ranks`` that this one is at work. Giving one waits for nobody: the others may need what this rank does next, as those
+    of a team do who draw each token together."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._pause = 60 * ranks.minutes / PULSES
+        self._due = time.monotonic() + self._pause
+        self._given: Future[list[bool]] | None = None
+
+    def give(self) -> None:
+        """One more, if it is time and all have taken the last one. Raises what that one came to."""
+        if time.monotonic() >= self._due and (self._given is None or self._given.done()):
+            self.end()
+            self._given = Future()
+            threading.Thread(target=self._tell, args=[self._given], name="sign of life", daemon=True).start()
+            self._due = time.monotonic() + self._pause
+
+    def end(self) -> None:
+        """Wait until all have taken the last one."""
+        given, self._given = self._given, None
+        if given is not None:
+            given.result()
+
+    def _tell(self, given: Future[list[bool]]) -> None:
+        try:
+            given.set_result(self._ranks.gather(False))
+        except BaseException as error:
+            given.set_exception(error)
+
+
 def patiently(ranks: Ranks, work: Callable[[Callable[[], None]], T]) -> list[T]:
     """``together`` for work that may take one rank much longer than another. While it calls what ``work`` is given, between tokens
     say, the others go on waiting; one that has ceased to is missed as in any other call."""
-    due = time.monotonic() + (pause := 60 * ranks.minutes / PULSES)
-
-    def sign() -> None:
-        nonlocal due
-        if time.monotonic() >= due:
-            ranks.gather(False)
-            due = time.monotonic() + pause
+    signs = _Signs(ranks)
 
     def awaited() -> T:
         failure: Exception | None = None
         value: Any = None
         try:
-            value = work(sign)
+            value = work(signs.give)
         except Exception as error:
             failure = error
+        signs.end()
         while not all(ranks.gather(True)):  # those that are at work still say so from time to time
             pass
         if failure is not None:
             raise failure
         return value
 
-    return together(ranks, awaited) if ranks.size > 1 else [work(sign)]
+    return together(ranks, awaited) if ranks.size > 1 else [work(signs.give)]

@@ -57,6 +57,14 @@ class Timers:
         return metrics
 
 
+def queued_is_done() -> None:
+    """Wait for what this thread has queued on an accelerator, where one is in use."""
+    import torch
+
+    if torch.cuda.is_initialized():
+        torch.cuda.current_stream().synchronize()  # not of the device: another thread may draw answers on it meanwhile
+
+
 def tokens_per_second(tokens: float, seconds: float) -> float:
     """Throughput; 0 where no time passed."""
     return tokens / seconds if seconds > 0 else 0.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
-import time
 
 from tests.architecture.test_layers import HEAVY
 from tests.architecture.tree import PACKAGE, ROOT, modules
@@ -60,9 +60,9 @@ def names_of_modules() -> list[str]:
     return [".".join((PACKAGE, *m.name)) for m in modules() if m.part != "__main__"]
 
 
-def test_importing_the_package_takes_under_half_a_second_and_loads_no_torch() -> None:
+def test_importing_the_package_takes_under_half_a_second_of_a_processor_and_loads_no_torch() -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import lightrft; seconds = time.perf_counter() - start;"
+        "import sys, time; start = time.process_time(); import lightrft; seconds = time.process_time() - start;"
         "print(seconds, *sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
     )
     runs = [run(code).split() for _ in range(3)]
@@ -78,11 +78,17 @@ def test_the_command_line_starts_without_torch() -> None:
 
 
 def test_help_is_there_in_half_a_second() -> None:
+    """Of a processor: on a busy machine the clock on the wall tells how many others wait for one."""
+
+    def used() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return children.ru_utime + children.ru_stime
+
     def seconds() -> float:
-        start = time.perf_counter()
+        before = used()
         done = subprocess.run([sys.executable, "-m", PACKAGE, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
         assert "usage: lightrft" in done.stdout
-        return time.perf_counter() - start
+        return used() - before
 
     assert min(seconds() for _ in range(3)) < 0.5
 

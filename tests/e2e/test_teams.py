@@ -38,9 +38,9 @@ SEQUENCE, TENSOR, BOTH = {"sequence": 2}, {"tensor": 2}, {"tensor": 2, "sequence
 CELLS: dict[int, list[tuple[str, dict[str, int]]]] = {
     2: [
         *((name, SEQUENCE) for name in (*PRESETS, "pictures")),
-        *((name, TENSOR) for name in ("ppo", "pictures", "ppo taken up", "ppo left")),
+        *((name, TENSOR) for name in ("ppo", "pictures", "ppo taken up", "lora", "lora taken up", "lora left")),
     ],
-    4: [("grpo", SEQUENCE), ("lora", {"sequence": 4}), ("grpo", TENSOR), ("ppo", BOTH)],
+    4: [("grpo", SEQUENCE), ("lora", {"sequence": 4}), ("lora", TENSOR), ("ppo", BOTH)],
 }
 """By the number of processes, the runs and how teams work in them. One process has begun what is taken up, and ends what is left.
 Five groups are more than teams, and do not divide by two of them."""
@@ -129,7 +129,7 @@ class TestTeams:
 
     def test_ranks_that_share_the_layers_of_a_model_give_the_log_probs_and_gradients_of_one(self, found_in, ranks):
         for found in found_in(ranks):
-            assert tuple(found["tensor"]) == PLANNED
+            assert tuple(found["tensor"]) == (*PLANNED, "adapters")
             assert {name: gaps for name, gaps in found["tensor"].items() if max(gaps) > 1e-9} == {}
 
     def test_what_a_rank_holds_for_the_backward_pass_falls_with_the_ranks_that_share_a_row(self, found_in, ranks):
@@ -137,12 +137,20 @@ class TestTeams:
             assert found["held"]["team"] < 1.1 * found["held"]["alone"] / ranks
 
     def test_runs_give_the_numbers_of_one_process(self, found_in, folder, ranks):
-        assert found_in(ranks)[0]["steps"] == [1 if name.endswith("left") else 2 for name, _ in CELLS[ranks]]
+        steps = [run["steps"] for run in found_in(ranks)[0]["runs"]]
+        assert steps == [1 if name.endswith("left") else 2 for name, _ in CELLS[ranks]]
         for name, strategy in CELLS[ranks]:
             cell, (tree, _, how) = name_of(ranks, name, strategy), name.partition(" ")
             if how == "left":
                 run_alone(json.loads((folder / f"{tree}.yaml").read_text()), folder, cell)
             check_equal(folder / cell, folder / tree, AutoModelForImageTextToText if tree == "pictures" else AutoModelForCausalLM)
+
+    def test_every_rank_of_a_team_says_that_it_is_still_drawing(self, found_in, ranks):
+        for found in found_in(ranks):
+            assert all(run["signs"] for run in found["runs"])
+
+    def test_ranks_of_a_team_wait_for_one_another_as_long_as_all_ranks_do(self, found_in, ranks):
+        assert [found["limit"] for found in found_in(ranks)] == [120.0] * ranks
 
 
 def test_processes_that_teams_do_not_divide_are_refused():
@@ -177,7 +185,8 @@ def test_rows_of_their_own_are_refused_in_a_team():
     ("family", "options", "why"),
     [
         ("qwen2", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
-        ("qwen3_moe", {"num_key_value_heads": 4}, "experts.* which is not known here"),
+        ("phi3", {"num_key_value_heads": 4}, "qkv_proj of .* is colwise_gather_output, which is not known here"),
+        ("qwen3_moe", {"num_key_value_heads": 4, "moe_intermediate_size": 34}, "gate_up_proj of .*experts is .*whose width"),
     ],
 )
 def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(family, options, why):
@@ -185,7 +194,9 @@ def test_layers_that_cannot_be_shared_out_are_refused_with_the_reason(family, op
         shard_layers(small_actor(family, **options), SimpleNamespace(size=lambda: 4))
 
 
-def test_adapters_are_refused_where_layers_are_shared_out():
-    actor = Actor(add_adapters(small_actor("qwen2").base, LoRAConfig(rank=4)))
-    with pytest.raises(ConfigError, match=r"strategy.tensor = 2: the model has adapters \(model.lora\)"):
+def test_adapters_with_weight_decomposition_are_refused_where_layers_are_shared_out():
+    actor = Actor(add_adapters(small_actor("qwen2").base, LoRAConfig(rank=4, dora=True)))
+    with pytest.raises(
+        ConfigError, match=r"strategy.tensor = 2: model.lora.dora = true .*set model.lora.dora=false; or set strategy"
+    ):
         shard_layers(actor, SimpleNamespace(size=lambda: 2))

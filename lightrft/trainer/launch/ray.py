@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from lightrft.trainer.launch.ray_desk import Desk, Teller, told
 from lightrft.trainer.launch.ray_workers import Office, Roster, opened
 from lightrft.utils import errors
 from lightrft.utils.errors import ConfigError, RankError, UserError, WorkerError
+from lightrft.utils.last_words import heard_by
 from lightrft.utils.logs import ROOT
 from lightrft.utils.settings import build, parse_yaml, to_yaml
 from lightrft.utils.signals import StopFlag
@@ -58,6 +60,12 @@ def check_launch(config: RLConfig | SFTConfig) -> None:
         for name in ("devices", "engine_devices", "model_devices"):
             if (share := getattr(asked, name)) is not None:
                 raise ConfigError(f"launch.ray.{name} = {share} changes nothing: strategy.device is cpu; leave one of them out")
+    limit = config.strategy.timeout
+    if asked.silence is not None and asked.silence >= limit and config.launch.processes > 1:
+        raise ConfigError(
+            f"launch.ray.silence = {asked.silence:g} minutes is not below strategy.timeout = {limit:g}: ranks that wait for a worker would "
+            "give up before it is started anew; lower the one or raise the other"
+        )
     if isinstance(config, SFTConfig):
         for name, count in asked.staff.items():
             if count:
@@ -87,6 +95,12 @@ class Ended:
     error: str = ""
     text: str = ""
     trace: str = ""
+
+    @property
+    def kind(self) -> type[UserError] | None:
+        """The class of the error, where it is a user's to fix."""
+        kind = getattr(errors, self.error, None)
+        return kind if isinstance(kind, type) and issubclass(kind, UserError) else None
 
 
 class RankLost(Exception):
@@ -143,7 +157,9 @@ class Rank:
         adopt(order.environment)
         teller = Teller(order.desk, logging.WARNING if order.environment["RANK"] == "0" else logging.ERROR)
         told(teller)
-        with StopFlag(), stopping(order.desk), opened(Office(order.roster, order.slots, package().util.get_node_ip_address())):
+        office = Office(order.roster, order.slots, package().util.get_node_ip_address())
+        leave = partial(teller.leave, int(order.environment["RANK"]))
+        with StopFlag(), stopping(order.desk), opened(office), heard_by(leave):
             ended = answer(order, teller)
         teller.delivered()
         return ended
@@ -222,6 +238,7 @@ class Driver:
     roster: Any = None
     _asked_to_stop: bool = False
     _desk: Any = None
+    _left: dict[int, str] = field(default_factory=dict)
 
     @property
     def asked(self) -> RayConfig:
@@ -263,7 +280,7 @@ class Driver:
 
     def see_through(self, actors: list[Any], plan: Layout) -> dict[str, Any]:
         """Give every actor its rank and its order, and wait for all of them."""
-        before = self.places
+        before, self._left = self.places, {}
         folder = str(Path.cwd())
         found = self.all_of(actors, [one.place.remote(folder) for one in actors], "start")
         order = side_by_side(found)
@@ -329,7 +346,8 @@ class Driver:
                 try:
                     ended[rank] = ray.get(ref)
                 except ray.exceptions.RayError as error:
-                    raise RankLost(f"rank {rank} on node {self.places[rank]} was lost: {reason_of(error)}") from None
+                    self.pass_on([*ray.get(news), *ray.get(self._desk.news.remote(0.0))])
+                    raise self.lost(rank, reason_of(error)) from None
                 if ended[rank].error:
                     until = min(until, time.monotonic() + GRACE)
         self.pass_on([*ray.get(news), *ray.get(self._desk.news.remote(0.0))])
@@ -342,31 +360,45 @@ class Driver:
                 logging.getLogger(ROOT).log(*value)
             elif kind == "update":
                 self.observer.update(value)
+            elif kind == "left":
+                self._left[value[0]] = value[1]
             else:
                 self.began = True
                 self.observer.begin(*value)
+
+    def lost(self, rank: int, reason: str) -> RankLost:
+        """``rank`` is gone: by what it has said itself, or else for ``reason``."""
+        place = f"rank {rank} on node {self.places[rank]}"
+        said = self._left.get(rank)
+        return RankLost(f"{place} has given up: {without_way_on(said)}" if said else f"{place} was lost: {reason}")
 
     def outcome(self, ended: Mapping[int, Ended]) -> dict[str, Any]:
         """The first rank's result, or the error of the rank where it began; those that only heard of one come last."""
         failed = {rank: one for rank, one in ended.items() if one.error}
         silent = [rank for rank in range(len(self.places)) if rank not in ended]
         for rank, one in sorted(failed.items()):
-            if one.error == WorkerError.__name__:
+            if one.kind is WorkerError:
                 raise RankLost(one.text)
-            if one.error != RankError.__name__:
+            if one.kind is None or not issubclass(one.kind, RankError):
                 raise self.as_error(rank, one)
         if silent:
             where = ", ".join(f"rank {rank} on node {self.places[rank]}" for rank in silent)
-            raise RankLost(f"{where} did not answer, though another had ended ({next(iter(failed.values())).text})")
+            raise RankLost(
+                f"{where} did not answer, though another had ended ({without_way_on(next(iter(failed.values())).text)})"
+            )
         if failed:
-            raise RankLost(f"ranks lost one another: {failed[min(failed)].text}")
+            raise RankLost(f"ranks lost one another: {without_way_on(failed[min(failed)].text)}")
         return ended[0].result
 
     def as_error(self, rank: int, one: Ended) -> Exception:
         """The error of a rank, as its own kind where it is a user's to fix."""
-        kind = getattr(errors, one.error, None)
-        if isinstance(kind, type) and issubclass(kind, UserError):
-            return kind(one.text)
+        if one.kind is not None:
+            return one.kind(one.text)
         if one.error == MemoryError.__name__:
             return MemoryError(one.text)
         return RuntimeError(f"{one.error} on rank {rank}, node {self.places[rank]}: {one.text}\n{one.trace}")
+
+
+def without_way_on(text: str) -> str:
+    """What a rank has said, up to how to go on: the launcher says that itself."""
+    return text.partition(". The same command")[0]

@@ -10,6 +10,9 @@ from typing import Any
 from lightrft.trainer.launch.ray_cluster import package
 from lightrft.utils.logs import FILE_ONLY, ROOT
 
+LEAVING = 5.0
+"""Seconds that a process which ends takes for its last words."""
+
 
 class Desk:
     """Where ranks leave what they have to say and learn that they are to stop. An actor beside the driver."""
@@ -62,6 +65,11 @@ class Teller(logging.Handler):
 
     def tell(self, kind: str, value: Any) -> None:
         self._last = self._desk.tell.remote((kind, value))
+
+    def leave(self, rank: int, error: BaseException) -> None:
+        """The ``error`` that ends this process, from beside the program. It is there when this returns, unless the desk is not."""
+        self.tell("left", (rank, str(error)))
+        package().wait([self._last], timeout=LEAVING)
 
     def delivered(self) -> None:
         """Wait until everything has arrived."""

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
+from lightrft.config import RLConfig
 from lightrft.utils.errors import WorkerError
 from lightrft.utils.workers import Maker, Worker, WorkerLost
 
@@ -28,7 +29,14 @@ class Limits:
     a call must have come back, that of loading a model too."""
 
     restarts: int = 3
-    silence: float = 1800.0
+    silence: float = 300.0
+
+    @staticmethod
+    def of(config: RLConfig) -> Limits:
+        """Those that ``launch.ray`` sets. Unless told otherwise, a worker is missed before the ranks that wait for it miss one another."""
+        asked = config.launch.ray
+        minutes = config.strategy.timeout / 2 if asked.silence is None else asked.silence
+        return Limits(asked.restarts, 60 * minutes)
 
 
 @dataclass(slots=True, eq=False)

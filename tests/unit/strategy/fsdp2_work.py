@@ -46,11 +46,18 @@ CELLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
     "activations of layers": ("untied", {"gradient_checkpointing": True}, {"offload_activations": True}, Actor),
     "sleep": ("untied", {}, {"sleep": True}, Actor),
 }
+TEAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
+    "team of experts": ("experts", {}, {"tensor": 2}, Actor),
+    "team of adapters": ("untied", {"lora": LoRAConfig(rank=4)}, {"tensor": 2}, Actor),
+}
 OF_FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
     "replicas": ("untied", {}, {"shard": 2}, Actor),
     "kept on two": ("untied", {}, {"reshard": 2}, Actor),
     "all at once": ("tied", {"dtype": "bfloat16"}, {"shard": 2, "offload": True, "offload_activations": True}, Actor),
+    "team": ("untied", {}, {"tensor": 2}, Actor),
+    **TEAMS,
 }
+PLANNED = ("qwen2", "qwen3_moe", "qwen2_5_vl", "no_safetensors")
 
 
 def batch() -> Batch:
@@ -95,7 +102,7 @@ def train(strategy: SingleStrategy, config: ModelConfig, kind: type) -> dict[str
     state = strategy.prepare(model, OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-3), 4)
     start = {name: tensor.detach().clone() for name, tensor in strategy.full_parameters(state)}
     found: dict[str, Any] = {"norms": [], "losses": [], "after forward": [], "whole gradients": [], "held": held(model)}
-    whole, rows = batch(), mine(list(range(ROWS)), strategy.ranks)
+    whole, rows = batch(), mine(list(range(ROWS)), strategy.teams)
     frozen = Actor.load(ModelConfig(path=config.path))
     strategy.place(frozen.requires_grad_(False))
     for _ in range(2):
@@ -107,7 +114,7 @@ def train(strategy: SingleStrategy, config: ModelConfig, kind: type) -> dict[str
             strategy.backward(state, loss, last=half == rows[1::2])
             found["whole gradients"].append(unsharded_gradients(model))
             total += loss.detach().float()
-        found["losses"].append(float(strategy.ranks.sum(total)))
+        found["losses"].append(float(strategy.teams.sum(total)))
         found["norms"].append(strategy.step(state).grad_norm)
         with strategy.resting([state], [frozen]), strategy.whole(model), torch.no_grad():
             found["drawn"] = float(loss_of(model.eval(), whole))
@@ -156,11 +163,13 @@ def reads(folder: Path, ranks: Ranks) -> str:
     return ""
 
 
-def families(folder: Path, ranks: Ranks) -> dict[str, str]:
+def families(folder: Path, ranks: Ranks, only: tuple[str, ...] = (), **teams: int) -> dict[str, str]:
     """By model folder, what of a model that was read by shards is not what loading it gives."""
-    strategy = Fsdp2Strategy(StrategyConfig(device="cpu"), ranks)
+    strategy = Fsdp2Strategy(StrategyConfig(device="cpu", **teams), ranks)
     odd: dict[str, str] = {}
     for path in sorted(p for p in folder.iterdir() if (p / "config.json").is_file()):
+        if only and path.name not in only:
+            continue
         for more in ({}, {"dtype": "bfloat16"}):
             config = ModelConfig(path=str(path), **more)
             with strategy.loading() as device:
@@ -208,7 +217,8 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
     with joined(2.0) as ranks:
         if (folder / "large").is_dir():
             peak = peak_of_loading(folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu"), ranks))
-            torch.save({"peak": peak}, folder / f"found-{size}-{rank}.pt")
+            team = peak_of_loading(folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu", tensor=2), ranks))
+            torch.save({"peak": peak, "team": team}, folder / f"found-{size}-{rank}.pt")
             return
         found: dict[str, Any] = {name: cell(name, folder, ranks) for name in (CELLS if size == 2 else OF_FOUR)}
         if size == 2:
@@ -216,6 +226,7 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
             found["lacking"] = reads(folder, ranks)
         else:
             found["refused"] = refused(ranks)
+            found["families"] = families(folder / "families", ranks, PLANNED, tensor=2)
         torch.save(found, folder / f"found-{size}-{rank}.pt")
 
 
@@ -232,7 +243,7 @@ def main(folder: Path, sizes: list[int]) -> None:
     torch.save({name: cell(name, folder, ALONE) for name in ONE}, folder / "found-1.pt")
 
 
-ONE = [name for name, (_, _, strategy, _) in CELLS.items() if not strategy] + ["activations", "sleep"]
+ONE = [name for name, (_, _, strategy, _) in CELLS.items() if not strategy] + ["activations", "sleep", *TEAMS]
 """Cells that one process has too; the others are held against the one without settings of the strategy."""
 
 if __name__ == "__main__":

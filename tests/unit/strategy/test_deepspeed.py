@@ -89,6 +89,11 @@ def cell(stage):
         info = strategy.step(state)
         found["skipped"].append(info.skipped), found["lr"].append(info.lr), found["norms"].append(info.grad_norm)
     found["weights"] = [w.flatten().tolist() for _, w in strategy.full_parameters(state)]
+    zero_of = state.inner.engine.optimizer
+    weights = zero_of.fp16_partitioned_groups_flat if stage == 3 else []
+    found["apart"] = sum(m.data_ptr() != w.data_ptr() for m, w in zip(state.inner.flat, weights))
+    asked = zero(stage, zero_optimization={"reduce_bucket_size": 9}).prepare(net(), OptimizerConfig(), 1)
+    found["collected"] = [s.inner.engine.zero_reduce_bucket_size() for s in (state, asked)]
     found["half"] = refused(lambda: strategy.prepare(net(torch.float16), OptimizerConfig(), 1))
     wrong = zero(stage, zero_optimization={"no_such": 1})
     found["wrong"] = refused(lambda: wrong.prepare(net(), OptimizerConfig(), 1))
@@ -115,6 +120,8 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_pat
         assert "torch.float16; set model.dtype=bfloat16" in first["half"]
         assert "strategy.deepspeed = " in first["wrong"] and "no_such" in first["wrong"]
         assert first["held"] == (0 if stage == 3 else 50)
+        assert first["apart"] == 0, "float32 shards of stage 3 are their own masters"
+        assert first["collected"] == [50, 9], "gradients are collected by as much as the model has, or as is asked for"
         assert [first["norms"][0], first["norms"][2]] == pytest.approx(norms, rel=1e-6)
         for found, parameter in zip(first["weights"], own.parameters(), strict=True):
             assert found == pytest.approx(parameter.flatten().tolist(), rel=1e-5, abs=1e-7)

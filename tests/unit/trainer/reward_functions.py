@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 WARM = []
 LEAK = []
@@ -123,6 +124,12 @@ def columns(rollout):
 
 def sleeps(rollout):
     time.sleep(float(rollout.text))
+    return 1.0
+
+
+def waits_for_a_file(rollout):
+    while not Path(rollout.text).exists():
+        time.sleep(0.01)
     return 1.0
 
 

@@ -15,8 +15,10 @@ from lightrft.trainer.launch.placement import Place
 from lightrft.trainer.launch.ray import Driver, Ended, Order, Rank, RankLost, check_launch, going_on
 from lightrft.trainer.launch.ray_cluster import cluster, package, reason_of
 from lightrft.trainer.launch.ray_workers import office_here
-from lightrft.utils.errors import ConfigError, RewardError
-from lightrft.utils.settings import build, to_yaml
+from lightrft.trainer.launch.remote import Limits
+from lightrft.utils.errors import ConfigError, RankError, RewardError
+from lightrft.utils.last_words import heard_by, tell
+from lightrft.utils.settings import build, deep_merge, to_yaml
 from lightrft.utils.signals import StopFlag
 
 
@@ -54,6 +56,17 @@ def test_devices_on_processors_and_workers_of_supervised_training_are_refused() 
         check_launch(build(RLConfig, cpu))
     with pytest.raises(ConfigError, match=r"launch\.ray\.engines = 2 changes nothing: sft has no such workers"):
         check_launch(build(SFTConfig, {"launch": {"kind": "ray", "ray": {"engines": 2}}}))
+
+
+def test_a_worker_that_falls_silent_is_missed_before_the_ranks_that_wait_for_it_give_up() -> None:
+    tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1}}, "strategy": {"timeout": 6.0}}
+    assert Limits.of(build(RLConfig, tree)) == Limits(restarts=3, silence=180.0)
+    said = r"launch\.ray\.silence = 6 minutes is not below strategy\.timeout = 6"
+    silent = {"launch": {"ray": {"silence": 6}}}
+    with pytest.raises(ConfigError, match=said):
+        check_launch(build(RLConfig, deep_merge(tree, silent)))
+    check_launch(build(RLConfig, deep_merge(tree, {"launch": {"ray": {"silence": 5}}})))
+    check_launch(build(RLConfig, deep_merge(tree, deep_merge(silent, {"launch": {"processes": 1}}))))  # nobody waits
 
 
 def test_workers_without_a_launcher_are_an_error_that_says_how_to_start() -> None:
@@ -98,11 +111,25 @@ def test_the_error_of_the_rank_where_it_began_is_told_and_not_that_of_those_that
 def test_a_rank_that_does_not_answer_when_another_has_given_up_is_lost() -> None:
     with pytest.raises(RankLost, match=r"rank 1 on node 10\.0\.0\.2 \(second\) did not answer"):
         driver_of().outcome({0: Ended(error="RankError", text="rank 0 did not hear")})
+    with pytest.raises(
+        RankLost, match=r"rank 1 on node .* did not answer, though another had ended \(rank 1 gives no sign of life\)"
+    ):
+        driver_of().outcome({0: Ended(error="LostRankError", text="rank 1 gives no sign of life")})
     with pytest.raises(RankLost, match=r"lost one another"):
         driver_of().outcome({rank: Ended(error="RankError", text="a connection broke") for rank in (0, 1)})
     with pytest.raises(RankLost, match=r"^critic 0 was lost$"):
         driver_of().outcome({0: Ended(error="WorkerError", text="critic 0 was lost")})
     assert driver_of().outcome({0: Ended(result={"steps": 2}), 1: Ended()}) == {"steps": 2}
+
+
+def test_a_rank_that_has_given_up_is_lost_by_its_own_words_and_one_that_said_nothing_by_those_of_ray() -> None:
+    driver, heard = driver_of(), []
+    driver.pass_on([("left", (0, "rank 1 is silent. The same command goes on from the last checkpoint"))])
+    assert str(driver.lost(0, "exit 2")) == "rank 0 on node 10.0.0.1 (first) has given up: rank 1 is silent"
+    assert str(driver.lost(1, "exit 2")) == "rank 1 on node 10.0.0.2 (second) was lost: exit 2"
+    with heard_by(heard.append):
+        assert tell(error := RankError("rank 1 is silent")) and heard == [error]
+    assert not tell(error) and heard == [error]
 
 
 @pytest.mark.parametrize(

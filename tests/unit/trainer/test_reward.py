@@ -82,7 +82,7 @@ def test_an_endless_python_loop_costs_its_deadline_but_no_process():
 
 
 def test_what_a_function_prints_forks_or_reads_disturbs_nothing():
-    rollouts, scorer = score(["print", "fork", "stdin", "true", "5"], "plain")
+    rollouts, scorer = score(["print", "fork", "stdin", "true", "5"], "plain", deadline=10)
     assert [r.reward for r in rollouts] == [1, 1, 0, 1, 5]
     assert scorer.counts["scored"] == 5
 
@@ -119,7 +119,7 @@ def test_async_calls_wait_together():
         for _ in range(40):
             scorer.submit(rollout())
         assert len(list(scorer.results(wait=True))) == 40
-        assert time.monotonic() - began < 3  # 12 s one after another
+        assert time.monotonic() - began < 10  # 12 s one after another, on any machine
 
 
 def test_the_reward_is_the_weighted_sum_of_terms_and_each_is_kept_unweighted():
@@ -212,21 +212,26 @@ def test_a_worker_is_light_and_warmed_up():
     assert rollouts[0].failed == "" and rollouts[0].reward != os.getpid()
 
 
-def test_submitting_does_not_wait_for_slow_rewards():
-    with Scorer(config("sleeps", deadline=5)) as scorer:
-        began = time.monotonic()
+def test_submitting_does_not_wait_for_slow_rewards(tmp_path):
+    gate = tmp_path / "gate"
+    with Scorer(config("waits_for_a_file", deadline=30)) as scorer:
         for _ in range(4):
-            scorer.submit(rollout("0.3"))
-        assert time.monotonic() - began < 0.2
+            scorer.submit(rollout(str(gate)))
         assert list(scorer.results(wait=False)) == []
         assert scorer.pending == 4
-        deadline = time.monotonic() + 20
+        time.sleep(0.3)
+        gate.touch()
+        deadline = time.monotonic() + 60
         back = []
         while len(back) < 4 and time.monotonic() < deadline:
             back += scorer.results(wait=False)
             time.sleep(0.02)
         assert len(back) == 4 and all(r.reward == 1 for r in back)
-        assert scorer.seconds["busy"] >= 1.2 and scorer.seconds["queue"] > 0.3
+
+
+def test_the_time_in_functions_and_the_time_before_them_are_measured():
+    _, scorer = score(["0.3"] * 4, "sleeps", deadline=5)
+    assert scorer.seconds["busy"] >= 1.2 and scorer.seconds["queue"] > 0.3
 
 
 def test_every_rollout_comes_back_once_whatever_happens_to_the_workers():
@@ -247,11 +252,13 @@ def test_closing_leaves_no_process_and_gives_back_what_was_not_scored():
     rollouts = [rollout("50") for _ in range(5)]
     for r in rollouts:
         scorer.submit(r)
-    time.sleep(0.5)
-    assert len(set(psutil.Process().children(recursive=True)) - before) == 2
+    ends = time.monotonic() + 30
+    while len(set(psutil.Process().children(recursive=True)) - before) < 2:
+        assert time.monotonic() < ends
+        time.sleep(0.02)
     began = time.monotonic()
     scorer.close()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 40  # 50 s where it waits for a call
     assert set(psutil.Process().children(recursive=True)) <= before
     assert {id(r) for r in scorer.results(wait=True)} == {id(r) for r in rollouts}
     assert {r.failed for r in rollouts} == {"the scorer was closed"}
@@ -266,7 +273,7 @@ def test_what_a_function_started_ends_with_its_worker():
         scorer.submit(started)
         list(scorer.results(wait=True))
         assert psutil.pid_exists(int(started.reward))
-    ends = time.monotonic() + 5
+    ends = time.monotonic() + 60
     while psutil.pid_exists(int(started.reward)) and psutil.Process(int(started.reward)).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < ends
         time.sleep(0.02)
@@ -294,7 +301,7 @@ def test_workers_do_not_outlive_a_killed_parent():
     assert len(workers) == 2
     parent.kill()
     parent.wait()
-    _, alive = psutil.wait_procs(workers, timeout=5)
+    _, alive = psutil.wait_procs(workers, timeout=60)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,27 +19,53 @@ from lightrft.utils.pulse import Pulse
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[dist.Store]:
     """A store of this process, and beats that come quickly."""
-    monkeypatch.setattr(pulses, "BEAT", 0.02)
+    monkeypatch.setattr(pulses, "BEAT", 0.2)  # a thread of a busy machine may be half a second late
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     yield dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=5), wait_for_workers=False)
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
+def of_others(pulse: Pulse, *calls: Any) -> str:
+    """What ``pulse`` says of others that live, once the machine has let them give a sign."""
+    said: list[str] = []
+
+    def heard() -> bool:
+        said.append(pulse.others(*calls))
+        return "no sign of life" not in said[-1]
+
+    wait_for(heard)
+    return said[-1]
+
+
 def test_ranks_that_live_are_not_blamed_and_one_that_is_late_is(store):
     one, other = Pulse(store, 0, 2, 1.0), Pulse(store, 1, 2, 1.0)
-    assert one.others() == other.others() == ""
-    one.reached = 3
-    other.reached = 2
-    assert (
-        one.others().startswith(f"rank 1 (process {os.getpid()} on ") and "has not come to where the others wait" in one.others()
-    )
-    assert other.others() == ""
+    assert of_others(one) == of_others(other) == ""
+    for _ in range(3):
+        one.come("training")
+    for _ in range(2):
+        other.come("training")
+        other.come("drawing")
+    late = of_others(one, "training", [0, 1])
+    assert late.startswith(f"rank 1 (process {os.getpid()} on ") and "has not come to where the others wait" in late
+    assert of_others(other, "training", [0, 1]) == ""
+    one.end(None)
+    other.end(None)
+
+
+def test_a_rank_that_is_late_in_the_calls_of_another_thread_or_of_others_is_not_blamed(store):
+    one, other = Pulse(store, 0, 2, 1.0), Pulse(store, 1, 2, 1.0)
+    for line in ("training", "drawing"):
+        one.come(line)
+    other.come("training")
+    assert of_others(one, "training", [0, 1]) == ""
+    assert of_others(one, "drawing", [0]) == ""
+    assert of_others(one, "drawing", [0, 1]).startswith("rank 1 ")
     one.end(None)
     other.end(None)
 
@@ -55,12 +82,12 @@ def test_a_rank_that_is_silent_for_longer_than_the_limit_ends_the_others(store, 
     said: list[str] = []
     monkeypatch.setattr(pulses, "GRACE", 0.1)
     monkeypatch.setattr(pulses, "_leave", said.append)
-    ranks = [Pulse(store, rank, 3, 0.3 / 60) for rank in range(3)]
+    ranks = [Pulse(store, rank, 3, 1.2 / 60) for rank in range(3)]
     ranks[2].end(None)
     wait_for(lambda: len(said) > 1)
     for rank in ranks[:2]:
         rank.end(None)
-    assert all(text.startswith("rank 2 (process ") and "for strategy.timeout = 0.005 minutes" in text for text in said)
+    assert all(text.startswith("rank 2 (process ") and "for strategy.timeout = 0.02 minutes" in text for text in said)
 
 
 def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(store, monkeypatch):

@@ -1,6 +1,7 @@
 import errno
 import json
 import threading
+import time
 
 import pytest
 import torch
@@ -87,11 +88,15 @@ def test_the_queue_is_bounded_and_the_caller_waits(tmp_path, monkeypatch):
 
     producer = threading.Thread(target=produce)
     producer.start()
-    producer.join(timeout=0.3)
+    deadline = time.monotonic() + 60
+    while len(accepted) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    producer.join(timeout=0.2)  # the time that a third would have
     assert producer.is_alive()
     assert accepted == [0, 1]
     gate.set()
-    producer.join(timeout=10)
+    producer.join(timeout=60)
     writer.close()
     assert len(list(tmp_path.glob("*.jsonl"))) == 5
 

@@ -1,6 +1,9 @@
-import pytest
+from types import SimpleNamespace
 
-from lightrft.utils.timers import Timers, tokens_per_second
+import pytest
+import torch
+
+from lightrft.utils.timers import Timers, queued_is_done, tokens_per_second
 
 
 class Clock:
@@ -47,6 +50,16 @@ def test_queued_work_is_charged_to_the_phase_that_queued_it():
     with timers("update"):
         pass
     assert timers.seconds("update") == 5
+
+
+@pytest.mark.parametrize("in_use", [True, False])
+def test_a_device_is_waited_for_where_one_is_in_use(monkeypatch, in_use):
+    waits = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: in_use)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(synchronize=lambda: waits.append(1)))
+    with Timers(queued_is_done)("update"):
+        pass
+    assert len(waits) == in_use
 
 
 def test_an_open_phase_cannot_be_taken():

@@ -1,0 +1,60 @@
+"""The tensor-parallel style of a module that holds the weights of many experts, stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+from torch.distributed.tensor.placement_types import _StridedShard
+
+WIDTHS: dict[str, tuple[int, int]] = {
+    "colwise": (-2, 1),
+    "rowwise": (-1, 1),
+    "packed_colwise": (-2, 2),
+    "packed_rowwise": (-1, 2),
+}
+"""By the style that transformers' plans have for such weights: the dimension that is cut, and how many matrices lie side by side in it."""
+
+
+class Experts(ParallelStyle):
+    """Each rank has its part of the width of each expert. What it gives for a token is a part of the sum, and so are the gradients of what
+    it is given. ``cuts`` are placements by the names of parameters."""
+
+    def __init__(self, cuts: Mapping[str, Placement]) -> None:
+        self.cuts = cuts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            cut = distribute_tensor(parameter, device_mesh, [self.cuts[name]], src_data_rank=self.src_data_rank)
+            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        whole = module.forward
+
+        def forward(*inputs: Tensor) -> Tensor:
+            held = dict(module._parameters)
+            here = {name: weight.to_local() for name, weight in held.items() if isinstance(weight, DTensor)}
+            module._parameters.update(here)  # ty: ignore[no-matching-overload]
+            try:
+                found = whole(*(_summed_gradient(x, device_mesh) if x.is_floating_point() else x for x in inputs))
+            finally:
+                module._parameters.update(held)
+            return DTensor.from_local(found, device_mesh, [Partial()], run_check=False).full_tensor()
+
+        module.forward = forward
+        return module
+
+
+def cut_of(weight: Tensor, style: str, size: int) -> Placement | None:
+    """How ``weight`` is cut over ``size`` ranks; None where they do not divide it."""
+    dim, side_by_side = WIDTHS[style]
+    if weight.shape[dim] % (side_by_side * size):
+        return None
+    dim += weight.ndim
+    return Shard(dim) if side_by_side == 1 else _StridedShard(dim, split_factor=side_by_side)
+
+
+def _summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
+    """``x``, whole on each rank; its gradient is the sum of those of all."""
+    return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
