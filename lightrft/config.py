@@ -70,6 +70,17 @@ class RunConfig(Settings):
     progress: bool = True
 
 
+WORKERS = {
+    "engines": "engine",
+    "scorers": "scorer",
+    "references": "reference",
+    "teachers": "teacher",
+    "critic": "critic",
+    "process": "process",
+}
+"""Settings of ``RayConfig`` that give a role workers, and what one of those is called."""
+
+
 class RayConfig(Settings):
     """How ``launch.kind: ray`` uses a cluster.
 
@@ -80,11 +91,11 @@ class RayConfig(Settings):
     ``environment`` is set in every process of the run.
 
     Roles may have workers of their own, apart from the ranks: ``engines`` that draw, ``scorers`` that call reward functions,
-    ``references``, ``teachers`` and the ``critic``. Each asks for ``worker_cpus``, and engines for ``engine_devices``, models for
-    ``model_devices`` of an accelerator (``null``: a whole one); what ranks leave of theirs is taken first. ``weights`` is how engines get
-    them, in buckets of ``bucket_mb``: ``broadcast`` in a process group, ``shared`` in memory that ranks and engines both see,
-    ``message`` through Ray. A worker that is lost, or silent for ``silence`` minutes (``null``: half of ``strategy.timeout``, which
-    must be more: ranks wait for it), is started anew, ``restarts`` times in a row.
+    ``references``, ``teachers``, the ``critic`` and the ``process`` reward model. Each asks for ``worker_cpus``, and engines for
+    ``engine_devices``, models for ``model_devices`` of an accelerator (``null``: a whole one); what ranks leave of theirs is taken first.
+    ``weights`` is how engines, and references that move, get them, in buckets of ``bucket_mb``: ``broadcast`` in a process group,
+    ``shared`` in memory that both sides see, ``message`` through Ray. A worker that is lost, or silent for ``silence`` minutes
+    (``null``: half of ``strategy.timeout``, which must be more: ranks wait for it), is started anew, ``restarts`` times in a row.
     """
 
     address: str | None = None
@@ -99,6 +110,7 @@ class RayConfig(Settings):
     references: int = Field(0, ge=0)
     teachers: int = Field(0, ge=0)
     critic: bool = False
+    process: bool = False
     worker_cpus: float = Field(1.0, ge=0)
     engine_devices: float | None = Field(None, gt=0, le=1)
     model_devices: float | None = Field(None, gt=0, le=1)
@@ -109,19 +121,20 @@ class RayConfig(Settings):
     @property
     def staff(self) -> dict[str, int]:
         """How many workers each setting asks for."""
-        models = {"references": self.references, "teachers": self.teachers, "critic": int(self.critic)}
+        trained = {"critic": int(self.critic), "process": int(self.process)}
+        models = {"references": self.references, "teachers": self.teachers, **trained}
         return {"engines": self.engines, "scorers": self.scorers, **models}
 
     @property
     def workers(self) -> dict[str, tuple[int, float | None]]:
         """How many workers of each kind, and the share of a device that one asks for, if they compute on such."""
         shares = {"engines": self.engine_devices, "scorers": 0.0}
-        return {name.removesuffix("s"): (count, shares.get(name, self.model_devices)) for name, count in self.staff.items()}
+        return {WORKERS[name]: (count, shares.get(name, self.model_devices)) for name, count in self.staff.items()}
 
     @model_validator(mode="after")
     def _of_workers(self) -> RayConfig:
-        models = ("references", "teachers", "critic")
-        needed = {"engine_devices": ("engines",), "weights": ("engines",), "bucket_mb": ("engines",), "model_devices": models}
+        models, moving = ("references", "teachers", "critic", "process"), ("engines", "references")
+        needed = {"engine_devices": ("engines",), "weights": moving, "bucket_mb": moving, "model_devices": models}
         for name, kinds in {**needed, "worker_cpus": tuple(self.staff), "silence": tuple(self.staff)}.items():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and not any(self.staff[kind] for kind in kinds):

@@ -17,7 +17,7 @@ from typing import Any
 from lightrft.utils.workers import Maker, WorkerLost
 
 _SERVER = mp.get_context("forkserver")
-_SERVER.set_forkserver_preload(["lightrft.trainer.launch.remote_engines", "lightrft.trainer.launch.remote_models"])
+_SERVER.set_forkserver_preload(["lightrft.trainer.launch.remote_engines", "lightrft.trainer.launch.remote_trained"])
 
 
 def serve(made: bytes, connection: Connection) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,13 @@ SAMPLED = About(
     "Thinking Machines, On-Policy Distillation, 2025; GKD, arXiv 2306.13649",
 )
 """The form ``sampled``, as ``explain`` shows it. The log-ratio is the reward of its own token only: no discount carries it back."""
+
+
+@runtime_checkable
+class Telling(Protocol):
+    """A teacher elsewhere that tells whole distributions. See ``Actor.target``."""
+
+    def target(self, batch: Batch, kind: str, *, temperature: float, beta: float) -> Target: ...
 
 
 def with_teacher(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
@@ -50,14 +58,17 @@ def targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
     settings, teacher = config.algorithm.distill, roles.teacher
     if teacher is None or not settings.whole:
         return lambda part: None
-    if not isinstance(teacher, Frozen):
-        raise ConfigError(
-            f"algorithm.distill.kind = {settings.kind}: whole distributions are compared where the policy is, and this teacher lives in "
-            "workers; set algorithm.distill.kind to sampled, or give the teacher no workers"
-        )
     temperature = settings.temperature or sampling_temperature(config)
-    head = whole_head(teacher.model, roles.strategy)
-    return lambda part: teacher.model.target(part, settings.kind, temperature=temperature, beta=settings.beta, head=head)
+    options: dict[str, Any] = {"temperature": temperature, "beta": settings.beta}
+    if isinstance(teacher, Frozen):
+        options["head"] = whole_head(teacher.model, roles.strategy)
+        return lambda part: teacher.model.target(part, settings.kind, **options)
+    if isinstance(teacher, Telling):
+        return lambda part: teacher.target(part, settings.kind, **options)
+    raise ConfigError(
+        f"algorithm.distill.kind = {settings.kind} compares whole distributions, which this teacher cannot tell; set "
+        "algorithm.distill.kind=sampled"
+    )
 
 
 def whole_head(model: Actor, strategy: Strategy) -> nn.Module:

@@ -24,7 +24,7 @@ from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.refresh import refresh
 from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.rollout import Source, collect
-from lightrft.trainer.scoring import by_parts, logprobs_by_parts, parts_at_one_time, sampling_temperature
+from lightrft.trainer.scoring import by_parts, logprobs_by_parts, sampling_temperature
 from lightrft.trainer.shaping import token_rewards, with_rewards
 from lightrft.trainer.update import actor_frozen, update
 from lightrft.types import Batch, rows_of
@@ -130,7 +130,7 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls
         final[index] = controls.values(after).float().cpu()
         return controls.values(values)
 
-    values = by_parts(batch, score, roles, config, parts_at_one_time(critic))
+    values = by_parts(batch, score, roles, config, critic)
     return batch.replace(values=values, final_values=roles.strategy.teams.sum(final))
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightrft.config import RLConfig
+from lightrft.strategy.base import Strategy
 from lightrft.trainer.batching import my_micro_batches
-from lightrft.trainer.roles import Roles
+from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rows import Rows
 from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
 from lightrft.trainer.update import optimizer_step
@@ -35,18 +36,23 @@ OUTCOME_LOSS = About(
 def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics) -> Batch:
     """Train the process reward model on ``batch`` and take its rewards of tokens: with ``process.forward`` single as they were in
     that training's own forward, with double by another one of the trained model. ``metrics`` get those of the training."""
-    if roles.process is None:
+    process = roles.process
+    if process is None:
         return batch
-    logprobs = train_process(batch, roles, config, metrics)
+    if isinstance(process, Trained):
+        model, (logprobs, found) = process.model, process_step(roles.strategy, process, batch, config)
+    else:
+        model, (logprobs, found) = process, process.learn(batch)
+    metrics.merge(found)
     if config.process.forward == "double":
-        logprobs = logprobs_by_parts(roles.process.model, batch, roles, config)
+        logprobs = logprobs_by_parts(model, batch, roles, config)
     return batch.replace(process_rewards=config.process.beta * (logprobs - _reference(batch).to(logprobs)))
 
 
-def train_process(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics) -> Tensor:
-    """One optimizer step of the process reward model; returns its log-probs ``[N]`` before it."""
-    process, settings, budget = roles.process, config.process, config.train.micro_batch_tokens
-    if process is None or batch.rewards is None:
+def process_step(strategy: Strategy, process: Trained, batch: Batch, config: RLConfig) -> tuple[Tensor, Metrics]:
+    """One optimizer step of the process reward model: its log-probs ``[N]`` before it, and metrics."""
+    settings, budget = config.process, config.train.micro_batch_tokens
+    if batch.rewards is None:
         raise ValueError("a process reward model learns from batch.rewards")
     share = 1.0 / max(1, int((Rows.of(batch).count() > 0).sum()))
     before: list[Tensor] = []
@@ -58,13 +64,12 @@ def train_process(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics
         found = Metrics({"process/accuracy": Mean(float(right.sum()), len(right))}) if len(right) else Metrics()
         return losses.sum() * share, found
 
-    loss, found = optimizer_step("process", roles.strategy, process, batch, budget, loss_of)
-    metrics.merge(found)
+    loss, metrics = optimizer_step("process", strategy, process, batch, budget, loss_of)
     metrics.add("process/loss", Mean(loss))
-    column, teams = torch.zeros(batch.tokens), roles.strategy.teams
+    column, teams = torch.zeros(batch.tokens), strategy.teams
     for index, values in zip(my_micro_batches(batch, budget, process.model.layout, teams), before, strict=True):
         column[rows_of(batch.lengths, index)] = values.float().cpu()
-    return teams.sum(column)
+    return teams.sum(column), metrics
 
 
 def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,6 +15,17 @@ from lightrft.models.actor import Actor
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.roles import Frozen, Roles
 from lightrft.utils.errors import CheckpointError, ConfigError
+
+
+@runtime_checkable
+class Moving(Protocol):
+    """A reference that can go after the policy. To move it, and to take up its state, are calls of all ranks."""
+
+    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None: ...
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,21 +98,21 @@ class Follower(Frozen):
 def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
     """Between steps, ``done`` of them over: move the reference towards the policy if it is time."""
     if kl.refresh_every and done and done % kl.refresh_every == 0:
-        if not isinstance(roles.reference, Follower):
+        if not isinstance(roles.reference, Moving):
             raise ConfigError(
-                f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot move; have it where the policy is, or "
-                "set algorithm.kl.refresh_every=0"
+                f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot move; set "
+                "algorithm.kl.refresh_every=0"
             )
         roles.reference.follow(roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay)
 
 
 def refreshed_state(roles: Roles) -> dict[str, Any]:
     """What a checkpoint must hold of the reference: nothing, unless it has moved."""
-    state = roles.reference.state_dict() if isinstance(roles.reference, Follower) else {}
+    state = roles.reference.state_dict() if isinstance(roles.reference, Moving) else {}
     return {"reference": state} if state else {}
 
 
 def load_refreshed(roles: Roles, state: Mapping[str, Any]) -> None:
     """Take up what ``refreshed_state`` gave."""
-    if "reference" in state and isinstance(roles.reference, Follower):
+    if "reference" in state and isinstance(roles.reference, Moving):
         roles.reference.load_state_dict(state["reference"])

@@ -130,9 +130,20 @@ class ValueLearner(ValueModel, Kept, Protocol):
         ...
 
 
+class ProcessLearner(Reference, Kept, Protocol):
+    """A process reward model that trains itself."""
+
+    def learn(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """One optimizer step on ``batch``, which has rewards and log-probs of the reference: its own ``[N]`` before it, and metrics."""
+        ...
+
+
 @runtime_checkable
 class Distant(Protocol):
-    """A model that others run: up to ``in_flight`` parts of a batch may be asked of it at one time."""
+    """A model that others run: up to ``in_flight`` parts of a batch may be asked of it at one time. ``of_all``: by the first rank, on
+    behalf of all; else each rank asks about its own."""
+
+    of_all: bool
 
     @property
     def in_flight(self) -> int: ...
@@ -209,7 +220,7 @@ class Roles:
     reference: Reference | None = None
     teacher: Reference | None = None
     critic: Trained | ValueLearner | None = None
-    process: Trained | None = None
+    process: Trained | ProcessLearner | None = None
     ptx: Beside | None = None
     ahead: Engine | None = None
     ahead_ranks: Ranks | None = None
@@ -249,6 +260,6 @@ class Roles:
         return Metrics({f"{name}/{what}": Sum(n) for name, role in roles.items() for what, n in role.take_counts().items()})
 
     def close(self) -> None:
-        for role in (self.engine, self.ahead, self.scorer, self.reference, self.teacher, self.critic):
+        for role in (self.engine, self.ahead, self.scorer, self.reference, self.teacher, self.critic, self.process):
             if isinstance(role, Closing):
                 role.close()

@@ -17,9 +17,11 @@ from lightrft.models.tiny_media import save_tiny_media
 from lightrft.trainer import rl
 from lightrft.trainer.launch.local import local_roles
 from lightrft.trainer.launch.remote import Limits
-from lightrft.trainer.launch.remote_engines import Hand, RemoteEngines, engine_host
-from lightrft.trainer.launch.remote_models import RemoteCritic, RemoteModel, critic_host, model_host
+from lightrft.trainer.launch.remote_engines import RemoteEngines, engine_host
+from lightrft.trainer.launch.remote_models import RemoteModel, model_host
 from lightrft.trainer.launch.remote_scorer import RemoteScorer, scorer_host
+from lightrft.trainer.launch.remote_trained import RemoteCritic, critic_host
+from lightrft.trainer.launch.remote_weights import Hand
 from lightrft.trainer.roles import Roles
 from lightrft.utils.ranks import ALONE, Ranks
 from lightrft.utils.settings import build, deep_merge

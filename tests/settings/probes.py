@@ -193,7 +193,7 @@ def handed(config: RLConfig) -> Any:
     """What engines in workers are given, and what is borne of them."""
     strategy = SimpleNamespace(device=torch.device("cpu"))
     engines = Apart(config, ALONE, lambda kind, make: (), "here").engine(SimpleNamespace(model=torch.nn.Linear(1, 1)), strategy)  # type: ignore[arg-type]
-    return str(engines._hand), str(engines.crew.limits)
+    return str(engines.delivery.hand), str(engines.crew.limits)
 
 
 def decoded(tree: Tree, folder: Path) -> Any:

@@ -97,7 +97,7 @@ def local_roles(
         return Roles(
             strategy=strategy,
             reference=(
-                apart["reference"](actor, strategy) if "reference" in apart else local_reference(config, policy, strategy)
+                apart["reference"](policy, strategy) if "reference" in apart else local_reference(config, policy, strategy)
             ),
             policy=policy,
             engine=apart["engine"](actor, strategy) if "engine" in apart else engine,
@@ -108,7 +108,7 @@ def local_roles(
             ahead_ranks=ranks.apart() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
             critic=apart.get("critic", partial(local_critic, config))(strategy, max(1, steps * per_step)),
-            process=local_process(config, strategy, steps),
+            process=apart.get("process", partial(local_process, config))(strategy, steps),
             ptx=Ptx.of(config.ptx, tokenizer, config.run.seed, processor),
         )
     except BaseException:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import secrets
 import time
@@ -21,17 +20,15 @@ from lightrft.models.loading import load_tokenizer
 from lightrft.models.settings import ModelConfig
 from lightrft.strategy.engine.base import Fingerprint, never
 from lightrft.strategy.engine.native import Drawing, NativeEngine, check_requests, checksum
-from lightrft.strategy.engine.transfer import Carrier, Inbox, Layout, Message, Way, carrier_of, fill, used
+from lightrft.strategy.engine.transfer import Inbox
 from lightrft.strategy.settings import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.launch.local import local_frozen
 from lightrft.trainer.launch.remote import Crew, Limits, Seat, Worker, WorkerLost
+from lightrft.trainer.launch.remote_weights import Delivery, Hand, Receiver, led
 from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollout
 from lightrft.types import Request, Rollout
-from lightrft.utils.errors import ModelError
-from lightrft.utils.ranks import ALONE, Ranks, together
-
-log = logging.getLogger(__name__)
+from lightrft.utils.ranks import ALONE, Ranks
 
 TURN_SECONDS = 0.25
 """How long a worker draws before it tells what is finished and hears what else there is: what a stop waits for at most."""
@@ -46,7 +43,7 @@ def engine_host(model: ModelConfig, config: EngineConfig, strategy: StrategyConf
     return EngineHost(NativeEngine(Decoder(actor.model), load_tokenizer(model), config, shared=False))
 
 
-class EngineHost:
+class EngineHost(Receiver):
     """An engine in its worker: it draws in turns, so that it hears between them."""
 
     def __init__(self, engine: NativeEngine) -> None:
@@ -70,13 +67,6 @@ class EngineHost:
         drawing = self._drawings.pop(job, None)
         return [] if drawing is None else [pack_rollout(rollout) for rollout in drawing.abort()]
 
-    def weights(self, method: str, *args: Any) -> None:
-        """For the way that weights come by."""
-        getattr(self.inbox, method)(*args)
-
-    def ping(self) -> None:
-        """Nothing but a sign of life."""
-
     def fingerprint(self) -> Fingerprint:
         """Of the weights as they are."""
         return {name: checksum(tensor) for name, tensor in self.engine.decoder.parameters()}
@@ -90,18 +80,6 @@ class EngineHost:
 
     def wake(self) -> None:
         self.engine.wake()
-
-
-@dataclass(frozen=True, slots=True)
-class Hand:
-    """How weights are handed over: the ``way``, the bytes of a ``bucket``, the ``device`` that it is filled on, where workers find this
-    machine (``host``), and the names in the engine's model that training changes: with them, only those travel again."""
-
-    way: Way = "message"
-    bucket: int = 256 * 2**20
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 (a value that never changes)
-    host: str = "127.0.0.1"
-    trained: frozenset[str] | None = None
 
 
 class RemoteEngines:
@@ -118,17 +96,16 @@ class RemoteEngines:
 
     def __init__(self, workers: Sequence[Worker], config: EngineConfig, limits: Limits, hand: Hand, ranks: Ranks = ALONE) -> None:
         self.config = config
-        self.crew = Crew(workers, limits, self._give)
-        self.version = 0
-        self._hand = hand
+        self.delivery = Delivery(workers, limits, hand)
         self._ranks = ranks
-        self._carrier: Carrier | None = None
-        self._lives: tuple[int, ...] = ()
-        self._kept: list[tuple[Layout, Tensor]] = []
-        self._found: dict[int, Fingerprint] = {}
-        self._known: list[Fingerprint] = []  # by worker, of what it was made with
-        self._sent: frozenset[str] | None = None  # names that travelled the first time
-        self._resent = 0
+
+    @property
+    def crew(self) -> Crew:
+        return self.delivery.crew
+
+    @property
+    def version(self) -> int:
+        return self.delivery.version
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
@@ -151,15 +128,7 @@ class RemoteEngines:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
         """See ``Engine.load_weights``. Called on every rank: to put ``weights`` together may take all of them."""
-        stream = iter(weights)
-
-        def work() -> Fingerprint:
-            try:
-                return self._hand_over(stream, version) if self._ranks.rank == 0 else {}
-            finally:
-                deque(stream, maxlen=0)
-
-        return together(self._ranks, work)[0]
+        return led(self._ranks, weights, lambda stream: self.delivery.hand_over(stream, version))
 
     def sleep(self, level: int) -> None:
         self._tell("sleep", level)
@@ -169,119 +138,14 @@ class RemoteEngines:
 
     def take_counts(self) -> dict[str, int]:
         """See ``Counting``."""
-        resent, self._resent = self._resent, 0
-        return {"restarts": self.crew.take_restarts(), "weights_resent": resent}
+        return self.delivery.take_counts()
 
     def close(self) -> None:
-        self.crew.close()
+        self.delivery.close()
 
     def _tell(self, method: str, *args: Any) -> None:
         """Have every worker do something; one that is on its way back comes as it was made."""
         self.crew.each(method, *args)
-
-    def _hand_over(self, stream: Iterator[tuple[str, Tensor]], version: int) -> Fingerprint:
-        self.crew.settle()
-        there = self.crew.each("fingerprint" if self._sent is None else "ping")  # who was lost unseen is found out here
-        self._known = [found for found in there if found is not None]
-        self.crew.settle()
-        sums: Fingerprint = {}
-        kept, arrived = self._send(self._travelling(stream, sums))
-        self._kept, self.version, self._found = kept, version, {}
-        if arrived:
-            self._found = {id(w): found for w, found in zip(self.crew.workers, self.crew.each("settle", version)) if found}
-        else:
-            self._resend()
-        self.crew.settle()  # who was lost has been given them too
-        if self._sent is None:
-            self._sent = frozenset(sums)
-        return self._agreed(sums)
-
-    def _travelling(self, stream: Iterator[tuple[str, Tensor]], sums: Fingerprint) -> Iterator[tuple[str, Tensor]]:
-        """Those of ``stream`` that workers lack; ``sums`` gets their checksums."""
-        trained = self._hand.trained
-        for name, tensor in stream:
-            if self._sent is not None and trained is not None and name not in trained and name not in self._sent:
-                continue
-            total = checksum(tensor)
-            if trained is None or name in trained or any(there.get(name) != total for there in self._known):
-                sums[name] = total
-                yield name, tensor
-
-    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[list[tuple[Layout, Tensor]], bool]:
-        """Send ``weights`` to all workers: what was sent, for those that come later, and whether it arrived everywhere."""
-        kept: list[tuple[Layout, Tensor]] = []
-        carrier = self._open()
-        arrived = carrier is not None
-        slots = Message((), self._hand.bucket, 0.0).slots if carrier is None else carrier.slots
-        for slot, layout in fill(weights, slots):
-            kept.append((layout, slots[slot][: used(layout)].to("cpu", copy=True)))
-            arrived = arrived and carrier is not None and self._carried(carrier.send, slot, layout)
-        return kept, arrived and carrier is not None and self._carried(carrier.flush)
-
-    def _open(self) -> Carrier | None:
-        """The way to the workers, made anew when one of them is not who it was; nothing where that fails."""
-        hand, crew = self._hand, self.crew
-        if self._carrier is None or self._lives != crew.lives:
-            self._close_carrier()
-            self._lives = crew.lives
-
-            def make() -> None:
-                self._carrier = carrier_of(hand.way, crew.workers, hand.bucket, hand.device, crew.limits.silence, hand.host)
-
-            self._carried(make)
-        return self._carrier
-
-    def _carried(self, step: Callable[..., None], *args: Any) -> bool:
-        """Whether ``step`` of the way to the workers went well."""
-        try:
-            step(*args)
-        except (WorkerLost, TimeoutError, RuntimeError) as error:
-            log.warning("weights did not reach all engines (%s); they are sent again, one engine at a time", error)
-            self._close_carrier()
-            return False
-        return True
-
-    def _close_carrier(self) -> None:
-        if self._carrier is not None:
-            self._carrier.close()
-        self._carrier = None
-
-    def _resend(self) -> None:
-        """Give every worker the weights as a message; who is lost is started anew."""
-        self._resent += 1
-        for worker in self.crew.workers:
-            life = self.crew.life(worker)
-            try:
-                self._give(worker)
-            except (WorkerLost, TimeoutError) as error:
-                self.crew.revive(worker, str(error) or "it did not take weights", life)
-
-    def _give(self, worker: Worker) -> None:
-        """Give ``worker`` the newest weights, if there are any."""
-        if not self._kept:
-            return
-        silence = self.crew.limits.silence
-        for layout, data in self._kept:
-            worker.call("weights", "put", data.numpy(), layout).result(silence)
-        self._found[id(worker)] = worker.call("settle", self.version).result(silence)
-        self._agreed({})
-
-    def _agreed(self, sums: Fingerprint) -> Fingerprint:
-        """The fingerprint of all workers. Raises ``ModelError`` where theirs, or those of what was sent, differ."""
-        first, *others = self._found.values()
-        odd = {name for other in others for name, _ in first.items() ^ other.items()}
-        odd |= {name for name, total in sums.items() if kind_of(total) == kind_of(first[name]) and total != first[name]}
-        if odd:
-            raise ModelError(
-                f"engines do not hold the weights of version {self.version} that they were sent: {len(odd)} differ, e.g. "
-                f"{min(odd)!r}; set launch.ray.weights to another way if this comes again"
-            )
-        return first
-
-
-def kind_of(total: str) -> str:
-    """Type and shape of the tensor that has this checksum."""
-    return total.partition(":")[0]
 
 
 def portions(requests: Sequence[Request], workers: int) -> Iterator[list[Request]]:

@@ -1,35 +1,34 @@
-"""Models in workers: a reference or a teacher that is asked for log-probs, and a critic that is asked for values and told to learn."""
+"""Frozen models in workers: a reference or a teacher, which is asked what it makes of answers, and a reference that follows the policy."""
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal, overload
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightrft.config import RLConfig
 from lightrft.models.actor import Scores
+from lightrft.models.divergence import Target
+from lightrft.models.families import head_transform
 from lightrft.models.settings import ModelConfig
 from lightrft.strategy.base import Strategy
+from lightrft.strategy.engine.base import Fingerprint
+from lightrft.strategy.engine.native import checksum
+from lightrft.strategy.engine.transfer import Inbox
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.launch.local import local_critic, local_frozen
-from lightrft.trainer.launch.remote import Crew, Limits, Worker, WorkerLost
-from lightrft.trainer.roles import Frozen, Trained, settle_layout
-from lightrft.trainer.update import critic_step
+from lightrft.trainer.launch.local import local_frozen
+from lightrft.trainer.launch.remote import Crew, Limits, Worker
+from lightrft.trainer.launch.remote_weights import Delivery, Hand, Receiver, led
+from lightrft.trainer.refresh import Follower
+from lightrft.trainer.roles import Frozen, settle_layout
 from lightrft.types import Batch
-from lightrft.utils.errors import WorkerError
-from lightrft.utils.metrics import Metrics
+from lightrft.utils.errors import ModelError
 from lightrft.utils.ranks import ALONE, Ranks, together
 
 PART_BYTES = 64 * 2**20
-"""Of a file, sent at one time."""
-LEARNS_FROM = ("sampled", "values", "returns", "loss_weights")
-"""Columns that the loss of a critic reads."""
+"""Of something large, sent at one time."""
 
 
 def bare(batch: Batch, columns: Sequence[str] = ()) -> Batch:
@@ -45,6 +44,17 @@ def model_host(model: ModelConfig, strategy: StrategyConfig, threads: int) -> Mo
     return ModelHost(Frozen(local_frozen(model, placed)), placed)
 
 
+class HeadForm(NamedTuple):
+    """What a head of a language model is: ``width`` logits of ``hidden`` numbers, and what becomes of them."""
+
+    width: int
+    hidden: int
+    bias: bool
+    dtype: torch.dtype
+    softcap: float | None
+    scale: float | None
+
+
 class ModelHost:
     """A frozen model in its worker."""
 
@@ -55,14 +65,44 @@ class ModelHost:
     @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> Tensor:
         """Log-probs ``[N]`` of the response tokens."""
+        self._settled(batch)
+        return self.role.score(batch.to(self.strategy.device), temperature=temperature).logprobs.float().cpu()
+
+    @torch.no_grad()
+    def states(self, batch: Batch) -> Tensor:
+        """Final states ``[N, H]`` that predict the response tokens."""
+        self._settled(batch)
+        return self.role.model(batch.to(self.strategy.device), states_alone=True).cpu()
+
+    def head_form(self) -> HeadForm:
+        """Raises ``ModelError`` for a head that is more than a matrix."""
+        head = self._head
+        if type(head) is not nn.Linear:
+            raise ModelError(
+                f"the head of {self.role.model.config.path} is a {type(head).__name__}, which cannot be sent to the ranks, as "
+                "algorithm.distill over whole vocabularies asks for; set launch.ray.teachers=0"
+            )
+        softcap, scale = head_transform(self.role.model.base.config, self.role.model.family)
+        return HeadForm(head.out_features, head.in_features, head.bias is not None, head.weight.dtype, softcap, scale)
+
+    def head_rows(self, first: int, count: int) -> list[Tensor]:
+        """Some rows of the head's weight, and of its bias where it has one."""
+        return [p.detach()[first : first + count].cpu().clone() for p in self._head.parameters(recurse=False)]
+
+    @property
+    def _head(self) -> nn.Module:
+        return self.role.model.base.get_output_embeddings()
+
+    def _settled(self, batch: Batch) -> None:
         if not self.role.layout_settled:
             settle_layout(self.role, batch, self.strategy)
-        return self.role.score(batch.to(self.strategy.device), temperature=temperature).logprobs.float().cpu()
 
 
 class RemoteModel:
     """``Reference`` over workers that hold a ``ModelHost`` each. It keeps no state, so that what a lost worker had been asked is asked
     again. Raises ``WorkerError`` when workers cannot be kept alive."""
+
+    of_all = False
 
     def __init__(self, workers: Sequence[Worker], limits: Limits) -> None:
         self.crew = Crew(workers, limits)
@@ -70,7 +110,7 @@ class RemoteModel:
     @property
     def in_flight(self) -> int:
         """See ``Distant``: one more for each worker, that it finds when it is done with one."""
-        return 2 * len(self.crew.workers)
+        return max(1, 2 * len(self.crew.workers))
 
     def score(self, batch: Batch, *, temperature: float) -> Scores:
         if not batch.tokens:
@@ -85,139 +125,115 @@ class RemoteModel:
         self.crew.close()
 
 
-def critic_host(config: RLConfig, strategy: StrategyConfig, optimizer_steps: int, threads: int) -> CriticHost:
-    """What a worker makes: the critic of ``config``, trained by one process on the device of ``strategy``. Raises ``ValueError`` where
-    the algorithm has none."""
-    torch.set_num_threads(threads)
-    placed = SingleStrategy(strategy)
-    critic = local_critic(config, placed, optimizer_steps)
-    if critic is None:
-        raise ValueError(f"advantage {config.algorithm.advantage.name!r} has no critic")
-    return CriticHost(critic, placed, config)
+class RemoteTeacher(RemoteModel):
+    """A ``RemoteModel`` whose whole distributions are made here, on ``device``: a copy of its head comes once, in parts, and for each
+    micro-batch the final states, which are as wide as the model and not as its vocabulary."""
 
+    def __init__(self, workers: Sequence[Worker], limits: Limits, device: torch.device) -> None:
+        super().__init__(workers, limits)
+        self._device = device
+        self._held: tuple[HeadForm, nn.Module] | None = None
 
-class CriticHost:
-    """A critic with its optimizer, in its worker."""
-
-    def __init__(self, critic: Trained, strategy: Strategy, config: RLConfig) -> None:
-        self.critic = critic
-        self.strategy = strategy
-        self.config = config
-        self.folder = tempfile.TemporaryDirectory(prefix="critic-")
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return self.critic.shapes
+    def target(self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5) -> Target:
+        """See ``Actor.target``."""
+        if self._held is None:
+            self._held = self._fetched()
+        form, head = self._held
+        states = self.crew.ask("states", bare(batch)) if batch.tokens else torch.zeros(0, form.hidden, dtype=form.dtype)
+        return Target(states.to(self._device), head, kind, temperature, beta, form.softcap, form.scale)
 
     @torch.no_grad()
-    def values(self, batch: Batch, final: bool) -> tuple[Tensor, Tensor | None]:
-        values, after = self.critic.model.values(batch.to(self.strategy.device), final=final)
-        return values.cpu(), None if after is None else after.cpu()
-
-    def learn(self, mini: Batch) -> Metrics:
-        """One optimizer step."""
-        metrics = critic_step(self.strategy, self.critic, mini, self.config)
-        metrics.compute()  # tensors become numbers
-        return metrics
-
-    def save(self) -> list[tuple[str, int]]:
-        """Write the state down here: its files, and how long they are."""
-        folder = self._emptied()
-        self.critic.save(self.strategy, folder)
-        return [(str(file.relative_to(folder)), file.stat().st_size) for file in sorted(folder.rglob("*")) if file.is_file()]
-
-    def read(self, name: str, first: int, count: int) -> np.ndarray:
-        """Bytes of a file that ``save`` has written."""
-        return np.fromfile(Path(self.folder.name) / name, dtype=np.uint8, count=count, offset=first)
-
-    def write(self, name: str, data: np.ndarray) -> None:
-        """Append to a file that ``load`` will read."""
-        file = Path(self.folder.name) / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("ab") as out:
-            out.write(data.tobytes())
-
-    def load(self) -> None:
-        """Take up the state that was written."""
-        self.critic.load(self.strategy, Path(self.folder.name))
-        self._emptied()
-
-    def _emptied(self) -> Path:
-        self.folder.cleanup()
-        self.folder = tempfile.TemporaryDirectory(prefix="critic-")
-        return Path(self.folder.name)
+    def _fetched(self) -> tuple[HeadForm, nn.Module]:
+        form: HeadForm = self.crew.ask("head_form")
+        head = nn.Linear(form.hidden, form.width, form.bias, self._device, form.dtype).requires_grad_(False)
+        count = max(1, PART_BYTES // (form.hidden * form.dtype.itemsize))
+        for first in range(0, form.width, count):
+            for own, rows in zip(head.parameters(), self.crew.ask("head_rows", first, count), strict=True):
+                own[first : first + count] = rows.to(self._device)
+        return form, head
 
 
-class RemoteCritic:
-    """``ValueLearner`` over a worker that holds a ``CriticHost``. Every rank asks it for the values of its own parts; the first has it
-    learn, and tells the others what came of it.
+def follower_host(model: ModelConfig, strategy: StrategyConfig, threads: int) -> FollowerHost:
+    """What a worker makes: a ``model`` whose weights come from elsewhere, on the device of ``strategy`` with ``threads`` threads."""
+    made = model_host(model, strategy, threads)
+    return FollowerHost(made.role, made.strategy)
 
-    Its weights and its optimizer exist nowhere else between two checkpoints. Its loss therefore ends the run, which goes on from the
-    last of them: it raises ``WorkerError``.
-    """
 
-    in_flight = 2
+class FollowerHost(ModelHost, Receiver):
+    """A reference in its worker, which is given other weights now and then."""
 
-    def __init__(self, worker: Worker, limits: Limits, ranks: Ranks = ALONE) -> None:
-        self.worker = worker
-        self._limits = limits
+    def __init__(self, role: Frozen, strategy: Strategy) -> None:
+        super().__init__(role, strategy)
+        self.inbox = Inbox(self._take)
+        self._own = dict(role.model.named_parameters())
+
+    def fingerprint(self) -> Fingerprint:
+        return {name: checksum(tensor) for name, tensor in self._own.items()}
+
+    def settle(self, version: int) -> Fingerprint:
+        return self.fingerprint()
+
+    @torch.no_grad()
+    def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self._own[name].copy_(tensor)
+
+
+class RemoteFollower(RemoteModel):
+    """``Moving`` over workers that hold a ``FollowerHost`` each. The first rank has the reference itself too, as ``follower``, in memory
+    of its machine: there it moves, from there workers are given what came of it, and one that is lost is given it again. That rank asks
+    the workers on behalf of all, who else might find one that has been started anew and not been given it yet."""
+
+    of_all = True
+
+    def __init__(
+        self, workers: Sequence[Worker], limits: Limits, hand: Hand, follower: Follower | None, ranks: Ranks = ALONE
+    ) -> None:
+        self.delivery = Delivery(workers, limits, hand, self._weights)
+        self.crew = self.delivery.crew
+        self._follower = follower
         self._ranks = ranks
-        self._shapes: dict[str, tuple[int, ...]] | None = None
+        self._moves = 0
+
+    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
+        """See ``Follower.follow``. A call of all ranks."""
+
+        def move(whole: Iterable[tuple[str, Tensor]]) -> None:
+            self.crew.settle()  # nobody is being given what is about to change
+            self._own.follow(whole, decay)
+            self._hand_over()
+
+        led(self._ranks, parameters, move)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """See ``Follower.state_dict``."""
+        return {} if self._follower is None else self._follower.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """See ``Follower.load_state_dict``. A call of all ranks."""
+
+        def take() -> None:
+            if self._follower is not None:
+                self.crew.settle()
+                self._follower.load_state_dict(state)
+                self._hand_over()
+
+        together(self._ranks, take)
+
+    def take_counts(self) -> dict[str, int]:
+        """See ``Counting``."""
+        return self.delivery.take_counts()
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        if self._shapes is None:
-            self._shapes = self._ask("shapes")
-        return self._shapes
+    def _own(self) -> Follower:
+        if self._follower is None:
+            raise ValueError("the reference is on the first rank alone")
+        return self._follower
 
-    @overload
-    def values(self, batch: Batch, final: Literal[True]) -> tuple[Tensor, Tensor]: ...
+    def _weights(self) -> Iterable[tuple[str, Tensor]]:
+        return self._own.model.named_parameters()
 
-    @overload
-    def values(self, batch: Batch, final: Literal[False] = False) -> tuple[Tensor, None]: ...
-
-    def values(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
-        """See ``Critic.values``."""
-        if not len(batch):
-            return torch.zeros(0), torch.zeros(0) if final else None
-        return self._ask("values", bare(batch), final)
-
-    def learn(self, mini: Batch) -> Metrics:
-        """One optimizer step on ``mini``, which all ranks know."""
-        first = self._ranks.rank == 0
-        found = together(self._ranks, lambda: self._ask("learn", bare(mini, LEARNS_FROM)) if first else Metrics())
-        return found[0]
-
-    def save(self, strategy: Strategy, path: Path) -> None:
-        """Write the state under the folder ``path``, in the form that one process writes."""
-        together(self._ranks, lambda: self._fetch(path) if self._ranks.rank == 0 else None)
-
-    def load(self, strategy: Strategy, path: Path) -> None:
-        """Restore what ``save``, or any other strategy, wrote there. Raises ``CheckpointError`` when it is not of this model."""
-        together(self._ranks, lambda: self._bring(path) if self._ranks.rank == 0 else None)
-
-    def close(self) -> None:
-        self.worker.close()
-
-    def _fetch(self, path: Path) -> None:
-        for name, size in self._ask("save"):
-            (path / name).parent.mkdir(parents=True, exist_ok=True)
-            with (path / name).open("wb") as file:
-                for first in range(0, size, PART_BYTES):
-                    file.write(self._ask("read", name, first, min(PART_BYTES, size - first)).tobytes())
-
-    def _bring(self, path: Path) -> None:
-        for source in sorted(p for p in path.rglob("*") if p.is_file()):
-            with source.open("rb") as file:
-                while data := file.read(PART_BYTES):
-                    self._ask("write", str(source.relative_to(path)), np.frombuffer(data, dtype=np.uint8))
-        self._ask("load")
-
-    def _ask(self, method: str, *args: Any) -> Any:
-        try:
-            return self.worker.call(method, *args).result(self._limits.silence)
-        except (WorkerLost, TimeoutError) as error:
-            reason = str(error) or f"it did not answer for {self._limits.silence:g} s"
-            raise WorkerError(
-                f"{self.worker.name} was lost ({reason}), and with it what the critic has learned since the last checkpoint; the same "
-                "command goes on from there. Lower checkpoint.every, so that less is lost"
-            ) from error
+    def _hand_over(self) -> None:
+        """Have the workers hold what the reference is now."""
+        self._moves += 1
+        self.delivery.hand_over(self._weights(), self._moves)

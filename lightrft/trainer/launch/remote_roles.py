@@ -6,20 +6,26 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from lightrft.config import RLConfig
 from lightrft.models.actor import Actor
 from lightrft.models.processing import Processor
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.settings import StrategyConfig
-from lightrft.trainer.launch.local import local_roles, reference_model, teacher_model
+from lightrft.strategy.single import SingleStrategy
+from lightrft.trainer.launch.local import local_frozen, local_roles, reference_model, teacher_model
 from lightrft.trainer.launch.remote import Limits
-from lightrft.trainer.launch.remote_engines import Hand, RemoteEngines, engine_host
-from lightrft.trainer.launch.remote_models import RemoteCritic, RemoteModel, critic_host, model_host
+from lightrft.trainer.launch.remote_engines import RemoteEngines, engine_host
+from lightrft.trainer.launch.remote_models import RemoteFollower, RemoteModel, RemoteTeacher, follower_host, model_host
 from lightrft.trainer.launch.remote_scorer import RemoteScorer, scorer_host
+from lightrft.trainer.launch.remote_trained import RemoteCritic, RemoteProcess, critic_host, process_host
+from lightrft.trainer.launch.remote_weights import Hand
 from lightrft.trainer.parts import needs_of, needs_reference
-from lightrft.trainer.roles import Roles
+from lightrft.trainer.refresh import Follower
+from lightrft.trainer.roles import Roles, Trained
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.ranks import ALONE, Ranks
+from lightrft.utils.ranks import ALONE, Ranks, together
 from lightrft.utils.workers import Maker, Worker
 
 Hire = Callable[[str, Maker], Sequence[Worker]]
@@ -42,9 +48,9 @@ def remote_roles(
     """
     apart = Apart(config, ranks, hire, host)
     engine = ("ahead", apart.ahead) if config.rollout.staleness else ("engine", apart.engine)
-    makers = {"engine": engine, **{name: (name, getattr(apart, name)) for name in ("scorer", "reference", "teacher", "critic")}}
-    staffed = {name.removesuffix("s") for name, count in config.launch.ray.staff.items() if count}
-    return local_roles(config, tokenizer, steps, processor, ranks, dict(makers[name] for name in sorted(staffed)))
+    staffed = [kind for kind, (count, _) in config.launch.ray.workers.items() if count]
+    makers = dict(engine if kind == "engine" else (kind, getattr(apart, kind)) for kind in staffed)
+    return local_roles(config, tokenizer, steps, processor, ranks, makers)
 
 
 class Apart:
@@ -63,9 +69,8 @@ class Apart:
         return self._engines(actor, strategy, self.ranks.apart())
 
     def _engines(self, actor: Actor, strategy: Strategy, ranks: Ranks) -> RemoteEngines:
-        config, asked = self.config, self.config.launch.ray
-        trained = frozenset(name for name, p in actor.model.named_parameters() if p.requires_grad)
-        hand = Hand(asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained)
+        config = self.config
+        hand = self._hand(strategy, actor.model)
         make = partial(engine_host, config.model, config.engine, self.strategy, self.threads)
         workers = self.hire("engine", make) if ranks.rank == 0 else ()
         return RemoteEngines(workers, config.engine, self.limits, hand, ranks)
@@ -73,17 +78,44 @@ class Apart:
     def scorer(self) -> RemoteScorer:
         return RemoteScorer(self.hire("scorer", partial(scorer_host, self.config.reward)), self.limits)
 
-    def reference(self, actor: Actor, strategy: Strategy) -> RemoteModel:
-        model = reference_model(self.config)
+    def reference(self, policy: Trained, strategy: Strategy) -> RemoteModel:
+        model, kl = reference_model(self.config), self.config.algorithm.kl
+        if kl.refresh_every:
+            return self._follower(policy, strategy)
         return RemoteModel(self.hire("reference", partial(model_host, model, self.strategy, self.threads)), self.limits)
 
-    def teacher(self, tokenizer: Any, strategy: Strategy) -> RemoteModel:
+    def _follower(self, policy: Trained, strategy: Strategy) -> RemoteFollower:
+        """On the first rank with workers, and with a reference in the memory of its machine."""
+        model, first, kept = reference_model(self.config), self.ranks.rank == 0, []
+        workers = self.hire("reference", partial(follower_host, model, self.strategy, self.threads)) if first else ()
+
+        def own() -> None:
+            if first:
+                home = SingleStrategy(StrategyConfig(device="cpu"))
+                kept.append(Follower.of(local_frozen(model, home), policy.shapes, home, self.config.algorithm.kl))
+
+        together(self.ranks, own)
+        hand = self._hand(strategy, None if self.config.reference else policy.model)
+        return RemoteFollower(workers, self.limits, hand, kept[0] if first else None, self.ranks)
+
+    def teacher(self, tokenizer: Any, strategy: Strategy) -> RemoteTeacher:
         model = teacher_model(self.config, tokenizer)
-        return RemoteModel(self.hire("teacher", partial(model_host, model, self.strategy, self.threads)), self.limits)
+        workers = self.hire("teacher", partial(model_host, model, self.strategy, self.threads))
+        return RemoteTeacher(workers, self.limits, strategy.device)
 
     def critic(self, strategy: Strategy, steps: int) -> RemoteCritic:
         (worker,) = self.hire("critic", partial(critic_host, self.config, self.strategy, steps, self.threads))
         return RemoteCritic(worker, self.limits, self.ranks)
+
+    def process(self, strategy: Strategy, steps: int) -> RemoteProcess:
+        (worker,) = self.hire("process", partial(process_host, self.config, self.strategy, steps, self.threads))
+        return RemoteProcess(worker, self.limits, self.ranks)
+
+    def _hand(self, strategy: Strategy, like: nn.Module | None) -> Hand:
+        """How weights are handed over: of a model that differs from ``like`` in nothing but what that trains, if one is given."""
+        asked = self.config.launch.ray
+        trained = None if like is None else frozenset(name for name, p in like.named_parameters() if p.requires_grad)
+        return Hand(asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained)
 
 
 def check_workers(config: RLConfig) -> None:
@@ -94,24 +126,21 @@ def check_workers(config: RLConfig) -> None:
         "references": ("no part in force reads a reference; set algorithm.kl", not needs_reference(algorithm)),
         "teachers": ("algorithm.distill is none", algorithm.distill.kind == "none"),
         "critic": (f"advantage {algorithm.advantage.name!r} has no critic", "critic" not in needs_of(algorithm)),
-    }
-    own = {
-        "references": (
-            (
-                "model.lora has the policy without its adapters for a reference",
-                config.model.lora is not None and not config.reference,
-            ),
-            (
-                f"algorithm.kl.refresh_every = {algorithm.kl.refresh_every} moves it with the policy",
-                bool(algorithm.kl.refresh_every),
-            ),
-        ),
-        "teachers": ((f"algorithm.distill.kind = {algorithm.distill.kind} reads all of its logits", algorithm.distill.whole),),
+        "process": (f"advantage {algorithm.advantage.name!r} has no process reward", "process" not in needs_of(algorithm)),
     }
     for name, count in staff.items():
         why, unused = nothing.get(name, ("", False))
         if count and unused:
             raise ConfigError(f"launch.ray.{name} = {count} changes nothing: {why}; leave it out")
-        for reason, needed in own.get(name, ()):
-            if count and needed:
-                raise ConfigError(f"launch.ray.{name} = {count}: {reason}, which the ranks do themselves; leave it out")
+    if staff["references"] and config.model.lora is not None and not config.reference:
+        raise ConfigError(
+            f"launch.ray.references = {staff['references']}: model.lora has the policy without its adapters for a reference, which the "
+            "ranks do themselves; leave it out"
+        )
+    for name in ("weights", "bucket_mb"):
+        value, fields = getattr(config.launch.ray, name), type(config.launch.ray).model_fields
+        if value != fields[name].default and not staff["engines"] and not algorithm.kl.refresh_every:
+            raise ConfigError(
+                f"launch.ray.{name} = {value} changes nothing: there are no launch.ray.engines, and no reference that "
+                "algorithm.kl.refresh_every moves; leave it out"
+            )

@@ -61,8 +61,11 @@ def test_a_setting_of_workers_is_refused_without_workers(setting: str) -> None:
         ({"ray": {"teachers": 1}}, "launch.ray.teachers = 1 changes nothing: algorithm.distill is none"),
         ({"ray": {"critic": True}}, "launch.ray.critic = 1 changes nothing: advantage 'grpo' has no critic"),
         ({"ray": {"references": 1}, "lora": True}, "launch.ray.references = 1: model.lora has the policy without its adapters"),
-        ({"ray": {"references": 1}, "kl": {"refresh_every": 2}}, "refresh_every = 2 moves it with the policy"),
-        ({"ray": {"teachers": 1}, "algorithm": {"preset": "opd", "distill": {"kind": "jsd"}}}, "jsd reads all of its logits"),
+        ({"ray": {"process": True}}, "launch.ray.process = 1 changes nothing: advantage 'grpo' has no process reward"),
+        (
+            {"ray": {"references": 1, "weights": "shared"}, "kl": {"refresh_every": 0}},
+            "launch.ray.weights = shared changes nothing: there are no launch.ray.engines, and no reference that",
+        ),
     ],
 )
 def test_workers_of_a_role_that_the_run_has_not_or_has_itself_are_refused(tree: dict[str, Any], said: str) -> None:

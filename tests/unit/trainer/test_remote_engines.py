@@ -22,7 +22,8 @@ from lightrft.strategy.engine.native import NativeEngine, checksum
 from lightrft.strategy.engine.transfer import Way
 from lightrft.strategy.settings import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.trainer.launch.remote import Limits
-from lightrft.trainer.launch.remote_engines import Hand, RemoteEngines, engine_host, portions
+from lightrft.trainer.launch.remote_engines import RemoteEngines, engine_host, portions
+from lightrft.trainer.launch.remote_weights import Hand
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
 from tests.unit.trainer.test_rollout import Threads, of_all_ranks
@@ -158,7 +159,7 @@ def test_weights_arrive_bit_for_bit_by_each_way_and_only_trained_ones_travel_aga
         moved = {n: torch.randn_like(w) if n in trained else w for n, w in first.items()}
         found = engines.load_weights(moved.items(), version)
         assert found == {name: checksum(tensor) for name, tensor in moved.items()}
-        assert {piece.name for layout, _ in engines._kept for piece in layout} == trained
+        assert engines.delivery.travelled == trained
     with pytest.raises(ModelError, match="do not fit"):
         engines.load_weights([(min(trained), torch.zeros(3))], 3)
     assert engines.take_counts() == {"restarts": 0, "weights_resent": 0}
@@ -172,7 +173,7 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too(folder: Path,
     weights[odd] = torch.full_like(weights[odd], 2.0)
     engines = RemoteEngines(two, CONFIG, LIMITS, hand(trained=frozenset([trained])))
     assert engines.load_weights(weights.items(), 1)[odd] == checksum(weights[odd])
-    assert {piece.name for layout, _ in engines._kept for piece in layout} == {trained, odd}
+    assert engines.delivery.travelled == {trained, odd}
 
 
 @pytest.mark.parametrize("way", ["message", "broadcast"])

@@ -11,23 +11,33 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.config import RLConfig
+from lightrft.config import KLConfig, RLConfig
+from lightrft.models.actor import Actor
+from lightrft.models.divergence import token_divergence
 from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny import tiny_model
 from lightrft.strategy.settings import StrategyConfig
-from lightrft.strategy.single import SingleStrategy
+from lightrft.strategy.single import SingleStrategy, shapes_of
 from lightrft.trainer.controls import Controls
-from lightrft.trainer.launch.local import local_critic, local_frozen
+from lightrft.trainer.distill import targets
+from lightrft.trainer.launch.local import local_critic, local_frozen, local_process
 from lightrft.trainer.launch.remote import Limits
-from lightrft.trainer.launch.remote_models import RemoteCritic, RemoteModel, critic_host, model_host
-from lightrft.trainer.ppo import with_advantages, with_values
+from lightrft.trainer.launch.remote_models import RemoteFollower, RemoteModel, RemoteTeacher, follower_host, model_host
+from lightrft.trainer.launch.remote_trained import RemoteCritic, RemoteProcess, critic_host, process_host
+from lightrft.trainer.launch.remote_weights import Hand
+from lightrft.trainer.ppo import with_advantages, with_reference, with_values
+from lightrft.trainer.process_model import with_process_rewards
+from lightrft.trainer.refresh import Follower, load_refreshed, refresh, refreshed_state
 from lightrft.trainer.roles import Frozen, Roles, Trained
 from lightrft.trainer.scoring import logprobs_by_parts
 from lightrft.trainer.update import update
 from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, WorkerError
+from lightrft.utils.metrics import Metrics
+from lightrft.utils.ranks import ALONE
 from lightrft.utils.settings import build, deep_merge
 from tests.unit.trainer.test_ppo import batch_of, roles_of
+from tests.unit.trainer.test_rollout import Threads, of_all_ranks
 from tests.worker_helpers import ProcessWorker
 
 CPU = StrategyConfig(device="cpu")
@@ -95,6 +105,138 @@ def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_
         assert remote.score(empty, temperature=1.0).logprobs.shape == (0,)
     finally:
         remote.close()
+
+
+@pytest.mark.parametrize(("decay", "dtype"), [(0.0, "float32"), (0.75, "bfloat16")])
+def test_a_reference_in_workers_follows_the_policy_bit_for_bit_on_every_rank_and_one_that_dies_catches_up(
+    folder: Path, decay: float, dtype: Any
+) -> None:
+    """Copies, and averages of half-precision weights, which go on from what was saved of them."""
+    config, model = config_of(folder), ModelConfig(path=str(folder), dtype=dtype)
+    kl = KLConfig(where="loss", coef=0.1, refresh_every=1, refresh_decay=decay)
+    strategy = SingleStrategy(CPU)
+    policies = [Actor(tiny_model("qwen2", seed=seed, dtype=getattr(torch, dtype))) for seed in (5, 6, 7)]
+    workers = [ProcessWorker(f"reference {i}", partial(follower_host, model, CPU, 1)) for i in range(2)]
+    batch = batch_of(groups=6)
+
+    def own() -> Follower:
+        return Follower.of(local_frozen(model, strategy), shapes_of(policies[0]), strategy, kl)
+
+    def told(
+        roles: Roles, reference: Any, ranks: Any, saved: dict[str, Any] | None, moves: range
+    ) -> tuple[list[Any], dict[str, Any]]:
+        roles.reference, roles.strategy.ranks = reference, ranks
+        load_refreshed(roles, saved or {})
+        found = [logprobs_by_parts(reference, batch, roles, config)]
+        for i in moves:
+            roles.policy.state = strategy.prepare(policies[i], config.optimizer, 1)
+            refresh(roles, kl, i + 1)
+            if ranks.rank == 0 and not isinstance(reference, Follower):
+                workers[i % 2].signal(signal.SIGKILL)
+            found.append(logprobs_by_parts(reference, batch, roles, config))
+        return found, {k: {n: t.clone() for n, t in v.items()} for k, v in refreshed_state(roles).items()}
+
+    def remote(saved: dict[str, Any] | None, moves: range) -> list[tuple[list[Any], dict[str, Any]]]:
+        made = [
+            roles_of(config),
+            roles_of(config),
+        ]  # not in threads: transformers has a dtype for the whole process while it loads
+        ours, hand = own(), Hand("shared", 30_000)
+
+        def one(ranks: Threads) -> tuple[list[Any], dict[str, Any]]:
+            first = ranks.rank == 0
+            reference = RemoteFollower(workers if first else (), LIMITS, hand, ours if first else None, ranks)
+            found = told(made[ranks.rank], reference, ranks, saved, moves)
+            if first:
+                reference.crew.settle()
+                assert reference.take_counts()["restarts"] >= 1
+            return found
+
+        return of_all_ranks(one, 2, minutes=5)
+
+    try:
+        expected, saved = told(roles_of(config), own(), ALONE, None, range(2))
+        (first, state), (second, nothing) = remote(None, range(2))
+        assert len({tuple(found.tolist()) for found in expected}) == 3
+        assert all(map(torch.equal, first, expected)) and all(map(torch.equal, second, expected)) and nothing == {}
+        assert all(torch.equal(saved["reference"][n], t) for n, t in state["reference"].items())
+        expected, _ = told(roles_of(config), own(), ALONE, saved, range(2, 3))
+        for found, _ in remote(state, range(2, 3)):
+            assert all(map(torch.equal, found, expected))
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+@pytest.mark.parametrize("padded", [0, 5])
+def test_whole_distributions_of_a_teacher_in_a_worker_are_bit_for_bit_those_of_one_of_this_process(
+    tmp_path: Path, padded: int
+) -> None:
+    """Whatever the width of its head, with answers or without, and when the worker dies."""
+    width = tiny_model("qwen2").config.vocab_size + padded
+    tiny_model("gemma2", seed=9, hidden_size=24, vocab_size=width).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path))
+    config = config_of(tmp_path, algorithm={"preset": "opd", "distill": {"kind": "jsd", "beta": 0.3}})
+    worker = ProcessWorker("teacher", partial(model_host, model, CPU, 1))
+    remote = RemoteTeacher([worker], LIMITS, torch.device("cpu"))
+    roles, batch = roles_of(config), batch_of()
+    states = torch.randn(batch.tokens, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    head = torch.nn.Linear(16, width - padded)
+
+    def of(teacher: Any) -> tuple[torch.Tensor, ...]:
+        roles.teacher = teacher
+        target = targets(roles, config)(batch)
+        assert target is not None
+        found = token_divergence(states, head, target, chunk_mb=0.01)
+        return found, *torch.autograd.grad(found.sum(), [states, head.weight])
+
+    try:
+        expected = of(Frozen(local_frozen(model, SingleStrategy(CPU))))
+        assert all(map(torch.equal, of(remote), expected)) and expected[0].abs().min() > 0
+        worker.signal(signal.SIGKILL)
+        assert all(map(torch.equal, of(remote), expected))
+        assert remote.take_counts() == {"restarts": 1}
+        nobody = batch.select(torch.zeros(0, dtype=torch.long))
+        empty = remote.target(nobody, "jsd")
+        assert empty.states.shape == (0, 24)
+        assert token_divergence(states[:0], head, empty).shape == (0,)
+    finally:
+        remote.close()
+
+
+@pytest.mark.parametrize("forward", ["single", "double"])
+def test_a_process_reward_model_in_a_worker_learns_bit_for_bit_what_one_of_this_process_does(
+    folder: Path, tmp_path: Path, forward: str
+) -> None:
+    config = config_of(
+        folder, algorithm={"preset": "prime"}, process={"forward": forward, "threshold": 0.0, "optimizer": {"lr": 1e-2}}
+    )
+    worker = ProcessWorker("process", partial(process_host, config, CPU, STEPS, 1))
+    here, there = roles_of(config), roles_of(config)
+    here.process, there.process = local_process(config, here.strategy, STEPS), RemoteProcess(worker, LIMITS)
+    assert here.process is not None
+    try:
+        assert list(here.process.shapes.items()) == list(there.process.shapes.items())
+        for number in range(3):
+            batch = with_reference(batch_of(seed=number), here, config)
+            metrics, found = Metrics(), Metrics()
+            expected = with_process_rewards(batch, here, config, metrics).process_rewards
+            assert torch.equal(with_process_rewards(batch, there, config, found).process_rewards, expected)  # type: ignore[arg-type]
+            assert metrics.compute() == found.compute() and "process/accuracy" in found.compute()
+        for roles, name in ((here, "here"), (there, "there")):
+            roles.process.save(roles.strategy, tmp_path / name)  # type: ignore[union-attr]
+        for file in ("state.safetensors", "state.json"):
+            assert (tmp_path / "here" / file).read_bytes() == (tmp_path / "there" / file).read_bytes()
+        worker.restart()
+        there.process.load(there.strategy, tmp_path / "here")
+        batch = with_reference(batch_of(seed=4), here, config)
+        one, two = (with_process_rewards(batch, roles, config, Metrics()).process_rewards for roles in (here, there))
+        assert torch.equal(one, two)  # type: ignore[arg-type]
+        worker.signal(signal.SIGKILL)
+        with pytest.raises(WorkerError, match=r"process was lost .* since the last checkpoint"):
+            with_process_rewards(batch, there, config, Metrics())
+    finally:
+        there.process.close()
 
 
 def test_a_critic_in_a_worker_learns_bit_for_bit_what_one_of_this_process_does(

@@ -149,7 +149,8 @@ class Threads:
             raise RankError("a rank is missing") from error
 
     def sum(self, tensor: Any) -> Any:
-        raise NotImplementedError
+        first, *others = self.gather(tensor)
+        return sum(others, start=first)
 
 
 def of_all_ranks(work: Callable[[Threads], Any], count: int, minutes: float = 1 / 3) -> list[Any]:
