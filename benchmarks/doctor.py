@@ -106,7 +106,8 @@ def run(case: int | None, folder: Path) -> dict[str, Any]:
 def predicted(case: int, folder: Path) -> dict[str, Any]:
     """What the doctor says of ``case``."""
     from lightrft.config import RLConfig
-    from lightrft.trainer.needs import Device, Lengths, needs
+    from lightrft.trainer.needs import needs
+    from lightrft.trainer.phases import Device, Lengths
     from lightrft.utils.settings import build
 
     found = needs(build(RLConfig, tree(case, folder)), Lengths(PROMPT, ANSWER, GROUPS, SAMPLES), Device("cpu", 0))

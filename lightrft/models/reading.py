@@ -301,3 +301,10 @@ def _set_magnitudes(model: nn.Module) -> None:
             if not isinstance(layer, nn.Linear):
                 raise ModelError(f"model.lora.dora: {name} is no linear layer, and its weights are spread over processes")
             _local(magnitude.weight).copy_(torch.linalg.norm(_local(layer.weight), dim=1))
+
+
+def put_together(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters of ``model`` that transformers makes of several tensors of its files."""
+    converters = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)]
+    made = [pattern for converter in converters for pattern in converter.target_patterns]
+    return {name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in made)}

@@ -28,9 +28,14 @@ def keep_on_host(model: nn.Module) -> None:
     model.register_forward_hook(end, always_call=True)
 
 
+def stays(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is small, or a weight."""
+    return tensor.numel() <= SMALL or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+
+
 def to_host(tensor: Tensor) -> Any:
-    """A copy in the host's memory and the device to bring it back to; the tensor itself where it is small or a weight."""
-    if tensor.numel() <= SMALL or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+    """A copy in the host's memory and the device to bring it back to; the tensor itself where it ``stays``."""
+    if stays(tensor):
         return tensor
     pinned = tensor.device.type != "cpu"
     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)

@@ -20,6 +20,7 @@ from lightrft.strategy.base import Parted, StepInfo, TrainState
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.utils.errors import CheckpointError, ConfigError
+from lightrft.utils.products import bound_products
 from lightrft.utils.ranks import ALONE, Ranks, together
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
@@ -45,6 +46,8 @@ class SingleStrategy:
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
         self.device = _pick_device() if config.device == "auto" else _device(config.device)
+        if self.device.type == "cpu":
+            bound_products()
 
     @property
     def teams(self) -> Ranks:

@@ -59,6 +59,19 @@ def partial_names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)]
 
 
+def cut_names(model: nn.Module) -> frozenset[str]:
+    """Parameters of ``model`` that its plan shares out."""
+    plan, cut = plan_of(model), set[nn.Parameter]()
+    for name, module in _planned(model).named_modules():
+        style = _style(plan, name)
+        if style == EXPERTS:
+            cut |= set(module.parameters())
+        elif style in STYLES:
+            sides = getattr(module, ADAPTERS[style], {}).values()
+            cut |= {p for part in (getattr(module, "base_layer", module), *sides) for p in part.parameters()}
+    return frozenset(name for name, parameter in model.named_parameters() if parameter in cut)
+
+
 def sum_partial(gradients: Iterable[Tensor | None], mesh: DeviceMesh) -> None:
     """Add up, in place, ``gradients`` of which each rank of a team has its part."""
     for gradient in gradients:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from lightrft.config import DoctorConfig, RLConfig, SFTConfig
+from lightrft.config import DoctorConfig, LaunchConfig, RLConfig, SFTConfig
 from lightrft.datasets.encoding import check_template
 from lightrft.datasets.prompts import PromptDataset
 from lightrft.datasets.sft import SFTDataset
@@ -25,10 +25,13 @@ from lightrft.models.processing import load_processor
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer import probe
 from lightrft.trainer.launch.local import local_tokenizer
+from lightrft.trainer.launch.placement import layout
 from lightrft.trainer.memory import shown, size_of
-from lightrft.trainer.needs import Device, Lengths, Needs, needs, shares_of
+from lightrft.trainer.needs import Needs, needs, workers
+from lightrft.trainer.phases import Device, Lengths
 from lightrft.trainer.reward import Scorer
 from lightrft.trainer.rl import check
+from lightrft.trainer.spread import shares_of
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError, UserError
 
@@ -67,6 +70,7 @@ class Report:
 
     findings: tuple[Finding, ...]
     memory: Needs | None = None
+    workers: Mapping[str, Needs] = field(default_factory=dict)
 
     @property
     def bad(self) -> int:
@@ -85,11 +89,13 @@ def examine(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     memory = _attempt(found, "memory", "models", lambda: needs(config, lengths, device))
     if memory is not None:
         found += _memory(memory, device, config)
+    apart = _attempt(found, "memory", "workers", lambda: workers(config, lengths, device)) or {}
+    found += _apart(apart, memory, device, config)
     if data is not None and options.rows and _rewarded(config):
         _attempt(found, "reward", "terms", lambda: found.extend(_rewards(config, data, options.rows)))
     if data is not None and options.probe:
         _attempt(found, "time", "probe", lambda: found.extend(_time(config, data, device, memory)))
-    return Report(tuple(found), memory)
+    return Report(tuple(found), memory, apart)
 
 
 def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
@@ -162,6 +168,11 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
             f"= {many}, which teams of {team} (strategy.tensor x strategy.sequence) do not divide; set it to a multiple of {team}"
         )
         yield Finding("settings", "bad", "launch.processes", says)
+    rows = many // config.strategy.tensor
+    if config.strategy.shard is not None and rows % config.strategy.shard:
+        says = f"= {config.strategy.shard}, which does not divide {rows} (launch.processes / strategy.tensor); "
+        says += "set it to a divisor, or leave it out"
+        yield Finding("settings", "bad", "strategy.shard", says)
     if kind == "deepspeed" and find_spec("deepspeed") is None:
         says = "= deepspeed, and the package is not installed here: pip install 'lightrft[deepspeed]', or set strategy.kind=fsdp2"
         yield Finding("settings", "bad", "strategy.kind", says)
@@ -310,23 +321,14 @@ def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
 
 
 def _memory(found: Needs, device: Device, config: RLConfig | SFTConfig) -> Iterator[Finding]:
-    for name, held in found.models.items():
-        counts = found.parameters.get(name)
-        of = "" if counts is None else f"{counts[0] / 1e6:.1f} M parameters, {counts[1] / 1e6:.1f} M trained: "
-        parts = {"weights": held.weights, "float32 masters": held.masters, "moments": held.moments}
-        yield Finding("memory", "ok", name, of + " + ".join(f"{shown(size)} {part}" for part, size in parts.items() if size))
-    for phase in found.phases:
-        says = " + ".join(f"{shown(size)} {part}" for part, size in phase.parts.items() if size)
-        yield Finding("memory", "ok", phase.name, f"{shown(phase.total)}: {says}" if says else "nothing more")
-    for problem in found.problems:
-        yield Finding("memory", "warn", "not traced", problem)
-    program = _resident() if device.kind == "cpu" else 0
-    total = found.peak + program
+    yield from _parts(found, "memory")
     if device.processes > 1:
         yield Finding("memory", "ok", "spread", _spread(config, device))
+    program = _resident() if device.kind == "cpu" else 0
+    total = found.peak + program
     each = "each device" if device.kind != "cpu" else "each process" if device.processes > 1 else "the process"
     says = f"{shown(total)} on {each}, in {found.largest.name}" + (f" ({shown(program)} of it the program)" if program else "")
-    yield _fits(says, total, device, _way(found, device))
+    yield _fits("memory", says, total, device, _way(found, device))
     if device.kind == "cpu" and sys.platform == "linux" and ALLOCATOR not in os.environ:
         says = f"the C library keeps what is freed, in pieces: runs may take up to {KEPT:g} times this; {ALLOCATOR}=262144 and "
         says += "MALLOC_TRIM_THRESHOLD_=262144 give it back"
@@ -334,16 +336,69 @@ def _memory(found: Needs, device: Device, config: RLConfig | SFTConfig) -> Itera
         yield Finding("memory", "warn" if tight else "ok", "allocator", says)
 
 
+def _parts(found: Needs, section: str) -> Iterator[Finding]:
+    """What is held by models, and besides in each phase."""
+    for name, held in found.models.items():
+        counts = found.parameters.get(name)
+        of = "" if counts is None else f"{counts[0] / 1e6:.1f} M parameters, {counts[1] / 1e6:.1f} M trained: "
+        parts = {"weights": held.weights, "float32 masters": held.masters, "moments": held.moments}
+        says = of + (" + ".join(f"{shown(size)} {part}" for part, size in parts.items() if size) or "nothing on the device")
+        says = says if counts else shown(held.total)
+        yield Finding(section, "ok", name, says)
+    for phase in found.phases:
+        says = " + ".join(f"{shown(size)} {part}" for part, size in phase.parts.items() if size)
+        says = f"{shown(sum(phase.parts.values()))}: {says}" if says else "nothing more"
+        says += f"; {shown(phase.resting)} of the models rest in the memory of the host" if phase.resting else ""
+        yield Finding(section, "ok", phase.name, says)
+    if found.host:
+        says = " + ".join(f"{shown(size)} {name}" for name, size in found.host.items())
+        yield Finding(section, "ok", "host", f"{says} for each process, in the memory of the host")
+    for problem in found.problems:
+        yield Finding(section, "warn", "not traced", problem)
+
+
+def _apart(found: dict[str, Needs], ranks: Needs | None, device: Device, config: RLConfig | SFTConfig) -> Iterator[Finding]:
+    """Workers with a model, role by role, and devices on which several processes live."""
+    program = _resident() if device.kind == "cpu" else 0
+    for role, needed in found.items():
+        yield from _parts(needed, f"memory of each {role}")
+        total = needed.peak + program
+        says = f"{shown(total)} in {needed.largest.name}" + (f" ({shown(program)} of it the program)" if program else "")
+        yield _fits(f"memory of each {role}", says, total, device, _way(needed, device))
+    if ranks is None or device.kind == "cpu":
+        return
+    peaks = {"rank": ranks.peak, **{role: needed.peak for role, needed in found.items()}}
+    for tenants in _shared(config.launch):
+        total = sum(peaks.get(role, 0.0) for role in tenants)
+        says = f"{shown(total)} on a device of {' and '.join(tenants)}"
+        yield _fits(
+            "devices", says, total, device, "give workers devices of their own (launch.ray.engine_devices, model_devices)"
+        )
+
+
+def _shared(launch: LaunchConfig) -> list[tuple[str, ...]]:
+    """The kinds of processes that live together on a device, as ``launch.ray`` lays them out."""
+    plan = layout(launch, True)
+    living: list[list[str]] = [[] for _ in plan.bundles]
+    for slot in plan.ranks:
+        living[slot.bundle].append("rank")
+    for name, slot in plan.workers.items():
+        if slot.devices:
+            living[slot.bundle].append(name.rpartition(" ")[0])
+    return list(dict.fromkeys(tuple(each) for each in living if len(each) > 1))
+
+
 def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
     """Which part of a trained model each process holds."""
-    shares = shares_of(config.strategy, device, trained=True)
+    shares = shares_of(config.strategy, device.processes, device.kind, trained=True)
     parts = {"weights": shares.weights, "masters and moments": shares.state, "gradients": shares.gradients}
     says = ", ".join(f"{part} {'whole' if count == 1 else f'1/{count}'}" for part, count in parts.items())
     cut = f", each layer cut over {shares.cut} (strategy.tensor)" if shares.cut > 1 else ""
     cut += f", the tokens of a row over {config.strategy.sequence} (strategy.sequence)" if config.strategy.sequence > 1 else ""
-    whole = "; gradients of several micro-batches add up whole" if shares.summed_whole else ""
-    away = "; masters and moments are in the memory of the host" if shares.state_away else ""
-    return f"of each trained model, a process holds {says}{cut}{whole}{away}"
+    precise = "; weights that are trained lie in float32 alone" if shares.precise else ""
+    names = {"state": "masters and moments"}
+    away = f"; {', '.join(names.get(part, part) for part in shares.away)} are in the memory of the host" if shares.away else ""
+    return f"of each trained model, a process holds {says}{cut}{precise}{away}"
 
 
 def _way(found: Needs, device: Device) -> str:
@@ -354,16 +409,16 @@ def _way(found: Needs, device: Device) -> str:
     return WAYS[kind]
 
 
-def _fits(says: str, total: float, device: Device, way: str) -> Finding:
+def _fits(section: str, says: str, total: float, device: Device, way: str) -> Finding:
     if not device.memory:
-        return Finding("memory", "ok", "peak", f"{says}; set doctor.device_memory to compare")
+        return Finding(section, "ok", "peak", f"{says}; set doctor.device_memory to compare")
     share = total / device.memory
     says += f"; there are {shown(device.memory)} for it"
     if share <= ROOM:
-        return Finding("memory", "ok", "peak", f"{says}: it fits ({share:.0%})")
+        return Finding(section, "ok", "peak", f"{says}: it fits ({share:.0%})")
     if share <= 1:
-        return Finding("memory", "warn", "peak", f"{says}: tight ({share:.0%}, and the prediction may be off by 15 %); {way}")
-    return Finding("memory", "bad", "peak", f"{says}: it does not fit ({share:.0%}); {way}")
+        return Finding(section, "warn", "peak", f"{says}: tight ({share:.0%}, and the prediction may be off by 15 %); {way}")
+    return Finding(section, "bad", "peak", f"{says}: it does not fit ({share:.0%}); {way}")
 
 
 def _rewarded(config: RLConfig | SFTConfig) -> bool:
@@ -448,5 +503,10 @@ def to_text(report: Report) -> str:
 
 def to_json(report: Report) -> dict[str, Any]:
     """For programs: findings, and the bytes of models and phases."""
-    memory = None if report.memory is None else {**asdict(report.memory), "peak": report.memory.peak}
-    return {"findings": [asdict(f) for f in report.findings], "memory": memory, "bad": report.bad}
+    memory = None if report.memory is None else _as_tree(report.memory)
+    apart = {role: _as_tree(needed) for role, needed in report.workers.items()}
+    return {"findings": [asdict(f) for f in report.findings], "memory": memory, "workers": apart, "bad": report.bad}
+
+
+def _as_tree(found: Needs) -> dict[str, Any]:
+    return {**asdict(found), "peak": found.peak}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 MASTER, MOMENT = 4, 4
 """Bytes of a float32 master weight, and of each of the two moments of AdamW."""
@@ -14,24 +15,29 @@ QUANTISED = 0.516
 """Bytes of a weight in 4 bit with double quantisation: 4 bits, and 8 bits of scale for each 64 weights (arXiv 2305.14314, section 3)."""
 LAZY = 2
 """Blocks of a sharded model that are whole at one time: the one that runs, and the one that is fetched meanwhile."""
+Part = Literal["weights", "state", "gradients"]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of a kind: how many, bytes of each, and whether they are trained."""
+    """Parameters of a kind: how many, bytes of each, whether they are trained, and whether they are of a layer that ranks can share out
+    (``cut``)."""
 
     count: int
     itemsize: float
     trained: bool
+    cut: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Over how many ranks each part of a model is spread: weights, masters with moments, gradients of an optimizer step.
+    """Over how many ranks each part of a model is spread: weights, masters with moments, gradients of an optimizer step; and over how
+    many each layer is ``cut`` besides, so that none of them ever holds it whole.
 
-    ``cut``: over how many of them each layer is cut, so that none ever holds it whole. ``copied``: float32 weights have masters apart
-    from them. ``summed_whole``: gradients of several micro-batches are summed whole before
-    they are spread. ``bucket``: bytes in which gradients are collected on their way. ``state_away``: masters and moments are elsewhere.
+    ``copied``: float32 weights have masters apart from them. ``precise``: what is trained lies in float32 alone, and is its own master.
+    ``by_blocks``: weights are made whole when they are called, block by block; ``left`` is the share of a block that stays there from its
+    forward to its backward pass. ``bucket``: elements of the bucket in which gradients are collected on their way. ``away``: what lies in
+    the host's memory.
     """
 
     weights: int = 1
@@ -39,9 +45,11 @@ class Shares:
     gradients: int = 1
     cut: int = 1
     copied: bool = False
-    summed_whole: bool = False
+    precise: bool = False
+    by_blocks: bool = False
+    left: float = 0.0
     bucket: float = 0.0
-    state_away: bool = False
+    away: tuple[Part, ...] = ()
 
 
 WHOLE = Shares()
@@ -62,37 +70,46 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Bytes that are held beside the models while something is done, part by part; they are gone after it."""
+    """Bytes that are held beside the models while something is done, part by part; they are gone after it. ``resting``: of the models
+    themselves, what is in the host's memory meanwhile."""
 
     name: str
     parts: Mapping[str, float]
+    resting: float = 0.0
 
     @property
     def total(self) -> float:
-        return sum(self.parts.values())
+        return sum(self.parts.values()) - self.resting
 
 
 def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> Held:
-    """A model on one of the ranks over which ``shares`` spread it.
+    """A model on one of the ranks over which ``shares`` spread it, wherever that keeps it.
 
     weights = sum(count x itemsize); of what is trained: masters = 4 x count unless the parameter is float32 itself (itemsize 4 or
-    more) and not copied, moments = 2 x 4 x count (2 x 8 for float64); each divided by its shares.
+    more) and not copied, moments = 2 x 4 x count (2 x 8 for float64); each divided by its shares, and by the cut where it is cut. With
+    ``precise`` weights are 4 x count where they are less, and there are no masters.
     """
     weights = masters = moments = 0.0
     for p in parameters:
-        weights += p.count * p.itemsize
+        here = p.count / (shares.cut if p.cut else 1)
+        alone = p.trained and shares.precise
+        weights += here * (max(MASTER, p.itemsize) if alone else p.itemsize)
         if p.trained:
-            masters += p.count * MASTER if p.itemsize < MASTER or shares.copied else 0
-            moments += 2 * p.count * max(MOMENT, p.itemsize)
-    here = 0 if shares.state_away else 1
-    return Held(weights / shares.weights, here * masters / shares.state, here * moments / shares.state)
+            masters += here * MASTER if (p.itemsize < MASTER and not alone) or shares.copied else 0
+            moments += 2 * here * max(MOMENT, p.itemsize)
+    return Held(weights / shares.weights, masters / shares.state, moments / shares.state)
 
 
-def gradients(trained: int, parts: int, shares: Shares) -> float:
-    """Gradients of ``trained`` parameters over ``parts`` micro-batches, in float32: 4 x trained over the shares, over the cut alone where
-    those of several micro-batches are summed whole, and the bucket."""
-    whole = shares.summed_whole and parts > 1
-    return MASTER * trained / (shares.cut if whole else shares.gradients) + shares.bucket
+def on_device(model: Held, shares: Shares) -> Held:
+    """Of ``model``, what is not in the host's memory."""
+    state = 0 if "state" in shares.away else 1
+    return Held(model.weights * ("weights" not in shares.away), model.masters * state, model.moments * state)
+
+
+def gradients(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> float:
+    """Gradients of what is trained in float32, over its shares and its cut: sum of 4 x count."""
+    trained = sum(p.count / (shares.cut if p.cut else 1) for p in parameters if p.trained)
+    return MASTER * trained / shares.gradients
 
 
 def key_value_cache(tokens: int, widths: Sequence[int], itemsize: int) -> int:
@@ -122,7 +139,12 @@ def kept_by_blocks(tokens: int, layers: int, itemsize: int, *, hidden: int, quer
     product, 4 x inner. A norm in half precision keeps its input in float32.
     """
     norms = 2 * hidden * (4 + 2 * itemsize)
-    return tokens * layers * (norms + (3 * queries + 2 * keys + 4 * inner) * itemsize)
+    return tokens * layers * norms + inside_blocks(tokens, layers, itemsize, queries=queries, keys=keys, inner=inner)
+
+
+def inside_blocks(tokens: int, layers: int, itemsize: int, *, queries: int, keys: int, inner: int) -> int:
+    """Of ``kept_by_blocks``, what ranks that share out layers have a part of each: heads and the inner width."""
+    return tokens * layers * (3 * queries + 2 * keys + 4 * inner) * itemsize
 
 
 def drawing(rows: int, heads: int, columns: int, vocabulary: int) -> int:
@@ -138,13 +160,31 @@ def layout_check(tokens: int, vocabulary: int, itemsize: int, bound: int) -> int
     return count * vocabulary * (itemsize + 4 + (4 if itemsize < 4 else 0))
 
 
-def made_whole(outside: float, blocks: Sequence[float], itemsize: float, *, trained: bool) -> float:
-    """Weights of a sharded model that a rank holds whole while it is called: those ``outside`` of blocks, and the ``LAZY`` largest
-    blocks; when it is trained, the gradients of one block in float32 and of what lies outside, besides. In bytes, of sizes in bytes."""
-    largest = sorted(blocks, reverse=True)[:LAZY]
-    weights = outside + sum(largest)
-    gradients = (outside + max(blocks, default=0.0)) * MASTER / itemsize
-    return weights + gradients if trained else weights
+def made_whole(outside: float, blocks: Sequence[float], left: float = 0.0) -> float:
+    """Weights of a sharded model that a rank holds whole while it is called, in the type of the call: those ``outside`` of blocks, the
+    ``LAZY`` largest blocks, and of the others what is ``left`` of each until its backward pass."""
+    largest = sorted(blocks, reverse=True)
+    return outside + sum(largest[:LAZY]) + left * sum(largest[LAZY:])
+
+
+def on_their_way(outside: float, blocks: Sequence[float], itemsize: float) -> float:
+    """Gradients of a sharded model that a rank holds whole in the midst of its backward pass: those of weights ``outside`` of blocks, that
+    end last, those of the largest block, and the float32 copy by which ranks sum these. In bytes, of weights in bytes."""
+    largest = max(blocks, default=0.0)
+    return outside + largest + largest * MASTER / itemsize
+
+
+def last_sum(outside: float, blocks: Sequence[float], itemsize: float) -> float:
+    """What a rank holds whole when a backward pass has come to its end, activations are gone, and gradients of weights ``outside`` of
+    blocks are summed: weights, gradients and a float32 copy of these; beside it the copy of the block before."""
+    return 2 * outside + (outside + max(blocks, default=0.0)) * MASTER / itemsize
+
+
+def collected(trained: float, bucket: float, *, touched: bool) -> float:
+    """Bytes of a ``bucket`` of elements in which gradients of ``trained`` parameters are collected, and of the copy that ranks sum: of the
+    bucket as far as it is filled where memory is there once it is ``touched``, as on a CPU."""
+    filled = min(trained, bucket)
+    return MASTER * ((filled if touched else bucket) + filled)
 
 
 def peak(models: Mapping[str, Held], phases: Sequence[Phase]) -> tuple[float, Phase]:

@@ -15,7 +15,7 @@ from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.trainer.batching import micro_batches
 from lightrft.trainer.collate import collate
 from lightrft.trainer.launch.local import local_policy
-from lightrft.trainer.needs import Lengths
+from lightrft.trainer.phases import Lengths
 from lightrft.trainer.workload import forwards
 from lightrft.types import Prompt, Request, Rollout
 

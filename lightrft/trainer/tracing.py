@@ -11,15 +11,18 @@ import weakref
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.packing import Packed, pack
+from lightrft.strategy.activations import stays
 from lightrft.strategy.base import TrainState
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import Masters, SingleStrategy
@@ -30,13 +33,19 @@ FORWARD_COPIES, BACKWARD_COPIES = 4, 8
 in the backward pass also the gradients of each."""
 
 
+Saved = Literal["device", "host", "same"]
+"""Where what a forward pass leaves for the backward pass lies: on the device, on the host, or on a host whose memory is the device's."""
+
+
 class Watch(TorchDispatchMode):
-    """``live`` bytes of tensors that were made inside, and their ``peak``."""
+    """``live`` bytes of tensors that were made inside, and their ``peak``; ``away_peak``: of what was sent elsewhere."""
 
     def __init__(self) -> None:
         super().__init__()
         self.live = 0
         self.peak = 0
+        self.away = 0
+        self.away_peak = 0
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,6 +71,15 @@ class Watch(TorchDispatchMode):
         self._known[key] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def sent(self, kept: Any, size: int) -> None:
+        """``size`` bytes lie elsewhere as long as ``kept`` lives."""
+        self.away += size
+        self.away_peak = max(self.away_peak, self.away)
+        weakref.finalize(kept, self._back, size)
+
+    def _back(self, size: int) -> None:
+        self.away -= size
 
     def brief(self, size: int) -> None:
         """``size`` bytes that are taken and given back at once."""
@@ -112,10 +130,11 @@ class _Attend(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Bytes of a pass: at most, and what is left of it after the last backward, which is the gradients."""
+    """Bytes of a pass: at most, and what is left of it after the last backward, which is the gradients; ``away`` are those on the host."""
 
     peak: int
     gradients: int = 0
+    away: int = 0
 
     @property
     def activations(self) -> int:
@@ -152,25 +171,55 @@ def forward(model: Backbone, batch: Batch, *, written: bool = False, entropy: bo
     return Traced(watch.peak)
 
 
-def update(model: Backbone, batch: Batch, parts: int, *, written: bool = False, entropy: bool = False) -> Traced:
-    """Forward and backward of ``parts`` micro-batches like ``batch``, as a strategy adds them up, up to the optimizer's step."""
+def update(
+    model: Backbone, batch: Batch, parts: int, *, written: bool = False, entropy: bool = False, saved: Saved = "device"
+) -> Traced:
+    """Forward and backward of ``parts`` micro-batches like ``batch``, as a strategy adds them up, up to the optimizer's step. ``saved``
+    says where what the forward pass leaves lies until the backward pass: where it is, on the host, or on a host that is the device."""
     strategy = SingleStrategy(StrategyConfig(device="meta"))
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in trained.items()}
     state = TrainState(model, None, None, OptimizerConfig(), Masters(trained, masters))  # ty: ignore[invalid-argument-type]
-    model.train()
-    with _called(model, batch, written, entropy) as (watch, call):
+    with _training(model), _called(model, batch, written, entropy, saved) as (watch, call):
         for part in range(min(parts, 2)):  # a third is as the second: it meets gradients that are there
             strategy.backward(state, call(), last=part == parts - 1)
         gradients = watch.live
-    model.eval()
     for each in (*trained.values(), *masters.values()):
         each.grad = None
-    return Traced(watch.peak, gradients)
+    return Traced(watch.peak, gradients, watch.away_peak)
+
+
+def spread_update(
+    model: Backbone, batch: Batch, *, written: bool = False, entropy: bool = False, saved: Saved = "device"
+) -> Traced:
+    """Forward and backward over ``batch`` where each gradient goes on to ranks that sum it, as soon as it is there."""
+    hooks = [p.register_post_accumulate_grad_hook(_let_go) for p in model.parameters() if p.requires_grad]
+    try:
+        with _training(model), _called(model, batch, written, entropy, saved) as (watch, call):
+            call().backward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Traced(watch.peak, 0, watch.away_peak)
+
+
+def _let_go(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 @contextmanager
-def _called(model: Backbone, batch: Batch, written: bool, entropy: bool) -> Generator[tuple[Watch, Callable[[], Tensor]]]:
+def _training(model: Backbone) -> Generator[None]:
+    model.train()
+    try:
+        yield
+    finally:
+        model.eval()
+
+
+@contextmanager
+def _called(
+    model: Backbone, batch: Batch, written: bool, entropy: bool, saved: Saved = "device"
+) -> Generator[tuple[Watch, Callable[[], Tensor]]]:
     """A call of ``model`` on ``batch`` that gives a loss, watched."""
     packed = pack(batch, model.layout)
     targets = batch.responses.tokens.to("meta")
@@ -179,7 +228,7 @@ def _called(model: Backbone, batch: Batch, written: bool, entropy: bool) -> Gene
     plan = _Attention(watch, 3 * 4 * packed.input_ids.numel() * longest if written else 0)
     packed = _on_meta(packed, plan)
 
-    def call() -> Tensor:
+    def passed() -> Tensor:
         states = model.states(packed).flatten(0, 1).index_select(0, packed.gather)
         if isinstance(model, Critic):
             return model.value(states).sum()
@@ -188,8 +237,36 @@ def _called(model: Backbone, batch: Batch, written: bool, entropy: bool) -> Gene
         scores = model.score_states(states, targets, entropy=entropy)
         return scores.logprobs.sum() + (0.0 if scores.entropy is None else scores.entropy.sum())
 
+    def call() -> Tensor:
+        if saved == "device":
+            return passed()
+        with saved_tensors_hooks(partial(_to_host, watch, saved), _from_host):
+            return passed()
+
     with watch:
         yield watch, call
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class _OnHost:
+    """What lies in the host's memory of a tensor: its shape and type."""
+
+    like: tuple[torch.Size, torch.dtype]
+
+
+def _to_host(watch: Watch, saved: Saved, tensor: Tensor) -> Any:
+    """As ``activations.to_host``: a copy, which on a CPU takes the device's own memory."""
+    if stays(tensor):
+        return tensor
+    if saved == "same":
+        return torch.empty_like(tensor)
+    kept = _OnHost((tensor.shape, tensor.dtype))
+    watch.sent(kept, tensor.numel() * tensor.itemsize)
+    return kept
+
+
+def _from_host(kept: Any) -> Tensor:
+    return kept if isinstance(kept, Tensor) else torch.empty(kept.like[0], dtype=kept.like[1], device="meta")
 
 
 def _on_meta(packed: Packed, plan: Any) -> Packed:

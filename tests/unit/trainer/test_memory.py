@@ -9,13 +9,17 @@ from lightrft.trainer.memory import (
     Parameters,
     Phase,
     Shares,
+    collected,
     drawing,
     gradients,
     held,
     kept_by_blocks,
     key_value_cache,
+    last_sum,
     layout_check,
     made_whole,
+    on_device,
+    on_their_way,
     peak,
     shown,
     size_of,
@@ -37,12 +41,32 @@ def test_shards_share_all_of_it() -> None:
     assert half.total == whole.total / 2 == 7000
 
 
-def test_gradients_of_several_micro_batches_are_whole_where_they_are_summed_before_they_are_spread() -> None:
-    shares = Shares(4, 4, 4, summed_whole=True, bucket=100)
-    assert gradients(1000, 1, shares) == 1000 + 100
-    assert gradients(1000, 2, shares) == 4000 + 100
-    assert gradients(1000, 2, Shares(4, 4, 4)) == 1000
-    assert gradients(1000, 2, Shares(4, 4, 4, cut=2, summed_whole=True)) == 2000
+def test_gradients_are_float32_over_their_shares_and_over_the_cut_of_those_that_are_cut() -> None:
+    parameters = [Parameters(1000, 2, True, cut=True), Parameters(600, 4, True), Parameters(500, 4, False)]
+    assert gradients(parameters) == 6400
+    assert gradients(parameters, Shares(4, 4, 4)) == 1600
+    assert gradients(parameters, Shares(4, 4, 4, cut=2)) == 4 * (500 + 600) / 4 == 1100
+
+
+def test_what_is_cut_is_a_part_of_each_share_and_the_rest_whole() -> None:
+    cut = [Parameters(1000, 4, True, cut=True), Parameters(600, 4, True)]
+    assert held(cut, Shares(2, 2, 2, cut=5)) == Held(weights=4 * (200 + 600) / 2, moments=8 * (200 + 600) / 2)
+
+
+def test_weights_that_lie_in_float32_alone_have_no_masters() -> None:
+    assert held([Parameters(1000, 2, True), Parameters(500, 2, False)], Shares(2, 2, 2, precise=True)) == Held(2500, 0, 4000)
+
+
+def test_what_lies_in_the_hosts_memory_is_not_on_the_device() -> None:
+    whole = Held(10, 20, 30)
+    assert on_device(whole, Shares(away=("weights", "state", "gradients"))) == Held(0, 0, 0)
+    assert on_device(whole, Shares(away=("state",))) == Held(10, 0, 0)
+
+
+def test_a_bucket_is_there_as_far_as_it_is_filled_on_a_cpu_and_whole_on_a_device() -> None:
+    assert collected(1000, 300, touched=True) == collected(1000, 300, touched=False) == 4 * 600
+    assert collected(100, 300, touched=True) == 4 * 200
+    assert collected(100, 300, touched=False) == 4 * 400
 
 
 def test_the_cache_has_a_key_and_a_value_in_every_layer() -> None:
@@ -75,13 +99,22 @@ def test_the_layout_check_holds_the_logits_that_the_bound_allows_and_two_at_leas
 
 
 def test_two_blocks_of_a_sharded_model_are_whole_at_one_time_and_what_lies_outside() -> None:
-    assert made_whole(100, [10, 30, 20], 2, trained=False) == 150
-    assert made_whole(100, [10, 30, 20], 2, trained=True) == 150 + (100 + 30) * 2
+    assert made_whole(100, [10, 30, 20]) == 150
+    assert made_whole(100, [10, 30, 20], left=0.5) == 155
+    assert made_whole(100, [10, 30, 20], left=1.0) == 160
+
+
+def test_gradients_are_whole_outside_of_blocks_and_in_one_block_with_the_float32_copy_that_is_summed() -> None:
+    assert on_their_way(100, [10, 30, 20], 4) == 100 + 30 + 30
+    assert on_their_way(100, [10, 30, 20], 2) == 100 + 30 + 60
+    assert last_sum(100, [10, 30, 20], 2) == 2 * 100 + 2 * 130
 
 
 def test_the_peak_is_all_models_and_the_largest_phase() -> None:
     phases = [Phase("a", {"x": 3.0, "y": 4.0}), Phase("b", {"x": 5.0})]
     assert peak({"policy": Held(10, 1, 2), "reference": Held(20)}, phases) == (40.0, phases[0])
+    rested = [*phases, Phase("c", {"x": 9.0}, resting=3.0)]
+    assert peak({"policy": Held(10, 1, 2)}, rested) == (20.0, phases[0])
 
 
 def test_sizes_are_read_and_written() -> None:

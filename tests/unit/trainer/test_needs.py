@@ -7,23 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lightrft.config import RLConfig, SFTConfig
 from lightrft.models.tiny import tiny_config
-from lightrft.trainer.needs import Device, Lengths, Needs, needs
+from lightrft.trainer.memory import Held, Phase
+from lightrft.trainer.needs import Needs, needs, workers
+from lightrft.trainer.phases import Device, Lengths
+from lightrft.utils.products import BYTES, CACHES
 from lightrft.utils.settings import build
 
 LENGTHS = Lengths(16, 32, 4, 4)
 SIZES = {"vocab_size": 300, "num_attention_heads": 2}
 
 
-def found(folder: Path, family: str = "qwen2", processes: int = 1, **tree: Any) -> Needs:
-    config = tiny_config(family, **SIZES)
+WITH_KL = {"preset": "grpo", "kl": {"where": "loss", "coef": 0.1}}
+
+
+def built(folder: Path, family: str = "qwen2", layers: int = 2, **tree: Any) -> RLConfig:
+    config = tiny_config(family, num_hidden_layers=layers, **SIZES)
     config.dtype = "float32"
     config.save_pretrained(folder / family)
     model = {"path": str(folder / family), **tree.pop("model", {})}
-    given = {"model": model, "train": {"micro_batch_tokens": 200}, **tree}
-    return needs(build(RLConfig, given), LENGTHS, Device("cuda", 0, processes))
+    return build(RLConfig, {"model": model, "train": {"micro_batch_tokens": 200}, **tree})
+
+
+def found(folder: Path, family: str = "qwen2", processes: int = 1, kind: str = "cuda", **tree: Any) -> Needs:
+    return needs(built(folder, family, **tree), LENGTHS, Device(kind, 0, processes))
+
+
+def phase_of(needed: Needs, name: str) -> Phase:
+    return next(phase for phase in needed.phases if phase.name == name)
 
 
 def test_only_the_models_that_the_algorithm_needs_are_counted(tmp_path: Path) -> None:
@@ -39,21 +53,34 @@ def test_all_phases_of_a_step_are_there(tmp_path: Path) -> None:
     assert {"drawing answers", "policy: layout check", "policy: update", "reference: forward", "critic: update"} <= set(names)
 
 
-def test_shards_halve_what_is_held_and_each_rank_reads_a_model_whole(tmp_path: Path) -> None:
+def test_shards_halve_what_is_held_and_what_is_whole_meanwhile_is_added(tmp_path: Path) -> None:
     one, two = found(tmp_path), found(tmp_path, processes=2)
     assert two.models["policy"].total == one.models["policy"].total / 2
-    assert "loading, one model whole" in [phase.name for phase in two.phases]
     assert update_of(two)["blocks made whole"] > 0
+    drawing = phase_of(two, "drawing answers").parts
+    assert drawing["policy made whole"] == one.models["policy"].weights
+
+
+def test_reading_holds_one_tensor_or_the_part_of_it_that_lies_here(tmp_path: Path) -> None:
+    """The frozen reference is read last, when all else is there."""
+    parts = [
+        phase_of(found(tmp_path, processes=2, strategy=strategy, algorithm=WITH_KL), "loading").parts["weights as they are read"]
+        for strategy in ({}, {"kind": "deepspeed", "stage": 3}, {"tensor": 2})
+    ]
+    largest = 4 * 300 * tiny_config("qwen2", **SIZES).hidden_size  # embeddings
+    assert parts == [largest / 2, largest, largest]
 
 
 def update_of(needed: Needs) -> Mapping[str, float]:
-    return next(p for p in needed.phases if p.name == "policy: update").parts
+    return phase_of(needed, "policy: update").parts
 
 
-def test_gradients_are_shared_out_where_one_micro_batch_makes_a_step_and_whole_where_several_add_up(tmp_path: Path) -> None:
-    large = {"train": {"micro_batch_tokens": 10_000}}
-    assert update_of(found(tmp_path, processes=2, **large))["gradients"] == update_of(found(tmp_path, **large))["gradients"] / 2
-    assert update_of(found(tmp_path, processes=2))["gradients"] == update_of(found(tmp_path))["gradients"]
+def test_gradients_are_shared_out_with_every_micro_batch(tmp_path: Path) -> None:
+    for size in (200, 10_000):
+        train = {"train": {"micro_batch_tokens": size}}
+        assert (
+            update_of(found(tmp_path, processes=2, **train))["gradients"] == update_of(found(tmp_path, **train))["gradients"] / 2
+        )
 
 
 @pytest.mark.parametrize(("stage", "weights", "gradients"), [(1, 1, 1), (2, 1, 2), (3, 2, 2)])
@@ -67,7 +94,8 @@ def test_each_stage_of_zero_shares_out_what_it_says_and_of_frozen_models_the_thi
     assert (alone.weights / shared.weights, alone.moments / shared.moments) == (weights, 2)
     assert shared.masters == (alone.weights / 2 if stage < 3 else 0)
     assert two.models["reference"].weights == one.models["reference"].weights / (2 if stage == 3 else 1)
-    assert update_of(two)["gradients"] == update_of(one)["gradients"] / gradients + 4 * 1000
+    assert update_of(two)["gradients"] == update_of(one)["gradients"] / gradients
+    assert update_of(two)["gradients on their way"] == 2 * 4 * 1000
     assert ("blocks made whole" in update_of(two)) is (stage == 3)
 
 
@@ -99,16 +127,21 @@ def test_supervised_runs_draw_only_to_evaluate(tmp_path: Path, evaluates: bool) 
     assert ("drawing answers" in names) is evaluates
 
 
-def test_ranks_that_share_a_row_hold_a_part_of_its_activations_and_of_each_layer(tmp_path: Path) -> None:
-    two = found(tmp_path, processes=2)
-    rows, layers = (found(tmp_path, processes=2, strategy={name: 2}) for name in ("sequence", "tensor"))
-    assert rows.models == layers.models == two.models
-    alone = update_of(found(tmp_path))
-    assert update_of(rows)["activations"] == alone["activations"] / 2
-    assert update_of(layers)["gradients"] == alone["gradients"] / 2
-    assert update_of(layers)["blocks made whole"] == update_of(two)["blocks made whole"] / 2
-    whole = next(p for p in layers.phases if p.name == "drawing answers").parts["policy made whole"]
-    assert whole == 0
+def test_ranks_that_share_a_row_hold_a_part_of_its_activations(tmp_path: Path) -> None:
+    rows, two = found(tmp_path, processes=2, strategy={"sequence": 2}), found(tmp_path, processes=2)
+    assert rows.models == two.models
+    assert update_of(rows)["activations"] == update_of(two)["activations"] / 2
+
+
+def test_ranks_that_share_layers_hold_a_part_of_each_and_all_of_what_lies_between(tmp_path: Path) -> None:
+    one, layers = found(tmp_path), found(tmp_path, processes=2, strategy={"tensor": 2})
+    model = tiny_config("qwen2", **SIZES)
+    head, keys, inner = model.hidden_size // 2, model.num_key_value_heads, model.intermediate_size
+    queries = model.hidden_size * (2 * model.hidden_size + 1) + 2 * keys * head * (model.hidden_size + 1)
+    in_layers = model.num_hidden_layers * (queries + 3 * model.hidden_size * inner)
+    assert one.models["policy"].weights - layers.models["policy"].weights == 4 * in_layers / 2
+    assert update_of(layers)["gradients"] == update_of(one)["gradients"] - 4 * in_layers / 2
+    assert update_of(layers)["activations"] < update_of(one)["activations"]
 
 
 def test_a_team_draws_and_trains_the_rows_that_its_ranks_would_have_had(tmp_path: Path) -> None:
@@ -117,3 +150,83 @@ def test_a_team_draws_and_trains_the_rows_that_its_ranks_would_have_had(tmp_path
         for s in ({}, {"sequence": 2}, {"tensor": 2})
     ]
     assert cache[0] == cache[1] == cache[2]
+
+
+def test_groups_of_ranks_that_hold_a_copy_each_share_it_among_themselves(tmp_path: Path) -> None:
+    two, groups = found(tmp_path, processes=2), found(tmp_path, processes=4, strategy={"shard": 2})
+    assert groups.models == two.models
+    assert update_of(groups)["gradients"] == update_of(two)["gradients"]
+
+
+def test_half_precision_weights_that_are_trained_lie_in_float32_alone(tmp_path: Path) -> None:
+    one, two = (found(tmp_path, processes=n, algorithm=WITH_KL, model={"dtype": "bfloat16"}) for n in (1, 2))
+    count = one.parameters["policy"][0]
+    assert one.models["policy"] == Held(2 * count, 4 * count, 8 * count)
+    assert two.models["policy"] == Held(2 * count, 0, 4 * count)
+    assert two.models["reference"] == Held(count)
+
+
+def test_what_is_left_of_blocks_between_the_passes_is_what_the_strategy_says(tmp_path: Path) -> None:
+    config = tiny_config("qwen2", **SIZES)
+    settings: list[dict[str, Any]] = [{}, {"reshard": 2}, {"reshard": False}]
+    four = [update_of(found(tmp_path, layers=4, processes=2, strategy=s))["blocks made whole"] for s in settings]
+    outside = 4 * (2 * 300 * config.hidden_size + config.hidden_size)  # embeddings, head and the last norm
+    block = (4 * found(tmp_path, layers=4).parameters["policy"][0] - outside) / 4
+    assert four == [outside + 2 * block, outside + 2 * block + 2 * block / 2, outside + 4 * block]
+
+
+def test_weights_in_the_hosts_memory_are_on_the_device_only_when_they_are_called(tmp_path: Path) -> None:
+    shared, away = (found(tmp_path, processes=2, strategy={"offload": offload}) for offload in (False, True))
+    assert away.models["policy"].total == 0
+    assert "gradients" not in update_of(away)
+    assert update_of(away)["blocks made whole"] == update_of(shared)["blocks made whole"]
+    assert away.host["policy"] == shared.models["policy"].total + update_of(shared)["gradients"]
+    on_cpu = found(tmp_path, processes=2, kind="cpu", strategy={"offload": True})
+    assert on_cpu.models["policy"] == shared.models["policy"]
+    assert on_cpu.host == {}
+
+
+def test_activations_in_the_hosts_memory_are_not_on_the_device_and_on_a_cpu_they_are_copies(tmp_path: Path) -> None:
+    off = {"offload_activations": True}
+    kept, away = (found(tmp_path, strategy=strategy) for strategy in ({}, off))
+    on_cpu, copied = (found(tmp_path, kind="cpu", strategy=strategy) for strategy in ({}, off))
+    assert update_of(away)["activations"] < 0.6 * update_of(kept)["activations"]
+    assert 0.5 < away.host["policy: activations"] / update_of(kept)["activations"] < 1.5
+    assert update_of(copied)["activations"] >= update_of(on_cpu)["activations"]
+
+
+def test_what_sleeps_is_not_there_while_answers_are_drawn(tmp_path: Path) -> None:
+    awake, asleep = (found(tmp_path, algorithm=WITH_KL, strategy={"sleep": sleep}) for sleep in (False, True))
+    away = awake.models["policy"].moments + awake.models["reference"].weights
+    drawing = [phase_of(needed, "drawing answers") for needed in (awake, asleep)]
+    assert drawing[0].total - drawing[1].total == drawing[1].resting == away
+    assert asleep.host["asleep while answers are drawn"] == away
+
+
+def test_roles_with_workers_of_their_own_are_not_with_the_ranks_and_have_a_table_each(tmp_path: Path) -> None:
+    staff = {"engines": 2, "references": 1, "critic": True, "bucket_mb": 1}
+    launch = {"kind": "ray", "processes": 2, "ray": staff}
+    config = built(tmp_path, algorithm={"preset": "ppo"}, launch=launch)
+    ranks, apart = needs(config, LENGTHS, Device("cuda", 0, 2)), workers(config, LENGTHS, Device("cuda", 0, 2))
+    alone = found(tmp_path, algorithm={"preset": "ppo"})
+    assert list(ranks.models) == ["policy", "weights for engines"]
+    assert {phase.name.partition(":")[0] for phase in ranks.phases} == {"policy", "loading"}
+    assert list(apart) == ["engine", "reference", "critic"]
+    assert apart["engine"].models == {"policy": Held(alone.models["policy"].weights), "weights on their way": Held(2**20)}
+    assert phase_of(apart["engine"], "drawing answers").parts["cache"] == phase_of(alone, "drawing answers").parts["cache"] / 2
+    assert apart["reference"].models["reference"] == alone.models["reference"]
+    assert apart["critic"].models["critic"] == alone.models["critic"]
+    assert phase_of(apart["critic"], "critic: update") == phase_of(alone, "critic: update")
+    assert all(needed.peak > sum(held.total for held in needed.models.values()) for needed in apart.values())
+
+
+def test_a_cpu_that_compiles_products_in_half_precision_keeps_as_many_as_the_process_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    for name in CACHES:
+        monkeypatch.setenv(name, "10")
+    half = found(tmp_path, kind="cpu", model={"dtype": "bfloat16"})
+    assert half.models["compiled products"].total == 10 * BYTES
+    assert "compiled products" not in found(tmp_path, kind="cpu").models
+    assert "compiled products" not in found(tmp_path, model={"dtype": "bfloat16"}).models
