@@ -1,11 +1,12 @@
 """The same run on one process and on several, number by number; and checkpoints of each way to run taken up by each other.
 
-    python benchmarks/parity.py [--ways fsdp2x2 zero3x2] [--cases grpo pictures] [--out benchmarks/results]
-    python benchmarks/parity.py --checkpoints [--ways single fsdp2x2] [--out benchmarks/results]
+    python benchmarks/parity.py [--ways fsdp2x2 zero3x2] [--cases grpo pictures] [--out benchmarks/results] [--folder kept]
+    python benchmarks/parity.py --checkpoints [--ways single fsdp2x2] [--out benchmarks/results] [--folder kept]
 
 Every case is run as ``single`` and in every way, tiny models in float32 on the CPU, gloo between real processes; a way whose package is
-not installed is left out, and said to be. All runs of a way go on one after another in the same processes, and the first of them is
-repeated at the end, to be the same bit for bit.
+not installed is left out, and said to be. All runs of a way go on one after another in the same processes (on Ray, in the same cluster),
+and the first of them is repeated at the end, to be the same bit for bit. Runs are kept in ``--folder``, if there is one, and those that
+have ended there are not run again.
 
 What is compared is each metric of each step, but for times, and each trained weight at the end. The difference of two numbers is relative
 to the expected one or to 0.02, whichever is larger: a loss whose terms cancel has no digits of its own. The difference of two tensors is
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,17 +35,10 @@ from typing import Any
 LIMIT = 1e-5
 FLOOR = 0.02
 """The size at which smaller numbers are compared."""
-NOT_COMPARED = (
-    "time",
-    "seconds",
-    "tokens_per_second",
-    "policy/sampler_gap",
-    "engine/restarts",
-    "engine/weights_resent",
-    "scorer/restarts",
-    "reference/restarts",
-)
-"""What depends on the clock, measures rounding itself, or is there where there are workers only."""
+NOT_COMPARED = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
+"""How the names begin of what depends on the clock, or measures rounding itself."""
+WORKERS = ("/restarts", "/weights_resent")
+"""How they end where there are workers only."""
 Tree = dict[str, Any]
 
 
@@ -86,12 +81,14 @@ WAYS: dict[str, Way] = {
         by_case={
             "grpo": on_ray(**APART, references=1),
             "ppo": on_ray(**APART, references=1, critic=True),
+            "lora": on_ray(**APART, references=1),
             "pictures": on_ray(**APART, references=1),
         },
         without=("sft",),
     ),
 }
-"""On Ray, ranks have all roles with them, or engine, scorer, reference and critic are in workers of their own."""
+"""On Ray, ranks have all roles with them, or engine, scorer, reference and critic are in workers of their own; supervised training has
+none of these."""
 
 REWARD = "def varied(rollout):\n    return sum(rollout.token_ids) % 7 / 7\n"
 """As different for answers as for right and wrong ones, of a model that has learnt nothing."""
@@ -121,11 +118,19 @@ CASES: dict[str, Tree] = {
 """What is run, as changes of ``BASE``; ``sft`` by that verb, all others by ``rl``."""
 
 
-def make(folder: Path) -> None:
-    """Models, rows and reward of all cases."""
+def rows_of_pictures(folder: Path) -> list[Tree]:
+    """Two rows, whose pictures are of different sizes and lie in ``folder``."""
     import numpy as np
     from PIL import Image
 
+    for i in range(2):
+        pixels = np.random.default_rng(i).integers(0, 256, (12 + 8 * i, 20, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{i}.png")
+    return [{"prompt": "which?", "images": [f"{i}.png"], "label": "1"} for i in range(2)]
+
+
+def make(folder: Path) -> None:
+    """Models, rows and reward of all cases."""
     from lightrft.models.loading import save_model
     from lightrft.models.tiny import tiny_model, tiny_tokenizer
     from lightrft.models.tiny_media import save_tiny_media
@@ -135,11 +140,7 @@ def make(folder: Path) -> None:
     save_model(tiny_model("qwen2", seed=1, **sizes), tokenizer, folder / "model")
     save_tiny_media("qwen2_5_vl", folder / "reader", hidden_size=32)
     rows: list[Tree] = [{"prompt": "1" * i + f"{i}+{i}=", "response": str(2 * i), "label": str(2 * i)} for i in range(8)]
-    seen: list[Tree] = list(rows)
-    for i in range(2):
-        pixels = np.random.default_rng(i).integers(0, 256, (12 + 8 * i, 20, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{i}.png")
-        seen.append({"prompt": "which?", "images": [f"{i}.png"], "label": "1"})
+    seen = [*rows, *rows_of_pictures(folder)]
     for name, some in {"rows": rows, "pictures": seen}.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), encoding="utf-8")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
@@ -167,11 +168,22 @@ def tree_of(case: str, way: str, folder: Path) -> Tree:
 # ---------------------------------------------------------------------------------------------------------------------- many runs
 
 
-def run_all(trees: Sequence[Tree], folder: Path, processes: int, seconds: float = 600) -> None:
+def ended(tree: Tree) -> bool:
+    """Whether there is a run of ``tree`` that has come to its end."""
+    summary = Path(tree["run"]["dir"]) / tree["run"]["name"] / "summary.json"
+    if not summary.exists():
+        return False
+    found = json.loads(summary.read_text(encoding="utf-8"))
+    return bool(found["finished"]) and found["steps"] == tree["train"]["steps"]
+
+
+def run_all(trees: Sequence[Tree], folder: Path, processes: int, seconds: float = 200) -> None:
     """Run configs one after another in the same ``processes``: ``lightrft sft`` for those with a ``batch_size``, ``rl`` for others.
 
-    Raises ``RuntimeError``, with what was said, when one fails; the others are not run then.
+    Raises ``RuntimeError``, with what was said, when one fails; the others are not run then. In all they may take ``seconds`` for each.
     """
+    if not trees:
+        return
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / "plan.json"
     plan.write_text(json.dumps(list(trees)), encoding="utf-8")
@@ -180,7 +192,8 @@ def run_all(trees: Sequence[Tree], folder: Path, processes: int, seconds: float 
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     words = [sys.executable, *torchrun, __file__, "--plan", str(plan)]
     with tempfile.TemporaryFile("w+") as said:
-        status = subprocess.run(words, stdout=said, stderr=subprocess.STDOUT, env=env, timeout=seconds, check=False).returncode
+        limit = seconds * len(trees)
+        status = subprocess.run(words, stdout=said, stderr=subprocess.STDOUT, env=env, timeout=limit, check=False).returncode
         if status:
             said.seek(0)
             raise RuntimeError(f"{processes} processes ended with status {status}:\n{said.read()[-8000:]}")
@@ -198,10 +211,15 @@ def run_here(plan: Path) -> None:
 
     torch.set_num_threads(1)
     trees = json.loads(plan.read_text(encoding="utf-8"))
-    with joined(BASE["strategy"]["timeout"]):
+    with ExitStack() as stack:
+        stack.enter_context(joined(BASE["strategy"]["timeout"]))
         for tree in trees:
             supervised = "batch_size" in tree
             config = build(SFTConfig if supervised else RLConfig, tree)
+            if config.launch.kind == "ray":
+                from lightrft.trainer.launch.ray_cluster import cluster
+
+                stack.enter_context(cluster(config.launch.ray))  # where there is one already, that
             program("lightrft.trainer.sft:run_sft" if supervised else "lightrft.trainer.rl:run_rl", config)(config, Nobody())
 
 
@@ -227,7 +245,8 @@ def metric_gaps(found: Sequence[Tree], expected: Sequence[Tree]) -> Iterator[tup
     if [r["step"] for r in found] != [r["step"] for r in expected]:
         yield "steps", math.inf
     for row, want in zip(found, expected):
-        for key in sorted({k for k in row.keys() | want.keys() if not k.startswith(NOT_COMPARED)}):
+        keys = {k for k in row.keys() | want.keys() if not k.startswith(NOT_COMPARED) and not k.endswith(WORKERS)}
+        for key in sorted(keys):
             a, b = row.get(key), want.get(key)
             numbers = isinstance(a, int | float) and isinstance(b, int | float)
             yield f"{want['step']} {key}", relative(float(a), float(b)) if numbers else 0.0 if a == b else math.inf
@@ -300,7 +319,8 @@ def run_way(way: str, cases: Sequence[str], folder: Path) -> None:
     cases = [case for case in cases if case not in WAYS[way].without]
     again = tree_of(cases[0], way, folder)
     again["run"]["name"] = "again"
-    run_all([*(tree_of(case, way, folder) for case in cases), again], folder / way, WAYS[way].processes)
+    trees = [*(tree_of(case, way, folder) for case in cases), again]
+    run_all([tree for tree in trees if not ended(tree)], folder / way, WAYS[way].processes)
     gap, where = compared(folder / way / "again", folder / way / cases[0]).worst
     if gap:
         raise RuntimeError(f"{way}: {cases[0]} is not the same when it is run again in the same processes ({where}: {gap})")
@@ -333,11 +353,15 @@ def checkpoints(ways: Sequence[str], folder: Path, case: str = "ppo") -> Iterato
 
     for way in dict.fromkeys(["single", *ways]):
         whole = [tree(way, "whole", STEPS_BEFORE + 1)] if way == "single" else []
-        run_all([*whole, tree(way, "saved", STEPS_BEFORE)], folder / way, WAYS[way].processes)
+        trees = [*whole, tree(way, "saved", STEPS_BEFORE)]
+        run_all([tree for tree in trees if not ended(tree)], folder / way, WAYS[way].processes)
     for way in ways:
-        for other in ways:
+        going_on = {other: tree(way, f"from {other}", STEPS_BEFORE + 1) for other in ways}
+        left = {other: its for other, its in going_on.items() if not ended(its)}
+        for other in left:
+            shutil.rmtree(folder / way / f"from {other}", ignore_errors=True)
             shutil.copytree(folder / other / "saved", folder / way / f"from {other}")
-        run_all([tree(way, f"from {o}", STEPS_BEFORE + 1) for o in ways], folder / way, WAYS[way].processes)
+        run_all(list(left.values()), folder / way, WAYS[way].processes)
         for other in ways:
             found = folder / way / f"from {other}"
             gaps = compared(found, folder / "single" / "whole", since=STEPS_BEFORE + 1)
@@ -391,10 +415,11 @@ def show(found: Iterator[tuple[str, str, Gaps]], columns: Sequence[str]) -> dict
 
 
 def text_of(cells: Mapping[tuple[str, str], Gaps], corner: str, columns: Sequence[str]) -> list[str]:
-    """The table of all cells, and one of their parts."""
+    """The table of all cells, and one of the parts of each, or of each with both names the same where there are such."""
     rows, across = (list(dict.fromkeys(cell[i] for cell in cells)) for i in (0, 1))
     worst = {cell: gaps.worst[0] for cell, gaps in cells.items()}
-    parts = [f"| {one} | {other} | {' | '.join(g.of(c) for c in columns)} |" for (one, other), g in cells.items()]
+    detailed = [cell for cell in cells if cell[0] == cell[1]] or list(cells)
+    parts = [f"| {' | '.join(cell)} | {' | '.join(cells[cell].of(c) for c in columns)} |" for cell in detailed]
     first, second = corner.split(" / ")
     head = [f"| {first} | {second} | {' | '.join(columns)} |", "|---" * (len(columns) + 2) + "|"]
     return [*table(worst, rows, across, corner), "", *head, *parts]
@@ -406,27 +431,34 @@ def main() -> int:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--checkpoints", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--folder", type=Path)
     parser.add_argument("--plan", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.plan:
         run_here(args.plan)
         return 0
     ways = [way for way in args.ways if WAYS[way].there]
-    missing = [f"{way} was not run: {WAYS[way].needs} is not installed" for way in args.ways if way not in ways]
+    missing = [f"{way} was not run: {WAYS[way].needs} is not installed." for way in args.ways if way not in ways]
+    if not args.checkpoints:
+        missing += [f"{way} has no {case}: there are no roles to have workers." for way in ways for case in WAYS[way].without]
     began = time.monotonic()
     corner, columns = ("saved by / taken up by", (*COLUMNS, "export")) if args.checkpoints else ("way / case", COLUMNS)
-    with tempfile.TemporaryDirectory() as name:
-        make(Path(name))
-        found = checkpoints(ways, Path(name)) if args.checkpoints else matrix(ways, args.cases, Path(name))
+    with nullcontext(args.folder) if args.folder else tempfile.TemporaryDirectory() as name:
+        folder = Path(name).resolve()
+        if not (folder / "reward.py").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            make(folder)
+        found = checkpoints(ways, folder) if args.checkpoints else matrix(ways, args.cases, folder)
         cells = show(found, columns)
     lines = [*text_of(cells, corner, columns), "", *missing]
     print("\n".join(lines))
     if args.out:
-        write(args.out, "checkpoints" if args.checkpoints else "parity", lines, time.monotonic() - began)
+        seconds = "" if args.folder else f"; {time.monotonic() - began:.0f} s"
+        write(args.out, "checkpoints" if args.checkpoints else "parity", lines, seconds)
     return int(any(gaps.worst[0] > LIMIT for gaps in cells.values()))
 
 
-def write(out: Path, what: str, lines: Sequence[str], seconds: float) -> None:
+def write(out: Path, what: str, lines: Sequence[str], seconds: str) -> None:
     """The table as a file."""
     import torch
     import transformers
@@ -435,7 +467,7 @@ def write(out: Path, what: str, lines: Sequence[str], seconds: float) -> None:
     flag = " --checkpoints" if what == "checkpoints" else ""
     heading = "Checkpoints of each way to run, taken up by each other" if flag else "The same run in every way"
     text = (
-        f"# {heading}\n\n`python benchmarks/parity.py{flag}` on {about}; {seconds:.0f} s.\n\n"
+        f"# {heading}\n\n`python benchmarks/parity.py{flag}` on {about}{seconds}.\n\n"
         "The largest relative difference from one process, of all steps and tensors; what is compared, and over what, is at the top of "
         "the script. 0 is bit for bit.\n\n"
     )

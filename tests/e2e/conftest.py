@@ -87,3 +87,27 @@ def rl_config(rl_tree: dict[str, Any]) -> MakeConfig:
         return build(RLConfig, deep_merge(rl_tree, over))
 
     return make
+
+
+@pytest.fixture
+def uneven_tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
+    """Three steps of five groups of three, which do not divide by two or three ranks, in micro-batches of a few rows; held-out answers
+    too. Adam makes a gradient that is nothing but rounding as large as any other unless eps is above it."""
+    more = {
+        "rollout": {"prompts": 5, "samples": 3},
+        "train": {"micro_batch_tokens": 60, "steps": 3},
+        "eval": {"data": {"sources": rl_tree["data"]["sources"]}, "every": 2, "sampling": {"max_new_tokens": 4}},
+        "checkpoint": {"every": 2},
+        "optimizer": {"lr": 1e-3, "eps": 1e-4},
+    }
+    return deep_merge(rl_tree, more)
+
+
+@pytest.fixture(scope="session")
+def teacher_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wider model of the same vocabulary."""
+    folder = tmp_path_factory.mktemp("teacher")
+    tokenizer = tiny_tokenizer()
+    tiny_model("qwen2", seed=7, hidden_size=48, intermediate_size=64, vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

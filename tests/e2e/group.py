@@ -16,7 +16,6 @@ import signal
 import sys
 import threading
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,8 +23,8 @@ from unittest.mock import patch
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from lightrft.config import RLConfig
-from lightrft.trainer import rl
 from lightrft.trainer.launch import local
+from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
 from lightrft.utils.ranks import joined
 from lightrft.utils.settings import load_settings
@@ -69,9 +68,9 @@ def main() -> None:
                 engine = local_ahead(config, *given)
                 return None if engine is None else disturbed(engine, entry, ranks.rank)
 
-            with patch.object(rl, "joined", lambda minutes: nullcontext(ranks)), patch.object(local, "local_ahead", ahead):
+            with patch.object(local, "local_ahead", ahead):
                 try:
-                    rl.run_rl(load_settings(RLConfig, [file]).settings)
+                    run_rl(load_settings(RLConfig, [file]).settings)
                 except Exception as error:
                     if "fail" not in entry:
                         raise

@@ -1,30 +1,66 @@
-"""Runs of several processes: from the command line, and by the benchmark's runner of many in the same processes."""
+"""Runs of several processes: from the command line, and by the benchmark's runner of many in the same processes; and how they are
+compared."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-from benchmarks.parity import LIMIT, compared
+import pytest
+
+from benchmarks.parity import CASES, LIMIT, Tree, compared, rows_of_pictures
 from lightrft.utils.settings import deep_merge
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
+DEEPSPEED = [
+    pytest.mark.slow,
+    pytest.mark.deepspeed,
+    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the package deepspeed is not installed"),
+]
 
-def config_file(tree: dict[str, Any], folder: Path, name: str) -> Path:
-    """``tree`` as a file, for a run of that name."""
+PRESETS: dict[str, Tree] = {name: CASES[name] for name in ("grpo", "ppo", "lora")}
+
+BEYOND: dict[str, Tree] = {
+    "copies": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.1, "refresh_every": 2}}},
+    "averages": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.1, "refresh_every": 1, "refresh_decay": 0.5}}},
+    "distils": {"algorithm": {"preset": "opd", "distill": {"kind": "jsd"}}},
+    "refills": {
+        "rollout": {"staleness": 1, "max_rounds": 3},
+        "algorithm": {"filters": ["zero_variance"], "corrections": ["tis"]},
+        "train": {"mini_batches": 2},
+    },
+    "further": {"rollout": {"staleness": 2}, "algorithm": {"proximal": "behavior"}},
+    "alone": {"rollout": {"staleness": 2, "max_rounds": 1}, "algorithm": {"proximal": "behavior"}},
+    "adapters": {"rollout": {"staleness": 1}, "model": {"lora": {"rank": 4}}},
+}
+"""What reaches beyond a step: a reference that follows the policy, a teacher's whole vocabulary, answers drawn beside training."""
+
+
+def rows_with_pictures(folder: Path) -> list[Tree]:
+    """Most rows have none, so that some rank has none in its part."""
+    return [*({"prompt": f"{i}+{i}=", "label": str(2 * i)} for i in range(8)), *rows_of_pictures(folder)]
+
+
+def named(tree: Tree, folder: Path, name: str) -> Tree:
+    """``tree`` for a run of that name in ``folder``."""
     run = {"run": {"dir": str(folder), "name": name, "threads": 1, "progress": False}, "strategy": {"device": "cpu"}}
+    return deep_merge(tree, run)
+
+
+def config_file(tree: Tree, folder: Path, name: str) -> Path:
+    """``tree`` as a file, for a run of that name."""
     file = folder / f"{name}.yaml"
-    file.write_text(json.dumps(deep_merge(tree, run)))
+    file.write_text(json.dumps(named(tree, folder, name)))
     return file
 
 
-def train(tree: dict[str, Any], folder: Path, name: str, processes: int, *more: str) -> Path:
+def train(tree: Tree, folder: Path, name: str, processes: int, *more: str) -> Path:
     """``lightrft rl`` with ``tree`` in as many processes; the run's folder."""
     file = config_file(tree, folder, name)
     command = [sys.executable, "-m", "lightrft", "rl", str(file), f"launch.processes={processes}", *more]

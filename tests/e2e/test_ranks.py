@@ -1,176 +1,129 @@
-"""DeepSpeed in each of its stages. That all ways give the numbers of one process is in ``test_parity``."""
+"""What reaches beyond a step, with several processes: a reference that follows the policy, a teacher's whole vocabulary, answers drawn
+beside training. Many runs share one group of processes, since most of a run's time is its start."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from PIL import Image
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from lightrft.models.tiny_media import save_tiny_media
-from lightrft.utils.settings import deep_merge
-from lightrft.utils.trackers import read_rows
-from tests.e2e.several import config_file
+from benchmarks.parity import Tree, run_all
+from lightrft.config import RLConfig
+from lightrft.strategy.checkpoint import load_state
+from lightrft.trainer.rl import run_rl
+from lightrft.utils.settings import build, deep_merge
+from tests.e2e.several import BEYOND, ENVIRONMENT, check_equal, config_file, named
 
-ROUNDING = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
-"""What depends on the clock, or measures rounding itself."""
-
-DIFFERENCES = {"policy/kl_per_answer": 1e-6}
-"""How well sums over an answer of differences of log-probs are known: one process alone moves this one, of 0.03, by 6e-7 when it takes
-other micro-batches."""
-
-PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {"algorithm": {"preset": "grpo"}},
-    "ppo": {"algorithm": {"preset": "ppo", "kl": {"coef": 0.01}}},
-    "lora": {"algorithm": {"preset": "grpo", "kl": {"coef": 0.01}}, "model": {"lora": {"rank": 4}}},
-}
-
-DEEPSPEED = [
-    pytest.mark.slow,
-    pytest.mark.deepspeed,
-    pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="the package deepspeed is not installed"),
-]
-
-
-def zero(stage: int) -> tuple[str, str]:
-    """The arguments that ask for a stage of ZeRO."""
-    return "strategy.kind=deepspeed", f"strategy.stage={stage}"
-
-
-def rows_with_pictures(folder: Path) -> list[dict[str, Any]]:
-    """Most rows have none, so that some rank has none in its part."""
-    rows: list[dict[str, Any]] = [{"prompt": f"{i}+{i}=", "label": str(2 * i)} for i in range(8)]
-    for i in range(2):
-        pixels = np.random.default_rng(i).integers(0, 256, (12 + 8 * i, 20, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f"{i}.png")
-        rows.append({"prompt": "which?", "images": [f"{i}.png"], "label": "1"})
-    return rows
-
-
-def check_equal(
-    found: Path, expected: Path, loader: Any = AutoModelForCausalLM, known: float = 2e-7, ignore: tuple[str, ...] = ()
-) -> None:
-    """The metrics of two runs, but for rounding and what begins with one of ``ignore``, and their weights. Numbers near 0 are ``known``
-    to so much."""
-    rows, wanted = (read_rows(path / "metrics.jsonl") for path in (found, expected))
-    assert [r["step"] for r in rows] == [r["step"] for r in wanted]
-    for row, want in zip(rows, wanted):
-        row, want = ({k: v for k, v in r.items() if not k.startswith((*ROUNDING, *ignore))} for r in (row, want))
-        assert row.keys() == want.keys()
-        for key, value in want.items():
-            nearest = max(known, 1.2e-6 if key.endswith("per_answer") else 0)  # a sum over six tokens
-            near = value if isinstance(value, str) else pytest.approx(value, rel=1e-5, abs=nearest)
-            assert row[key] == near, (row["step"], key)
-    models = [loader.from_pretrained(path / "model").state_dict() for path in (found, expected)]
-    for key, tensor in models[1].items():
-        torch.testing.assert_close(models[0][key], tensor, rtol=1e-4, atol=1e-5)
+GROUP = Path(__file__).with_name("group.py")
+pytestmark = pytest.mark.slow
+Whole = Callable[[str], Path]
 
 
 @pytest.fixture
-def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
-    """Five groups of three, which do not divide by two or three ranks, in micro-batches of a few rows; held-out answers too."""
-    sources = rl_tree["data"]["sources"]
-    more = {
-        "rollout": {"prompts": 5, "samples": 3},
-        "train": {"micro_batch_tokens": 60},
-        "eval": {"data": {"sources": sources}, "every": 2, "sampling": {"max_new_tokens": 4}},
-        "checkpoint": {"every": 2},
-        "optimizer": {"lr": 1e-3},
-    }
-    return deep_merge(rl_tree, more)
+def trees(uneven_tree: Tree, teacher_folder: Path) -> dict[str, Tree]:
+    """Runs of five steps by name, every checkpoint kept."""
+    long = deep_merge(uneven_tree, {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 10}})
+    trees = {name: deep_merge(long, cell) for name, cell in BEYOND.items()}
+    trees["distils"]["teacher"] = {"path": str(teacher_folder)}
+    trees["undisturbed"] = deep_merge(trees["alone"], {"checkpoint": {"every": 0}, "eval": {"every": 0}})
+    return trees
 
 
-CELLS = """
-import sys
-from contextlib import nullcontext
-from lightrft.cli.common import set_threads, settings_of
-from lightrft.config import RLConfig
-from lightrft.trainer import rl
-from lightrft.utils.ranks import joined
-
-if __name__ == "__main__":
-    set_threads(1)
-    with joined(5.0) as ranks:
-        rl.joined = lambda minutes: nullcontext(ranks)
-        for cell in sys.argv[1:]:
-            rl.run_rl(settings_of("rl", RLConfig, cell.split(), ""))
-"""
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the runs of one process are."""
+    return tmp_path_factory.mktemp("whole")
 
 
-Cell = tuple[Path, Sequence[str]]
-"""A config file, and more arguments."""
+@pytest.fixture
+def whole(trees: dict[str, Tree], runs: Path) -> Whole:
+    """The folder of a run on one process that nothing happens to, by its name."""
+
+    def find(name: str) -> Path:
+        return runs / name if (runs / name).exists() else alone(trees[name], runs, name)
+
+    return find
 
 
-def train_all(cells: Iterable[Cell], folder: Path, processes: int) -> None:
-    """Runs one after another in the same processes, whose start costs more than the runs."""
-    script = folder / "cells.py"
-    script.write_text(CELLS)
-    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
-    runs = [" ".join([str(file), *more]) for file, more in cells]
-    done = subprocess.run(
-        [sys.executable, *several, str(script), *runs], capture_output=True, text=True, timeout=400, check=False
-    )
+def alone(tree: Tree, folder: Path, name: str) -> Path:
+    """A run of this process; its folder."""
+    run_rl(build(RLConfig, named(tree, folder, name)))
+    return folder / name
+
+
+def in_group(plan: list[dict[str, Any]], folder: Path) -> None:
+    """The runs of ``plan``, whose entries name their config by ``config``, in two processes, where something happens to them."""
+    file = folder / "plan.json"
+    file.write_text(json.dumps([{**entry, "config": str(entry["config"])} for entry in plan]))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, str(GROUP), str(file)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=550, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-class TestZero:
-    """The same by DeepSpeed, in each of its stages."""
+def cut(run: Path, to: Path, step: int) -> None:
+    """A copy of ``run`` that was killed after its checkpoint of ``step``."""
+    shutil.copytree(run, to)
+    for checkpoint in (to / "checkpoints").glob("step_*"):
+        if int(checkpoint.name.removeprefix("step_")) > step:
+            shutil.rmtree(checkpoint)
 
-    pytestmark = DEEPSPEED
 
-    @pytest.fixture
-    def cells(self, tree, tmp_path):
-        """Configurations by name. Adapters with all that an optimizer can be told, and pictures that some rank has none of."""
-        save_tiny_media("qwen2_5_vl", tmp_path / "reader", hidden_size=32)
-        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_with_pictures(tmp_path)))
-        rows = {"sources": [{"path": str(tmp_path / "rows.jsonl")}]}
-        optimizer = {"max_grad_norm": 0.05, "weight_decay": 0.1, "schedule": "cosine", "warmup": 2, "lr_of": {"language": 2e-3}}
-        recomputed = {"optimizer": optimizer, "model": {"gradient_checkpointing": True}, "train": {"steps": 3}}
-        return {
-            "ppo": deep_merge(tree, {**PRESETS["ppo"], "train": {"steps": 3}}),
-            "lora": deep_merge(deep_merge(tree, PRESETS["lora"]), recomputed),
-            "all": deep_merge(tree, recomputed),
-            "pictures": deep_merge(
-                tree, {"model": {"path": str(tmp_path / "reader")}, "data": rows, "eval": {"data": rows}, "train": {"steps": 2}}
-            ),
-        }
+@pytest.mark.parametrize("processes", [2, 3])
+def test_what_reaches_beyond_a_step_has_the_numbers_of_one_process(trees, whole, tmp_path, subtests, processes):
+    run_all([named(trees[name], tmp_path, name) for name in BEYOND], tmp_path, processes)
+    for name in BEYOND:
+        with subtests.test(name):
+            check_equal(tmp_path / name, whole(name))
 
-    def test_every_stage_gives_the_numbers_of_one_process_and_goes_on_from_any_other(self, tree, cells, tmp_path, subtests):
-        """In as few process groups as can be: what has three ranks, and what lies in the host's memory, with the rest."""
-        host = {"offload_optimizer": {"device": "cpu"}}
-        in_host = {2: host, 3: host | {"offload_param": {"device": "cpu"}}}
-        few = deep_merge(tree, {"rollout": {"prompts": 2, "samples": 2}, "train": {"steps": 2}})
-        long = deep_merge(tree, {**PRESETS["ppo"], "eval": {"every": 1}, "train": {"steps": 8}})
-        checked: list[tuple[str, str]] = []
 
-        def cell(name: str, tree: dict[str, Any], stage: int, zero_optimization: dict[str, Any] | None = None) -> Cell:
-            checked.append((f"{name}{stage}", name.removesuffix("-host")))
-            settings = {"zero_optimization": zero_optimization} if zero_optimization else {}
-            tree = deep_merge(tree, {"strategy": {"kind": "deepspeed", "deepspeed": settings}})
-            return config_file(tree, tmp_path, f"{name}{stage}"), zero(stage)
+def test_runs_with_a_moving_reference_or_batches_that_wait_go_on_with_another_number_of_processes(trees, whole, tmp_path):
+    names = ("averages", "further")
+    for name in names:
+        cut(whole(name), tmp_path / f"{name}-moved", 2)
+    run_all([named(trees[name], tmp_path, f"{name}-moved") for name in names], tmp_path, 3)
+    for name in names:
+        check_equal(tmp_path / f"{name}-moved", whole(name))
+        cut(tmp_path / f"{name}-moved", tmp_path / f"{name}-back", 3)
+        check_equal(alone(trees[name], tmp_path, f"{name}-back"), whole(name))
 
-        def moved(step: int, *kind: str) -> Cell:
-            return config_file(long, tmp_path, "moved"), (f"train.steps={step}", *kind)
 
-        alone = {**cells, "few": few, "long": long}
-        one = [(config_file(alone[name], tmp_path, name), ()) for name in alone]
-        two = [cell(name, cells[name], stage) for name in cells for stage in (1, 2, 3)]
-        two += [cell("all-host", cells["all"], stage, zero_optimization) for stage, zero_optimization in in_host.items()]
-        three = [cell("few", few, stage) for stage in (1, 2, 3)]
-        train_all([*one, moved(1)], tmp_path, 1)
-        train_all([*two, moved(2, *zero(1)), moved(3, *zero(3)), moved(4), moved(5, *zero(2))], tmp_path, 2)
-        train_all([*three, moved(6, *zero(3)), moved(7, *zero(2))], tmp_path, 3)
-        train_all([moved(8)], tmp_path, 1)
-        for found, expected in [*checked, ("moved", "long")]:
-            with subtests.test(found):
-                loader = AutoModelForImageTextToText if expected == "pictures" else AutoModelForCausalLM
-                check_equal(tmp_path / found, tmp_path / expected, loader)
+@pytest.mark.parametrize("way", ["further", "alone"])
+def test_one_rank_that_is_asked_to_stop_or_fails_while_it_draws_stops_all_and_the_run_goes_on(trees, whole, tmp_path, way):
+    tree = trees[way]
+    stopped, failed, unscored = ({"config": config_file(tree, tmp_path, name)} for name in ("stopped", "failed", "unscored"))
+    failing = [failed | {"fail": [1, 3, "ZeroDivisionError"]}, failed, unscored | {"fail": [1, 3, "RewardError"]}, unscored]
+    in_group([stopped | {"stop": [1, 3]}, *failing], tmp_path)
+    summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
+    assert not summary["finished"] and summary["steps"] < 4
+    state = load_state(tmp_path / "stopped" / "checkpoints" / f"step_{summary['steps']:06d}" / "trainer")
+    assert min(state["drawn"]["weights"]) == 1
+    check_equal(alone(tree, tmp_path, "stopped"), whole(way))
+    assert (tmp_path / "failed.1.error").read_text() == "ZeroDivisionError: broken"
+    assert (tmp_path / "failed.0.error").read_text() == "RankError: rank 1: ZeroDivisionError: broken"
+    said = [(tmp_path / f"unscored.{rank}.error").read_text() for rank in range(2)]
+    assert said[0] == said[1] and "RewardError: broken; the same command then goes on from step 3" in said[0]
+    for name in ("failed", "unscored"):
+        check_equal(tmp_path / name, whole(way))
+
+
+def test_a_rank_does_not_wait_for_the_tail_of_another_where_no_refill_can_come(trees, whole, tmp_path):
+    """Without checkpoints and held-out answers, which wait until nothing is being drawn."""
+    in_group([{"config": config_file(trees["undisturbed"], tmp_path, "late"), "slow": [1, 2]}], tmp_path)
+    check_equal(tmp_path / "late", whole("undisturbed"))
+
+
+@pytest.mark.parametrize("way", ["refills", "alone"])
+def test_an_engine_that_stands_for_all_ranks_draws_ahead_for_them_and_others_go_on_without_it(trees, whole, tmp_path, way):
+    cut(whole(way), tmp_path / "moved", 2)
+    in_group([{"config": config_file(trees[way], tmp_path, name), "of_all": True} for name in ("anew", "moved")], tmp_path)
+    for name in ("anew", "moved"):
+        check_equal(tmp_path / name, whole(way))
+    cut(tmp_path / "anew", tmp_path / "back", 3)
+    check_equal(alone(trees[way], tmp_path, "back"), whole(way))
