@@ -71,18 +71,25 @@ def run_folder(path: Path, rows: list[dict[str, Any]], weight: torch.Tensor) -> 
 
 
 def test_what_differs_between_two_runs_is_found_and_said_where(tmp_path):
-    rows = [{"step": 1, "policy/loss": 1.0, "time/step": 3.0, "phase": "rl"}]
+    rows = [{"step": 1, "policy/loss": 1.0, "time/step": 3.0, "phase": "rl", "policy/kl_per_answer": 0.0}]
     one = run_folder(tmp_path / "one", rows, torch.ones(2))
     for name, other, weight, where in (
         ("same", [{**rows[0], "time/step": 4.0}], torch.ones(2), None),
         ("loss", [{**rows[0], "policy/loss": 1.1}], torch.ones(2), ("loss", "step 1 policy/loss")),
-        ("lacking", [{"step": 1, "policy/loss": 1.0}], torch.ones(2), ("other metrics", "step 1 phase")),
+        ("apart", [{**rows[0], "policy/kl_per_answer": 2e-6}], torch.ones(2), ("other metrics", "step 1 policy/kl_per_answer")),
+        (
+            "lacking",
+            [{"step": 1, "policy/loss": 1.0, "policy/kl_per_answer": 0.0}],
+            torch.ones(2),
+            ("other metrics", "step 1 phase"),
+        ),
+        ("cancelling", [{**rows[0], "policy/kl_per_answer": 1e-6}], torch.ones(2), None),
         ("shorter", [], torch.ones(2), ("other metrics", "step steps")),
         ("weights", rows, torch.tensor([1.0, 1.5]), ("weights", "policy/weights/a")),
     ):
         gaps = compared(run_folder(tmp_path / name, other, weight), one)
         if where is None:
-            assert gaps.worst[0] == 0
+            assert gaps.worst[0] <= LIMIT and (gaps.worst[0] == 0) == (name == "same")
         else:
             gap, found = gaps.largest[where[0]]
             assert gap > LIMIT and found == where[1]
