@@ -37,8 +37,8 @@ LIMIT = 1e-5
 FLOOR = 0.02
 """The size at which smaller numbers are compared."""
 FLOORS = {"policy/kl_per_answer": 0.12}
-"""The same for means of differences of near-equal numbers. Here those are the log-probs of an answer of six tokens, about 20 in all: float32
-keeps such a sum to 2e-6, so that no digit of a difference of 0 is its own. Over 0.12, 1e-5 are 1.2e-6."""
+"""The same for differences of near-equal numbers: here of the log-probs of six tokens, about 20 in all. Float32 keeps such a sum to 2e-6:
+a difference of 0 has no digits of its own. Over 0.12, 1e-5 are 1.2e-6."""
 NOT_COMPARED = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
 """How the names begin of what depends on the clock, or measures rounding itself."""
 WORKERS = ("/restarts", "/weights_resent")
