@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parity import CASES, LIMIT, Tree, compared, rows_of_pictures
+from lightrft.models.tiny import tiny_model, tiny_tokenizer
 from lightrft.utils.settings import deep_merge
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,21 @@ BEYOND: dict[str, Tree] = {
 def rows_with_pictures(folder: Path) -> list[Tree]:
     """Most rows have none, so that some rank has none in its part."""
     return [*({"prompt": f"{i}+{i}=", "label": str(2 * i)} for i in range(8)), *rows_of_pictures(folder)]
+
+
+def beside(teacher: Path) -> Tree:
+    """Settings of a run of three steps with a reference that moves, a process reward model, and a teacher, made in a folder of its own,
+    whose whole distributions are compared."""
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", seed=9, hidden_size=24, intermediate_size=32, vocab_size=len(tokenizer) + 5).save_pretrained(teacher)
+    tokenizer.save_pretrained(teacher)
+    kl = {"where": "loss", "coef": 0.1, "refresh_every": 1, "refresh_decay": 0.5}
+    return {
+        "algorithm": {"preset": "prime", "filters": [], "kl": kl, "distill": {"kind": "jsd", "coef": 0.1}},
+        "teacher": {"path": str(teacher)},
+        "process": {"forward": "double", "optimizer": {"lr": 1e-3}},
+        "train": {"steps": 3},
+    }
 
 
 def named(tree: Tree, folder: Path, name: str) -> Tree:

@@ -32,7 +32,7 @@ from lightrft.utils.errors import DataError, RankError, ResourceError
 from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.signals import StopFlag
 from lightrft.utils.trackers import read_rows
-from tests.e2e.several import PRESETS, check_equal, config_file, rows_with_pictures
+from tests.e2e.several import PRESETS, beside, check_equal, config_file, rows_with_pictures
 
 pytestmark = pytest.mark.slow
 RL = "lightrft.trainer.rl:run_rl"
@@ -241,7 +241,8 @@ def staffed(**staff: Any) -> dict[str, Any]:
 def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path):
     """Of every role that keeps no state. A pause that is shorter than the limit changes nothing."""
     algorithm = {"preset": "grpo", "kl": {"coef": 0.01}, "distill": {"kind": "sampled"}}
-    tree = deep_merge(tree, {"algorithm": algorithm, "teacher": {"path": tree["model"]["path"]}})
+    longer = {"train": {"steps": 8}}  # the last act comes a step or more after the row that it waits for
+    tree = deep_merge(tree, {"algorithm": algorithm, "teacher": {"path": tree["model"]["path"]}, **longer})
     staff = {"engine": 1, "scorer": 1, "reference": 1, "teacher": 1}
     over = staffed(
         **{f"{role}s": count for role, count in staff.items()}, silence=0.5, restarts=9
@@ -252,7 +253,7 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     rows = read_rows(tmp_path / "cluster" / "metrics.jsonl")
     starts = {role: [int(row[f"{role}/restarts"]) for row in rows] for role in staff}
     assert all(counts[1] == 0 and sum(counts[2:]) >= 1 for counts in starts.values()), starts
-    assert starts["engine"][3] >= 1, starts
+    assert sum(starts["engine"]) >= 2, starts
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
@@ -291,4 +292,16 @@ def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have
     before = store_stats()
     run_on_ray(RL, config_of(tree, tmp_path, "cluster", **staffed(engines=1, weights="shared")), Nobody())
     assert store_stats().cumulative_created_objects > before.cumulative_created_objects and len(held) > 70
+    check_equal(tmp_path / "cluster", one(tree, tmp_path))
+
+
+def test_a_reference_that_moves_and_a_teacher_that_is_compared_whole_go_on_where_they_were_when_they_are_killed(
+    nodes, tree, tmp_path
+):
+    """Beside a process reward model that learns in a worker."""
+    tree = deep_merge(tree, {**beside(tmp_path / "teacher"), "train": {"micro_batch_tokens": 60, "steps": 6}})
+    config = config_of(tree, tmp_path, "cluster", **staffed(references=1, teachers=1, process=True, weights="message"))
+    assert "restarts" not in driven(config, {1: killed(workers("reference 0", "teacher 0"))})
+    rows = read_rows(tmp_path / "cluster" / "metrics.jsonl")
+    assert all(sum(row[f"{role}/restarts"] for row in rows) for role in ("reference", "teacher"))
     check_equal(tmp_path / "cluster", one(tree, tmp_path))

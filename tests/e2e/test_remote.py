@@ -25,7 +25,8 @@ from lightrft.trainer.roles import Roles
 from lightrft.utils.ranks import ALONE, Ranks
 from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.trackers import read_rows
-from tests.e2e.several import PRESETS, check_equal, rows_with_pictures
+from lightrft.utils.workers import Maker
+from tests.e2e.several import PRESETS, beside, check_equal, rows_with_pictures
 from tests.worker_helpers import ProcessWorker
 
 LIMITS = Limits(restarts=3, silence=120.0)
@@ -125,6 +126,29 @@ def test_a_run_goes_on_with_its_critic_in_a_worker_and_back(tree: dict[str, Any]
         patched.setattr(rl, "local_roles", Elsewhere())
         train(tree, "moved", train={"steps": 2})
     check_equal(train(tree, "moved"), whole)
+
+
+class Office:
+    """Where a run gets its workers from."""
+
+    host = "127.0.0.1"
+
+    def hire(self, kind: str, make: Maker) -> list[ProcessWorker]:
+        return [ProcessWorker(f"{kind} 0", make)]
+
+
+def test_a_run_goes_on_with_its_moving_reference_whole_teacher_and_process_model_in_workers_and_back(
+    tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tree = deep_merge(tree, {**beside(tmp_path / "teacher"), "eval": {"every": 1}})
+    whole = train(tree, "whole")
+    train(tree, "moved", train={"steps": 1})
+    with monkeypatch.context() as patched:
+        patched.setattr(rl, "office_here", Office)
+        workers = {"references": 1, "teachers": 1, "process": True, "weights": "shared"}
+        train(tree, "moved", train={"steps": 2}, launch={"kind": "ray", "ray": workers})
+    check_equal(train(tree, "moved"), whole)
+    assert all(row["policy/divergence"] > 0 and row["process/optimizer_steps"] for row in read_rows(whole / "metrics.jsonl")[1:])
 
 
 def test_pictures_reach_roles_in_workers(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
