@@ -331,7 +331,7 @@ def section_limits() -> str:
         decode = Decode.of(model, H100, cut)
         longest = costs.longest_bound_by_arithmetic(model, H100)
         fits = costs.rows_that_fit(model, H100, 8192, cut)
-        state = costs.train_memory(model, 64, 4)
+        state = costs.train_memory(model, 64)
         rows.append(
             [
                 key,
@@ -345,7 +345,6 @@ def section_limits() -> str:
                 f"{32768 * decode.seconds(1, 16384):.0f}",
                 f"{costs.gathered(model, H100, 64):.2f}",
                 f"{state['state'] / 1e9:.1f}",
-                f"{state['whole gradients'] / 1e9:.0f}",
             ]
         )
     heads = [
@@ -362,7 +361,6 @@ def section_limits() -> str:
         "s for one answer of 32k",
         "gather on 64, s",
         "state on 64, GB",
-        "whole gradients, GB",
     ]
     return (
         "## Limits by size (computed)\n\nH100, 0.4 of its arithmetic and 0.7 of its bandwidth taken to be reached.\n\n"

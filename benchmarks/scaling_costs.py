@@ -179,7 +179,7 @@ def train(
     parts = max(1, math.ceil(tokens / ranks / budget))  # micro-batches of a rank
     forward = model.forward_flops(tokens, seen) / machine.speed / ranks
     gather = gathered(model, machine, ranks) * max(parts, passes.steps)
-    scatter = gathered(model, machine, ranks, 4) * passes.steps  # float32 sums, once an optimizer step
+    scatter = gathered(model, machine, ranks, 4) * max(parts, passes.steps)  # float32 sums, with each micro-batch
     back = forward * (3 if passes.checkpointing else 2)
     scored = passes.scored * max(forward, gather)
     update = max(forward, gather) + max(back, gather + scatter)
@@ -190,12 +190,10 @@ def train(
     }
 
 
-def train_memory(model: Model, ranks: int, parts: int) -> dict[str, float]:
-    """Bytes on a rank: weights and their float32 masters with two moments, sharded; and the sum of gradients of more than one
-    micro-batch, which FSDP2 keeps whole, in float32, until the last."""
+def train_memory(model: Model, ranks: int) -> dict[str, float]:
+    """Bytes on a rank: its shard of weights, float32 masters, two moments and the sum of gradients, and what is whole meanwhile."""
     return {
         "state": model.parameters * (model.width + 4 + 8 + 4) / ranks,
-        "whole gradients": model.parameters * 4 if parts > 1 else 0.0,
         "two blocks": 2 * model.weight_bytes / model.layers,
     }
 
