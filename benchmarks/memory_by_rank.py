@@ -2,6 +2,7 @@
 
     python benchmarks/memory_by_rank.py                         # fsdp2, and ZeRO-3 where deepspeed is installed, on 2 and 4 ranks
     python benchmarks/memory_by_rank.py --ranks 2 --hidden 256  # smaller
+    python benchmarks/memory_by_rank.py --reading               # no step is taken; the rest of the page stays as it was
 
 Real processes on this machine's CPUs. A rank first does all of it with a tiny model, so that code and caches of the libraries are there,
 and then reads its part of a model of random weights, takes two optimizer steps of two micro-batches each on a short batch, and says by how
@@ -30,6 +31,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
 MIB = 2**20
+READING = "## While it is read"
 PAUSE = 0.001
 """Seconds between two samples."""
 
@@ -56,7 +58,7 @@ def settle() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def work(kind: str, folder: Path) -> dict[str, Any]:
+def work(kind: str, folder: Path, steps: int) -> dict[str, Any]:
     """One rank's run: bytes beyond what it had after the tiny model, and when it was reading."""
     import torch
 
@@ -75,15 +77,24 @@ def work(kind: str, folder: Path) -> dict[str, Any]:
         settings: dict[str, Any] = {"kind": kind, "device": "cpu"}
         strategy = strategy_of(StrategyConfig(**settings, **({"stage": 3} if kind == "deepspeed" else {})), ranks)
 
+        class Timed(Actor):
+            """It knows when its weights were there: shards are read when they are placed, and the optimizer comes after."""
+
+            there = 0.0
+
+            def read_weights(self, *held: Any) -> None:
+                super().read_weights(*held)
+                self.there = time.monotonic()
+
         def read(model: str) -> Any:
             with strategy.loading() as device:
-                return Actor.load(ModelConfig(path=str(folder / model), dtype="float32"), device=device)
+                return Timed.load(ModelConfig(path=str(folder / model), dtype="float32"), device=device)
 
         def prepared(actor: Any) -> TrainState:
             return strategy.prepare(actor, OptimizerConfig(lr=1e-4), 4)
 
         def train(state: TrainState) -> None:
-            for _ in range(2):
+            for _ in range(steps):
                 state.model.train()
                 for last in (False, True):
                     strategy.backward(state, -state.model.score(batch).logprobs.sum(), last=last)
@@ -103,8 +114,7 @@ def work(kind: str, folder: Path) -> dict[str, Any]:
         actor = read("large")
         made = time.monotonic()
         kept.append(prepared(actor))
-        # FSDP2 reads once it is known which part of each weight lies here; the others have read by now, and make room for the optimizer.
-        found["reading"] = [began, time.monotonic() if kind == "fsdp2" else made]
+        found["reading"] = [began, actor.there or made]
         train(kept[-1])
         found["peak"] = status("VmHWM") - empty
         settle()
@@ -117,7 +127,7 @@ def work(kind: str, folder: Path) -> dict[str, Any]:
         return found
 
 
-def measure(kind: str, count: int, folder: Path) -> list[dict[str, float]]:
+def measure(kind: str, count: int, folder: Path, steps: int) -> list[dict[str, float]]:
     """What each of ``count`` ranks says; in the first, what all hold together at most while they read."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -125,7 +135,7 @@ def measure(kind: str, count: int, folder: Path) -> list[dict[str, float]]:
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     # Memory that is freed goes back at once, so that what is resident is what is used.
     shared |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
-    command = [sys.executable, __file__, "--work", kind, "--folder", str(folder)]
+    command = [sys.executable, __file__, "--work", kind, "--folder", str(folder), "--steps", str(steps)]
     started = [
         subprocess.Popen(
             command, env={**os.environ, **shared, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True
@@ -181,7 +191,7 @@ def predicted(kind: str, count: int, sizes: Sizes) -> tuple[float, float, float]
     return 4 * shard + block, 0.0, 2 * outside + 3 * block
 
 
-def table(found: dict[str, dict[int, list[dict[str, float]]]], sizes: Sizes) -> str:
+def training(found: dict[str, dict[int, list[dict[str, float]]]], sizes: Sizes) -> str:
     lines = [
         "# Memory by rank",
         "",
@@ -207,9 +217,12 @@ def table(found: dict[str, dict[int, list[dict[str, float]]]], sizes: Sizes) -> 
             row = [f"{x / MIB:.0f}" for x in (*parts, sum(parts), peak)]
             row += [f"{peak / sum(parts) - 1:+.1%}", f"{held / MIB:.0f}", f"{peak / alone:.2f}"]
             lines.append(f"| {kind} | {count} | {' | '.join(row)} |")
-    lines += [
-        "",
-        "## While it is read",
+    return "\n".join(lines) + "\n\n"
+
+
+def reading(found: dict[str, dict[int, list[dict[str, float]]]], sizes: Sizes) -> str:
+    lines = [
+        READING,
         "",
         "All ranks together, at most, without what only mirrors the file; and as copies of the whole model, for one that is trained (before"
         " its optimizer is made) and one that is not.",
@@ -229,24 +242,29 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--hidden", type=int, default=640)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--reading", action="store_true")
     parser.add_argument("--no-write", action="store_true")
+    parser.add_argument("--steps", type=int, default=2, help=argparse.SUPPRESS)
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        print("FOUND" + json.dumps(work(options.work, options.folder)), flush=True)
+        print("FOUND" + json.dumps(work(options.work, options.folder, options.steps)), flush=True)
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_model(folder / "tiny", 32, 2, 8000)
         sizes = make_model(folder / "large", options.hidden, options.layers, 8000)
-        found = {"single": {1: measure("single", 1, folder)}}
+        steps = 0 if options.reading else options.steps
+        found = {"single": {1: measure("single", 1, folder, steps)}}
         for kind in ("fsdp2", *(["deepspeed"] if importlib.util.find_spec("deepspeed") else [])):
-            found[{"deepspeed": "ZeRO-3"}.get(kind, kind)] = {n: measure(kind, n, folder) for n in options.ranks}
-    text = table(found, sizes)
+            found[{"deepspeed": "ZeRO-3"}.get(kind, kind)] = {n: measure(kind, n, folder, steps) for n in options.ranks}
+    page = RESULTS / f"memory_by_rank-{platform.machine()}-{os.cpu_count()}cores.md"
+    before = page.read_text().partition(READING)[0] if options.reading else training(found, sizes)
+    text = before + reading(found, sizes)
     print(text)
     if not options.no_write:
-        (RESULTS / f"memory_by_rank-{platform.machine()}-{os.cpu_count()}cores.md").write_text(text)
+        page.write_text(text)
 
 
 if __name__ == "__main__":

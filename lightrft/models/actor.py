@@ -25,6 +25,7 @@ from lightrft.models.settings import Layout, ModelConfig
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
 from lightrft.utils.ranks import Team
+from lightrft.utils.shards import Holding, held_of
 
 attention.register()
 
@@ -60,11 +61,11 @@ class Backbone(nn.Module):
         self._team = Team(0, 1)
         self.unread: Unread | None = None
 
-    def read_weights(self) -> None:
-        """Fill weights that were left on the meta device and have memory by now, each whole or the part of it that lies here. Raises
+    def read_weights(self, held: Holding = held_of) -> None:
+        """Fill weights that were left on the meta device and have memory by now, each whole or what is ``held`` of it. Raises
         ``ModelError`` on every rank alike."""
         if self.unread is not None:
-            self.unread.read(self.model)
+            self.unread.read(self.model, held)
             self.unread = None
 
     @property

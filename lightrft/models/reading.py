@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +19,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
-from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.utils import cached_file
 
 from lightrft.models.families import family_of
@@ -34,8 +31,11 @@ from lightrft.models.meta import dtype_of, from_settings
 from lightrft.models.settings import ModelConfig
 from lightrft.utils.errors import ModelError
 from lightrft.utils.modules import exchange
+from lightrft.utils.shards import Holding, held_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PIECE = 2**20
+"""Bytes that are read at once: a whole slice would lie there twice until it is copied."""
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -50,10 +50,15 @@ class Stored:
         with safe_open(self.file, framework="pt") as opened:
             return opened.get_slice(self.key).get_shape()
 
-    def __getitem__(self, index: Any) -> Tensor:
-        # Opened for each: a file that stays open keeps all that was read of it in memory.
+    @contextmanager
+    def opened(self) -> Generator[Any]:
+        """What any part can be taken from. A file that stays open keeps all that was read of it in memory."""
         with safe_open(self.file, framework="pt") as opened:
-            return opened.get_slice(self.key)[index]
+            yield opened.get_slice(self.key)
+
+    def whole(self) -> Tensor:
+        with self.opened() as tensor:
+            return tensor[...]
 
 
 @dataclass(slots=True)
@@ -69,23 +74,28 @@ class Unread:
     dora: bool = False
 
     @torch.no_grad()
-    def read(self, model: nn.Module) -> None:
-        """Fill every parameter and stored buffer of ``model``, which has memory by now for the whole of each or for its part of it."""
+    def read(self, model: nn.Module, held: Holding = held_of) -> None:
+        """Fill every parameter and stored buffer of ``model``, which has memory by now for what is ``held`` of each."""
         tensors = _by_plain_name(model)
+        magnitudes = _magnitudes(model) if self.dora else {}
         filled: set[int] = set()
-        for name, source in self._sources(base_model(model)):
-            if name not in tensors:
-                continue
-            tensor = tensors[name]
-            if id(tensor) in filled:
-                self._check_tied(name, tensor, source)
-                continue
-            self._fill(tensor, source, name)
+
+        def fill(name: str, tensor: Tensor, source: Any) -> None:
+            self._fill(name, tensor, source, held)
+            for magnitude in magnitudes.get(id(tensor), []):
+                self._fill_norms(name, magnitude, source, held)
             filled.add(id(tensor))
+
+        for name, source in self._sources(base_model(model)):
+            if (tensor := tensors.get(name)) is None:
+                continue
+            if id(tensor) in filled:
+                self._check_tied(name, tensor, source, held)
+            else:
+                fill(name, tensor, source)
         if left := {name: tensor for name, tensor in tensors.items() if id(tensor) not in filled}:
-            self._from_first_rank(left)
-        if self.dora:
-            _set_magnitudes(model)
+            for name, whole in self._from_first_rank({name: (held(tensor).shape, tensor) for name, tensor in left.items()}):
+                fill(name, left[name], whole)
 
     def _sources(self, base: PreTrainedModel) -> Iterator[tuple[str, Any]]:
         yield from self.stored.items()
@@ -94,19 +104,23 @@ class Unread:
             for name, tensor in made.items():
                 yield name, tensor[0] if isinstance(tensor, list) else tensor
 
-    def _check_tied(self, name: str, tensor: Tensor, source: Any) -> None:
-        part, held = _part(tensor, source), _local(tensor)
-        if part.shape != held.shape or not torch.equal(part.to(held), held):
-            raise ModelError(
-                f"model.path = {self.config.path!r}: config.json says that {name} is tied to another weight, and the files hold "
-                "different values for them; set tie_word_embeddings to false there"
-            )
+    def _check_tied(self, name: str, tensor: Tensor, source: Any, held: Holding) -> None:
+        known = held(tensor)
+        with _opened(source) as stored:
+            if _shape(source) == known.shape and all(torch.equal(stored[i or ...].to(x), x) for i, x in known.pieces(PIECE)):
+                return
+        raise ModelError(
+            f"model.path = {self.config.path!r}: config.json says that {name} is tied to another weight, and the files hold "
+            "different values for them; set tie_word_embeddings to false there"
+        )
 
-    def _from_first_rank(self, tensors: Mapping[str, Tensor]) -> None:
+    def _from_first_rank(self, wanted: Mapping[str, tuple[tuple[int, ...], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Each of ``wanted`` whole, of that shape and of the kind and on the device of that tensor."""
         several = dist.is_available() and dist.is_initialized()
+        first = not several or dist.get_rank() == 0
         whole: dict[str, Tensor] = {}
         failure = [""]
-        if not several or dist.get_rank() == 0:
+        if first:
             try:
                 whole = load_model(self.config.model_copy(update={"freeze": ()}), dtype=self.dtype).state_dict()
             except ModelError as error:
@@ -115,23 +129,32 @@ class Unread:
             dist.broadcast_object_list(failure)
         if failure[0]:
             raise ModelError(failure[0])
-        for name, tensor in tensors.items():
-            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=_local(tensor).device)
-            if whole:
-                value.copy_(whole[name])
+        for name, (shape, tensor) in wanted.items():
+            value = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            if first:
+                value.copy_(whole.pop(name))
             if several:
                 dist.broadcast(value, src=0)
-            self._fill(tensor, value, name)
+            yield name, value
 
-    def _fill(self, tensor: Tensor, source: Any, name: str) -> None:
-        shape = list(source.shape) if isinstance(source, Tensor) else source.get_shape()
-        if shape != list(tensor.shape):
+    def _fill(self, name: str, tensor: Tensor, source: Any, held: Holding) -> None:
+        here = held(tensor)
+        if _shape(source) != here.shape:
             raise ModelError(
-                f"model.path = {self.config.path!r}: 1 weights are missing or misshapen, e.g. {name}, {shape} where the model has "
-                f"{list(tensor.shape)}"
+                f"model.path = {self.config.path!r}: 1 weights are missing or misshapen, e.g. {name}, {list(_shape(source))} where the "
+                f"model has {list(here.shape)}"
             )
-        # Rounded as if the model had been loaded, also where more precise weights are kept of it.
-        _local(tensor).copy_(_part(tensor, source).to(self.types[name]))
+        with _opened(source) as stored:
+            for index, part in here.pieces(PIECE):
+                # Rounded as if the model had been loaded, also where more precise weights are kept of it.
+                part.copy_(stored[index or ...].to(self.types[name]))
+
+    def _fill_norms(self, name: str, magnitude: Tensor, source: Any, held: Holding) -> None:
+        """Of new adapters with weight decomposition: the norm of each row of what they adapt, which only its source tells."""
+        width = PIECE // max(1, _shape(source)[1])
+        with _opened(source) as stored:
+            for index, part in held(magnitude).pieces(width):
+                part.copy_(torch.linalg.norm(stored[(*index, slice(None))].to(self.types[name]), dim=1))
 
 
 def made(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | None) -> tuple[nn.Module, Unread | None]:
@@ -242,7 +265,7 @@ def _located(model: PreTrainedModel, unread: Unread, keys: Mapping[str, str]) ->
             unread.stored.setdefault(name, Stored(file, key))
             continue
         converter = unread.converted.setdefault(name, deepcopy(by_pattern[pattern]))
-        whole: Any = partial(Stored(file, key).__getitem__, ...)  # called when it is needed
+        whole: Any = Stored(file, key).whole  # called when it is needed
         converter.add_tensor(name, key, pattern, whole)
     return unread
 
@@ -279,28 +302,25 @@ def _by_plain_name(model: nn.Module) -> dict[str, Tensor]:
     return {plain: stored[name] for name, plain in names.items() if plain is not None}
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _opened(source: Any) -> AbstractContextManager[Any]:
+    return source.opened() if isinstance(source, Stored) else nullcontext(source)
 
 
-def _part(tensor: Tensor, source: Any) -> Tensor:
-    """Of ``source``, the part that ``tensor`` holds here."""
-    if not isinstance(tensor, DTensor):
-        return source[...]
-    if not _local(tensor).numel():
-        return _local(tensor)
-    return DtensorShardOperation(tensor).shard_tensor(source)  # ty: ignore[invalid-explicit-return]
+def _shape(source: Any) -> tuple[int, ...]:
+    return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
 
 
-def _set_magnitudes(model: nn.Module) -> None:
-    """Of new adapters with weight decomposition: the norm of each row of what they adapt, which is known only now."""
+def _magnitudes(model: nn.Module) -> dict[int, list[Tensor]]:
+    """Those of new adapters with weight decomposition, by the id of the weight whose rows they are the norms of."""
+    found: dict[int, list[Tensor]] = {}
     for name, module in model.named_modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
             adapted: Any = module
             layer = adapted.get_base_layer()
             if not isinstance(layer, nn.Linear):
                 raise ModelError(f"model.lora.dora: {name} is no linear layer, and its weights are spread over processes")
-            _local(magnitude.weight).copy_(torch.linalg.norm(_local(layer.weight), dim=1))
+            found.setdefault(id(layer.weight), []).append(magnitude.weight)
+    return found
 
 
 def put_together(model: PreTrainedModel) -> set[str]:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightrft.strategy.settings import OptimizerConfig
 from lightrft.utils.ranks import Ranks, Team
+from lightrft.utils.shards import Holding, held_of
 
 
 @dataclass(slots=True)
@@ -51,9 +52,10 @@ class Shared(Protocol):
 
 @runtime_checkable
 class Readable(Protocol):
-    """A model that may have been made without its weights: ``read_weights`` fills what has memory by now."""
+    """A model that may have been made without its weights: ``read_weights`` fills what has memory by now, each whole or what is
+    ``held`` of it."""
 
-    def read_weights(self) -> None: ...
+    def read_weights(self, held: Holding = held_of) -> None: ...
 
 
 @dataclass(slots=True)

@@ -10,24 +10,28 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightrft.strategy.base import StepInfo, Towered, TrainState
+from lightrft.strategy.base import Readable, StepInfo, Towered, TrainState
 from lightrft.strategy.blocks import blocks_of, largest_block
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, write_state
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.modules import exchange
 from lightrft.utils.ranks import Ranks
 from lightrft.utils.settings import deep_merge
+from lightrft.utils.shards import Held, flat_blocks, held_of
 
 OURS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
@@ -82,6 +86,10 @@ class DeepSpeedStrategy(SingleStrategy):
             raise ConfigError(f"strategy.deepspeed.{odd[0]} is set by this program's own settings; leave it out")
         if "stage" in config.deepspeed.get("zero_optimization", {}):
             raise ConfigError("strategy.deepspeed.zero_optimization.stage: set strategy.stage in its place")
+        if (config.deepspeed.get("zero_optimization", {}).get("offload_param") or {}).get("device") == "nvme":
+            raise ConfigError(
+                "strategy.deepspeed.zero_optimization.offload_param.device = 'nvme': shards are read into memory; set cpu"
+            )
         for name, value in config.deepspeed.get("zero_optimization", {}).items():
             if name.startswith("zero_quantized") and value and self.device.type == "cpu":
                 raise ConfigError(
@@ -91,44 +99,51 @@ class DeepSpeedStrategy(SingleStrategy):
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         self.deepspeed = _deepspeed()
 
-    @contextmanager
-    def loading(self) -> Generator[torch.device]:
-        """In stage 3, models that transformers reads are made of shards from the start, and filled from what the first rank reads."""
-        if self.config.stage != 3:
-            yield self.device
-            return
-        from transformers.integrations import HfDeepSpeedConfig
-        from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-        zero, settings = self.deepspeed.zero, self._configuration()
-        init = zero.Init
-        groups = self.deepspeed.utils.groups
-        # It makes these groups of ranks anew for each model, which fails for the second.
-        near = (
-            groups._get_zero_param_intra_parallel_group()
-            if settings["zero_optimization"].get("zero_hpz_partition_size")
-            else None
-        )
-        # Left alone, it would turn all that models make into one kind of number, buffers and half-precision weights included.
-        zero.Init = partial(init, tensor_overrides=[], zero_param_parallel_group=near)
-        asked = HfDeepSpeedConfig(settings)  # transformers looks for it as long as it lives
-        try:
-            yield self.device
-        finally:
-            zero.Init = init
-            unset_hf_deepspeed_config()
-            del asked
+    def loading(self) -> AbstractContextManager[torch.device]:
+        return nullcontext(torch.device("meta") if self.config.stage == 3 else self.device)
 
     def place(self, model: nn.Module) -> None:
         """Bring ``model``, which is not trained, to where its calls run; in stage 3, in shards. Its forward must be called as a module."""
-        super().place(model)
+        self._spread(model)
         if self.config.stage == 3:
             if isinstance(model, Towered):
                 model.run_towers = True  # a call of a sharded module is a call on every rank
             self._fetch_by_blocks(model, self._engine(model, None, {}).optimizer)
 
-    def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
+    def _spread(self, model: nn.Module) -> None:
+        """Have ``model`` on this device; where it was made without weights, in shards, of which this rank reads its own."""
+        unread = any(parameter.is_meta for parameter in model.parameters())
+        if unread:
+            self._partition(model)
         super().place(model)
+        if unread and isinstance(model, Readable):
+            model.read_weights(_held)
+
+    def _partition(self, model: nn.Module) -> None:
+        """Give parameters on the meta device a shard each, still to be filled, with one whole at a time; buffers there, memory."""
+        zero, groups = self.deepspeed.zero, self.deepspeed.utils.groups
+        settings = self._configuration()["zero_optimization"]
+        # It makes these groups of ranks anew for each model, which fails for the second.
+        near = groups._get_zero_param_intra_parallel_group() if settings.get("zero_hpz_partition_size") else None
+        with self._refusing():
+            init = zero.Init(config_dict_or_path=self._configuration(), zero_param_parallel_group=near)
+        if init.mem_efficient_linear:  # else what is saved for the backward pass would be whole weights
+            init._enable_mem_efficient_linear()
+        # Frozen shards come into being quantised by this, and what is read could not be written there.
+        init.quantized_nontrainable_weights = False
+        unread = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+        # A parameter cannot leave the meta device in place: each first becomes one number, seen many times.
+        exchange(model, partial(_memory, device=self.device), buffers=True)
+        parameters: dict[str, Any] = dict(model.named_parameters())
+        for name, parameter in parameters.items():
+            if name in unread:
+                parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
+                # What converts a parameter by itself also sends it whole from the first rank.
+                init._convert_to_deepspeed_param(parameter)
+                parameter.partition()
+
+    def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
+        self._spread(model)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
         groups = parameter_groups(model, shapes, parameters, optimizer)
@@ -149,8 +164,13 @@ class DeepSpeedStrategy(SingleStrategy):
     def _engine(self, model: nn.Module, adamw: torch.optim.Optimizer | None, more: dict[str, Any]) -> Any:
         """DeepSpeed's engine over ``model``. Raises ``ConfigError`` for settings that it refuses."""
         config = deep_merge({"zero_optimization": _sizes(model)}, self._configuration()) | more
-        try:
+        with self._refusing():
             return self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=config)[0]
+
+    @contextmanager
+    def _refusing(self) -> Generator[None]:
+        try:
+            yield
         except ValueError as error:  # pydantic's too
             raise ConfigError(f"strategy.deepspeed = {self.config.deepspeed} is refused by DeepSpeed: {error}") from error
 
@@ -272,6 +292,27 @@ class DeepSpeedStrategy(SingleStrategy):
                 change(parameter, mine, key)
         with self.deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
             parameter.data.copy_(whole["weights"])
+
+
+def _memory(tensor: Tensor, device: torch.device) -> Tensor | None:
+    if not tensor.is_meta:
+        return None
+    if isinstance(tensor, nn.Parameter):
+        return torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+    return torch.empty_like(tensor, device=device)
+
+
+def _held(tensor: Tensor) -> Held:
+    """What of a parameter in shards lies here: its own part, and that which ranks near by have once more."""
+    parameter: Any = tensor
+    if not hasattr(parameter, "ds_id"):
+        return held_of(tensor)
+    shape, own, near = tuple(parameter.ds_shape), parameter.ds_tensor, parameter.ds_secondary_tensor
+    blocks = flat_blocks(shape, parameter.ds_zero_partition_rank * own.numel(), own)
+    if near is not None:
+        rank = dist.get_rank(parameter.ds_zero_param_process_group)
+        blocks = chain(blocks, flat_blocks(shape, rank * near.numel(), near))
+    return Held(shape, blocks)
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:

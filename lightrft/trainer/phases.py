@@ -13,7 +13,7 @@ from torch import nn
 from lightrft.config import RLConfig, SFTConfig
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.decoding import PREFILL_TOKENS
-from lightrft.models.reading import put_together
+from lightrft.models.reading import PIECE, put_together
 from lightrft.strategy.blocks import largest_block, outermost_blocks
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.tensor_parallel import cut_names
@@ -261,23 +261,24 @@ def _cut_activations(m: Model, batch: Batch, cut: int) -> float:
 
 def reading(place: Place, models: list[Model], kept: Mapping[str, Held]) -> Phase:
     """What a process holds while it reads weights, one model after the other, beyond what all models hold in the end: of those that lie in
-    shards from the start, one tensor at a time, the part that lies here or, with ZeRO, all of it."""
+    shards from the start, a piece of one tensor at a time; ZeRO makes room for one tensor whole while it cuts it."""
     before = most = 0.0
     for m in models:
         shares = place.shares(m)
         once = 0.0
         if shares.by_blocks:
-            once = largest_tensor(m, 1 if place.strategy.kind == "deepspeed" else shares.weights)
+            once = largest_tensor(m, whole=place.strategy.kind == "deepspeed")
         most = max(most, before + kept[m.name].weights + once)
         before += kept[m.name].total
     return Phase("loading", {"weights as they are read": max(0.0, most - sum(k.total for k in kept.values()))})
 
 
-def largest_tensor(m: Model, parts: int = 1) -> float:
-    """Bytes of the largest weight, one of ``parts`` of it; of one that is put together from several, of those and of the whole."""
+def largest_tensor(m: Model, *, whole: bool) -> float:
+    """Bytes of the largest weight, ``whole`` or the piece that is read at once; of one that is put together from several, of those and
+    of the whole."""
     together = put_together(m.model.base)
     sizes = [(p.numel() * p.itemsize, name in together) for name, p in m.model.base.named_parameters()]
-    return max(2 * size if several else size / parts for size, several in sizes)
+    return max(2 * size if several else size if whole else min(size, PIECE) for size, several in sizes)
 
 
 def traced(place: Place, m: Model, trace: Callable[[], Traced], batch: Batch, trained: bool) -> Traced:

@@ -61,14 +61,15 @@ def test_shards_halve_what_is_held_and_what_is_whole_meanwhile_is_added(tmp_path
     assert drawing["policy made whole"] == one.models["policy"].weights
 
 
-def test_reading_holds_one_tensor_or_the_part_of_it_that_lies_here(tmp_path: Path) -> None:
+def test_reading_holds_a_piece_of_one_tensor_or_room_for_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The frozen reference is read last, when all else is there."""
+    monkeypatch.setattr("lightrft.trainer.phases.PIECE", 1000)
     parts = [
         phase_of(found(tmp_path, processes=2, strategy=strategy, algorithm=WITH_KL), "loading").parts["weights as they are read"]
         for strategy in ({}, {"kind": "deepspeed", "stage": 3}, {"tensor": 2})
     ]
     largest = 4 * 300 * tiny_config("qwen2", **SIZES).hidden_size  # embeddings
-    assert parts == [largest / 2, largest, largest]
+    assert parts == [1000, largest, 1000]
 
 
 def update_of(needed: Needs) -> Mapping[str, float]:
