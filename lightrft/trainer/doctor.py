@@ -27,7 +27,7 @@ from lightrft.trainer import probe
 from lightrft.trainer.launch.local import local_tokenizer
 from lightrft.trainer.launch.placement import layout
 from lightrft.trainer.memory import shown, size_of
-from lightrft.trainer.needs import Needs, needs, workers
+from lightrft.trainer.needs import ROLES, Needs, needs, workers
 from lightrft.trainer.phases import Device, Lengths
 from lightrft.trainer.reward import Scorer
 from lightrft.trainer.rl import check
@@ -384,7 +384,8 @@ def _shared(launch: LaunchConfig) -> list[tuple[str, ...]]:
         living[slot.bundle].append("rank")
     for name, slot in plan.workers.items():
         if slot.devices:
-            living[slot.bundle].append(name.rpartition(" ")[0])
+            kind = name.rpartition(" ")[0]
+            living[slot.bundle].append(ROLES.get(kind, kind))
     return list(dict.fromkeys(tuple(each) for each in living if len(each) > 1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -153,3 +154,11 @@ def test_the_probe_does_not_load_what_does_not_fit(capsys: pytest.CaptureFixture
     found = doctor(capsys, folder, "doctor.probe=true", "doctor.device_memory=1MiB")
     assert "does not fit" in line(found, "peak")
     assert "not run" in line(found, "probe")
+
+
+def test_a_device_on_which_a_rank_and_a_worker_live_holds_both(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    machine = ("doctor.device=cuda", "doctor.device_memory=80GiB", "launch.kind=ray", "launch.ray.devices=0.5")
+    found = doctor(capsys, folder, *machine, "algorithm=prime", "launch.ray.process=true", "launch.ray.model_devices=0.5")
+    rank, worker, both = (float(size) for size in re.findall(r"peak +([\d.]+) MiB", found.out))
+    assert "MiB on a device of rank and process model" in found.out
+    assert both == pytest.approx(rank + worker, abs=0.011)
