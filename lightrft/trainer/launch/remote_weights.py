@@ -93,7 +93,8 @@ class Delivery:
         kept, arrived = self._send(self._travelling(weights, sums))
         self._kept, self._begun, self.version, self._found = kept, True, version, {}
         if arrived:
-            self._found = {id(w): found for w, found in zip(self.crew.workers, self.crew.each("settle", version)) if found}
+            # Added one by one: a worker that was lost meanwhile may be there again already, and has written down its own.
+            self._found.update((id(w), found) for w, found in zip(self.crew.workers, self.crew.each("settle", version)) if found)
         else:
             self._resend()
         self.crew.settle()  # who was lost has been given them too

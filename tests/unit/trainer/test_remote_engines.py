@@ -223,6 +223,30 @@ def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(w
         engines.close()
 
 
+def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_weights_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = worker_of(folder, "engine 0")
+    engines = RemoteEngines([worker], CONFIG, LIMITS, hand())
+    crew, weights = engines.delivery.crew, other_weights(folder)
+    each = crew.each
+
+    def slow(method: str, *args: object) -> list[object]:
+        """Who was lost is back before its caller goes on."""
+        if method == "settle":
+            worker.signal(signal.SIGKILL)
+        found = each(method, *args)
+        crew.settle()
+        return found
+
+    monkeypatch.setattr(crew, "each", slow)
+    try:
+        assert engines.load_weights(weights.items(), 1) == {name: checksum(tensor) for name, tensor in weights.items()}
+        assert engines.take_counts()["restarts"] == 1
+    finally:
+        engines.close()
+
+
 def test_an_engine_that_falls_silent_is_taken_for_lost(folder: Path) -> None:
     worker = worker_of(folder, "engine 0")
     engines = RemoteEngines([worker], CONFIG, Limits(restarts=2, silence=60.0), hand())
