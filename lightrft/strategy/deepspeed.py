@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightrft.strategy.base import Readable, StepInfo, Towered, TrainState
 from lightrft.strategy.blocks import blocks_of, largest_block
+from lightrft.strategy.mesh import limit_groups
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, write_state
@@ -165,7 +166,9 @@ class DeepSpeedStrategy(SingleStrategy):
         """DeepSpeed's engine over ``model``. Raises ``ConfigError`` for settings that it refuses."""
         config = deep_merge({"zero_optimization": _sizes(model)}, self._configuration()) | more
         with self._refusing():
-            return self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=config)[0]
+            engine = self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=config)[0]
+        limit_groups(self.ranks)
+        return engine
 
     @contextmanager
     def _refusing(self) -> Generator[None]:

@@ -6,7 +6,7 @@ from datetime import timedelta
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.ranks import Ranks
@@ -38,6 +38,11 @@ def mesh_of(
     if tensor > 1:
         axes[TENSOR] = tensor
     grid = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
-    for axis in axes:  # torch gives groups that it makes here a limit of its own
-        _set_pg_timeout(timedelta(minutes=ranks.minutes), grid.get_group(axis))
+    limit_groups(ranks)
     return (grid, None) if tensor == 1 else (grid[data], grid[TENSOR])
+
+
+def limit_groups(ranks: Ranks) -> None:
+    """Have every group of processes wait as long as ``ranks`` do: those that libraries make come with a limit of torch's own."""
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timedelta(minutes=ranks.minutes), group)

@@ -94,6 +94,8 @@ def cell(stage):
     found["apart"] = sum(m.data_ptr() != w.data_ptr() for m, w in zip(state.inner.flat, weights))
     asked = zero(stage, zero_optimization={"reduce_bucket_size": 9}).prepare(net(), OptimizerConfig(), 1)
     found["collected"] = [s.inner.engine.zero_reduce_bucket_size() for s in (state, asked)]
+    within = zero_of.dp_process_group, state.inner.engine.data_parallel_group
+    found["limits"] = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in within]
     found["half"] = refused(lambda: strategy.prepare(net(torch.float16), OptimizerConfig(), 1))
     wrong = zero(stage, zero_optimization={"no_such": 1})
     found["wrong"] = refused(lambda: wrong.prepare(net(), OptimizerConfig(), 1))
@@ -121,6 +123,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_skips_the_step_on_all(tmp_pat
         assert "strategy.deepspeed = " in first["wrong"] and "no_such" in first["wrong"]
         assert first["held"] == (0 if stage == 3 else 50)
         assert first["apart"] == 0, "float32 shards of stage 3 are their own masters"
+        assert set(first["limits"]) == {60.0}, "ranks wait for one another in DeepSpeed's groups as long as anywhere"
         assert first["collected"] == [50, 9], "gradients are collected by as much as the model has, or as is asked for"
         assert [first["norms"][0], first["norms"][2]] == pytest.approx(norms, rel=1e-6)
         for found, parameter in zip(first["weights"], own.parameters(), strict=True):
