@@ -197,12 +197,11 @@ def joined(minutes: float) -> Generator[Ranks]:
         return
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    limit = timedelta(minutes=minutes)
-    store, rank, size = next(dist.rendezvous("env://", timeout=limit))
-    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=limit)
+    store, rank, size = _meeting(minutes)
     pulse = Together.pulse = Pulse(store, rank, size, minutes)
     failed: BaseException | None = None
     try:
+        _connect(store, rank, size, timedelta(minutes=minutes))
         yield Together(minutes)
     except RuntimeError as error:
         failed = error
@@ -216,7 +215,60 @@ def joined(minutes: float) -> Generator[Ranks]:
     finally:
         pulse.end(failed)
         Together.pulse = None
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+_meetings = itertools.count()
+
+
+def _meeting(minutes: float) -> tuple[Any, int, int]:
+    """A store that this program's ranks share for one meeting, this rank, and how many there are. Raises ``LostRankError`` when they
+    are not there in time.
+
+    A program may meet more than once, for supervised training and then RL say, and some ranks come to the next meeting while others
+    are still in the last one: each has keys of its own, or a rank would look for the others where they were before.
+    """
+    import torch.distributed as dist
+
+    limit = timedelta(minutes=minutes)
+    address, port, *_, size = place = tuple(
+        os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
+    )
+    try:
+        if place not in _stores:
+            _stores[place] = next(dist.rendezvous("env://", timeout=limit))
+    except dist.DistError as error:
+        raise LostRankError(
+            f"{size} processes were to meet at {address}:{port} (MASTER_ADDR, MASTER_PORT) and have not within strategy.timeout = "
+            f"{minutes:g} minutes ({first_line(error)}); see that all were started and can reach that address"
+        ) from error
+    store, rank, count = _stores[place]
+    store.set_timeout(limit)
+    return dist.PrefixStore(f"meeting/{next(_meetings)}", store), rank, count
+
+
+_stores: dict[tuple[str, ...], tuple[Any, int, int]] = {}
+"""By where the ranks meet. The first rank's is what the others talk to, so it lives as long as the process."""
+
+ATTEMPTS = 5
+"""How often gloo tries to connect two ranks, each time for as long as it is given."""
+CONNECTED = timedelta(seconds=30)
+"""What it is given each time at the least, or all that there is: a busy machine takes some seconds."""
+
+
+def _connect(store: Any, rank: int, size: int, limit: timedelta) -> None:
+    """Torch's default process group, once all ranks are there: those that have ``limit`` to come cannot reach one another if they do not
+    in about as long."""
+    import torch.distributed as dist
+
+    store.set(f"here/{rank}", "")
+    if rank == 0:
+        store.wait([f"here/{other}" for other in range(size)], limit)
+        store.set("all here", "")
+    store.wait(["all here"], limit)
+    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=max(limit / ATTEMPTS, min(limit, CONNECTED)))
+    dist.distributed_c10d._set_pg_timeout(limit)
 
 
 def mine(items: Sequence[T], ranks: Ranks) -> list[T]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from lightrft.utils.ranks import ALONE, patiently
+from lightrft.utils.errors import LostRankError
+from lightrft.utils.ranks import ALONE, joined, patiently
 from tests.unit.trainer.test_rollout import Threads, of_all_ranks
 
 MINUTES = 0.02
@@ -86,3 +91,40 @@ def test_a_sign_does_not_wait_for_ranks_that_wait_for_whoever_gives_it(monkeypat
         return patiently(ranks, work)
 
     assert of_all_ranks(one, 2) == [[0, 1]] * 2
+
+
+MEETINGS = """
+import sys, time
+from lightrft.utils.ranks import joined
+for meeting in range(3):
+    with joined(1.0) as ranks:
+        assert ranks.gather((meeting, ranks.rank)) == [(meeting, 0), (meeting, 1)]
+        time.sleep(1.5 * (ranks.rank == meeting % 2))  # the other one goes ahead to the next meeting
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def at(port: int, rank: int) -> dict[str, str]:
+    """What a launcher tells one of two ranks."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+
+
+@pytest.mark.slow
+def test_ranks_that_meet_again_wait_for_those_that_are_still_in_the_last_meeting() -> None:
+    port = free_port()
+    both = [subprocess.Popen([sys.executable, "-c", MEETINGS], env=os.environ | at(port, rank)) for rank in range(2)]
+    assert [one.wait(240) for one in both] == [0, 0]
+
+
+def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    for name, value in at(port, 0).items():
+        monkeypatch.setenv(name, value)
+    said = rf"2 processes were to meet at 127\.0\.0\.1:{port} .* strategy\.timeout = 0\.01 minutes"
+    with pytest.raises(LostRankError, match=said), joined(0.01):
+        pass
