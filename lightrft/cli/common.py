@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from lightrft.utils.errors import ConfigError, ResourceError
+from lightrft.utils.errors import ConfigError, ResourceError, first_line
 from lightrft.utils.settings import Loaded, Settings, dotted, load_settings
 
 S = TypeVar("S", bound=Settings)
@@ -48,7 +48,7 @@ def memory_errors() -> Generator[None]:
         if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
             raise ResourceError(
                 "out of memory; lower train.micro_batch_tokens, engine.token_budget or model.logits_mb, "
-                f"or set model.gradient_checkpointing=true ({text.splitlines()[0] if text else 'MemoryError'})"
+                f"or set model.gradient_checkpointing=true ({first_line(error)})"
             ) from error
         raise
 

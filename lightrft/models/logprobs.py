@@ -159,6 +159,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, log_sums, entropies, kept = ctx.saved_tensors
         on_logprob, on_entropy = grads
+        if on_entropy is not None and not on_entropy.numel():
+            on_entropy = None
         sums = HeadGradient.of(ctx.needs_input_grad, hidden, weight, bias, log_sums.dtype)
         for start in range(0, hidden.shape[0], ctx.rows):
             part = slice(start, start + ctx.rows)
@@ -171,7 +173,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     few.sub_(log_sums[block, None]) if kept is None else few.copy_(kept[block]),
                     targets[block],
                     None if on_logprob is None else on_logprob[block],
-                    None if on_entropy is None or not on_entropy.numel() else (on_entropy[block], entropies[block]),
+                    None if on_entropy is None else (on_entropy[block], entropies[block]),
                 )
             sums.add(part, ctx.bend.backward(d, slope))
         return *sums.inputs(), None, None, None, None

@@ -30,6 +30,15 @@ def largest_block(model: nn.Module) -> int:
     return max(map(_trained, outermost_blocks(model)), default=0) or _trained(model)
 
 
+BUCKET = 500_000_000
+"""Most elements to collect, however large a block is: DeepSpeed's own number."""
+
+
+def bucket_of(block: int) -> int:
+    """Elements that DeepSpeed collects before it sums gradients, where the largest block has so many."""
+    return max(1, min(BUCKET, block))
+
+
 def _trained(module: nn.Module) -> int:
     """How many, whole: DeepSpeed has parameters without elements where it holds them in shards."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters() if p.requires_grad)

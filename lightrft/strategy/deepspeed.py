@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightrft.strategy.base import Readable, StepInfo, Towered, TrainState
-from lightrft.strategy.blocks import blocks_of, largest_block
+from lightrft.strategy.blocks import blocks_of, bucket_of, largest_block
 from lightrft.strategy.mesh import limit_groups
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
@@ -39,9 +39,6 @@ OURS = (
     *("optimizer", "scheduler", "fp16", "bf16", "data_types"),
 )
 """Keys of DeepSpeed's configuration for which this program has settings of its own."""
-
-BUCKET = 500_000_000
-"""Most elements to collect, however large a block is: DeepSpeed's own number."""
 
 MASTERS = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
 """Where DeepSpeed keeps its float32 masters: in stage 3, in stage 1 of bfloat16 weights, and else."""
@@ -321,7 +318,7 @@ def _held(tensor: Tensor) -> Held:
 def _sizes(model: nn.Module) -> dict[str, int]:
     """Elements that DeepSpeed collects before it sums gradients, and those of a shard that one call of AdamW moves: one block's. Its own
     numbers are for models of billions of weights: any smaller one it would hold whole once more on each rank."""
-    size = max(1, min(BUCKET, largest_block(model)))
+    size = bucket_of(largest_block(model))
     return {"reduce_bucket_size": size, "sub_group_size": size}
 
 

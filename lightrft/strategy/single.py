@@ -19,7 +19,7 @@ from lightrft.strategy.activations import keep_on_host
 from lightrft.strategy.base import Parted, StepInfo, TrainState
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
-from lightrft.utils.errors import CheckpointError, ConfigError
+from lightrft.utils.errors import CheckpointError, ConfigError, first_line
 from lightrft.utils.products import bound_products
 from lightrft.utils.ranks import ALONE, Ranks, together
 
@@ -279,7 +279,6 @@ def _device(name: str) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for a device
-        reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"strategy.device = {name!r} cannot be used ({reason}); set it to auto, cpu or one that is there"
+            f"strategy.device = {name!r} cannot be used ({first_line(error)}); set it to auto, cpu or one that is there"
         ) from None

@@ -42,6 +42,7 @@ from lightrft.trainer.parts import needs_of, needs_old_logprobs
 from lightrft.trainer.spread import shares_of
 from lightrft.trainer.tracing import Traced
 from lightrft.types import Batch
+from lightrft.utils.errors import first_line
 
 DRAWING = "drawing answers"
 CHECKED_ROWS = 4
@@ -286,8 +287,7 @@ def traced(place: Place, m: Model, trace: Callable[[], Traced], batch: Batch, tr
     try:
         return trace()
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError) as error:
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        problem = f"{m.name}: its passes cannot be traced ({reason[:120]}); activations are those of plain blocks, by formula"
+        problem = f"{m.name}: its passes cannot be traced ({first_line(error)[:120]}); activations are those of plain blocks, by formula"
         if problem not in place.problems:
             place.problems.append(problem)
     text, itemsize = m.text, m.model.base.dtype.itemsize

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+from lightrft.strategy.blocks import BUCKET, bucket_of
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.trainer.memory import WHOLE, Part, Shares
 
-ZERO_BUCKET = 5e8
-"""Most elements of the bucket in which DeepSpeed collects gradients, unless its configuration says otherwise."""
 
-
-def shares_of(strategy: StrategyConfig, processes: int, kind: str, *, trained: bool, block: float = ZERO_BUCKET) -> Shares:
+def shares_of(strategy: StrategyConfig, processes: int, kind: str, *, trained: bool, block: int = BUCKET) -> Shares:
     """How ``strategy`` spreads a model over ``processes`` with devices of ``kind``, where the host's memory is no other than that of a
     ``cpu``; its largest ``block`` has so many trained weights."""
     if processes == 1:
@@ -35,7 +33,7 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
     return Shares(rows, rows, rows, cut=strategy.tensor, precise=strategy.tensor == 1, by_blocks=True, left=left, away=away)
 
 
-def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, block: float) -> Shares:
+def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, block: int) -> Shares:
     """Of what is trained, what the stage says; of what is not, weights in stage 3."""
     stage, given = strategy.stage, strategy.deepspeed.get("zero_optimization", {})
 
@@ -48,6 +46,6 @@ def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, bl
         return Shares(weights, by_blocks=stage == 3, away=tuple(lies))
     if offloaded("optimizer"):
         lies += ["state", "gradients"] if stage > 1 else ["state"]
-    bucket = float(given.get("reduce_bucket_size", max(1.0, min(ZERO_BUCKET, block))))
+    bucket = float(given.get("reduce_bucket_size", bucket_of(block)))
     spread = processes if stage > 1 else 1
     return Shares(weights, processes, spread, copied=stage < 3, by_blocks=stage == 3, bucket=bucket, away=tuple(lies))

@@ -33,8 +33,8 @@ def heard_by(listener: Listener) -> Generator[None]:
 
 def tell(error: BaseException) -> bool:
     """Leave the ``error`` that ends this process where its launcher finds it; whether that one will say it."""
-    for listener in _listeners:
-        listener(error)
+    if _listeners:
+        _listeners[0](error)
         return True
     file = os.environ.get(ERROR_FILE)
     if not file:

@@ -31,23 +31,25 @@ from lightrft.utils.ranks import ALONE, Ranks, together
 def critic_host(config: RLConfig, strategy: StrategyConfig, optimizer_steps: int, threads: int) -> CriticHost:
     """What a worker makes: the critic of ``config``, trained by one process on the device of ``strategy``. Raises ``ValueError`` where
     the algorithm has none."""
-    torch.set_num_threads(threads)
-    placed = SingleStrategy(strategy)
-    critic = local_critic(config, placed, optimizer_steps)
-    if critic is None:
-        raise ValueError(f"advantage {config.algorithm.advantage.name!r} has no critic")
-    return CriticHost(critic, placed, config)
+    return CriticHost(*_alone(local_critic, config, strategy, optimizer_steps, threads), config)
 
 
 def process_host(config: RLConfig, strategy: StrategyConfig, steps: int, threads: int) -> ProcessHost:
     """What a worker makes: the process reward model of ``config``, trained by one process on the device of ``strategy``. Raises
     ``ValueError`` where the algorithm has none."""
+    return ProcessHost(*_alone(local_process, config, strategy, steps, threads), config)
+
+
+Make = Callable[[RLConfig, Strategy, int], Trained | None]
+
+
+def _alone(make: Make, config: RLConfig, strategy: StrategyConfig, steps: int, threads: int) -> tuple[Trained, SingleStrategy]:
     torch.set_num_threads(threads)
     placed = SingleStrategy(strategy)
-    process = local_process(config, placed, steps)
-    if process is None:
-        raise ValueError(f"advantage {config.algorithm.advantage.name!r} has no process reward model")
-    return ProcessHost(process, placed, config)
+    made = make(config, placed, steps)
+    if made is None:
+        raise ValueError(f"advantage {config.algorithm.advantage.name!r} has no such model")
+    return made, placed
 
 
 class TrainedHost:
