@@ -125,8 +125,7 @@ class Encoder:
 
     def readable(self, shown: str) -> str:
         """A rendered text as people read it."""
-        parts = {} if self.media is None else self.media.parts
-        return self.unshield(replaced(shown, lambda kind, _: parts[kind].written))
+        return self.unshield(shown if self.media is None else self._written(shown))
 
     def prompt(self, record: Record, cut: int = 0) -> str:
         """The shielded text that the policy continues, without the first ``cut`` characters of its last message.
@@ -312,7 +311,7 @@ class Encoder:
                 if value is None:
                     have = ", ".join(record.row)
                     raise BadRow(f"{record.where}: data.template names {{{name}}}; the row has: {have}")
-                if record.media and name != "prompt" and MEDIA_OPEN in str(value):
+                if self.media is not None and name != "prompt" and MEDIA_OPEN in str(value):
                     raise BadRow(f"{record.where}: {{{name}}} of data.template holds U+FDD2, which is reserved; take it out")
                 text += str(value)  # neighbouring fields are shielded as one text: a spelling could span them
         return "".join([*parts, self.shield(text)])

@@ -188,6 +188,7 @@ def read_message(value: Any, where: str, finder: Finder) -> Message:
         role = SHAREGPT_ROLES[speaker]
     else:
         raise BadRow(f"{where}: neither 'role' nor 'from'; it has: {', '.join(value) or 'nothing'}")
+    _check_texts([str(role), fields], where, finder)
     return {"role": str(role), "content": _content(content, where, finder), **fields}
 
 
@@ -206,6 +207,17 @@ def _content(content: Any, where: str, finder: Finder) -> str:
         else:
             raise BadRow(f"{where}: a content part of type {kind!r}; the model reads {finder.reads}")
     return "".join(texts)
+
+
+def _check_texts(value: Any, where: str, finder: Finder) -> None:
+    """Raises ``BadRow`` for text, however deep in ``value``, that a chat template may write and that holds marks of its own."""
+    if isinstance(value, str):
+        finder.plain(value, where)
+    elif isinstance(value, Mapping):
+        _check_texts([*value, *value.values()], where, finder)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_texts(inner, where, finder)
 
 
 def _placed(
@@ -241,7 +253,7 @@ def _json_messages(text: str) -> list[Any] | None:
 def _response(value: Any, where: str, finder: Finder) -> str | list[Message] | None:
     if isinstance(value, list | tuple):
         return [read_message(m, f"{where}, response message {k + 1}", finder) for k, m in enumerate(value)]
-    return None if value is None else str(value)
+    return None if value is None else finder.plain(str(value), f"{where}, response")
 
 
 def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, Any]:

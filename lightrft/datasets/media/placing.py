@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -54,7 +55,7 @@ class Finder:
         if value is None:
             return _waiting(kind)
         limits = {name: _whole(part[name], name, where) for name in ("min_pixels", "max_pixels") if part.get(name) is not None}
-        fps = None if part.get("fps") is None else float(part["fps"])
+        fps = None if part.get("fps") is None else _rate(part["fps"], where)
         return self._add(Item(kind, value, f"{where}, {kind}", self.root, fps=fps, **limits))
 
     def text(self, text: str, where: str) -> str:
@@ -148,6 +149,16 @@ def _count(kind: str, number: int) -> str:
 
 
 def _whole(value: Any, name: str, where: str) -> int:
-    if not isinstance(value, int | float) or value != int(value) or value < 1:
+    if not isinstance(value, int | float) or value % 1 != 0 or value < 1:  # of inf and nan the rest is nan
         raise BadRow(f"{where}: {name} is {value!r}, not a number of pixels")
     return int(value)
+
+
+def _rate(value: Any, where: str) -> float:
+    try:
+        rate = float(value)
+    except (TypeError, ValueError, OverflowError):
+        rate = math.nan
+    if not (math.isfinite(rate) and rate > 0):
+        raise BadRow(f"{where}: fps is {value!r}, not a number of frames a second above 0")
+    return rate

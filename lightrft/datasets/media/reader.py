@@ -168,7 +168,9 @@ class MediaReader:
 
     def _viewing(self, item: Item) -> Viewing:
         config = self.config
-        return Viewing(item.fps or config.fps, config.max_frames, config.max_seconds, config.max_source_pixels)
+        return Viewing(
+            config.fps if item.fps is None else item.fps, config.max_frames, config.max_seconds, config.max_source_pixels
+        )
 
     def _hearing(self, item: Item) -> Hearing:
         return Hearing(self.parts[item.kind].rate, self.config.resample, self.config.max_seconds)

@@ -223,6 +223,27 @@ def test_a_row_that_cannot_be_used_is_an_error_or_a_counted_skip(
     assert dataset.counts["malformed"] == 1 and "line 2" in dataset.first_problem
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        *[("fps", value, f"{value!r}, not a number of frames") for value in ("auto", 0, -1, float("nan"), float("inf"))],
+        ("fps", [2], r"\[2\], not a number of frames"),
+        *[
+            (f"{side}_pixels", value, f"{value!r}, not a number of pixels")
+            for side in ("min", "max")
+            for value in (1.5, float("inf"))
+        ],
+    ],
+)
+def test_a_number_of_a_part_that_is_none_makes_a_malformed_row(name: str, value: Any, said: str, eye: Rig, folder: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": [{"type": "video", "video": "c.mp4", name: value}]}]}
+    rows = [{"prompt": "fine"}, row]
+    with pytest.raises(BadRow, match=f"line 2, message 1: {name} is {said}"):
+        prompts(eye, folder, *rows)
+    dataset = PromptDataset(config_of(written(folder, rows), malformed="skip"), eye.tokenizer, seed=0, processor=eye.processor)
+    assert (len(dataset), dataset.counts["malformed"]) == (1, 1)
+
+
 def test_limits_of_pixels_and_of_a_part_act(eye: Rig, folder: Path) -> None:
     def count(row: dict[str, Any], **media: Any) -> int:
         (prompt,) = prompts(eye, folder, row, media=media)
@@ -463,6 +484,15 @@ def test_chat_templates_that_take_strings_or_parts_alone_write_media_too(eye: Ri
             prompts(eye, folder, {"prompt": "x", "images": ["a.png", "b.png"]})
     finally:
         eye.tokenizer.chat_template = before
+
+
+def test_marks_in_a_column_that_the_template_names_are_refused_whether_or_not_the_row_has_media(eye: Rig, folder: Path) -> None:
+    row = {"prompt": "x", "hint": "\ufdd2image:0\ufdd3"}
+    for more in ({}, {"image": "a.png"}):
+        with pytest.raises(BadRow, match=r"line 1: \{hint\} of data\.template holds U\+FDD2"):
+            prompts(eye, folder, {**row, **more}, template="{hint} {prompt}")
+    plain = PromptDataset(config_of(written(folder, [row]), template="{hint} {prompt}"), eye.tokenizer, seed=0)
+    assert plain[0].text == "\ufdd2image:0\ufdd3 x"
 
 
 def test_a_template_may_ask_one_question_of_every_picture(eye: Rig, folder: Path) -> None:

@@ -124,6 +124,23 @@ def test_a_picture_that_cannot_be_read_is_a_counted_skip_at_first_and_told_later
     assert found.counts["unreadable"] == 1
 
 
+@pytest.mark.parametrize("chat", [True, False])
+@pytest.mark.parametrize("picture", [{}, {"image": "a.png"}])
+def test_an_answer_that_holds_the_mark_of_a_picture_is_a_malformed_row(
+    eye: Rig, folder: Path, picture: dict[str, str], chat: bool
+) -> None:
+    mark = "\ufdd2image:0\ufdd3"
+    bad: list[dict[str, Any]] = [{"prompt": "x", "response": mark, **picture}]
+    if chat:
+        call = {"role": "assistant", "content": "y", "tool_calls": [{"function": {"name": "f", "arguments": {"of": mark}}}]}
+        bad.append({"messages": [{"role": "user", "content": "x"}, call], **picture})
+    fine = {"prompt": "x", "response": "y", **picture}
+    found = dataset(eye, folder, *bad, fine, malformed="skip", chat=chat)
+    assert (len(found), found.counts["malformed"]) == (1, len(bad))
+    with pytest.raises(BadRow, match=r"line 1, response: the text holds U\+FDD2"):
+        dataset(eye, folder, bad[0], chat=chat)
+
+
 def test_an_assistant_that_only_shows_a_picture_learns_to_stop(eye: Rig, folder: Path) -> None:
     eye_without_marks = "{% for m in messages %}{% for p in m['content'] %}{% if p['type'] == 'image' %}<|image_pad|>{% else %}"
     eye_without_marks += "{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}"
