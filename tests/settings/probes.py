@@ -203,11 +203,12 @@ def decoded(tree: Tree, folder: Path) -> Any:
     processor = load_processor(config.model, tokenizer)
     seen: Counter[str] = Counter()
 
-    def download(url: str, **options: Any) -> httpx.Response:
+    @contextlib.contextmanager
+    def download(method: str, url: str, **options: Any) -> Generator[httpx.Response]:
         seen[f"{url} {options}"] += 1
         name = url.rpartition("/")[2]
         data = (Path(config.model.path).parent / name).read_bytes()
-        return httpx.Response(200, content=data, request=httpx.Request("GET", url))
+        yield httpx.Response(200, content=data, request=httpx.Request(method, url))
 
     def loaded(reader: MediaReader, item: Any, content: Any) -> Any:
         seen["decoded"] += 1
@@ -219,7 +220,7 @@ def decoded(tree: Tree, folder: Path) -> Any:
 
     made, start = MediaReader._made, Workers._started
     with MonkeyPatch.context() as patch:
-        patch.setattr(httpx, "get", download)
+        patch.setattr(httpx, "stream", download)
         patch.setattr(MediaReader, "_made", loaded)
         patch.setattr(Workers, "_started", started)
         if "ptx" in tree:

@@ -8,11 +8,12 @@ import io
 import os
 import re
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
 import numpy as np
@@ -20,6 +21,9 @@ from PIL import Image
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{32,}={0,2}\s*")
 _NESTED = ("image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "url", "path", "file")
+_BLANK = b"\xef\xbb\xbf \t\r\n"
+LARGEST = 4 << 30
+"""Bytes of a download: more than hours of video. What is larger is an archive, or a stream that never ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +46,13 @@ Content = Path | bytes | Image.Image | np.ndarray | Samples | Frames
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """How files are found and downloads kept: ``folder`` caches what URLs name."""
+    """How files are found and downloads kept: ``folder`` keeps what URLs name, each of at most ``largest`` bytes that come within
+    ``timeout`` seconds."""
 
     folder: Path
     timeout: float
     offline: bool = False
+    largest: int = LARGEST
 
     def content(self, value: Any, root: Path) -> Content:
         """What ``value`` stands for; relative paths start from ``root``."""
@@ -117,18 +123,42 @@ class Fetch:
             return path
         if self.offline:
             raise ValueError(f"{url} has not been downloaded to {self.folder}, and data.media.offline is set")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            dir=self.folder, suffix=".part", delete=False
+        ) as file:  # several workers may want the same one
+            part = Path(file.name)
+            try:
+                self._receive(url, file)
+            except BaseException:
+                part.unlink()
+                raise
+        part.replace(path)
+        return path
+
+    def _receive(self, url: str, file: IO[bytes]) -> None:
+        """Write what ``url`` names to ``file``. Raises ``ValueError`` for what does not come, not in time, or is no media at a glance."""
         import httpx
 
+        began, size, first = time.monotonic(), 0, b""
+        refused = f"{url} cannot be downloaded"
+        late = f"{refused} within data.media.timeout = {self.timeout:g} s"
         try:
-            response = httpx.get(url, timeout=self.timeout, follow_redirects=True)
-            response.raise_for_status()
+            with httpx.stream("GET", url, timeout=self.timeout, follow_redirects=True) as response:
+                response.raise_for_status()
+                for data in response.iter_bytes():
+                    file.write(data)
+                    size, first = size + len(data), first or data.lstrip(_BLANK)[:1]
+                    if size > self.largest:
+                        raise ValueError(f"{refused}: it has more than the {self.largest} bytes that a download may have")
+                    if time.monotonic() - began > self.timeout:  # httpx bounds each wait for more, not all of them
+                        raise ValueError(late)
+        except httpx.TimeoutException as error:
+            raise ValueError(late) from error
         except httpx.HTTPError as error:
-            raise ValueError(f"{url} cannot be downloaded: {type(error).__name__}: {error}") from error
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=self.folder, delete=False) as file:  # several workers may want the same one
-            file.write(response.content)
-        Path(file.name).replace(path)
-        return path
+            raise ValueError(f"{refused}: {type(error).__name__}: {error}") from error
+        if first in (b"", b"<", b"{"):
+            raise ValueError(f"{refused}: what comes is {'a page of text, no media' if first else 'empty'}")
 
 
 def digest(content: Content) -> bytes:

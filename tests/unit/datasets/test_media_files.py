@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import sys
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Event, Thread
+from typing import Any, ClassVar
 
-import httpx
 import numpy as np
 import pytest
 import soundfile
@@ -67,23 +70,62 @@ def test_every_way_to_name_a_picture_gives_the_same_pixels(tmp_path: Path, fetch
         assert picture_size(content, LIMIT) == array.shape
 
 
-def test_a_url_is_downloaded_once_and_taken_from_the_folder_afterwards(
-    tmp_path: Path, fetch: Fetch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data, asked = encoded(pixels(5, 7)), []
+class Site(BaseHTTPRequestHandler):
+    """``/a.png`` is a picture, ``/drip`` comes byte by byte for seconds, ``/long`` has 100000 bytes,
+    ``/page`` says that it is sorry."""
 
-    def get(url: str, **options: Any) -> httpx.Response:
-        asked.append(url)
-        return httpx.Response(200 if "a.png" in url else 404, content=data, request=httpx.Request("GET", url))
+    asked: ClassVar[list[str]] = []
+    over: ClassVar[Event] = Event()
 
-    monkeypatch.setattr(httpx, "get", get)
+    def do_GET(self) -> None:
+        self.asked.append(self.path)
+        pages = {"/a.png": encoded(pixels(5, 7)), "/long": b"x" * 100_000, "/page": b"\n <html>Sorry", "/nothing": b""}
+        name = self.path.partition("?")[0]
+        self.send_response(200 if name in pages or name == "/drip" else 404)
+        self.end_headers()
+        with contextlib.suppress(OSError):  # whoever asked has left
+            self.wfile.write(pages.get(name, b""))
+            for _ in range(200 if name == "/drip" else 0):
+                self.wfile.write(b"x")
+                self.over.wait(0.02)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        return
+
+
+@pytest.fixture
+def site(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server of this machine."""
+    monkeypatch.setenv("NO_PROXY", "*")
+    Site.asked.clear()
+    Site.over.clear()
+    with ThreadingHTTPServer(("127.0.0.1", 0), Site) as server:
+        Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        Site.over.set()
+        server.shutdown()
+
+
+def test_a_url_is_downloaded_once_and_taken_from_the_folder_afterwards(tmp_path: Path, fetch: Fetch, site: str) -> None:
     for _ in range(2):
-        np.testing.assert_array_equal(read_picture(fetch.content("https://x.test/a.png?size=1", tmp_path), LIMIT), pixels(5, 7))
-    assert asked == ["https://x.test/a.png?size=1"]
-    with pytest.raises(ValueError, match=r"https://x\.test/b\.png cannot be downloaded: HTTPStatusError: .*404"):
-        fetch.content("https://x.test/b.png", tmp_path)
+        np.testing.assert_array_equal(read_picture(fetch.content(f"{site}/a.png?size=1", tmp_path), LIMIT), pixels(5, 7))
+    assert Site.asked == ["/a.png?size=1"]
     with pytest.raises(ValueError, match=r"has not been downloaded to .*downloads, and data\.media\.offline is set"):
-        Fetch(fetch.folder, 5.0, offline=True).content("https://x.test/c.png", tmp_path)
+        Fetch(fetch.folder, 5.0, offline=True).content(f"{site}/c.png", tmp_path)
+
+
+def test_a_download_that_fails_or_is_late_or_too_large_or_no_media_leaves_nothing_behind(tmp_path: Path, site: str) -> None:
+    cases = [
+        ("b.png", 30.0, "b.png cannot be downloaded: HTTPStatusError: .*404"),
+        ("drip", 0.2, r"drip cannot be downloaded within data\.media\.timeout = 0\.2 s"),
+        ("long", 30.0, "long cannot be downloaded: it has more than the 50000 bytes"),
+        ("page", 30.0, "page cannot be downloaded: what comes is a page of text"),
+        ("nothing", 30.0, "nothing cannot be downloaded: what comes is empty"),
+    ]
+    for name, timeout, problem in cases:
+        with pytest.raises(ValueError, match=f"{site}/{problem}"):
+            Fetch(tmp_path / "downloads", timeout, largest=50_000).content(f"{site}/{name}", tmp_path)
+    assert list((tmp_path / "downloads").iterdir()) == []
 
 
 @pytest.mark.parametrize(
