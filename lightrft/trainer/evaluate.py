@@ -43,13 +43,14 @@ def evaluate(
     stopped: Callable[[], bool] = lambda: False,
     ranks: Ranks = ALONE,
 ) -> Evaluation:
-    """Answer and score every prompt. A failed answer counts as wrong and is counted in ``eval/failed``.
+    """Answer and score every prompt. A failed answer counts as wrong and is counted in ``eval/failed``; a prompt
+    that cannot be read any more is not asked, and counted in ``eval/unreadable``.
 
     ``eval/accuracy`` is the mean over prompts of the share of answers whose reward reaches ``threshold``; ``eval/pass`` the share
     of prompts with at least one such answer (reported when there are several samples).
     """
     groups: list[list[Rollout]] = []
-    for first, part in in_parts(prompts):
+    for first, part in in_parts(prompts, ranks):
         requests = requests_for(part, config.samples, seed, "eval", first=first)
         groups += scored_by_all(ranks, engine, scorer, requests, config.sampling, Timers(), stopped)
     metrics = Metrics()
@@ -60,6 +61,7 @@ def evaluate(
         _count(metrics, "eval", members, config)
         if len(by_source) > 1:
             _count(metrics, f"eval/{source or 'unnamed'}", members, config)
+    metrics.add("eval/unreadable", Sum(len(prompts) - len(groups)))
     return Evaluation(groups, metrics)
 
 

@@ -17,6 +17,7 @@ from lightrft.trainer.curriculum import Curriculum
 from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollouts
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
+from lightrft.utils.ranks import ALONE, Ranks
 
 log = getLogger(__name__)
 PART = 128
@@ -125,24 +126,26 @@ class HeldOut(Sequence[Prompt]):
     def __getitem__(self, i: int | slice) -> Prompt | Sequence[Prompt]:
         return self._bare[i]
 
-    def parts(self) -> Iterator[tuple[int, Sequence[Prompt]]]:
+    def parts(self, ranks: Ranks = ALONE) -> Iterator[tuple[int, Sequence[Prompt]]]:
         """All prompts, with the place of the first: at once where they are text, some at a time where media must be decoded. The
-        next are decoded while the caller is busy, and it lets go of the media of the last."""
+        next are decoded while the caller is busy, and it lets go of the media of the last. What one of ``ranks`` cannot
+        read, none of them asks."""
         if not self._dataset.reads_media:
             yield 0, self._bare
             return
         starts = range(0, len(self), PART)
         for start in starts:
-            part = _kept(self._dataset, self._dataset.fetch(range(start, min(start + PART, len(self)))))
+            fetched = _agreed(self._dataset.fetch(range(start, min(start + PART, len(self)))), ranks)
+            part = _kept(self._dataset, fetched)
             self._dataset.prefetch(range(start + PART, min(start + 2 * PART, len(self))))
             yield start, part
             for prompt in part:
                 prompt.media = {}
 
 
-def in_parts(prompts: Sequence[Prompt]) -> Iterator[tuple[int, Sequence[Prompt]]]:
-    """``prompts`` to be asked together, with the place of the first of them."""
-    return prompts.parts() if isinstance(prompts, HeldOut) else iter([(0, prompts)])
+def in_parts(prompts: Sequence[Prompt], ranks: Ranks = ALONE) -> Iterator[tuple[int, Sequence[Prompt]]]:
+    """``prompts`` to be asked together by all ``ranks``, with the place of the first of them."""
+    return prompts.parts(ranks) if isinstance(prompts, HeldOut) else iter([(0, prompts)])
 
 
 class Drawable(Protocol[T]):
@@ -173,6 +176,13 @@ def draw(dataset: Drawable[T], sampler: PromptSampler | Curriculum, count: int) 
     if isinstance(sampler, PromptSampler):  # a curriculum draws by what comes of this step
         dataset.prefetch(sampler.peek(count))
     return drawn
+
+
+def _agreed(fetched: Sequence[T | BadRow], ranks: Ranks) -> list[T | BadRow]:
+    """``fetched`` without what another rank could not read: ranks that share out prompts must have the same."""
+    own = {k: str(entry) for k, entry in enumerate(fetched) if isinstance(entry, BadRow)}
+    lost = {k: why for found in ranks.gather(own) for k, why in found.items()}
+    return [BadRow(lost[k]) if k in lost else entry for k, entry in enumerate(fetched)]
 
 
 def _kept(dataset: Drawable[T], fetched: Sequence[T | BadRow]) -> list[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import CurriculumConfig
+from lightrft.config import CurriculumConfig, EvalConfig
 from lightrft.datasets.rows import BadRow
 from lightrft.trainer.account import Collected, rollout_metrics
+from lightrft.trainer.evaluate import Evaluation, evaluate
 from lightrft.trainer.prompts import PromptStream, held_out, in_parts
 from lightrft.trainer.rollout import requests_for
 from lightrft.types import Prompt
 from lightrft.utils.errors import DataError
+from lightrft.utils.ranks import Ranks
 from tests.media_helpers import Rig, rig
 from tests.unit.datasets.media_files import config_of, picture, written
+from tests.unit.trainer.test_rollout import FakeEngine, FakeScorer, of_all_ranks
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +142,31 @@ def test_a_held_out_picture_that_is_gone_is_passed_over_and_counted(eye: Rig, ro
     found = held_out(config_of(rows, malformed="skip"), eye.tokenizer, 0, None, processor=eye.processor)
     for path in sorted(Path(rows).parent.glob("*.png"))[:2]:
         path.unlink()
-    asked = [p for _, part in in_parts(found) for p in part]
-    assert len(asked) < len(found)
+    evaluated = evaluate(FakeEngine(), FakeScorer(), found, EvalConfig(), 0)  # type: ignore[arg-type]
+    assert (len(found), len(evaluated.groups)) == (12, 10)
+    assert evaluated.metrics.compute()["eval/unreadable"] == 2
+
+
+def test_held_out_prompts_that_some_rank_cannot_read_are_asked_by_none_and_counted_once(
+    eye: Rig, rows: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightrft.trainer.prompts.PART", 5)
+    folders = [Path(shutil.copytree(Path(rows).parent, tmp_path / f"rank {rank}")) for rank in range(2)]
+
+    def found(folder: Path, ranks: Ranks, malformed: str) -> Evaluation:
+        source = str(folder / Path(rows).name)
+        prompts = held_out(config_of(source, malformed=malformed), eye.tokenizer, 0, None, processor=eye.processor)
+        assert len(prompts) == 12
+        ranks.gather(None)  # all have measured theirs
+        for k in {folders[0]: (1, 8), folders[1]: (2, 8)}[folder]:
+            (folder / f"{k}.png").unlink(missing_ok=True)
+        return evaluate(FakeEngine(), FakeScorer(), prompts, EvalConfig(samples=2), 0, ranks=ranks)  # type: ignore[arg-type]
+
+    both = of_all_ranks(lambda ranks: found(folders[ranks.rank], ranks, "skip"), 2)
+    for each in both:
+        assert {group[0].prompt.id for group in each.groups} == {str(k) for k in range(12)} - {"1", "2", "8"}
+        assert each.metrics.compute()["eval/unreadable"] == 3
+    assert both[0].metrics.compute() == both[1].metrics.compute()
 
 
 def test_held_out_prompts_asked_in_parts_are_asked_with_the_seeds_of_all_at_once(
