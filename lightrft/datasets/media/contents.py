@@ -204,8 +204,7 @@ def _feed(seen: Any, content: Content) -> None:
     elif isinstance(content, bytes):
         seen.update(content)
     elif isinstance(content, Image.Image):
-        seen.update(f"{content.mode} {content.size} {content.getexif().get(0x0112)}".encode())
-        seen.update(content.tobytes())
+        _feed_shown(seen, content)
     elif isinstance(content, Samples):
         seen.update(str(content.rate).encode())
         _feed(seen, content.values)
@@ -215,6 +214,14 @@ def _feed(seen: Any, content: Content) -> None:
     else:
         seen.update(f"{content.dtype} {content.shape}".encode())
         seen.update(np.ascontiguousarray(content).tobytes())
+
+
+def _feed_shown(seen: Any, picture: Image.Image) -> None:
+    """Whatever a model can see of ``picture``: in one with a palette, the pixels are only places in it."""
+    picture.load()
+    about = (picture.mode, picture.size, picture.getexif().get(0x0112), picture.info.get("transparency"))
+    seen.update(repr((*about, picture.getpalette("RGBA"))).encode())
+    seen.update(picture.tobytes())
 
 
 def _file(path: Path) -> Path:

@@ -121,9 +121,10 @@ def _of_container(content: Path | bytes, problem: str) -> tuple[np.ndarray, int]
             if not container.streams.audio:
                 raise ValueError("no sound in the file")
             source = container.streams.audio[0]
-            convert = av.AudioResampler(format="fltp", layout="mono", rate=source.rate)
+            # The channels stay: the library's own way from stereo to one is louder than their mean.
+            convert = av.AudioResampler(format="fltp", rate=source.rate)
             frames = [f for frame in (*container.decode(source), None) for f in convert.resample(frame)]
-            values = [f.to_ndarray()[0] for f in frames]
+            values = [f.to_ndarray().mean(axis=0) for f in frames]
             return (np.concatenate(values) if values else np.empty(0, np.float32)), int(source.rate)
     except av.FFmpegError as error:
         raise ValueError(f"the sound cannot be read: {problem}; {error.strerror}") from None

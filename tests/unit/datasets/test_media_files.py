@@ -166,6 +166,21 @@ def test_a_hash_is_of_the_content_wherever_it_is_kept(tmp_path: Path) -> None:
     assert digest(Frames((data, b"x"))) != digest(Frames((data,)))
 
 
+def test_a_hash_tells_pictures_with_other_palettes_or_transparency_apart(tmp_path: Path) -> None:
+    red, blue, clear, half = (Image.new("P", (8, 8)) for _ in range(4))
+    for made, colour in ((red, [255, 0, 0]), (blue, [0, 0, 255]), (clear, [255, 0, 0]), (half, [255, 0, 0])):
+        made.putpalette(colour)
+    clear.info["transparency"] = 0
+    half.info["transparency"] = b"\x80"
+    alpha = Image.new("P", (8, 8))
+    alpha.putpalette([255, 0, 0, 9], "RGBA")
+    assert len({digest(one) for one in (red, blue, clear, half, alpha)}) == 5
+    assert digest(red) == digest(red.copy())
+    for name, colour in (("red.gif", red), ("blue.gif", blue)):
+        colour.save(tmp_path / name)
+    assert digest(Image.open(tmp_path / "red.gif")) != digest(Image.open(tmp_path / "blue.gif"))
+
+
 # Pictures.
 
 
@@ -325,20 +340,29 @@ def test_sound_that_does_not_fit_is_told(tmp_path: Path) -> None:
             read_sound(content, hearing)
 
 
-def test_the_sound_of_a_video_file_can_be_heard(tmp_path: Path) -> None:
+def test_the_sound_of_a_video_file_is_heard_as_loud_as_it_is(tmp_path: Path) -> None:
     import av
 
+    def coded(name: str, layout: str, channels: np.ndarray) -> np.ndarray:
+        with av.open(str(tmp_path / name), "w") as container:
+            stream = container.add_stream("aac", rate=16000, layout=layout)
+            frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout=layout)
+            frame.sample_rate = 16000
+            for packet in (*stream.encode(frame), *stream.encode()):
+                container.mux(packet)
+        found = read_sound(tmp_path / name, HEAR)
+        assert sound_length(tmp_path / name, HEAR) == len(found)
+        return np.abs(np.fft.rfft(found[2000:10000])) / 4000
+
     values = tone(1.0, 16000)
-    with av.open(str(tmp_path / "a.m4a"), "w") as container:
-        stream = container.add_stream("aac", rate=16000)
-        frame = av.AudioFrame.from_ndarray(values[None], format="fltp", layout="mono")
-        frame.sample_rate = 16000
-        for packet in (*stream.encode(frame), *stream.encode()):
-            container.mux(packet)
-    found = read_sound(tmp_path / "a.m4a", HEAR)
-    assert sound_length(tmp_path / "a.m4a", HEAR) == len(found)
-    spectrum = np.abs(np.fft.rfft(found[2000:10000]))
-    assert abs(np.argmax(spectrum) * 16000 / 8000 - 440) < 4
+    for name, layout, channels, loud in (
+        ("mono.m4a", "mono", values[None], 0.5),
+        ("stereo.m4a", "stereo", np.stack([values, values]), 0.5),
+        ("left.m4a", "stereo", np.stack([values, np.zeros_like(values)]), 0.25),
+    ):
+        spectrum = coded(name, layout, channels)
+        assert np.argmax(spectrum) == 440 * 8000 // 16000
+        assert abs(spectrum.max() - loud) < 0.02
 
 
 # Clips.
