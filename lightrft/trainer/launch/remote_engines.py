@@ -6,7 +6,7 @@ import itertools
 import math
 import secrets
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from dataclasses import dataclass, field
@@ -28,6 +28,7 @@ from lightrft.trainer.launch.remote import Crew, Limits, Seat, Worker, WorkerLos
 from lightrft.trainer.launch.remote_weights import Delivery, Hand, Receiver, led
 from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollout
 from lightrft.types import Request, Rollout
+from lightrft.utils.errors import WorkerError
 from lightrft.utils.ranks import ALONE, Ranks
 
 TURN_SECONDS = 0.25
@@ -87,8 +88,8 @@ class RemoteEngines:
     what all ranks must do together, and has no workers.
 
     Requests are handed out prompt by prompt as workers get free. What a lost worker had not answered is asked again, elsewhere, and the
-    worker is started anew with the newest weights, which are kept on this machine. Raises ``WorkerError`` when that does not help, and
-    ``ModelError`` when workers do not hold the same weights.
+    worker is started anew with the newest weights, which are kept on this machine. Raises ``WorkerError`` when that does not help, or
+    engines are lost with the same request again and again, and ``ModelError`` when workers do not hold the same weights.
     """
 
     of_all = True
@@ -98,6 +99,7 @@ class RemoteEngines:
         self.config = config
         self.delivery = Delivery(workers, limits, hand)
         self._ranks = ranks
+        self._losses: Counter[int] = Counter()
 
     @property
     def crew(self) -> Crew:
@@ -116,7 +118,7 @@ class RemoteEngines:
         return self._answers(wanted, sampling, stopped)
 
     def _answers(self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]) -> Iterator[Rollout]:
-        job = _Job(self.crew, self.config.max_rows, requests, sampling)
+        job = _Job(self.crew, self.config.max_rows, requests, sampling, self._losses)
         try:
             while job.unfinished:
                 if stopped():
@@ -168,10 +170,13 @@ class _Desk(Seat):
 
 
 class _Job:
-    """One ``generate`` call."""
+    """One ``generate`` call. ``losses`` counts, by seed, the workers that were lost with a request that nobody has answered."""
 
-    def __init__(self, crew: Crew, max_rows: int, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+    def __init__(
+        self, crew: Crew, max_rows: int, requests: Sequence[Request], sampling: SamplingConfig, losses: Counter[int]
+    ) -> None:
         self.crew = crew
+        self.losses = losses
         self.name = secrets.token_hex(8)
         self.sampling = sampling
         self.most = max_rows + max_rows // 4  # some more than grow at one time, for those that get free within a turn
@@ -237,9 +242,31 @@ class _Job:
         """The answers that the call of ``desk`` brought; with a loss, all that it was given waits again."""
         try:
             found = how(desk)
-        except WorkerLost:
-            self.waiting.extendleft(portions(list(desk.asked.values()), 1))
-            desk.asked.clear()
-            desk.fresh.clear()
+        except WorkerLost as lost:
+            self._lose(desk, str(lost))
             return []
-        return [unpack_rollout(packed, desk.asked.pop(packed["seed"]).prompt) for answers in found for packed in answers]
+        rollouts = [unpack_rollout(packed, desk.asked.pop(packed["seed"]).prompt) for answers in found for packed in answers]
+        for rollout in rollouts:
+            self.losses.pop(rollout.seed, None)
+        return rollouts
+
+    def _lose(self, desk: _Desk, why: str) -> None:
+        """Have others draw what ``desk`` was given. Raises ``WorkerError`` for requests that take their workers with them: those may
+        answer others, or turns without an answer, in between, so that nobody's starts in a row come to an end."""
+        fresh = {request.seed for request in desk.fresh}
+        known = [request for request in desk.asked.values() if request.seed not in fresh]
+        self.losses.update(request.seed for request in known)
+        self.waiting.extendleft(portions(list(desk.asked.values()), 1))
+        desk.asked.clear()
+        desk.fresh.clear()
+        restarts = self.crew.limits.restarts
+        often = [
+            request for request in known if self.losses[request.seed] > restarts + 1
+        ]  # later than a worker's starts in a row
+        if often:
+            raise WorkerError(
+                f"{restarts + 2} engines were lost one after another while they drew the same {len(often)} answers, e.g. to prompt "
+                f"{often[0].prompt.id!r} (the last: {desk.worker.name}: {why}), more than launch.ray.restarts = {restarts} bears; see what "
+                "the lines above say of it. Where it is memory, lower engine.max_rows, engine.token_budget or the length of answers. The "
+                "same command goes on from the last checkpoint"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import threading
 import time
@@ -281,6 +282,31 @@ def test_an_engine_that_dies_again_and_again_ends_the_run_with_a_reason(folder: 
     finally:
         done.set()
         hunter.join()
+        engines.close()
+
+
+class Fatal:
+    """Stands in for an engine that draws without finishing anything, and is killed in its third turn, as for memory that it lacks."""
+
+    turns = 0
+
+    def draw(self, *asked: object) -> list[object]:
+        self.turns += 1
+        return [] if self.turns < 3 else os._exit(1)
+
+    def abort(self, job: str) -> list[object]:
+        return []
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_request_that_ends_one_engine_after_another_ends_the_run_though_they_answer_in_between(count: int) -> None:
+    workers = [ProcessWorker(f"engine {i}", Fatal) for i in range(count)]
+    engines = RemoteEngines(workers, CONFIG, Limits(restarts=1, silence=60.0), hand())
+    try:
+        said = r"3 engines were lost .* the same 1 answers, e\.g\. to prompt 'p0' .*launch\.ray\.restarts = 1"
+        with pytest.raises(WorkerError, match=said):
+            answers(engines, requests_of(1, 1), lambda: sum(worker.starts for worker in workers) > 8)
+    finally:
         engines.close()
 
 
