@@ -28,6 +28,7 @@ from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import Interrupted, collect
 from lightrft.types import Batch
 from lightrft.utils.metrics import Max, Mean, Metrics, Sum
+from lightrft.utils.ranks import another_fails
 from lightrft.utils.timers import Timers, queued_is_done
 
 log = logging.getLogger(__name__)
@@ -140,8 +141,8 @@ class Ahead:
         self._jobs[batch] = _Job(version, future)
 
     def _over(self) -> bool:
-        """Whether nothing is to be drawn any more."""
-        return self._halted or self._closing or self._stopped()
+        """Whether nothing is to be drawn any more. A rank that ends waits for what all draw."""
+        return self._halted or self._closing or self._stopped() or another_fails()
 
     def _draw(self, batch: int, version: int, weights: Weights, share: Share | None) -> Drawn:
         if self._halted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightrft.config import EvalConfig
@@ -23,7 +23,8 @@ from lightrft.utils.ranks import together
 
 @dataclass(slots=True, kw_only=True)
 class Training(ABC):
-    """A run and how far it is: ``step`` of ``steps``. A kind of training says what a step is and what the next one reads."""
+    """A run and how far it is: ``step`` of ``steps``, and the numbers of the step that it went on from. A kind of training says what a
+    step is and what the next one reads."""
 
     session: Session
     roles: Roles
@@ -32,6 +33,7 @@ class Training(ABC):
     seed: int
     steps: int
     step: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
 
     @abstractmethod
     def advance(self) -> Metrics:
@@ -67,7 +69,7 @@ def take_up(run: Training) -> None:
     if run.held_out:
         run.roles.scorer.check_sources(prompt.data_source for prompt in run.held_out)
         check_lengths(run.roles.actor, longest(run.held_out), run.eval.sampling, "eval.sampling", "eval.data")
-    run.step, state = run.session.resume(run.roles.strategy, run.trained)
+    run.step, state, run.values = run.session.resume(run.roles.strategy, run.trained)
     if state:
         run.load_state(state)
     run.roles.engine.load_weights(run.roles.weights(), run.step)
@@ -77,8 +79,8 @@ def run_steps(run: Training) -> dict[str, Any]:
     """Every step that is left, then the summary, which is returned."""
     session = run.session
     session.observer.begin(session.phase, run.steps, run.step)
-    values: dict[str, Any] = {}
-    if run.step == 0 and run.eval.at_start and run.held_out:
+    values = run.values
+    if run.step == 0 and run.eval.at_start and run.held_out and not values:
         values = session.record(0, evaluation(run))
     run.begin()
     while run.step < run.steps and not session.stopping() and not reached(run.eval, values):

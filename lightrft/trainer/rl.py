@@ -29,7 +29,7 @@ from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.trainer.update import merged
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
-from lightrft.utils.ranks import Ranks, joined
+from lightrft.utils.ranks import Ranks, joined, tell_others
 
 log = logging.getLogger(__name__)
 
@@ -128,6 +128,9 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
                 check_examples(run.roles.actor, run.roles.ptx.dataset.longest, config.ptx.max_tokens, "ptx.max_tokens")
             take_up(run)
             return run_steps(run)
+        except BaseException as error:
+            tell_others(error)
+            raise
         finally:
             run.close()
 
@@ -221,18 +224,20 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
     processor = load_processor(config.model, tokenizer)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
     steps = rollout_steps(config, len(stream.dataset))
-    roles = roles_of(config, tokenizer, steps, processor, session.ranks)
+    prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor)
+    controls = Controls.of(config.algorithm)
+    roles = roles_of(config, tokenizer, steps, processor, session.ranks)  # last: what follows must not leave workers behind
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,
         eval=config.eval,
-        held_out=held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor),
+        held_out=prompts,
         roles=roles,
         seed=config.run.seed,
         steps=steps,
         config=config,
         stream=stream,
-        controls=Controls.of(config.algorithm),
+        controls=controls,
         ahead=Ahead(roles, config, stream, steps, stopped) if config.rollout.staleness else None,
     )
 

@@ -75,16 +75,17 @@ class Session:
         """Wall seconds of this run, those before a resume included."""
         return self.before + time.perf_counter() - self.began
 
-    def resume(self, strategy: Strategy, trained: Mapping[str, Kept]) -> tuple[int, dict[str, Any]]:
-        """Take up the newest checkpoint of a folder that holds one: ``(step, plain state)``; ``(0, {})`` for a fresh start.
+    def resume(self, strategy: Strategy, trained: Mapping[str, Kept]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """Take up the newest checkpoint of a folder that holds one: its step, plain state and the numbers of that step; 0 and nothing for
+        a fresh start, also of a folder whose run ended before it saved anything.
 
         Raises ``CheckpointError`` for a checkpoint that is damaged or of another model.
         """
         about = self._about(trained)
         path, step = together(self.ranks, lambda: self._newest(about) if self.ranks.rank == 0 else (None, 0))[0]
         if path is None:
-            self.folder.rewind(0, self.phase)
-            return 0, {}
+            self.folder.rewind(-1, self.phase)
+            return 0, {}, {}
         state = load_state(path / "trainer")
         for name, role in trained.items():
             role.load(strategy, path / name)
@@ -98,7 +99,7 @@ class Session:
             self.folder.recall({**row, "step": step, "phase": self.phase, "seconds": self.before})
         self._saved_at = step
         log.info("going on from %s", path)
-        return step, state
+        return step, state, row
 
     def _newest(self, about: Mapping[str, Any]) -> tuple[Path | None, int]:
         """The checkpoint to go on from, and its step."""

@@ -30,7 +30,8 @@ class Pulse:
     """The sign of life of this rank, from a thread of its own, and what is known of the others.
 
     A rank that is silent for ``minutes`` and some seconds ends the others, also where they wait in calls that have no such limit. When
-    the launcher has died, the rank is asked to stop as by SIGTERM, and is ended ``minutes`` later.
+    the launcher has died, the rank is asked to stop as by SIGTERM, and is ended ``minutes`` later. ``failing``: whether some rank is
+    known to end with an error.
     """
 
     def __init__(self, store: Any, rank: int, size: int, minutes: float) -> None:
@@ -38,6 +39,7 @@ class Pulse:
 
         self.rank, self.size, self.limit = rank, size, 60 * minutes
         self.reached: dict[str, int] = {}
+        self.failing = False
         self._store = dist.PrefixStore("pulse", store.clone())
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
         self._beats = 0
@@ -52,8 +54,16 @@ class Pulse:
         self._over.set()
         self._thread.join(MISSED * BEAT)
         if error is not None:
-            with suppress(RuntimeError):  # of the store
-                self._store.set(f"left/{self.rank}", f"{type(error).__name__}: {error}")
+            self.fail(error)
+            return
+        with suppress(RuntimeError):  # of the store
+            self._store.set(f"done/{self.rank}", "")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that ``error`` is about to end this rank."""
+        with suppress(RuntimeError):  # of the store
+            self._store.set(f"left/{self.rank}", f"{type(error).__name__}: {error}")
+            self._store.set("failing", "")
 
     def come(self, line: str) -> None:
         """One more call of those that are counted as ``line``: the calls of one group of ranks, which follow one another."""
@@ -109,10 +119,14 @@ class Pulse:
 
     def _watch(self, heard: dict[int, tuple[Any, float]], now: float) -> None:
         """The first rank looks after all, and all look after the first: no rank asks for the signs of thousands."""
+        self.failing = self.failing or self._store.check(["failing"])
         for rank, sign in self._signs(range(self.size) if self.rank == 0 else [0]).items():
             if sign != heard[rank][0]:
                 heard[rank] = (sign, now)
-        silent = [rank for rank, (_, at) in heard.items() if now - at > self.limit + GRACE and (self.rank == 0 or rank == 0)]
+        late = [rank for rank, (_, at) in heard.items() if now - at > self.limit + GRACE and (self.rank == 0 or rank == 0)]
+        silent = [
+            rank for rank in late if not self._store.check([f"done/{rank}"])
+        ]  # whoever is done may wait for one that tidies up
         if silent:
             verdict = f"{self._named(silent)} has given no sign of life for strategy.timeout = {self.limit / 60:g} minutes"
             self._store.set("verdict", verdict)

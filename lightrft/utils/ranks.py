@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+import uuid
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -197,38 +198,46 @@ def joined(minutes: float) -> Generator[Ranks]:
         return
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
-    store, rank, size = _meeting(minutes)
-    pulse = Together.pulse = Pulse(store, rank, size, minutes)
     failed: BaseException | None = None
+    pulse: Pulse | None = None
     try:
+        store, rank, size = _meeting(minutes)
+        pulse = Together.pulse = Pulse(store, rank, size, minutes)
         _connect(store, rank, size, timedelta(minutes=minutes))
         yield Together(minutes)
     except RuntimeError as error:
         failed = error
         if not _of_connection(error):
             raise
-        failed = _lost(error, minutes, pulse.others())
+        _stores.clear()
+        failed = _lost(error, minutes, "" if pulse is None else pulse.others())
         raise failed from error
     except BaseException as error:
         failed = error
         raise
     finally:
-        pulse.end(failed)
+        if pulse is not None:
+            pulse.end(failed)
         Together.pulse = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-_meetings = itertools.count()
+_stores: dict[tuple[str, ...], tuple[Any, int, int]] = {}
+"""By where the ranks meet. The first rank's is what the others talk to, so it lives as long as the process."""
+
+LOOK = 0.02
+"""Seconds between two looks of the first rank at who has come."""
+
+ATTEMPTS = 5
+"""How often gloo tries to connect two ranks, each time for as long as it is given."""
+CONNECTED = timedelta(seconds=30)
+"""What it is given each time at the least, or all that there is: a busy machine takes some seconds."""
 
 
 def _meeting(minutes: float) -> tuple[Any, int, int]:
-    """A store that this program's ranks share for one meeting, this rank, and how many there are. Raises ``LostRankError`` when they
-    are not there in time.
-
-    A program may meet more than once, for supervised training and then RL say, and some ranks come to the next meeting while others
-    are still in the last one: each has keys of its own, or a rank would look for the others where they were before.
-    """
+    """A store of this meeting alone, once all ranks are there; this rank, and how many there are. Raises ``LostRankError`` when they do
+    not come in time."""
     import torch.distributed as dist
 
     limit = timedelta(minutes=minutes)
@@ -238,37 +247,65 @@ def _meeting(minutes: float) -> tuple[Any, int, int]:
     try:
         if place not in _stores:
             _stores[place] = next(dist.rendezvous("env://", timeout=limit))
-    except dist.DistError as error:
+        store, rank, count = _stores[place]
+        store.set_timeout(limit)
+        return _room(store, rank, count, limit), rank, count
+    except (dist.DistError, TimeoutError) as error:
+        _stores.pop(place, None)
         raise LostRankError(
             f"{size} processes were to meet at {address}:{port} (MASTER_ADDR, MASTER_PORT) and have not within strategy.timeout = "
             f"{minutes:g} minutes ({first_line(error)}); see that all were started and can reach that address"
         ) from error
-    store, rank, count = _stores[place]
-    store.set_timeout(limit)
-    return dist.PrefixStore(f"meeting/{next(_meetings)}", store), rank, count
 
 
-_stores: dict[tuple[str, ...], tuple[Any, int, int]] = {}
-"""By where the ranks meet. The first rank's is what the others talk to, so it lives as long as the process."""
+def _room(store: Any, rank: int, size: int, limit: timedelta) -> Any:
+    """A part of ``store`` that nobody has used before, once all ranks have found it.
 
-ATTEMPTS = 5
-"""How often gloo tries to connect two ranks, each time for as long as it is given."""
-CONNECTED = timedelta(seconds=30)
-"""What it is given each time at the least, or all that there is: a busy machine takes some seconds."""
+    ``store`` may have served others: a program may meet more than once, for supervised training and then RL say, with some ranks in the
+    next meeting while others are in the last one, and torchrun keeps its own for all the processes that it starts anew. Under the keys
+    of before, a rank would look for the others where they were. So each asks the first one with a word of its own, which answers that
+    word alone. Raises ``TimeoutError``, or torch's ``DistError``, after ``limit``.
+    """
+    from torch.distributed import PrefixStore
+
+    word = uuid.uuid4().hex
+    if rank:
+        store.set(f"ask/{rank}", word)
+        room = PrefixStore(f"room/{store.get(f'answer/{word}').decode()}", store)
+        room.set(f"here/{rank}", "")
+        room.wait(["all here"], limit)
+        return room
+    room = PrefixStore(f"room/{word}", store)
+    missing, until = set(range(1, size)), time.monotonic() + limit.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"ask/{other}"]):
+                store.set(f"answer/{store.get(f'ask/{other}').decode()}", word)
+        missing = {other for other in missing if not room.check([f"here/{other}"])}
+        if missing and time.monotonic() > until:
+            raise TimeoutError(f"rank {', '.join(map(str, sorted(missing)))} did not come")
+        time.sleep(LOOK)
+    room.set("all here", "")
+    return room
 
 
 def _connect(store: Any, rank: int, size: int, limit: timedelta) -> None:
-    """Torch's default process group, once all ranks are there: those that have ``limit`` to come cannot reach one another if they do not
-    in about as long."""
+    """Torch's default process group. Ranks that are all there cannot reach one another if they do not in about ``limit``."""
     import torch.distributed as dist
 
-    store.set(f"here/{rank}", "")
-    if rank == 0:
-        store.wait([f"here/{other}" for other in range(size)], limit)
-        store.set("all here", "")
-    store.wait(["all here"], limit)
     dist.init_process_group(store=store, rank=rank, world_size=size, timeout=max(limit / ATTEMPTS, min(limit, CONNECTED)))
     dist.distributed_c10d._set_pg_timeout(limit)
+
+
+def tell_others(error: BaseException) -> None:
+    """Have the other ranks know of the ``error`` that ends this one before it has done what it still waits for."""
+    if Together.pulse is not None:
+        Together.pulse.fail(error)
+
+
+def another_fails() -> bool:
+    """Whether some rank is known to end with an error: there is nothing to go on for."""
+    return Together.pulse is not None and Together.pulse.failing
 
 
 def mine(items: Sequence[T], ranks: Ranks) -> list[T]:

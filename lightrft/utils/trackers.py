@@ -88,7 +88,7 @@ class TensorBoard:
     def log(self, row: Row) -> None:
         phase, step = str(row.get("phase", "")), int(row["step"])
         if phase not in self._writers:
-            purge = self._last.get(phase, 0) + 1
+            purge = self._last.get(phase, -1) + 1
             self._writers[phase] = self._make(str(self._folder / phase), purge_step=purge, flush_secs=10)
         for name, value in row.items():
             if name != "step" and not isinstance(value, str):

@@ -82,8 +82,9 @@ def test_a_rank_that_is_silent_for_longer_than_the_limit_ends_the_others(store, 
     said: list[str] = []
     monkeypatch.setattr(pulses, "GRACE", 0.1)
     monkeypatch.setattr(pulses, "_leave", said.append)
-    ranks = [Pulse(store, rank, 3, 1.2 / 60) for rank in range(3)]
-    ranks[2].end(None)
+    ranks = [Pulse(store, rank, 4, 1.2 / 60) for rank in range(4)]
+    ranks[3].end(None)  # it is done, and so not missed
+    ranks[2]._over.set()
     wait_for(lambda: len(said) > 1)
     for rank in ranks[:2]:
         rank.end(None)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from lightrft.utils.errors import LostRankError
 from lightrft.utils.ranks import ALONE, joined, patiently
@@ -102,6 +103,15 @@ for meeting in range(3):
         time.sleep(1.5 * (ranks.rank == meeting % 2))  # the other one goes ahead to the next meeting
 """
 
+BLAMED = """
+import os
+from lightrft.utils.ranks import Together, joined
+with joined(1.0) as ranks:
+    ranks.gather(None)
+    Together.pulse._store.set("verdict", "rank 1 has given no sign of life")
+    os._exit(2)
+"""
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -114,11 +124,22 @@ def at(port: int, rank: int) -> dict[str, str]:
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
 
 
+def ends(program: str, port: int, **more: str) -> list[int]:
+    """The exit status of each of two ranks."""
+    both = [subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **at(port, rank), **more}) for rank in range(2)]
+    return [one.wait(240) for one in both]
+
+
 @pytest.mark.slow
 def test_ranks_that_meet_again_wait_for_those_that_are_still_in_the_last_meeting() -> None:
-    port = free_port()
-    both = [subprocess.Popen([sys.executable, "-c", MEETINGS], env=os.environ | at(port, rank)) for rank in range(2)]
-    assert [one.wait(240) for one in both] == [0, 0]
+    assert ends(MEETINGS, free_port()) == [0, 0]
+
+
+@pytest.mark.slow
+def test_processes_that_are_started_anew_find_nothing_of_those_before_in_the_store_of_their_launcher() -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    assert ends(BLAMED, store.port, TORCHELASTIC_USE_AGENT_STORE="True") == [2, 2]
+    assert ends(MEETINGS, store.port, TORCHELASTIC_USE_AGENT_STORE="True") == [0, 0]
 
 
 def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,144 @@
+"""Runs that end before their first checkpoint or because they are good enough, and are started again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config import RLConfig
+from lightrft.trainer import rl
+from lightrft.trainer.rl import run_rl
+from lightrft.trainer.rollout import Interrupted
+from lightrft.trainer.session import Nobody
+from lightrft.utils.settings import build, deep_merge
+from lightrft.utils.trackers import read_rows
+from tests.e2e.several import ROOT, config_file
+from tests.e2e.test_resume import steady
+from tests.unit.utils.test_ranks import at, free_port
+
+
+@pytest.fixture
+def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
+    held_out = {"data": {"sources": rl_tree["data"]["sources"]}, "every": 1, "sampling": {"max_new_tokens": 4}}
+    return deep_merge(
+        rl_tree, {"eval": held_out, "checkpoint": {"every": 0}, "train": {"steps": 2}, "log": {"tensorboard": True}}
+    )
+
+
+def named(tree: dict[str, Any], name: str, **over: Any) -> RLConfig:
+    return build(RLConfig, deep_merge(tree, {"run": {"name": name}, **over}))
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [steady(row) for row in read_rows(folder / "metrics.jsonl")]
+
+
+class Ends(Nobody):
+    """Ends the program once a step is recorded."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        if row["step"] == self.step:
+            raise SystemExit(9)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_run_that_ended_after_an_evaluation_and_before_a_checkpoint_begins_anew(tree, tmp_path, step):
+    with pytest.raises(SystemExit):
+        run_rl(named(tree, "ended"), Ends(step))
+    assert not list((tmp_path / "ended" / "checkpoints").glob("step_*"))
+    assert run_rl(named(tree, "ended"))["finished"]
+    run_rl(named(tree, "whole"))
+    assert rows(tmp_path / "ended") == rows(tmp_path / "whole")
+    assert [row["step"] for row in rows(tmp_path / "ended")] == [0, 1, 2]
+
+
+def test_a_run_that_was_stopped_in_its_first_step_is_not_evaluated_twice(tree, tmp_path, monkeypatch):
+    def interrupted(*_: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise Interrupted
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rl, "rl_step", interrupted)
+        assert not run_rl(named(tree, "stopped"))["finished"]
+    assert list((tmp_path / "stopped" / "checkpoints").glob("step_*"))
+    assert run_rl(named(tree, "stopped"))["finished"]
+    run_rl(named(tree, "whole"))
+    assert rows(tmp_path / "stopped") == rows(tmp_path / "whole")
+
+
+def test_a_run_that_was_good_enough_takes_no_further_step_when_it_is_started_again(tree, tmp_path):
+    (tmp_path / "always.py").write_text("def right(rollout):\n    return 1.0\n")
+    over = {
+        "eval": {"stop_at": 1.0, "at_start": False},
+        "train": {"steps": 5},
+        "reward": {"terms": [f"{tmp_path}/always.py:right"]},
+    }
+    first = run_rl(named(tree, "good", **over))
+    again = run_rl(named(tree, "good", **over))
+    assert first["steps"] == again["steps"] == 1 and again["finished"]
+    assert len(rows(tmp_path / "good")) == 1
+
+
+BROKEN = """
+import os, sys, time
+from pathlib import Path
+from lightrft.config import RLConfig
+from lightrft.trainer import rl
+from lightrft.trainer.launch import local
+from lightrft.utils.settings import load_settings
+
+rank, folder = int(os.environ["RANK"]), Path(sys.argv[1]).parent
+local_ahead, learn = local.local_ahead, rl.learn
+
+def without_end(config, *given):
+    engine = local_ahead(config, *given)
+    generate = engine.generate
+    def generating(requests, sampling, stopped):
+        if (folder / "learning").exists():  # as long as nobody says stop
+            (folder / f"drawing-{rank}").touch()
+            while not stopped():
+                time.sleep(0.01)
+        return generate(requests, sampling, stopped)
+    engine.generate = generating
+    return engine
+
+def broken(*given):
+    (folder / "learning").touch()
+    while rank and not (folder / "drawing-0").exists():
+        time.sleep(0.01)
+    if rank:
+        raise ZeroDivisionError("broken")
+    return learn(*given)
+
+local.local_ahead, rl.learn = without_end, broken
+rl.run_rl(load_settings(RLConfig, [sys.argv[1]]).settings)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_fails_while_the_others_draw_ends_them_at_once(tree, tmp_path):
+    over = {
+        "rollout": {"staleness": 2},
+        "algorithm": {"proximal": "behavior"},
+        "eval": {"data": {"sources": []}},
+        "train": {"steps": 4},
+    }
+    file = config_file(deep_merge(tree, over), tmp_path, "broken")
+    env, began = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, time.monotonic()
+    command, port = [sys.executable, "-c", BROKEN, str(file)], free_port()
+    both = [subprocess.Popen(command, env=env | at(port, rank), stderr=subprocess.PIPE, text=True) for rank in range(2)]
+    first, second = (one.communicate(timeout=400)[1] for one in both)
+    assert "ZeroDivisionError: broken" in second.splitlines()[-1]
+    assert "rank 1: ZeroDivisionError: broken" in first
+    assert time.monotonic() - began < 300  # strategy.timeout is ten minutes
