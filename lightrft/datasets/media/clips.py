@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from lightrft.datasets.media.contents import Content, Frames, head, stream
+from lightrft.datasets.media.contents import Content, Frames, frame_count, head, held, stream, turn
 from lightrft.datasets.media.pictures import picture_size, read_picture, to_rgb
 from lightrft.types import Extent
 from lightrft.utils.errors import DataError
@@ -142,16 +143,37 @@ def _is_animation(content: Content) -> bool:
     return start[:4] == b"GIF8" or start[:8] == b"\x89PNG\r\n\x1a\n" or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
 
 
-def _animation(content: Any) -> Image.Image:
+@contextmanager
+def _animation(content: Any) -> Generator[Image.Image, None, None]:
+    """The picture to leaf through. One in memory stands where it stood, afterwards."""
+    with held(content):
+        picture, at = _leafed(content)
+        try:
+            yield picture
+        finally:
+            if at is None:
+                picture.close()
+            else:
+                turn(picture, at)
+
+
+def _leafed(content: Any) -> tuple[Image.Image, int | None]:
+    """The picture at its first frame, and at which it stood if it is only lent."""
     try:
-        return content.copy() if isinstance(content, Image.Image) else Image.open(stream(content))
+        if not isinstance(content, Image.Image):
+            return Image.open(stream(content)), None
+        if frame_count(content) == 1:
+            return content.copy(), None
+        at = content.tell()
+        turn(content, 0)
+        return content, at
     except Exception as error:  # plugins raise SyntaxError, struct.error and more
         raise ValueError(f"the animation cannot be read: {error}") from error
 
 
 def _extent_of(picture: Image.Image, viewing: Viewing) -> tuple[list[int], Extent]:
     times, now = [], 0.0
-    for k in range(getattr(picture, "n_frames", 1)):
+    for k in range(frame_count(picture)):
         picture.seek(k)
         picture.load()  # a WebP tells how long a frame stands only then
         times.append(now)

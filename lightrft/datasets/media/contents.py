@@ -10,9 +10,11 @@ import re
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from threading import RLock
 from typing import IO, Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
@@ -21,6 +23,8 @@ from PIL import Image
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{32,}={0,2}\s*")
 _NESTED = ("image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "url", "path", "file")
+_ANIMATED = ("GIF", "PNG", "WEBP")
+_HOLDS = tuple(RLock() for _ in range(64))
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 LARGEST = 4 << 30
 """Bytes of a download: more than hours of video. What is larger is an archive, or a stream that never ends."""
@@ -168,6 +172,24 @@ def digest(content: Content) -> bytes:
     return seen.digest()
 
 
+def held(content: Content) -> AbstractContextManager[Any]:
+    """Entered while ``content`` is looked at: a picture in memory has its file and its place among frames once for all threads."""
+    return _HOLDS[id(content) // 64 % len(_HOLDS)] if isinstance(content, Image.Image) else nullcontext()
+
+
+def frame_count(picture: Image.Image) -> int:
+    """Frames of an animation; 1 for what only holds several pictures, such as a photo with its preview."""
+    return getattr(picture, "n_frames", 1) if picture.format in _ANIMATED else 1
+
+
+def turn(picture: Image.Image, frame: int) -> None:
+    """Go to ``frame`` of an animation from wherever it stands. By way of the last: going back from another, Pillow loses its place
+    in an APNG and the times of a WebP."""
+    picture.seek(frame_count(picture) - 1)
+    picture.load()
+    picture.seek(frame)
+
+
 def stream(content: Path | bytes) -> str | io.BytesIO:
     """What libraries open."""
     return str(content) if isinstance(content, Path) else io.BytesIO(content)
@@ -204,7 +226,9 @@ def _feed(seen: Any, content: Content) -> None:
     elif isinstance(content, bytes):
         seen.update(content)
     elif isinstance(content, Image.Image):
-        _feed_shown(seen, content)
+        with held(content):
+            _feed_shown(seen, content)
+            _feed_others(seen, content)
     elif isinstance(content, Samples):
         seen.update(str(content.rate).encode())
         _feed(seen, content.values)
@@ -222,6 +246,22 @@ def _feed_shown(seen: Any, picture: Image.Image) -> None:
     about = (picture.mode, picture.size, picture.getexif().get(0x0112), picture.info.get("transparency"))
     seen.update(repr((*about, picture.getpalette("RGBA"))).encode())
     seen.update(picture.tobytes())
+
+
+def _feed_others(seen: Any, picture: Image.Image) -> None:
+    """All frames of an animation, in their time, and which it stands at."""
+    at = picture.tell()
+    try:
+        if (count := frame_count(picture)) > 1:
+            turn(picture, 0)
+            for k in range(count):
+                picture.seek(k)
+                _feed_shown(seen, picture)
+                seen.update(repr((at, picture.info.get("duration"))).encode())
+            turn(picture, at)
+    except Exception:  # closed, or damaged in some plugin's own way: it is still a picture, and no clip, as who reads it is told
+        seen.update(b"damaged")
+        picture.seek(at)
 
 
 def _file(path: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from lightrft.datasets.media.contents import Content, stream
+from lightrft.datasets.media.contents import Content, held, stream
 
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -39,13 +39,8 @@ def read_picture(content: Content, limit: int) -> np.ndarray:
     picture_size(content, limit)
     if isinstance(content, np.ndarray):
         return _eight_bit(_rows_first(content))
-    picture = _opened(content)
-    turn = _UPRIGHT.get(_orientation(picture))
-    try:
-        picture.load()
-    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
-        raise ValueError(f"the picture is damaged: {error}") from error
-    return np.asarray(to_rgb(picture if turn is None else picture.transpose(turn)))
+    with held(content):
+        return _read(content)
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
@@ -74,6 +69,16 @@ def _opened(content: Content) -> Image.Image:
         raise ValueError("not a picture of any known format") from None
     except Exception as error:  # plugins raise SyntaxError, struct.error and more
         raise ValueError(f"the picture is damaged: {error}") from error
+
+
+def _read(content: Content) -> np.ndarray:
+    picture = _opened(content)
+    turn = _UPRIGHT.get(_orientation(picture))
+    try:
+        picture.load()
+    except Exception as error:  # decoders raise OSError, SyntaxError, struct.error and more
+        raise ValueError(f"the picture is damaged: {error}") from error
+    return np.asarray(to_rgb(picture if turn is None else picture.transpose(turn)))
 
 
 def _orientation(picture: Image.Image) -> int:

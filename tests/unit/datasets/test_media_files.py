@@ -7,6 +7,7 @@ import contextlib
 import math
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Event, Thread
@@ -388,12 +389,57 @@ def test_of_a_long_clip_frames_are_spread_over_its_length(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
-def test_an_animation_is_a_clip(name: str, tmp_path: Path) -> None:
+def test_an_animation_is_a_clip_from_a_file_and_in_memory(name: str, tmp_path: Path) -> None:
     shades = [Image.fromarray(np.full((8, 12, 3), 40 * k, np.uint8)) for k in range(5)]
     shades[0].save(tmp_path / name, save_all=True, append_images=shades[1:], duration=250, lossless=True)
-    frames, extent = read_clip(tmp_path / name, VIEW)
-    assert extent == Extent((3, 8, 12, 3), (0.0, 0.5, 1.0)) == clip_extent(tmp_path / name, VIEW)
-    assert frames[:, 0, 0, 0].tolist() == [0, 80, 160]
+    with Image.open(tmp_path / name) as lent:
+        for stands in (0, 3):
+            lent.seek(stands)
+            for content in (tmp_path / name, lent):
+                frames, extent = read_clip(content, VIEW)
+                assert extent == Extent((3, 8, 12, 3), (0.0, 0.5, 1.0)) == clip_extent(content, VIEW)
+                assert frames[:, 0, 0, 0].tolist() == [0, 80, 160]
+            assert lent.tell() == stands and read_picture(lent, LIMIT)[0, 0, 0] == 40 * stands
+    still = Image.fromarray(pixels(8, 12))
+    np.testing.assert_array_equal(read_clip(still, VIEW)[0], pixels(8, 12)[None])
+
+
+def test_an_animation_in_memory_is_read_by_several_threads_at_once(tmp_path: Path) -> None:
+    shades = [Image.fromarray(np.full((8, 12, 3), 40 * k, np.uint8)) for k in range(5)]
+    for name in ("a.gif", "a.png", "a.webp"):
+        shades[0].save(tmp_path / name, save_all=True, append_images=shades[1:], duration=250, lossless=True)
+        with Image.open(tmp_path / name) as lent, ThreadPoolExecutor(6) as threads:
+            expected = digest(lent)
+            clips = [threads.submit(read_clip, lent, VIEW) for _ in range(6)]
+            firsts = [threads.submit(read_picture, lent, LIMIT) for _ in range(6)]
+            hashes = [threads.submit(digest, lent) for _ in range(6)]
+            assert all(one.result()[0][:, 0, 0, 0].tolist() == [0, 80, 160] for one in clips)
+            assert all(one.result()[0, 0, 0] == 0 for one in firsts)
+            assert all(one.result() == expected for one in hashes)
+
+
+@pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
+def test_a_hash_of_an_animation_in_memory_is_of_all_its_frames_and_their_times(name: str, tmp_path: Path) -> None:
+    def hashed(last: int, duration: int = 250, at: int = 0) -> bytes:
+        shades = [Image.fromarray(np.full((8, 12, 3), shade, np.uint8)) for shade in (10, 90, last)]
+        shades[0].save(tmp_path / name, save_all=True, append_images=shades[1:], duration=duration, lossless=True)
+        with Image.open(tmp_path / name) as lent:
+            lent.seek(at)
+            return digest(lent)
+
+    assert hashed(200) == hashed(200)
+    assert len({hashed(200), hashed(150), hashed(200, duration=500), hashed(200, at=1)}) == 4
+
+
+def test_an_animation_in_memory_that_was_closed_is_still_a_picture_and_told_as_a_clip(tmp_path: Path) -> None:
+    shades = [Image.fromarray(np.full((8, 12, 3), 40 * k, np.uint8)) for k in range(2)]
+    shades[0].save(tmp_path / "a.gif", save_all=True, append_images=shades[1:], duration=250)
+    with Image.open(tmp_path / "a.gif") as closed:
+        closed.load()
+    assert digest(closed) == digest(closed)
+    assert read_picture(closed, LIMIT).shape == (8, 12, 3)
+    with pytest.raises(ValueError, match="the animation cannot be read: Operation on closed image"):
+        read_clip(closed, VIEW)
 
 
 def test_pictures_in_a_row_and_arrays_are_clips(tmp_path: Path, fetch: Fetch) -> None:
