@@ -9,10 +9,10 @@ from lightrft.config import ModelConfig, RLConfig, SFTConfig
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.meta import meta_model
-from lightrft.strategy.settings import StrategyConfig
 from lightrft.trainer.memory import Held, Phase, gradients, held, peak
 from lightrft.trainer.parts import needs_of, needs_reference
 from lightrft.trainer.phases import DRAWING, Device, Lengths, Model, Place, drawing_answers, passes, reading
+from lightrft.trainer.spread import in_worker
 from lightrft.utils.products import products_bytes
 
 MIB = 2**20
@@ -70,7 +70,7 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
         assert isinstance(config, RLConfig)
         model = next(m for m in _models(config) if m.name == {"engine": "policy"}.get(role, role))
         among = {"engine": config.launch.ray.engines, "critic": 1, "process model": 1}.get(role, device.processes)
-        place = Place(config, lengths, replace(device, processes=1), StrategyConfig(), among)
+        place = Place(config, lengths, replace(device, processes=1), in_worker(config.strategy), among)
         if role == "engine":
             model = replace(model, trained=False)
             phases = list(drawing_answers(place, model))
@@ -78,7 +78,7 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
         else:
             phases, kept = list(passes(place, model)), {role: place.held(model)}
         kept |= _compiled([model], device)
-        found[role] = Needs(kept, phases, _counts([model]), place.problems)
+        found[role] = Needs(kept, phases, _counts([model]), place.problems, _on_host(place, [model], phases))
     return found
 
 

@@ -23,6 +23,11 @@ def rows_of(strategy: StrategyConfig, processes: int) -> int:
     return rows if strategy.shard is None else min(strategy.shard, rows)
 
 
+def in_worker(strategy: StrategyConfig) -> StrategyConfig:
+    """What of ``strategy`` acts in a worker of ``launch.ray``, which is one process and answers when it is asked."""
+    return StrategyConfig(device=strategy.device, offload_activations=strategy.offload_activations)
+
+
 def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) -> Shares:
     """All of a model in equal shards, whole block by block. Weights that are trained lie in float32, unless layers are shared out."""
     rows = rows_of(strategy, processes)
@@ -38,7 +43,7 @@ def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, bl
     stage, given = strategy.stage, strategy.deepspeed.get("zero_optimization", {})
 
     def offloaded(what: str) -> bool:
-        return kind != "cpu" and given.get(f"offload_{what}", {}).get("device", "none") != "none"
+        return kind != "cpu" and (given.get(f"offload_{what}") or {}).get("device", "none") != "none"
 
     weights = processes if stage == 3 else 1
     lies: list[Part] = ["weights"] if stage == 3 and offloaded("param") else []

@@ -24,6 +24,7 @@ from lightrft.trainer.launch.remote_weights import Hand
 from lightrft.trainer.parts import needs_of, needs_reference
 from lightrft.trainer.refresh import Follower
 from lightrft.trainer.roles import Roles, Trained
+from lightrft.trainer.spread import in_worker
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.ranks import ALONE, Ranks, together
 from lightrft.utils.workers import Maker, Worker
@@ -59,7 +60,7 @@ class Apart:
     def __init__(self, config: RLConfig, ranks: Ranks, hire: Hire, host: str) -> None:
         self.config, self.ranks, self.hire, self.host = config, ranks, hire, host
         self.limits = Limits.of(config)
-        self.strategy = StrategyConfig(device=config.strategy.device)
+        self.strategy = in_worker(config.strategy)
         self.threads = config.run.threads or max(1, int(config.launch.ray.worker_cpus))
 
     def engine(self, actor: Actor, strategy: Strategy) -> RemoteEngines:

@@ -105,6 +105,10 @@ def test_optimizer_state_that_is_offloaded_is_not_on_the_device(tmp_path: Path) 
     held = found(tmp_path, processes=2, strategy={"kind": "deepspeed", "deepspeed": offload}).models["policy"]
     assert (held.masters, held.moments) == (0, 0)
     assert held.weights > 0
+    zero = {"kind": "deepspeed", "stage": 3}
+    nowhere = {"zero_optimization": {"offload_optimizer": None, "offload_param": None}}
+    given = found(tmp_path, processes=2, strategy={**zero, "deepspeed": nowhere})
+    assert given.models == found(tmp_path, processes=2, strategy=zero).models
 
 
 def test_drawing_ahead_holds_copies_of_the_weights_and_goes_on_beside_every_phase(tmp_path: Path) -> None:
@@ -219,6 +223,11 @@ def test_roles_with_workers_of_their_own_are_not_with_the_ranks_and_have_a_table
     assert apart["critic"].models["critic"] == alone.models["critic"]
     assert phase_of(apart["critic"], "critic: update") == phase_of(alone, "critic: update")
     assert all(needed.peak > sum(held.total for held in needed.models.values()) for needed in apart.values())
+    off = {"strategy": {"offload_activations": True}, "algorithm": {"preset": "ppo"}}
+    away = workers(built(tmp_path, launch=launch, **off), LENGTHS, Device("cuda", 0, 2))["critic"]
+    here = found(tmp_path, **off)
+    assert phase_of(away, "critic: update") == phase_of(here, "critic: update") != phase_of(alone, "critic: update")
+    assert away.host == {"critic: activations": here.host["critic: activations"]}
 
 
 def test_a_cpu_that_compiles_products_in_half_precision_keeps_as_many_as_the_process_allows(

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from lightrft.trainer.distill import targets
 from lightrft.trainer.launch.local import local_critic, local_frozen, local_process
 from lightrft.trainer.launch.remote import Limits
 from lightrft.trainer.launch.remote_models import RemoteFollower, RemoteModel, RemoteTeacher, follower_host, model_host
+from lightrft.trainer.launch.remote_roles import Apart
 from lightrft.trainer.launch.remote_trained import RemoteCritic, RemoteProcess, critic_host, process_host
 from lightrft.trainer.launch.remote_weights import Hand
 from lightrft.trainer.ppo import with_advantages, with_reference, with_values
@@ -166,6 +168,18 @@ def test_a_reference_in_workers_follows_the_policy_bit_for_bit_on_every_rank_and
     finally:
         for worker in workers:
             worker.close()
+
+
+@pytest.mark.parametrize(("kind", "preset"), [("critic", "vapo"), ("process", "prime")])
+def test_a_model_that_learns_in_a_worker_keeps_activations_where_the_strategy_says(folder: Path, kind: str, preset: str) -> None:
+    tree = {"device": "cpu", "offload_activations": True}
+    config = config_of(folder, algorithm={"preset": preset}, strategy=tree, run={"threads": torch.get_num_threads()})
+    made: list[Any] = []
+    apart = Apart(config, ALONE, lambda _, make: made.append(make()) or [SimpleNamespace()], "here")  # type: ignore[arg-type]
+    getattr(apart, kind)(SingleStrategy(CPU), STEPS)
+    (host,) = made
+    assert host.strategy.config == StrategyConfig(**tree)
+    assert host.trained.model._forward_pre_hooks
 
 
 @pytest.mark.parametrize("padded", [0, 5])
