@@ -75,18 +75,19 @@ class Delivery:
         self._lives: tuple[int, ...] = ()
         self._found: dict[int, Fingerprint] = {}
         self._known: list[Fingerprint] = []  # by worker, of what it was made with
-        self._sent: frozenset[str] | None = None  # names that travelled the first time
+        self._frozen: Fingerprint | None = None  # what travelled the first time and never again
+        self._kept_frozen: list[tuple[Layout, Tensor]] = []
         self._resent = 0
 
     @property
     def travelled(self) -> set[str]:
         """Names of what is kept for workers that start later."""
-        return {piece.name for layout, _ in self._kept for piece in layout}
+        return {piece.name for layout, _ in [*self._kept_frozen, *self._kept] for piece in layout}
 
     def hand_over(self, weights: Weights, version: int) -> Fingerprint:
         """Give every worker ``weights``, which are of ``version``; returns the fingerprint of what all of them hold then."""
         self.crew.settle()
-        there = self.crew.each("fingerprint" if self._sent is None else "ping")  # who was lost unseen is found out here
+        there = self.crew.each("fingerprint" if self._frozen is None else "ping")  # who was lost unseen is found out here
         self._known = [found for found in there if found is not None]
         self.crew.settle()
         sums: Fingerprint = {}
@@ -98,9 +99,9 @@ class Delivery:
         else:
             self._resend()
         self.crew.settle()  # who was lost has been given them too
-        if self._sent is None:
-            self._sent = frozenset(sums)
-        return self._agreed(sums)
+        if self._frozen is None:
+            self._keep_frozen(sums)
+        return self._agreed({**(self._frozen or {}), **sums})
 
     def take_counts(self) -> dict[str, int]:
         """See ``Counting``."""
@@ -113,14 +114,21 @@ class Delivery:
 
     def _travelling(self, weights: Weights, sums: Fingerprint) -> Iterator[tuple[str, Tensor]]:
         """Those of ``weights`` that workers lack; ``sums`` gets their checksums."""
-        trained = self.hand.trained
+        trained, known = self.hand.trained, self._known
         for name, tensor in weights:
-            if self._sent is not None and trained is not None and name not in trained and name not in self._sent:
+            if self._frozen is not None and trained is not None and name not in trained:
                 continue
             total = checksum(tensor)
-            if trained is None or name in trained or any(there.get(name) != total for there in self._known):
+            if trained is None or name in trained or not known or any(there.get(name) != total for there in known):
                 sums[name] = total
                 yield name, tensor
+
+    def _keep_frozen(self, sums: Fingerprint) -> None:
+        """Keep, for workers that start later, what no later hand-over brings of the first one, in which ``sums`` travelled."""
+        trained = frozenset(sums) if self.hand.trained is None else self.hand.trained
+        self._frozen = {name: total for name, total in sums.items() if name not in trained}
+        parts = [(tuple(piece for piece in layout if piece.name not in trained), data) for layout, data in self._kept]
+        self._kept_frozen = [(layout, data[: used(layout)]) for layout, data in parts if layout]
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[list[tuple[Layout, Tensor]], bool]:
         """Send ``weights`` to all workers: what is to be kept of it, and whether it arrived everywhere."""
@@ -184,7 +192,7 @@ class Delivery:
 
     def _buckets(self) -> Iterator[tuple[Layout, Tensor]]:
         """The newest weights, as messages."""
-        yield from self._kept
+        yield from [*self._kept_frozen, *self._kept]
         if self._again is not None:
             slots = Message((), self.hand.bucket, 0.0).slots
             for slot, layout in fill(self._again(), slots):

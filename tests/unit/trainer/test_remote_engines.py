@@ -20,7 +20,7 @@ from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
 from lightrft.strategy.engine.base import never
 from lightrft.strategy.engine.native import NativeEngine, checksum
-from lightrft.strategy.engine.transfer import Way
+from lightrft.strategy.engine.transfer import Carrier, Layout, Way
 from lightrft.strategy.settings import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.trainer.launch.remote import Limits
 from lightrft.trainer.launch.remote_engines import RemoteEngines, engine_host, portions
@@ -166,15 +166,34 @@ def test_weights_arrive_bit_for_bit_by_each_way_and_only_trained_ones_travel_aga
     assert engines.take_counts() == {"restarts": 0, "weights_resent": 0}
 
 
-def test_frozen_weights_that_a_worker_was_not_made_with_travel_too(folder: Path, two: list[ProcessWorker]) -> None:
+def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_that_is_started(
+    folder: Path, two: list[ProcessWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
     for worker in two:
         worker.restart()
     weights = dict(tiny_model("qwen2", seed=3, eos_token_id=None, dtype=torch.float64).named_parameters())
     trained, odd = (next(n for n in weights if part in n) for part in ("q_proj.weight", "norm.weight"))
     weights[odd] = torch.full_like(weights[odd], 2.0)
     engines = RemoteEngines(two, CONFIG, LIMITS, hand(trained=frozenset([trained])))
-    assert engines.load_weights(weights.items(), 1)[odd] == checksum(weights[odd])
-    assert engines.delivery.travelled == {trained, odd}
+    first = engines.load_weights(weights.items(), 1)
+    assert first[odd] == checksum(weights[odd]) and engines.delivery.travelled == {trained, odd}
+    carrier = type(engines.delivery._carrier)
+    sent: list[str] = []
+    send = carrier.send
+
+    def seen(self: Carrier, slot: int, layout: Layout) -> None:
+        sent.extend(piece.name for piece in layout)
+        send(self, slot, layout)
+
+    monkeypatch.setattr(carrier, "send", seen)
+    weights[trained] = torch.randn_like(weights[trained])
+    expected = {**first, trained: checksum(weights[trained])}
+    assert engines.load_weights(weights.items(), 2) == expected and set(sent) == {trained}
+    two[0].signal(signal.SIGKILL)
+    engines.crew.each("ping")
+    engines.crew.settle()
+    assert engines.crew.each("fingerprint") == [expected, expected]
+    assert engines.load_weights(weights.items(), 3) == expected
 
 
 @pytest.mark.parametrize("way", ["message", "broadcast"])
