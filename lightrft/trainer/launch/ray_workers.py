@@ -90,8 +90,7 @@ class Roster:
         async with post.lock:
             if post.life == life:
                 package().kill(post.actor)
-                self._start(post)
-                await self._there(post)
+                await self._there(post, self._start(post))
             return post.actor, post.life
 
     async def leave(self, name: str) -> None:
@@ -105,14 +104,17 @@ class Roster:
         """The number of each worker's process, by name."""
         return {name: await post.actor.process.remote() for name, post in self._posts.items()}
 
-    def _start(self, post: Post) -> None:
+    def _start(self, post: Post) -> Any:
+        """Have a new actor make the object; an answer that comes as soon as it has a place."""
         post.actor = actor(Host, self._group, post.slot).remote(*self._host)
-        post.actor.make.remote(post.make)
         post.life += 1
+        there = post.actor.ready.remote()  # first: calls are answered in order, and to make the object may take long
+        post.actor.make.remote(post.make)
+        return there
 
-    async def _there(self, post: Post) -> None:
+    async def _there(self, post: Post, there: Any) -> None:
         try:
-            await asyncio.wait_for(post.actor.ready.remote(), self._seconds)
+            await asyncio.wait_for(there, self._seconds)
         except TimeoutError:
             package().kill(post.actor)
             raise ResourceError(

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightrft.config import LaunchConfig, RLConfig, SFTConfig
+from lightrft.trainer.launch import ray_workers
 from lightrft.trainer.launch.placement import Place
 from lightrft.trainer.launch.ray import Driver, Ended, Order, Rank, RankLost, check_launch, going_on
 from lightrft.trainer.launch.ray_cluster import cluster, package, reason_of
-from lightrft.trainer.launch.ray_workers import office_here
+from lightrft.trainer.launch.ray_workers import Roster, office_here
 from lightrft.trainer.launch.remote import Limits
-from lightrft.utils.errors import ConfigError, RankError, RewardError
+from lightrft.utils.errors import ConfigError, RankError, ResourceError, RewardError
 from lightrft.utils.last_words import heard_by, tell
 from lightrft.utils.settings import build, deep_merge, to_yaml
 from lightrft.utils.signals import StopFlag
@@ -72,6 +75,47 @@ def test_a_worker_that_falls_silent_is_missed_before_the_ranks_that_wait_for_it_
 def test_workers_without_a_launcher_are_an_error_that_says_how_to_start() -> None:
     with pytest.raises(ConfigError, match=r"start the run by the command lightrft"):
         office_here()
+
+
+class Actor:
+    """One whose node is there, or not. It answers calls in order, and is never done making its object."""
+
+    def __init__(self, node: bool) -> None:
+        self._begun = not node
+
+    @property
+    def make(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._never)
+
+    @property
+    def ready(self) -> SimpleNamespace:
+        return SimpleNamespace(remote=self._ready)
+
+    def _never(self, *_: Any) -> None:
+        self._begun = True
+
+    def _ready(self) -> asyncio.Future[None]:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self._begun:
+            answer.set_result(None)
+        return answer
+
+
+def test_a_worker_that_is_started_anew_has_its_place_though_its_model_loads_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_workers, "package", lambda: SimpleNamespace(kill=lambda actor: None))
+    nodes = iter([True, True, False])
+    monkeypatch.setattr(ray_workers, "actor", lambda *_: SimpleNamespace(remote=lambda *_: Actor(next(nodes))))
+
+    async def lost_twice() -> None:
+        roster = Roster(None, 0.5, ("", {}, None))
+        first, life = await roster.hold("engine 0", None, [])  # type: ignore[arg-type]
+        second, again = await roster.again("engine 0", life)
+        assert second is not first and again == life + 1
+        assert await roster.again("engine 0", life) == (second, again)  # another rank, that has lost the first one too
+        with pytest.raises(ResourceError, match=r"engine 0 found no place within launch\.ray\.wait"):
+            await roster.again("engine 0", again)
+
+    asyncio.run(lost_twice())
 
 
 def test_a_folder_that_another_node_does_not_see_is_an_error_that_names_both(
