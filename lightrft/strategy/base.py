@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightrft.strategy.settings import OptimizerConfig
 from lightrft.utils.ranks import Ranks, Team
@@ -136,3 +137,16 @@ class Strategy(Protocol):
     def load(self, state: TrainState, path: Path) -> None:
         """Restore what ``save`` wrote. Raises ``CheckpointError`` when it is not of this model."""
         ...
+
+
+def on_host(strategy: Strategy, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Named ``tensors``, which lie as those of ``Strategy.tensors`` do, in the host's memory, whole: by name on the first rank, and none of
+    them on the others. One after another, so that a device has never to hold more than one of them. A call of all ranks."""
+
+    def whole(tensor: Tensor) -> Tensor | None:
+        found = strategy.full(tensor.detach())
+        # What was put together may lie in memory that is larger than it.
+        return found.to("cpu", copy=isinstance(tensor, DTensor)).contiguous() if strategy.ranks.rank == 0 else None
+
+    found = ((name, whole(tensor)) for name, tensor in tensors)
+    return {name: tensor for name, tensor in found if tensor is not None}

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from lightrft.strategy.activations import keep_on_host
 from lightrft.strategy.base import Readable, Shared, StepInfo, Towered, TrainState
@@ -26,6 +26,7 @@ from lightrft.strategy.single import SingleStrategy
 from lightrft.strategy.tensor_parallel import by_mesh, partial_names, shard_layers, sum_partial
 from lightrft.utils.modules import exchange
 from lightrft.utils.ranks import Ranks, in_teams
+from lightrft.utils.shards import held_of
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -79,8 +80,8 @@ class Fsdp2Strategy(SingleStrategy):
     def _shard(self, model: nn.Module) -> None:
         trained = any(parameter.requires_grad for parameter in model.parameters())
         half = next((p.dtype for p in model.parameters() if p.requires_grad and p.dtype in HALF), None)
-        half = half if self.across is None else None
         alone = [] if half is None else [module for module in model.modules() if _full_precision(module)]
+        half = half if self.across is None else None  # else optimizers keep the float32 copy
         if half is not None:
             exchange(model, lambda p: p.detach().float() if p.requires_grad and p.dtype in HALF else None)
         options: dict[str, Any] = {
@@ -141,8 +142,10 @@ class Fsdp2Strategy(SingleStrategy):
     def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return super().like(whole, tensor)
-        on_device = whole.to(tensor.device)
-        return distribute_tensor(on_device, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        own = torch.empty_like(tensor, dtype=whole.dtype)  # of what is offloaded, not where its mesh is
+        for index, part in held_of(own).blocks:
+            part.copy_(whole[index])
+        return own
 
 
 def _fetch_ahead(model: nn.Module) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lightrft.strategy.activations import keep_on_host
-from lightrft.strategy.base import Parted, StepInfo, TrainState
+from lightrft.strategy.base import Parted, StepInfo, TrainState, on_host
 from lightrft.strategy.schedule import lr_factor
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.utils.errors import CheckpointError, ConfigError, first_line
@@ -109,7 +108,7 @@ class SingleStrategy:
 
     @contextmanager
     def resting(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> Generator[None]:
-        if not self.config.sleep:
+        if not self.config.sleep or self.config.offload:  # what is offloaded is there all the time
             yield
             return
         states, frozen = list(states), list(frozen)
@@ -125,8 +124,8 @@ class SingleStrategy:
         for state in states:
             inner: Masters = state.inner
             for name, master in inner.masters.items():
-                if master is not inner.parameters[name]:
-                    master.data = moved(master.data, device)
+                if master is not inner.parameters[name] and (other := moved(master, device)) is not master:
+                    torch.utils.swap_tensors(master, other)  # to set the data of a DTensor would leave its shard behind
                 held = state.optimizer.state.get(master, {})
                 for key in MOMENTS[:2]:
                     if key in held:
@@ -159,9 +158,7 @@ class SingleStrategy:
         for name, master in inner.masters.items():
             moments = state.optimizer.state.get(master, {})
             tensors |= {f"{key}/{name}": moments[key] for key in MOMENTS if key in moments}
-        first = self.ranks.rank == 0
-        whole = {k: w.contiguous() for k, t in tensors.items() if (w := self.full(t.detach())) is not None and first}
-        write_state(self.ranks, path, whole, inner.step, inner.total)
+        write_state(self.ranks, path, on_host(self, tensors.items()), inner.step, inner.total)
 
     def load(self, state: TrainState, path: Path) -> None:
         inner: Masters = state.inner
@@ -185,13 +182,8 @@ class SingleStrategy:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; of one that is spread over ranks, the shard."""
-    if not isinstance(tensor, DTensor):
-        return tensor.to(device)
-    shard = tensor.to_local().to(device)
-    return DTensor.from_local(
-        shard, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    """``tensor`` on ``device``; of one that is spread over ranks, the shard. Made anew of its shard it would go where its mesh is."""
+    return tensor.to(device)
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:

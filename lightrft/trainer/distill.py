@@ -72,13 +72,14 @@ def targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
 
 
 def whole_head(model: Actor, strategy: Strategy) -> nn.Module:
-    """The head of ``model``, whole on each rank: a loss reads it in parts, also on its way back, when no call of the model is under
-    way that would put it together."""
+    """The head of ``model``, whole on each rank's device: a loss reads it in parts, also on its way back, when no call of the model is
+    under way that would put it together."""
     head = model.base.get_output_embeddings()
     if strategy.ranks.size == 1:
         return head
     with strategy.tensors(head) as own:
-        whole = {id(p): nn.Parameter(strategy.full(p.detach()).clone(), requires_grad=False) for p in own.values()}
+        copies = ((p, strategy.full(p.detach()).to(strategy.device, copy=True)) for p in own.values())
+        whole = {id(p): nn.Parameter(tensor, requires_grad=False) for p, tensor in copies}
     if type(head) is not nn.Linear:
         return copy.deepcopy(head, whole)
     plain = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.config import KLConfig
 from lightrft.models.actor import Actor
-from lightrft.strategy.base import Strategy
+from lightrft.strategy.base import Strategy, on_host
 from lightrft.trainer.roles import Frozen, Roles
 from lightrft.utils.errors import CheckpointError, ConfigError
 
@@ -65,8 +65,7 @@ class Follower(Frozen):
         if not self.moved:
             return {}
         with self._held() as held:
-            whole = ((name, self.strategy.full(tensor.detach())) for name, tensor in held.items())
-            return {name: tensor for name, tensor in whole if self.strategy.ranks.rank == 0}
+            return on_host(self.strategy, held.items())
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

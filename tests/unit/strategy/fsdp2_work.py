@@ -7,13 +7,16 @@ import gc
 import os
 import socket
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
 from lightrft.models.actor import Actor
@@ -22,7 +25,7 @@ from lightrft.models.settings import LoRAConfig, ModelConfig
 from lightrft.strategy import activations
 from lightrft.strategy.fsdp2 import Fsdp2Strategy
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
-from lightrft.strategy.single import SingleStrategy
+from lightrft.strategy.single import SingleStrategy, moved
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError, ModelError
 from lightrft.utils.ranks import ALONE, Ranks, joined, mine
@@ -49,6 +52,7 @@ CELLS: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
 TEAMS: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
     "team of experts": ("experts", {}, {"tensor": 2}, Actor),
     "team of adapters": ("untied", {"lora": LoRAConfig(rank=4)}, {"tensor": 2}, Actor),
+    "team of a bfloat16 critic": ("untied", {"dtype": "bfloat16"}, {"tensor": 2}, Critic),
 }
 OF_FOUR: dict[str, tuple[str, dict[str, Any], dict[str, Any], type]] = {
     "replicas": ("untied", {}, {"shard": 2}, Actor),
@@ -71,9 +75,14 @@ def loss_of(model: Any, part: Batch) -> Tensor:
     return -model.score(part).logprobs.sum() / 32
 
 
+def shard(tensor: Tensor) -> Tensor:
+    """What is held here of ``tensor``."""
+    return getattr(tensor, "to_local", lambda: tensor)()
+
+
 def local(tensor: Tensor) -> int:
     """Numbers that are held here of ``tensor``."""
-    return getattr(tensor, "to_local", lambda: tensor)().numel()
+    return shard(tensor).numel()
 
 
 def held(model: Any) -> int:
@@ -125,11 +134,43 @@ def train(strategy: SingleStrategy, config: ModelConfig, kind: type) -> dict[str
     found["moved"] = {name: tensor - start[name] for name, tensor in found["weights"].items()}
     found["state"] = sum(local(t) for t in states(state))
     folder = Path(config.path).parent / f"saved-{strategy.ranks.size}"
-    strategy.save(state, folder)
+    found["whole at once"] = saved(strategy, state, folder)
     strategy.load(state, folder)
     again = dict(strategy.full_parameters(state))
     found["restored"] = all(torch.equal(again[name], tensor) for name, tensor in found["weights"].items())
+    strategy._bring([state], [], torch.device("meta"))  # from there nothing comes back
+    masters = (m for m, p in zip(state.inner.masters.values(), state.inner.parameters.values()) if m is not p)
+    found["asleep"] = sorted({(str(t.device), str(shard(t).device)) for t in (*masters, *states(state))})
     return found
+
+
+def saved(strategy: SingleStrategy, state: Any, folder: Path) -> int:
+    """Write a checkpoint; of how many tensors that are put together for it there are the copies where they are put together at a time."""
+    made: list[weakref.ref[Tensor]] = []
+    there: list[int] = []
+
+    def full(tensor: Tensor) -> Tensor:
+        whole = type(strategy).full(strategy, tensor)
+        made.extend([weakref.ref(whole)] * (whole is not tensor))
+        there.append(sum(one() is not None for one in made))
+        return whole
+
+    strategy.full = full
+    strategy.save(state, folder)
+    del strategy.full
+    return max(there)
+
+
+def elsewhere(ranks: Ranks) -> dict[str, Any]:
+    """What becomes of a shard that does not lie on the device of its mesh, for which the meta device stands in."""
+    strategy = Fsdp2Strategy(StrategyConfig(device="cpu"), ranks)
+    whole = torch.arange(14.0).view(7, 2)
+    mesh = DeviceMesh("meta", list(range(ranks.size)))
+    offloaded = torch.empty_like(distribute_tensor(whole.to("meta"), mesh, [Shard(0)], src_data_rank=None), device="cpu")
+    made = {"like": strategy.like(whole, offloaded), "moved": moved(offloaded, torch.device("cpu"))}
+    found = {name: [str(tensor.device), str(shard(tensor).device)] for name, tensor in made.items()}
+    held = shard(made["like"])
+    return {**found, "kind": str(strategy.like(whole.bfloat16(), offloaded).dtype), "held": [] if held.is_meta else held.tolist()}
 
 
 def cell(name: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
@@ -224,6 +265,7 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
         if size == 2:
             found["families"] = families(folder / "families", ranks)
             found["lacking"] = reads(folder, ranks)
+            found["elsewhere"] = elsewhere(ranks)
         else:
             found["refused"] = refused(ranks)
             found["families"] = families(folder / "families", ranks, PLANNED, tensor=2)

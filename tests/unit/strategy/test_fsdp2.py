@@ -117,6 +117,22 @@ def test_a_checkpoint_of_any_cell_gives_back_its_weights(found):
     assert all(cell["restored"] for _, cell in cells(found))
 
 
+def test_of_what_a_checkpoint_holds_one_tensor_at_a_time_is_whole_on_a_device(found):
+    assert all(cell["whole at once"] == 1 for _, cell in cells(found))
+
+
+def test_masters_and_moments_that_sleep_leave_the_device_with_their_shards(found):
+    assert dict(cells(found, "team of a bfloat16 critic"))["team of a bfloat16 critic"]["masters apart"] > 0
+    assert all(cell["asleep"] == [("meta", "meta")] for _, cell in cells(found))
+
+
+def test_what_is_laid_out_like_an_offloaded_shard_lies_where_that_lies(found):
+    whole = torch.arange(14.0).view(7, 2)
+    for rank, held in enumerate(whole.split(4)):
+        on_host = {"like": ["cpu", "cpu"], "moved": ["cpu", "cpu"], "kind": "torch.bfloat16", "held": held.tolist()}
+        assert found[2, rank]["elsewhere"] == on_host
+
+
 def test_what_each_rank_has_read_is_what_loading_gives_in_every_family(found):
     assert [rank["families"] for key, rank in found.items() if key != 1] == [{}] * 6
 

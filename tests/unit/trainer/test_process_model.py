@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from lightrft.models.actor import Actor
 from lightrft.models.tiny import tiny_model
-from lightrft.strategy.settings import OptimizerConfig
-from lightrft.trainer.distill import targets
+from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.strategy.single import SingleStrategy
+from lightrft.trainer.distill import targets, whole_head
 from lightrft.trainer.ppo import with_reference
 from lightrft.trainer.process_model import outcome_losses, with_process_rewards
 from lightrft.trainer.roles import Roles, Trained
@@ -71,3 +73,12 @@ def test_a_teacher_is_asked_at_the_temperature_and_mixture_that_are_set_and_else
     assert target(temperature=2.0, beta=0.2) == (2.0, 0.2)
     config = config_of(algorithm={"preset": "opd"})
     assert targets(roles_of(config), config)(batch_of()) is None
+
+
+def test_a_head_that_is_put_together_is_on_the_device_that_computes_and_not_where_its_shards_lie() -> None:
+    """For that device stands the meta device."""
+    strategy: Any = SingleStrategy(StrategyConfig(device="cpu"))
+    strategy.ranks, strategy.device = SimpleNamespace(size=2), torch.device("meta")
+    actor = Actor(tiny_model("qwen2"))
+    assert all(parameter.is_meta for parameter in whole_head(actor, strategy).parameters())
+    assert not actor.base.get_output_embeddings().weight.is_meta
