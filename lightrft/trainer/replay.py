@@ -117,4 +117,4 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
     load_refreshed(roles, state)
     if roles.ptx is not None and "ptx" in state:
         roles.ptx.load_state_dict(state["ptx"])
-    restore_rng(state["rng"])
+    restore_rng(state["rng"], roles.strategy.device)

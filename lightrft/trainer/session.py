@@ -89,7 +89,7 @@ class Session:
         state = load_state(path / "trainer")
         for name, role in trained.items():
             role.load(strategy, path / name)
-        restore_rng(state.pop("rng"))
+        restore_rng(state.pop("rng"), strategy.device)
         self.before = state.pop("seconds")
         row = state.pop("row", {})
         if self.ranks.rank == 0:
@@ -132,7 +132,7 @@ class Session:
                 for name, role in trained.items():
                     role.save(strategy, path / name)
                 if self.ranks.rank == 0:
-                    more = {"rng": capture_rng(), "seconds": self.seconds, "row": dict(values)}
+                    more = {"rng": capture_rng(strategy.device), "seconds": self.seconds, "row": dict(values)}
                     save_state(path / "trainer", {**state, **more})
                     self.folder.flush()  # a step that is saved is not drawn again
         except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from lightrft.utils.errors import CheckpointError
 
 log = logging.getLogger(__name__)
+HOST = torch.device("cpu")
 
 
 def seed_everything(seed: int) -> None:
@@ -21,8 +23,8 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def capture_rng() -> dict[str, Any]:
-    """The state of every generator that ``seed_everything`` seeds, as nested lists, numbers and uint8 tensors."""
+def capture_rng(device: torch.device = HOST) -> dict[str, Any]:
+    """The state of the generators that a process which computes on ``device`` draws from, as nested lists, numbers and uint8 tensors."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
@@ -30,15 +32,16 @@ def capture_rng() -> dict[str, Any]:
         "numpy": [str(kind), [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = [torch.cuda.get_rng_state(i) for i in range(torch.cuda.device_count())]
+    if device.type == "cuda":
+        state["cuda"] = torch.cuda.get_rng_state(device)
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
 
 
-def restore_rng(state: dict[str, Any]) -> None:
-    """Put back what ``capture_rng`` gave. Generators of devices that are not here are left out, with a warning.
+def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
+    """Put back what ``capture_rng`` gave, its device's state into ``device``, whichever that was: the ranks of a run take up that of the
+    first. A state for another kind of device is left out, with a warning.
 
     Raises ``CheckpointError`` when a part is missing or malformed.
     """
@@ -50,10 +53,13 @@ def restore_rng(state: dict[str, Any]) -> None:
         torch.set_rng_state(state["torch"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the random generators' state is malformed: {type(error).__name__}: {error}") from error
-    saved, here = state.get("cuda", []), torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if len(saved) != here:
-        log.warning("random state of %d CUDA devices was saved, %d are here: draws on the others will differ", len(saved), here)
-    for i in range(min(len(saved), here)):
-        torch.cuda.set_rng_state(saved[i], i)
+    saved = state.get("cuda")
+    if isinstance(saved, list):  # as it was saved once: of every device that the process saw
+        saved = dict(enumerate(saved)).get(device.index or 0)
+    if device.type == "cuda" and saved is not None:
+        torch.cuda.set_rng_state(saved, device)
+    elif device.type == "cuda" or saved is not None:
+        there = "no CUDA device" if saved is None else "a CUDA device"
+        log.warning("the random state of %s was saved, and this run is on %s: what it draws there will differ", there, device)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])

@@ -58,3 +58,27 @@ def test_a_malformed_state_is_a_clear_error():
     del state["numpy"]
     with pytest.raises(CheckpointError, match="numpy"):
         restore_rng(state)
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_every_rank_takes_up_the_state_of_the_device_that_the_first_drew_on(monkeypatch, old):
+    """Without a device: what is asked of torch for it."""
+    advanced, fresh, given = torch.tensor([1]), torch.tensor([0]), []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    # A device without an index is that which the process has taken for itself, here its first.
+    of = {torch.device("cuda"): advanced, 0: advanced, torch.device("cuda:0"): advanced}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: of.get(device, fresh))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: given.append((state, device)))
+    saved = capture_rng(torch.device("cuda"))
+    if old:  # as states of all devices that the first rank saw
+        saved["cuda"] = [advanced, fresh]
+    restore_rng(saved, torch.device("cuda"))
+    assert given == [(advanced, torch.device("cuda"))]
+
+
+def test_a_state_of_another_kind_of_device_is_left_out_with_a_warning(caplog):
+    restore_rng({**capture_rng(), "cuda": torch.tensor([1])}, torch.device("cpu"))
+    assert "the random state of a CUDA device was saved, and this run is on cpu" in caplog.text
+    restore_rng(capture_rng(), torch.device("cuda"))
+    assert "the random state of no CUDA device was saved, and this run is on cuda" in caplog.text
