@@ -102,7 +102,7 @@ class Backbone(nn.Module):
         if team.size > 1:
             if self._layout == "padded":
                 raise _rows_of_their_own(team)
-            check_heads(self.text_config, team.size)
+            check_heads(self.text_config, team)
         self._team = team
 
     def hidden(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:

@@ -80,7 +80,7 @@ class Exchanged:
     ) -> Tensor:
         """``query [1, H, t, d]``, ``key``/``value [1, H_kv, t, d]`` of own tokens to ``[1, t, H, d]``."""
         size = self.row.team.size
-        copies = _copies(query.shape[1], key.shape[1], size)
+        copies = _copies(query.shape[1], key.shape[1], self.row.team)
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         parts = [x[0].unflatten(0, (size, -1)) for x in (query, key, value)]  # [size, h, t, d], a block of heads for each rank
@@ -100,24 +100,27 @@ class Exchanged:
         return x.permute(1, 2, 0, 3).flatten(1, 2)[None, :, : self.row.tokens]
 
 
-def check_heads(config: PreTrainedConfig, size: int) -> None:
-    """Raises ``ModelError`` where a team of ``size`` ranks cannot share out the heads of a language model of ``config``."""
+def check_heads(config: PreTrainedConfig, team: Team) -> None:
+    """Raises ``ModelError`` where ``team`` cannot share out the heads of a language model of ``config``, or those that its layers, shared
+    out as well, leave to each rank."""
     heads: Any = config.num_attention_heads if hasattr(config, "num_attention_heads") else None
     keys: Any = (config.num_key_value_heads if hasattr(config, "num_key_value_heads") else None) or heads
     if not isinstance(heads, int) or not isinstance(keys, int):
         raise ModelError(
-            f"strategy.sequence = {size}: model type {config.model_type!r} does not say how many heads it has; set it to 1"
+            f"strategy.sequence = {team.size}: model type {config.model_type!r} does not say how many heads it has; set it to 1"
         )
-    _copies(heads, keys, size)
+    _copies(heads // team.tensor, keys // team.tensor, team)
 
 
-def _copies(heads: int, keys: int, size: int) -> int:
-    """How often each key head must be there so that ``size`` ranks get equally many of both, which belong together."""
+def _copies(heads: int, keys: int, team: Team) -> int:
+    """How often each key head must be there so that the ranks of ``team`` get equally many of both, which belong together."""
+    size = team.size
     copies = size // math.gcd(keys, size)
     if heads % size or heads % (keys * copies):
+        left = f"of the model that strategy.tensor = {team.tensor} leaves to each rank" if team.tensor > 1 else "of the model"
         fits = [n for n in range(2, size) if heads % n == 0 and heads % (keys * n // math.gcd(keys, n)) == 0]
         raise ModelError(
-            f"strategy.sequence = {size} does not divide the {heads} heads of the model (with {keys} of keys); "
+            f"strategy.sequence = {size} does not divide the {heads} heads {left} (with {keys} of keys); "
             f"set it to {' or '.join(map(str, [1, *fits]))}"
         )
     return copies

@@ -136,11 +136,12 @@ def _of_connection(error: RuntimeError) -> bool:
 @dataclass(frozen=True, slots=True)
 class Team:
     """Ranks side by side that work on the same rows, each on its part of them. ``place`` counts from 0 to ``size - 1``; ``group`` is
-    torch's, for tensors where the model is."""
+    torch's, for tensors where the model is. ``tensor`` ranks share out the layers of each part, and with them the heads."""
 
     place: int
     size: int
     group: Any = None
+    tensor: int = 1
 
 
 def check_teams(ranks: Ranks, size: int) -> None:
@@ -168,7 +169,7 @@ def in_teams(ranks: Ranks, sequence: int, tensor: int = 1) -> tuple[Team, Ranks]
     lines = [block[place::tensor] for block in blocks for place in range(tensor)]
     own, _ = dist.new_subgroups_by_enumeration(lines, timeout=limit)
     across, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*blocks)], timeout=limit, backend="gloo")
-    return Team(ranks.rank % size // tensor, sequence, own), Together(ranks.minutes, across)
+    return Team(ranks.rank % size // tensor, sequence, own, tensor), Together(ranks.minutes, across)
 
 
 def first_rank() -> bool:

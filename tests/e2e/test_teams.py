@@ -174,6 +174,16 @@ def test_heads_that_a_team_does_not_divide_are_refused_with_what_would(ranks, wa
         actor.team = Team(0, ranks)
 
 
+def test_heads_are_shared_out_among_those_that_shared_layers_leave():
+    actor = small_actor("qwen2", num_attention_heads=4, num_key_value_heads=2)
+    actor.team = Team(0, 4)
+    with pytest.raises(
+        ModelError, match=r"strategy.sequence = 4 .* the 2 heads .* strategy.tensor = 2 leaves .*1 of keys.*set it to 1 or 2$"
+    ):
+        actor.team = Team(0, 4, tensor=2)
+    actor.team = Team(0, 2, tensor=2)
+
+
 def test_rows_of_their_own_are_refused_in_a_team():
     actor = small_actor("qwen2", layout="padded")
     with pytest.raises(ModelError, match=r"strategy.sequence = 2 .*model.layout = padded.*set strategy.sequence=1"):
