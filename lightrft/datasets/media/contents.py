@@ -22,8 +22,9 @@ import numpy as np
 from PIL import Image
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{32,}={0,2}\s*")
-_NESTED = ("image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "url", "path", "file")
+NESTED = ("image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "url", "path", "file")
 _ANIMATED = ("GIF", "PNG", "WEBP")
+_PICTURES = (*_ANIMATED, "BMP", "JPEG", "PPM", "TIFF")
 _HOLDS = tuple(RLock() for _ in range(64))
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 LARGEST = 4 << 30
@@ -88,7 +89,7 @@ class Fetch:
             return (
                 _decoded(encoded) if isinstance(encoded, str) and not encoded.startswith("data:") else self.content(encoded, root)
             )
-        inside = next((value[name] for name in _NESTED if value.get(name) is not None), None)
+        inside = next((value[name] for name in NESTED if value.get(name) is not None), None)
         if inside is None:
             raise ValueError(f"neither bytes, path, url nor array in it; it has: {', '.join(map(str, value)) or 'nothing'}")
         return self.content(inside, root)
@@ -180,6 +181,22 @@ def held(content: Content) -> AbstractContextManager[Any]:
 def frame_count(picture: Image.Image) -> int:
     """Frames of an animation; 1 for what only holds several pictures, such as a photo with its preview."""
     return getattr(picture, "n_frames", 1) if picture.format in _ANIMATED else 1
+
+
+def is_still(content: Content) -> bool:
+    """Whether ``content`` is one picture, and no animation, video or sound, as its header says."""
+    if isinstance(content, np.ndarray):
+        return content.ndim == 3
+    try:
+        if isinstance(content, Image.Image):
+            with held(content):
+                return frame_count(content) == 1
+        if not isinstance(content, Path | bytes):
+            return False
+        with Image.open(stream(content), formats=_PICTURES) as picture:
+            return frame_count(picture) == 1
+    except Exception:  # plugins raise SyntaxError, struct.error and more; what it is instead, or how it is damaged, is told later
+        return False
 
 
 def turn(picture: Image.Image, frame: int) -> None:

@@ -9,14 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from os import PathLike, fspath
+from pathlib import Path, PurePath
 from typing import Any
+from urllib.parse import urlparse
+
+from lightrft.datasets.media.contents import NESTED, Fetch, is_still
 
 KINDS = ("image", "video", "audio")
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
 MARK = re.compile(f"{OPEN}([a-z]+):(\\d+){CLOSE}")
 PICTURE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".ppm")
 _FIELDS = ("url", "path", "file", "base64", "data", "bytes", "array")
+_RAW = ("bytes", "array", "data", "base64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +76,14 @@ def payload(part: Mapping[str, Any], kind: str) -> Any:
     return own or None
 
 
-def listed(value: Any, kind: str) -> list[Any]:
-    """The items of a column of ``kind``: one, several, or none. Several frames in a row are one video."""
+def listed(value: Any, kind: str, root: Path) -> list[Any]:
+    """The items of a column of ``kind``: one, several, or none. Several still pictures are the frames of one video."""
     if value is None or (isinstance(value, str | bytes) and not value):
         return []
     if not isinstance(value, list | tuple):
         return [value]
     some = [v for v in value if v is not None]
-    if some and (isinstance(some[0], int | float) or (kind == "video" and all(map(_is_frame, some)))):
+    if some and (isinstance(some[0], int | float) or (kind == "video" and all(_is_frame(v, root) for v in some))):
         return [some]
     return some
 
@@ -92,9 +97,19 @@ def is_raw(value: Any) -> bool:
     return isinstance(value, bytes | bytearray) or hasattr(value, "getexif") or hasattr(value, "__array_interface__")
 
 
-def _is_frame(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.lower().endswith(PICTURE_SUFFIXES)
-    if isinstance(value, Mapping):
-        return value.get("path") is not None and _is_frame(value["path"])
-    return hasattr(value, "getexif") or getattr(value, "ndim", 0) == 3
+def _is_frame(value: Any, root: Path) -> bool:
+    """Whether ``value`` is one still picture, by its name or else by its content; nothing is downloaded for that."""
+    if isinstance(value, Mapping) and all(value.get(name) is None for name in _RAW):
+        inside = next((value[name] for name in NESTED if value.get(name) is not None), None)
+        return inside is not None and _is_frame(inside, root)
+    try:
+        if isinstance(value, str | PathLike) and _ending(fspath(value)) in PICTURE_SUFFIXES:
+            return True
+        return not isinstance(value, list | tuple) and is_still(Fetch(root, 1.0, offline=True).content(value, root))
+    except Exception:  # why it cannot be read is told where it is read
+        return False
+
+
+def _ending(name: str) -> str:
+    path = urlparse(name).path if "://" in name[:16] else name[-16:]
+    return PurePath(path).suffix.lower()

@@ -124,7 +124,7 @@ class Finder:
     def _column(self, kind: str, row: Row) -> tuple[str, list[Any]]:
         """Name and items of the first column of ``kind`` that has any."""
         for name in self._names(kind, row):
-            if values := listed(named_column(row, name, f"{kind}s", self.where), kind):
+            if values := listed(named_column(row, name, f"{kind}s", self.where), kind, self.root):
                 return name, values
         return "", []
 

@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from lightrft.datasets.encoding import Encoder
+from lightrft.datasets.media.items import listed
 from lightrft.datasets.prompts import PromptDataset
 from lightrft.datasets.rows import BadRow
 from lightrft.datasets.settings import Columns, DataConfig, MediaConfig
@@ -305,6 +306,11 @@ def test_features_of_a_parquet_file_are_read_without_a_decoder(eye: Rig, ear: Ri
         features=datasets.Features({"prompt": datasets.Value("string"), "images": datasets.List(datasets.Image())}),
     )
     several.save_to_disk(folder / "saved")
+    frames = datasets.Dataset.from_dict(
+        {"prompt": ["x"], "video": [[{"bytes": encoded(pixels(8, 8, k)), "path": None} for k in range(2)]]},
+        features=datasets.Features({"prompt": datasets.Value("string"), "video": datasets.List(datasets.Image())}),
+    )
+    frames.to_parquet(folder / "frames.parquet")
     wave = (folder / "s.wav").read_bytes()
     spoken = datasets.Dataset.from_dict({"audio": [{"bytes": wave, "path": "s.wav"}], "label": [1]})
     spoken = spoken.cast_column("audio", datasets.Audio())
@@ -318,9 +324,48 @@ def test_features_of_a_parquet_file_are_read_without_a_decoder(eye: Rig, ear: Ri
     assert "<|image_pad|>Which digit?" in found[0].text
     (both,) = read(eye, str(folder / "saved"))
     assert both.media["image_grid_thw"].lengths.tolist() == [2]
+    (moved,) = read(eye, str(folder / "frames.parquet"))
+    assert moved.media["video_grid_thw"].lengths.tolist() == [1]
     (heard,) = read(ear, str(folder / "spoken.parquet"), template="Which digit?", chat=True)
     assert heard.media["feature_lengths"].lengths.tolist() == [1]
     assert "torchcodec" not in sys.modules and "torchvision" not in sys.modules
+
+
+def test_still_pictures_in_a_row_are_one_video_and_animations_are_each_their_own(folder: Path) -> None:
+    still = Image.fromarray(pixels(8, 8))
+    shades = [Image.fromarray(np.full((8, 8, 3), k, np.uint8)) for k in (9, 99)]
+    for form in ("png", "jpg", "gif", "webp"):
+        still.save(folder / f"still.{form}")
+        if form != "jpg":
+            shades[0].save(folder / f"moving.{form}", save_all=True, append_images=shades[1:])
+    data = {path.name: path.read_bytes() for path in folder.glob("*.*")}
+    text = {name: base64.b64encode(held).decode() for name, held in data.items()}
+    stills: list[Any] = [
+        *(data[f"still.{form}"] for form in ("png", "jpg", "gif", "webp")),
+        *({"bytes": data[f"still.{form}"], "path": None} for form in ("png", "webp")),
+        {"bytes": data["still.png"], "path": "elsewhere.mp4"},
+        f"data:image/webp;base64,{text['still.webp']}",
+        text["still.png"],
+        {"image_url": {"url": f"data:image/png;base64,{text['still.png']}"}},
+        {"base64": text["still.jpg"]},
+        *("still.png", "still.gif", "still.webp", folder / "still.png", {"path": "still.jpg", "bytes": None}),
+        "https://x.test/0.png?size=1",
+        still,
+        pixels(8, 8),
+    ]
+    assert listed(stills, "video", folder) == [stills]
+    moving: list[Any] = [
+        *(data[f"moving.{form}"] for form in ("png", "gif", "webp")),
+        {"bytes": data["moving.png"], "path": "moving.png"},
+        f"data:image/gif;base64,{text['moving.gif']}",
+        *("moving.gif", "moving.webp", "c.mp4", data["c.mp4"], {"bytes": data["c.mp4"], "path": "c.mp4"}),
+        *("https://x.test/0.webp", "gone.webp", "http://[", b"", {}, ["still.png"], np.zeros((2, 8, 8, 3), np.uint8)),
+        Image.open(folder / "moving.gif"),
+    ]
+    for one in moving:
+        (first, second) = listed([one, one], "video", folder)
+        assert first is one and second is one, one
+    assert listed([still, still], "image", folder) == [still, still]
 
 
 def pictures_at_hand() -> list[dict[str, Any]]:
