@@ -6,11 +6,13 @@ spellings are encoded as plain text, and everything else as the tokenizer encode
 tokens of ``tokenizer.apply_chat_template``.
 
 Media are marks in the text until it has been rendered: chat templates see parts of their kinds, what they write for each becomes
-its mark again, and ``expanded`` puts the processor's text, with a placeholder for each feature, where the marks are.
+its mark again, and ``expanded`` puts the processor's text, with a placeholder for each feature, where the marks are. What a model
+was trained to find around an item is written here where no template writes it (``unwritten``).
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -23,8 +25,10 @@ from lightrft.datasets.records import Message, Record, read_conversation
 from lightrft.datasets.rows import BadRow, look_up
 from lightrft.datasets.settings import DataConfig
 from lightrft.types import Extent, Prompt
+from lightrft.utils.chat import rendered
 from lightrft.utils.errors import ConfigError, ModelError
 
+_log = logging.getLogger(__name__)
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters: never part of interchanged text
 MARKER = re.compile(f"{OPEN}(\\d+){CLOSE}")
 MARKUP = re.compile(r"[<\[]\S+[>\]]")
@@ -55,8 +59,10 @@ class Encoder:
         self._as_text = config.special_tokens == "text"
         added = tokenizer.added_tokens_decoder
         special = {t.content for t in added.values() if t.special} | set(tokenizer.all_special_tokens)
-        written = {t.content for t in added.values() if MARKUP.fullmatch(t.content) and t.content in str(tokenizer.chat_template)}
-        places = set() if self.media is None else {part.written for part in self.media.parts.values()}
+        parts = [] if self.media is None else list(self.media.parts.values())
+        places = {part.written for part in parts}
+        source = "".join([str(tokenizer.chat_template), *(text for part in parts for text in part.around)])
+        written = {t.content for t in added.values() if MARKUP.fullmatch(t.content) and t.content in source}
         self._table = [*sorted(special | written | places, key=lambda s: (-len(s), s)), OPEN, CLOSE]
         self._place = {spelling: k for k, spelling in enumerate(self._table)}
         self._anyone = _any_of(self._table)
@@ -64,6 +70,8 @@ class Encoder:
         unknown = tokenizer.unk_token_id
         self.special_ids = frozenset({*tokenizer.all_special_ids, *(k for k, t in added.items() if t.special)} - {unknown})
         self._control_ids = self.special_ids | {k for k, t in added.items() if t.content in written}
+        for kind, text in self.unwritten.items() if self.chat else ():
+            _log.warning("the chat template takes no %s: each is written into the text of its message as %r", kind, text)
 
     @cached_property
     def reads(self) -> Reads:
@@ -72,6 +80,13 @@ class Encoder:
             return NOTHING
         own = {kind: () if self._as_text else (part.written,) for kind, part in self.media.parts.items()}
         return Reads({kind: tuple(dict.fromkeys((f"<{kind}>", *spelled))) for kind, spelled in own.items()})
+
+    @cached_property
+    def unwritten(self) -> dict[str, str]:
+        """For each kind that no template writes, what is written for one of it instead."""
+        parts = {} if self.media is None else self.media.parts
+        own = {kind: part for kind, part in parts.items() if not (self.chat and self._takes[kind])}
+        return {kind: part.written.join(part.around) for kind, part in own.items()}
 
     @cached_property
     def placeholders(self) -> frozenset[int]:
@@ -134,7 +149,7 @@ class Encoder:
         chat template is in use.
         """
         if not self.chat:
-            return self._text_of(record, cut)
+            return self._surrounded(self._text_of(record, cut))
         return self.render(self.opening(record, cut), record.where, generate=True)
 
     def opening(self, record: Record, cut: int = 0) -> list[Message]:
@@ -237,18 +252,15 @@ class Encoder:
         kinds = {kind for kind, _ in marks(content)}
         if all(self._takes[kind] for kind in kinds or {"text"}):
             return {**message, "content": as_parts(content)} if kinds or not self._takes["string"] else message
-        return {**message, "content": self._written(content)}
+        return {**message, "content": self._written(self._surrounded(content))}
 
     @cached_property
     def _takes(self) -> dict[str, bool]:
         """What the chat template writes in full: content that is a ``string``, and parts of each kind."""
 
         def writes(content: Any, *expected: str) -> bool:
-            try:
-                text = self._apply([{"role": "user", "content": content}], False)
-            except Exception:  # jinja's errors and whatever a template raises
-                return False
-            return all(text.count(e) == 1 for e in expected) and "'type'" not in text
+            text = rendered(lambda messages: self._apply(messages, False), content)
+            return text is not None and all(text.count(e) == 1 for e in expected)
 
         parts = {} if self.media is None else self.media.parts
         word = {"type": "text", "text": "(word)"}
@@ -259,6 +271,16 @@ class Encoder:
         assert self.media is not None
         parts = self.media.parts
         return replaced(text, lambda kind, _: parts[kind].written)
+
+    def _surrounded(self, text: str) -> str:
+        """``text`` with what belongs around each item, where it does not stand there already."""
+        if self.media is None:
+            return text
+        made, *cut = MARK.split(text)
+        for kind, number, after in zip(cut[::3], cut[1::3], cut[2::3]):
+            left, right = self.media.parts[kind].around
+            made += left * (not made.endswith(left)) + mark(kind, int(number)) + right * (not after.startswith(right)) + after
+        return made
 
     def _with_marks(self, text: str, order: Sequence[tuple[str, int]], where: str) -> str:
         """``text`` with the marks of ``order`` in the places that the template has written for media."""

@@ -27,6 +27,7 @@ from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.parts import PARTS, check_parts, part_of
 from lightrft.models.quiet import quiet
 from lightrft.models.settings import ModelConfig
+from lightrft.models.templates import fit_template
 from lightrft.utils.errors import ModelError, first_line
 
 if TYPE_CHECKING:
@@ -181,6 +182,8 @@ def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of ``config.tokenizer`` or ``config.path``, padding on the left with a token of its own where there is one.
 
+    For a model that reads more than text it has the chat template of the model's processor if its own is for text alone.
+
     Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, a chat template that cannot be read.
     """
     where = config.tokenizer or (where_of(config) if not _is_adapter(config.path) else config.path)
@@ -197,7 +200,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         tokenizer: Any = loader.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except (*BROKEN, TypeError, AttributeError, ImportError) as error:
         raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({first_line(error)})") from error
-    rows = None if _is_adapter(config.path) or not config.path else model_settings(config).get_text_config().vocab_size
+    settings = None if _is_adapter(config.path) or not config.path else model_settings(config)
+    rows = None if settings is None else settings.get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:
         raise ModelError(
             f"the tokenizer {where!r} has {len(tokenizer)} tokens, the model {config.path!r} only {rows}: "
@@ -207,6 +211,12 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     _own_pad(tokenizer, rows)
     if config.chat_template is not None:
         tokenizer.chat_template = _template(config.chat_template)
+    elif settings is not None:
+        try:
+            fit_template(tokenizer, settings, where_of(config), config.revision)
+        except BROKEN as error:
+            says = f"the chat template of its processor cannot be read ({first_line(error)}); set model.chat_template"
+            raise ModelError(f"model.path = {config.path!r}: {says}") from error
     return tokenizer
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 
 from lightrft.config import DoctorConfig, LaunchConfig, RLConfig, SFTConfig
-from lightrft.datasets.encoding import check_template
+from lightrft.datasets.encoding import Encoder, check_template
 from lightrft.datasets.prompts import PromptDataset
 from lightrft.datasets.sft import SFTDataset
 from lightrft.models import varlen
@@ -226,9 +226,11 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     if isinstance(config, SFTConfig):
         examples = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
         found.append(_overlong(examples.counts, "examples", "max_tokens"))
+        found += _unwritten(examples.encoder)
         return _Data(tokenizer, Lengths(1, max(1, examples.longest - 1), config.batch_size, 1), None)
     prompts = PromptDataset(config.data, tokenizer, seed=config.run.seed, processor=processor)
     found.append(_overlong(prompts.counts, "prompts", "data.max_prompt_tokens"))
+    found += _unwritten(prompts.encoder)
     found += _unknown(prompts, tokenizer)
     found.append(_context(config, prompts.longest))
     bounds = _bounds(config)
@@ -284,6 +286,16 @@ def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
     except UserError as error:
         return Finding("data", "warn", "chat template", str(error))
     return Finding("data", "ok", "chat template", "there, and a turn begins as it does within a longer conversation")
+
+
+def _unwritten(encoder: Encoder) -> Iterator[Finding]:
+    """What stands in prompts for items that no chat template writes."""
+    for kind, text in encoder.unwritten.items():
+        if encoder.chat:
+            says = f"takes no {kind}, each is written as {text!r}; leave model.chat_template out, or set one that takes it"
+            yield Finding("data", "warn", "chat template", says)
+        else:
+            yield Finding("data", "ok", kind, f"written into the text as {text!r}, since no chat template is in use")
 
 
 def _overlong(counts: Any, what: str, setting: str) -> Finding:

@@ -10,6 +10,7 @@ import pytest
 
 from lightrft.models.loading import save_model
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.models.tiny_media import save_tiny_media
 from tests.e2e.command import Outcome, assert_refused, command
 
 REWARD = "def same(rollout):\n    return float(rollout.text == rollout.prompt.label)\n\ndef broken(rollout):\n    return 1 / 0\n"
@@ -99,6 +100,19 @@ def test_a_config_of_supervised_fine_tuning_is_known_by_what_it_has(capsys: pyte
         assert found.status == 0, found
         assert "12 examples of 12 rows" in line(found, "rows")
         assert "drawing answers" not in found.out
+
+
+def test_what_is_written_for_items_where_no_chat_template_writes_it_is_told(
+    capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path
+) -> None:
+    save_tiny_media("qwen2_audio", tmp_path / "ear")
+    (tmp_path / "text.jinja").write_text("{% for m in messages %}{{ m['content'] + '' }}{% endfor %}", encoding="utf-8")
+    model, text = f"model={tmp_path / 'ear'}", "'<|audio_bos|><|AUDIO|><|audio_eos|>'"
+    assert text not in doctor(capsys, folder, model).out
+    alone = doctor(capsys, folder, model, f"model.chat_template={tmp_path / 'text.jinja'}")
+    assert f"takes no audio, each is written as {text}" in " ".join(alone.out.split())
+    plain = doctor(capsys, folder, model, "data.template='{prompt}'")
+    assert f"written into the text as {text}" in " ".join(plain.out.split())
 
 
 def test_the_probe_says_how_long_a_step_takes_and_how_sure_that_is(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
 
 from lightrft.models import towers_audio
 from lightrft.models.processing import qwen
-from lightrft.models.processing.base import Part, spelling
+from lightrft.models.processing.base import Part, known, spelling
 from lightrft.models.settings import ModelConfig
 from lightrft.types import Extent
 
@@ -25,11 +25,13 @@ def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokeniz
     """Clips up to the tower's window."""
     extractor, window = _extractor(config, settings.audio_config)
     kept = partial(towers_audio.frames_around, window=window)
-    return {"audio": Clip(extractor, spelling(tokenizer, settings.audio_token_index), towers_audio.qwen2_audio_features, kept)}
+    written = spelling(tokenizer, settings.audio_token_index)
+    around = (known(tokenizer, "<|audio_bos|>"), known(tokenizer, "<|audio_eos|>"))
+    return {"audio": Clip(extractor, written, around, towers_audio.qwen2_audio_features, kept)}
 
 
 def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Clips of any length, in as many windows as they take. The chat template writes the token that a clip begins with."""
+    """Clips of any length, in as many windows as they take."""
     tower = settings.audio_config
     extractor, window = _extractor(config, tower)
     if extractor.n_fft > 4 * extractor.hop_length:
@@ -37,7 +39,8 @@ def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBa
                          "after a clip begins would not be known")  # fmt: skip
     features = partial(towers_audio.voxtral_features, window=window, stacked=tower.intermediate_size // tower.hidden_size)
     kept = partial(towers_audio.frames_to_silence, window=window)
-    return {"audio": Clip(extractor, spelling(tokenizer, settings.audio_token_id), features, kept, windows=None)}
+    written, around = spelling(tokenizer, settings.audio_token_id), (known(tokenizer, "[BEGIN_AUDIO]"), "")
+    return {"audio": Clip(extractor, written, around, features, kept, windows=None)}
 
 
 def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
@@ -46,8 +49,9 @@ def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase)
     if extractor.feature_size != settings.audio_config.num_mel_bins:
         raise ValueError(f"the feature extractor makes {extractor.feature_size} mel bins, the audio tower takes "
                          f"{settings.audio_config.num_mel_bins}")  # fmt: skip
-    written = spelling(tokenizer, settings.audio_token_id)
-    clip = OmniClip(extractor, written, towers_audio.qwen2_audio_features, towers_audio.frames_alone)
+    names = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
+    written, start, end = (spelling(tokenizer, getattr(settings, name)) for name in names)
+    clip = OmniClip(extractor, written, (start, end), towers_audio.qwen2_audio_features, towers_audio.frames_alone)
     return {**qwen.build(config, settings, tokenizer), "audio": clip}
 
 
@@ -67,6 +71,7 @@ class Clip:
 
     extractor: Any
     written: str
+    around: tuple[str, str]
     features: Callable[[int], int]
     kept: Callable[[int], int]
     windows: int | None = 1

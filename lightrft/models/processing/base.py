@@ -28,6 +28,11 @@ class Part(Protocol):
         ...
 
     @property
+    def around(self) -> tuple[str, str]:
+        """What the family's own chat template writes before and after ``written``, and a text without template must have there."""
+        ...
+
+    @property
     def rate(self) -> int:
         """Samples per second that ``inputs`` takes; 0 for what has none."""
         ...
@@ -73,6 +78,13 @@ class Processor:
 def spelling(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """How ``tokenizer`` writes a token."""
     return str(tokenizer.convert_ids_to_tokens(token))
+
+
+def known(tokenizer: PreTrainedTokenizerBase, token: str) -> str:
+    """``token``. Raises ``ValueError`` when ``tokenizer`` does not have it."""
+    if token not in tokenizer.get_vocab():
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    return token
 
 
 def within(pixels: int, min_pixels: int | None, max_pixels: int | None) -> None:

@@ -39,6 +39,7 @@ class GemmaImage:
     written: str
     whole: str
     features: int
+    around: tuple[str, str] = ("", "")
     rate: int = 0
 
     def expand(self, extent: Extent) -> str:

@@ -28,22 +28,25 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
     fields, _ = BaseVideoProcessor.get_video_processor_dict(config.path, revision=revision)
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     image, video, start, end = (spelling(tokenizer, getattr(settings, name)) for name in names)
+    marks = (start, end)
     frames = Qwen2VLImageProcessorPil.from_dict({k: v for k, v in fields.items() if k in processor.to_dict()})
     clip: dict[str, Any] = {"processor": frames, "written": video, "fields": fields}
-    timed = QwenVideo(**clip, timed=True)
-    kinds: dict[str, QwenVideo] = {"qwen2_vl": QwenVideo(**clip), "qwen2_5_vl": timed, "qwen2_5_omni_thinker": timed}
+    plain = QwenVideo(**clip, around=marks)
+    timed = replace(plain, timed=True)
+    kinds: dict[str, QwenVideo] = {"qwen2_vl": plain, "qwen2_5_vl": timed, "qwen2_5_omni_thinker": timed}
     return {
-        "image": QwenImage(processor, image),
-        "video": kinds.get(settings.model_type) or Qwen3Video(**clip, marks=(start, end)),
+        "image": QwenImage(processor, image, marks),
+        "video": kinds.get(settings.model_type) or Qwen3Video(**clip, marks=marks),
     }
 
 
 @dataclass(frozen=True, slots=True)
 class QwenImage:
-    """Pictures. ``written`` is one placeholder between the vision marks that the chat template writes."""
+    """Pictures. ``written`` is one placeholder; where pictures begin is told by the vision marks ``around`` them alone."""
 
     processor: Any
     written: str
+    around: tuple[str, str]
     rate: int = 0
 
     def expand(self, extent: Extent) -> str:
@@ -79,6 +82,7 @@ class QwenVideo:
     written: str
     fields: Mapping[str, Any]
     timed: bool = False
+    around: tuple[str, str] = ("", "")
     rate: int = 0
 
     def expand(self, extent: Extent) -> str:

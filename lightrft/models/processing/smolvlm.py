@@ -34,6 +34,7 @@ class SmolImage:
     processor: Any
     written: str
     features: int
+    around: tuple[str, str] = ("", "")
     rate: int = 0
 
     def expand(self, extent: Extent) -> str:

@@ -41,6 +41,7 @@ class InternImage:
     written: str
     marks: tuple[str, str]
     each: int
+    around: tuple[str, str] = ("", "\n")
     rate: int = 0
 
     def expand(self, extent: Extent) -> str:
@@ -101,6 +102,7 @@ class OnevisionImage:
     side: int
     most: int
     bounds: tuple[int | None, int | None] = (None, None)
+    around: tuple[str, str] = ("", "\n")
     rate: int = 0
 
     def expand(self, extent: Extent) -> str:
@@ -163,6 +165,7 @@ class OnevisionVideo:
     written: str
     side: int
     fields: Mapping[str, Any]
+    around: tuple[str, str] = ("", "\n")
     rate: int = 0
 
     def expand(self, extent: Extent) -> str:

@@ -69,6 +69,14 @@ def by_hand(reader: Rig, *pieces: str | np.ndarray) -> tuple[list[int], dict[str
     return reader.tokenizer(first, add_special_tokens=False)["input_ids"], joined
 
 
+def by_template(reader: Rig, kind: str) -> str:
+    """What the family's chat template writes for one item; not for clips of Qwen3-VL, whose pairs of frames bring marks of their own."""
+    if (kind, reader.actor.model.config.model_type[:8]) == ("video", "qwen3_vl"):
+        return "<|video_pad|>"
+    text = reader.tokenizer.apply_chat_template([{"role": "user", "content": [{"type": kind}]}], tokenize=False)
+    return text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")
+
+
 def extent_of(array: np.ndarray) -> Any:
     from lightrft.types import Extent
 
@@ -148,6 +156,7 @@ def test_rows_rendered_beforehand_name_places_as_the_template_would(eye: Rig, fo
     row = {"prompt": "<|vision_start|><|image_pad|><|vision_end|>what?", "images": ["a.png"]}
     (raw,) = prompts(eye, folder, row, special_tokens="control", chat=False)
     (plain,) = prompts(eye, folder, {"prompt": "what?", "images": ["a.png"]})
+    assert raw.text == row["prompt"]
     inside = lambda p: p.token_ids.count(eye.processor.tokens["image"])  # noqa: E731
     assert inside(raw) == inside(plain) > 0
     assert torch.equal(raw.media["pixel_values"].values, plain.media["pixel_values"].values)
@@ -167,7 +176,10 @@ def test_every_family_reads_what_rows_name(family: str, folder: Path, tmp_path_f
     assert [len(p.attachments) for p in found[1:]] == [n for _ in reader.processor.parts for n in (2, 1)] + [
         len(reader.processor.parts)
     ]
-    scored = reader.actor.score(mixed_batch(found)).logprobs  # raises unless every placeholder has its feature
+    twice = [{"prompt": "x", f"{kind}s": (files[kind] * 2)[:2]} for kind in reader.processor.parts]
+    raw = prompts(reader, folder, *twice, template="{prompt} y")
+    assert [p.text for p in raw] == [f"{by_template(reader, kind) * 2}x y" for kind in reader.processor.parts]
+    scored = reader.actor.score(mixed_batch([*found, *raw])).logprobs  # raises unless every placeholder has its feature
     assert torch.isfinite(scored).all()
 
 
@@ -321,7 +333,7 @@ def test_features_of_a_parquet_file_are_read_without_a_decoder(eye: Rig, ear: Ri
 
     found = read(eye, str(folder / "digits.parquet"), template="Which digit?")
     assert [p.label for p in found] == [0, 1, 2] and all(p.columns == {} for p in found)
-    assert "<|image_pad|>Which digit?" in found[0].text
+    assert found[0].text == "<|vision_start|><|image_pad|><|vision_end|>Which digit?"
     (both,) = read(eye, str(folder / "saved"))
     assert both.media["image_grid_thw"].lengths.tolist() == [2]
     (moved,) = read(eye, str(folder / "frames.parquet"))
@@ -517,7 +529,7 @@ def test_chat_templates_that_take_strings_or_parts_alone_write_media_too(eye: Ri
     before = eye.tokenizer.chat_template
     try:
         for template, expected in (
-            (STRINGS, "user\nsee <|image_pad|> it<"),
+            (STRINGS, "user\nsee <|vision_start|><|image_pad|><|vision_end|> it<"),
             (PARTS, "user\nsee <|image_pad|> it<"),
             (SORTED, "user\n<|image_pad|>see  it<"),
         ):
@@ -538,6 +550,23 @@ def test_marks_in_a_column_that_the_template_names_are_refused_whether_or_not_th
             prompts(eye, folder, {**row, **more}, template="{hint} {prompt}")
     plain = PromptDataset(config_of(written(folder, [row]), template="{hint} {prompt}"), eye.tokenizer, seed=0)
     assert plain[0].text == "\ufdd2image:0\ufdd3 x"
+
+
+def test_a_template_for_text_alone_leaves_out_nothing_that_belongs_around_an_item(
+    ear: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    talk = [{"role": "user", "content": "a <|audio_bos|><audio> or <audio>?"}]
+    rows = [{"prompt": "who?", "audio": "s.wav"}, {"prompt": talk, "audios": ["s.wav", "s.wav"]}]
+    own = prompts(ear, folder, *rows)
+    assert not caplog.records
+    monkeypatch.setattr(ear.tokenizer, "chat_template", STRINGS)
+    found = prompts(ear, folder, *rows)
+    assert "user\n<|audio_bos|><|AUDIO|><|audio_eos|>who?<" in found[0].text
+    assert [p.token_ids for p in found] == [p.token_ids for p in own]
+    said = (
+        "the chat template takes no audio: each is written into the text of its message as '<|audio_bos|><|AUDIO|><|audio_eos|>'"
+    )
+    assert caplog.messages == [said]
 
 
 def test_a_template_may_ask_one_question_of_every_picture(eye: Rig, folder: Path) -> None:
