@@ -9,10 +9,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import hypothesis
 import pytest
 
 LONGEST = ("test_ray.py", "test_faults.py", "test_zero.py")
 """Their tests mostly wait for other processes. At the end of all tests one worker would be left alone with them."""
+
+# An example may take long on a busy machine. The search for mutants has a profile of its own, which is loaded by then.
+hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+if hypothesis.settings.get_current_profile_name() != "mutation":
+    hypothesis.settings.load_profile("suite")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
