@@ -22,6 +22,7 @@ from lightrft.trainer import asynchronous, ppo, rl
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
 from lightrft.utils.settings import build, deep_merge
+from lightrft.utils.signals import StopFlag
 from lightrft.utils.trackers import read_rows
 from tests.e2e.test_resume import assert_same_end, start
 
@@ -207,13 +208,20 @@ def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_
     assert whole.returncode == 0, whole.stderr
     config = build(RLConfig, deep_merge(tree, {"run": {"name": "stopped"}}))
     collect = asynchronous.collect
+    request, heard = StopFlag.request, threading.Event()
+
+    def hearing(flag: StopFlag, reason: str) -> None:
+        request(flag, reason)
+        heard.set()
 
     def interrupted(roles: Any, config: Any, step: int, *rest: Any) -> Any:
         if step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
+            assert heard.wait(60)  # the main thread may come to look when all is drawn
         return collect(roles, config, step, *rest)
 
     monkeypatch.setattr(asynchronous, "collect", interrupted)
+    monkeypatch.setattr(StopFlag, "request", hearing)
     summary = run_rl(config)
     monkeypatch.undo()
     assert not summary["finished"] and summary["steps"] < 4

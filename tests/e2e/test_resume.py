@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,13 @@ KILLING = Path(__file__).with_name("killing.py")
 ROOT = Path(__file__).parents[2]
 
 
-def start(tree: dict[str, Any], name: str, where: str, nth: int, tmp_path: Path) -> subprocess.CompletedProcess[str]:
+def start(
+    tree: dict[str, Any], name: str, where: str, nth: int, tmp_path: Path, how: str = "kill"
+) -> subprocess.CompletedProcess[str]:
     file = tmp_path / f"{name}.yaml"
     file.write_text(to_yaml(build(RLConfig, deep_merge(tree, {"run": {"name": name}}))))
     return subprocess.run(
-        [sys.executable, str(KILLING), str(file), where, str(nth)],
+        [sys.executable, str(KILLING), str(file), where, str(nth), "0", how],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -126,23 +127,13 @@ def test_pass_rates_and_groups_that_are_carried_over_survive_a_kill(tree, tmp_pa
 
 @pytest.mark.slow
 def test_sigterm_saves_leaves_cleanly_and_the_run_goes_on_bit_for_bit(tree, tmp_path):
-    tree = deep_merge(tree, {"checkpoint": {"every": 0}, "train": {"steps": 12}})
+    tree = deep_merge(tree, {"checkpoint": {"every": 0}, "train": {"steps": 5}})
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
-    file = tmp_path / "stopped.yaml"
-    file.write_text(to_yaml(build(RLConfig, deep_merge(tree, {"run": {"name": "stopped"}}))))
-    process = subprocess.Popen(
-        [sys.executable, str(KILLING), str(file), "never", "0"],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-    metrics = tmp_path / "stopped" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and (not metrics.exists() or len(metrics.read_text().splitlines()) < 2):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == 0
+    stopped = start(tree, "stopped", "update", 20, tmp_path, "terminate")
+    assert stopped.returncode == 0, stopped.stderr
     summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
-    assert not summary["finished"] and 2 <= summary["steps"] < 12
+    assert not summary["finished"] and 2 <= summary["steps"] < 5
     again = start(tree, "stopped", "never", 0, tmp_path)
     assert again.returncode == 0, again.stderr
-    assert_same_end(tmp_path / "whole", tmp_path / "stopped", 12)
+    assert_same_end(tmp_path / "whole", tmp_path / "stopped", 5)
