@@ -210,12 +210,22 @@ def test_a_state_of_other_data_is_refused():
         PromptSampler(4, 0, True).load_state_dict({"epoch": 0, "position": 9})
 
 
+def seconds(work):
+    """The least processor time of three goes."""
+
+    def once():
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    return min(once() for _ in range(3))
+
+
 def test_preparing_a_whole_benchmark_costs_little_more_than_its_tokenisation():
-    start = time.process_time()
-    data = dataset({"path": "data/gsm8k", "reader": "gsm8k"})
-    whole = time.process_time() - start
+    made = []
+    whole = seconds(lambda: made.append(dataset({"path": "data/gsm8k", "reader": "gsm8k"})))
+    data = made.pop()
     assert len(data) == 7473
     texts = [data[i].text for i in range(1000)]
-    start = time.process_time()
-    TOKENIZER(texts, add_special_tokens=False)
-    assert whole < 4 * 7.473 * (time.process_time() - start)
+    part = seconds(lambda: TOKENIZER(texts, add_special_tokens=False))
+    assert whole < 4 * 7.473 * part

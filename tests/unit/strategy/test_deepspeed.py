@@ -70,7 +70,7 @@ def on_two_ranks(cell: str, folder: Path) -> list[tuple[dict[str, Any], dict[str
     script = folder / "cells.py"
     script.write_text(f"{head}{cell}\nfolder = {tail}")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*torchrun, str(script), str(folder)], capture_output=True, text=True, check=False, timeout=180)
+    done = subprocess.run([*torchrun, str(script), str(folder)], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout.partition("FOUND")[2].splitlines()[0])
     return [(first[str(stage)], second[str(stage)]) for stage in STAGES]
