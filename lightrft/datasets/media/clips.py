@@ -19,12 +19,14 @@ from lightrft.utils.errors import DataError
 
 @dataclass(frozen=True, slots=True)
 class Viewing:
-    """Which frames are looked at: ``fps`` of them a second, but never more than ``max_frames`` evenly over the whole."""
+    """Which frames are looked at: ``fps`` of them a second, but at least ``least``, as far as there are so many, and never more than
+    ``max_frames``, evenly over the whole."""
 
     fps: float | None
     max_frames: int
     max_seconds: float | None
     max_source_pixels: int
+    least: int = 1
 
     def choose(self, times: Sequence[float]) -> list[int]:
         """Positions in ``times``, which ascend, of the frames to look at."""
@@ -37,12 +39,13 @@ class Viewing:
             return self.spread(len(times))
         count = int(last * self.fps + 1e-6) + 1
         wanted = np.arange(count) / self.fps if count <= self.max_frames else np.linspace(0, last, self.max_frames)
-        found = np.searchsorted(np.asarray(times) - times[0], wanted + 1e-6, side="right") - 1
-        return np.unique(found).tolist()
+        found = np.unique(np.searchsorted(np.asarray(times) - times[0], wanted + 1e-6, side="right") - 1)
+        return found.tolist() if len(found) >= self.least else self.spread(len(times), self.least)
 
-    def spread(self, count: int) -> list[int]:
-        """At most ``max_frames`` of ``count``, evenly."""
-        return np.unique(np.linspace(0, count - 1, min(count, self.max_frames)).round().astype(int)).tolist()
+    def spread(self, count: int, most: int | None = None) -> list[int]:
+        """At most ``most`` of ``count``, or ``max_frames``, evenly."""
+        taken = min(count, self.max_frames, count if most is None else most)
+        return np.unique(np.linspace(0, count - 1, taken).round().astype(int)).tolist()
 
 
 def clip_extent(content: Content, viewing: Viewing) -> Extent:

@@ -168,8 +168,9 @@ class MediaReader:
 
     def _viewing(self, item: Item) -> Viewing:
         config = self.config
+        least = getattr(self.parts[item.kind], "least", 1)  # only some parts for clips ask for so many frames
         return Viewing(
-            config.fps if item.fps is None else item.fps, config.max_frames, config.max_seconds, config.max_source_pixels
+            config.fps if item.fps is None else item.fps, config.max_frames, config.max_seconds, config.max_source_pixels, least
         )
 
     def _hearing(self, item: Item) -> Hearing:

@@ -135,6 +135,11 @@ class Qwen3Video(QwenVideo):
     marks: tuple[str, str] = ("", "")
     each: tuple[int | None, int | None] = (None, None)
 
+    @property
+    def least(self) -> int:
+        """Frames that a clip must have."""
+        return self.processor.temporal_patch_size
+
     def expand(self, extent: Extent) -> str:
         grid, (start, end) = self._grid(extent), self.marks
         times, step = _times(extent), self.processor.temporal_patch_size
@@ -150,7 +155,7 @@ class Qwen3Video(QwenVideo):
         write_settings(path / "video_preprocessor_config.json", {**self.fields, "video_processor_type": "Qwen3VLVideoProcessor"})
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        size, step = self.processor.size, self.processor.temporal_patch_size
+        size, step = self.processor.size, self.least
         if frames < step:
             raise ValueError(f"a clip of {frames} frames: this model needs at least {step}")
         counted = round(frames / step) * step

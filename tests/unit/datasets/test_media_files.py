@@ -386,6 +386,10 @@ def test_of_a_long_clip_frames_are_spread_over_its_length(tmp_path: Path) -> Non
     assert len(clip_extent(tmp_path / "a.mp4", Viewing(None, 100, None, LIMIT)).times) == 12
     assert len(clip_extent(tmp_path / "a.mp4", Viewing(100.0, 100, None, LIMIT)).times) == 12
     assert len(clip_extent(tmp_path / "a.mp4", Viewing(100.0, 1, None, LIMIT)).times) == 1
+    few = Viewing(0.1, 8, None, LIMIT, least=3)
+    assert clip_extent(tmp_path / "a.mp4", few).times == (0.0, 3.0, 5.5)
+    clip(tmp_path / "b.mp4", frames=2, rate=30)
+    assert len(clip_extent(tmp_path / "b.mp4", few).times) == 2
 
 
 @pytest.mark.parametrize("name", ["a.gif", "a.webp", "a.png"])
@@ -488,12 +492,19 @@ def test_a_library_that_is_not_installed_is_named_with_the_way_to_get_it(tmp_pat
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.sampled_from([0.5, 1.0, 2.0, 7.5, None]), st.integers(1, 12))
-def test_frames_looked_at_ascend_and_are_never_too_many(gaps: list[int], fps: float | None, most: int) -> None:
+@given(
+    st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    st.sampled_from([0.5, 1.0, 2.0, 7.5, None]),
+    st.integers(1, 12),
+    st.integers(1, 4),
+)
+def test_frames_looked_at_ascend_and_are_neither_too_many_nor_too_few(
+    gaps: list[int], fps: float | None, most: int, least: int
+) -> None:
     times = [sum(gaps[:k]) / 20 for k in range(len(gaps))]
-    chosen = Viewing(fps, most, None, LIMIT).choose(times)
+    chosen = Viewing(fps, most, None, LIMIT, least).choose(times)
     assert chosen == sorted(set(chosen))
-    assert 1 <= len(chosen) <= most
+    assert min(least, most, len(times)) <= len(chosen) <= most
     assert chosen[0] == 0 and chosen[-1] < len(times)
 
 

@@ -165,12 +165,13 @@ def test_rows_rendered_beforehand_name_places_as_the_template_would(eye: Rig, fo
 @pytest.mark.parametrize("family", MEDIA_FAMILIES)
 def test_every_family_reads_what_rows_name(family: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     reader = rig(family, tmp_path_factory.mktemp(family))
-    files = {"image": ["a.png", "b.png"], "video": ["c.mp4", ["a.png", "a.png", "a.png"]], "audio": ["s.wav"]}
+    clip(folder / "short.mp4", frames=6, rate=30)  # shorter than the time from one frame to the next at data.media.fps
+    files = {"image": ["a.png", "b.png"], "video": ["c.mp4", ["a.png", "a.png", "a.png"], "short.mp4"], "audio": ["s.wav"]}
     rows: list[dict[str, Any]] = [{"prompt": "nothing to see"}]
     for kind in reader.processor.parts:
         rows.append({"prompt": f"before <{kind}> and <{kind}>, behind", f"{kind}s": (files[kind] * 2)[:2]})
         rows.append({"prompt": "front", kind: files[kind][0]})
-    rows.append({"prompt": "all of it", **{kind: files[kind][0] for kind in reader.processor.parts}})
+    rows.append({"prompt": "all of it", **{kind: files[kind][-1] for kind in reader.processor.parts}})
     found = prompts(reader, folder, *rows)
     assert [bool(p.media) for p in found] == [False] + [True] * (len(rows) - 1)
     assert [len(p.attachments) for p in found[1:]] == [n for _ in reader.processor.parts for n in (2, 1)] + [
