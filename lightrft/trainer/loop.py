@@ -110,7 +110,7 @@ def export(run: Training) -> None:
     if ranks.size == 1:
         save_model(roles.actor, roles.tokenizer, path, processor=roles.processor)
         return
-    copy = Actor.load(roles.actor.config, dtype=roles.actor.base.dtype) if ranks.rank == 0 else None
+    copy = Actor.load(roles.actor.config) if ranks.rank == 0 else None
     parameters = {} if copy is None else dict(copy.named_parameters())
     for name, tensor in roles.strategy.full_parameters(roles.policy.state):
         if copy is not None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from benchmarks.parity import Tree, run_all
 from lightrft.config import RLConfig
@@ -27,10 +28,11 @@ Whole = Callable[[str], Path]
 
 @pytest.fixture
 def trees(uneven_tree: Tree, teacher_folder: Path) -> dict[str, Tree]:
-    """Runs of five steps by name, every checkpoint kept."""
+    """Runs of five steps by name, every checkpoint kept, and one of one step."""
     long = deep_merge(uneven_tree, {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 10}})
     trees = {name: deep_merge(long, cell) for name, cell in BEYOND.items()}
     trees["distils"]["teacher"] = {"path": str(teacher_folder)}
+    trees["halves"] = deep_merge(uneven_tree, {"model": {"dtype": "bfloat16"}, "train": {"steps": 1}, "eval": {"every": 0}})
     trees["undisturbed"] = deep_merge(trees["alone"], {"checkpoint": {"every": 0}, "eval": {"every": 0}})
     return trees
 
@@ -77,10 +79,14 @@ def cut(run: Path, to: Path, step: int) -> None:
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_what_reaches_beyond_a_step_has_the_numbers_of_one_process(trees, whole, tmp_path, subtests, processes):
-    run_all([named(trees[name], tmp_path, name) for name in BEYOND], tmp_path, processes)
+    run_all([named(trees[name], tmp_path, name) for name in (*BEYOND, "halves")], tmp_path, processes)
     for name in BEYOND:
         with subtests.test(name):
             check_equal(tmp_path / name, whole(name))
+    with subtests.test("what is exported has the type of the model and not of its masters"):
+        exported = tmp_path / "halves" / "model"
+        kinds = {str(tensor.dtype) for tensor in load_file(exported / "model.safetensors").values()}
+        assert (kinds, json.loads((exported / "config.json").read_text())["dtype"]) == ({"torch.bfloat16"}, "bfloat16")
 
 
 def test_runs_with_a_moving_reference_or_batches_that_wait_go_on_with_another_number_of_processes(trees, whole, tmp_path):
