@@ -113,7 +113,7 @@ class Fsdp2Strategy(SingleStrategy):
     @contextmanager
     def whole(self, model: nn.Module) -> Generator[None]:
         modules = list(_sharded(model))
-        groups = [group for module in modules for group in module._get_fsdp_state()._fsdp_param_groups]
+        groups = [group for module in modules if (group := module._get_fsdp_state()._fsdp_param_group) is not None]
         after = [group.post_forward_mesh_info for group in groups]
         for module in modules:
             module.unshard()

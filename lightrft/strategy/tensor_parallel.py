@@ -13,11 +13,14 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.torch_version import TorchVersion
 
 from lightrft.strategy.experts import WIDTHS, Experts, cut_of
 from lightrft.utils.errors import ConfigError
@@ -127,6 +130,9 @@ def _cuts(name: str, module: nn.Module, plan: Mapping[str, str], size: int) -> d
             raise _refused(size, f"the plan for {name} says nothing of its {own}")
         if (cut := cut_of(weight, style, size)) is None:
             raise _refused(size, f"{own} of {name} is {list(weight.shape)}, whose width it does not divide")
+        if isinstance(cut, _StridedShard) and TorchVersion(torch.__version__) < "2.12":
+            why = f"torch {torch.__version__} cannot put {own} of {name} together, two matrices side by side; install torch 2.12 or newer"
+            raise _refused(size, why, "or ")
         cuts[own] = cut
     return cuts
 

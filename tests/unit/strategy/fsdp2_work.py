@@ -91,8 +91,8 @@ def held(model: Any) -> int:
 
 def unsharded_gradients(model: Any) -> int:
     """Numbers of gradients that are held whole."""
-    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in m._get_fsdp_state()._fsdp_param_groups]
-    params = [p for g in groups for p in g.fsdp_params]
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
+    params = [p for g in groups if g is not None for p in g.fsdp_params]
     whole = [p.unsharded_accumulated_grad for p in params]
     whole += [p._unsharded_param.grad for p in params if hasattr(p, "_unsharded_param")]
     return sum(grad.numel() for grad in whole if grad is not None)
