@@ -290,11 +290,16 @@ def _room(store: Any, rank: int, size: int, limit: timedelta) -> Any:
     return room
 
 
+def for_one_attempt(limit: timedelta) -> timedelta:
+    """What gloo is to be given for a group whose members are all there, so that it connects them in about ``limit`` or not at all."""
+    return max(limit / ATTEMPTS, min(limit, CONNECTED))
+
+
 def _connect(store: Any, rank: int, size: int, limit: timedelta) -> None:
     """Torch's default process group. Ranks that are all there cannot reach one another if they do not in about ``limit``."""
     import torch.distributed as dist
 
-    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=max(limit / ATTEMPTS, min(limit, CONNECTED)))
+    dist.init_process_group(store=store, rank=rank, world_size=size, timeout=for_one_attempt(limit))
     dist.distributed_c10d._set_pg_timeout(limit)
 
 

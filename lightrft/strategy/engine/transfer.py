@@ -6,6 +6,7 @@ memory that both see, and ``message`` anyone who can be called.
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -20,10 +21,14 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.multiprocessing import reductions
 
+from lightrft.strategy.engine.base import never
+from lightrft.utils.ranks import for_one_attempt
 from lightrft.utils.workers import Worker
 
 Way = Literal["broadcast", "shared", "message"]
 
+LOOK_SECONDS = 0.05
+"""Between two looks at who has come."""
 ALIGNED = 16
 """Pieces begin at multiples of this many bytes, so that each can be read as what it is."""
 
@@ -198,7 +203,13 @@ class Broadcast(Carrier):
             worker.call("weights", "join", host, port, rank, members, bucket, device.type, seconds)
             for rank, worker in enumerate(self.workers, 1)
         ]
-        self._group: Any = group_of(self._store, 0, members, device, seconds)
+
+        def look() -> None:
+            for future in joining:
+                if future.done():
+                    future.result()
+
+        self._group: Any = group_of(self._store, 0, members, device, seconds, look)
         for future in joining:
             future.result(seconds)
 
@@ -223,11 +234,23 @@ def carrier_of(
     return Broadcast(workers, size, device, seconds, host)
 
 
-def group_of(store: dist.Store, rank: int, size: int, device: torch.device, seconds: float) -> Any:
-    """A process group that no other knows of; blocks until its ``size`` members are there."""
+def group_of(
+    store: dist.Store, rank: int, size: int, device: torch.device, seconds: float, look: Callable[[], object] = never
+) -> Any:
+    """A process group that no other knows of; blocks until its ``size`` members are there, and calls ``look``, which may raise, while
+    they are not."""
     patience = timedelta(seconds=seconds)
+    store.set(f"here/{rank}", "")
+    until = time.monotonic() + seconds
+    while not store.check([f"here/{other}" for other in range(size)]):  # gloo waits for nobody who is late
+        look()
+        if time.monotonic() > until:
+            raise TimeoutError(f"a group of {size} was not complete within {seconds:g} s")
+        time.sleep(LOOK_SECONDS)
     if device.type != "cuda":
-        return dist.ProcessGroupGloo(store, rank, size, patience)
+        group = dist.ProcessGroupGloo(store, rank, size, for_one_attempt(patience))
+        group._set_default_timeout(patience)
+        return group
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = patience
     return dist.ProcessGroupNCCL(store, rank, size, options)

@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
 """Between two looks at a worker that may have fallen silent."""
+GRACE_SECONDS = 10.0
+"""For a sign of life, where ``Limits.silence`` leaves as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,11 @@ class Limits:
 
     restarts: int = 3
     silence: float = 300.0
+
+    @property
+    def grace(self) -> float:
+        """Seconds within which a worker must give a sign of life once it has been waited for in vain."""
+        return min(self.silence, max(self.silence / 5, GRACE_SECONDS))
 
     @staticmethod
     def of(config: RLConfig) -> Limits:
@@ -151,6 +158,12 @@ class Crew:
             if id(worker) not in self._coming and not stale:
                 self._coming[id(worker)] = self._starts.submit(self._start, worker, reason)
 
+    def beside(self, worker: Worker, work: Callable[[Worker], Any]) -> None:
+        """Have ``work`` done with ``worker`` in the background; one that is lost with it is started anew."""
+        with self._lock:
+            if id(worker) not in self._coming:
+                self._coming[id(worker)] = self._starts.submit(self._beside, worker, work)
+
     def settle(self) -> None:
         """Wait until all workers are there. Raises ``WorkerError`` when one will not come."""
         with self._lock:
@@ -198,6 +211,12 @@ class Crew:
                     return worker, self._lives[id(worker)]
                 coming = list(self._coming.values())
             wait(coming, return_when="FIRST_COMPLETED")
+
+    def _beside(self, worker: Worker, work: Callable[[Worker], Any]) -> None:
+        try:
+            work(worker)
+        except (WorkerLost, TimeoutError) as error:
+            self._start(worker, str(error) or "it did not answer")
 
     def _start(self, worker: Worker, reason: str) -> None:
         while True:

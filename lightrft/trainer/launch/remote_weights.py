@@ -171,14 +171,15 @@ class Delivery:
         self._carrier = None
 
     def _resend(self) -> None:
-        """Give every worker the weights as a message; who is lost is started anew."""
+        """Have every worker given the weights as messages; who is lost, or is not heard of soon, is started anew."""
         self._resent += 1
+        self.crew.settle()
         for worker in self.crew.workers:
-            life = self.crew.life(worker)
-            try:
-                self._give(worker)
-            except (WorkerLost, TimeoutError) as error:
-                self.crew.revive(worker, str(error) or "it did not take weights", life)
+            self.crew.beside(worker, self._give_again)
+
+    def _give_again(self, worker: Worker) -> None:
+        worker.call("ping").result(self.crew.limits.grace)  # the ranks have waited for it long enough
+        self._give(worker)
 
     def _give(self, worker: Worker) -> None:
         """Give ``worker`` the newest weights, if there are any."""

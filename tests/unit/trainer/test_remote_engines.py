@@ -8,8 +8,10 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,13 +20,13 @@ from torch import Tensor
 from lightrft.models.decoding import Decoder
 from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.strategy.engine.base import never
+from lightrft.strategy.engine.base import Fingerprint, never
 from lightrft.strategy.engine.native import NativeEngine, checksum
-from lightrft.strategy.engine.transfer import Carrier, Layout, Way
+from lightrft.strategy.engine.transfer import Carrier, Inbox, Layout, Way, carrier_of
 from lightrft.strategy.settings import EngineConfig, SamplingConfig, StrategyConfig
-from lightrft.trainer.launch.remote import Limits
+from lightrft.trainer.launch.remote import Limits, WorkerLost
 from lightrft.trainer.launch.remote_engines import RemoteEngines, engine_host, portions
-from lightrft.trainer.launch.remote_weights import Hand
+from lightrft.trainer.launch.remote_weights import Hand, Receiver
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
 from tests.unit.trainer.test_rollout import Threads, of_all_ranks
@@ -241,6 +243,64 @@ def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(w
         assert {v for r in answers(engines, requests_of()) for v in r.versions} == {2}
     finally:
         engines.close()
+
+
+class Stalling:
+    """A worker that no longer answers once weights come, until it is started anew. ``told``: what it was asked in each life; those that
+    start anew ``meet`` there."""
+
+    def __init__(self, name: str, meet: threading.Barrier) -> None:
+        self.name, self.told, self._meet = name, [[]], meet
+        self._host = SmallHost()
+
+    def call(self, method: str, *args: object) -> Future[object]:
+        answer: Future[object] = Future()
+        self.told[-1].append(method)
+        if len(self.told) > 1 or "weights" not in self.told[0]:
+            answer.set_result(getattr(self._host, method)(*args))
+        return answer
+
+    def restart(self) -> None:
+        self._meet.wait(60)
+        self.told.append([])
+
+    def close(self) -> None:
+        return
+
+
+class SmallHost(Receiver):
+    """Holds weights, and no engine."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {"w": torch.zeros(3)}
+        self.inbox = Inbox(self.held.update)
+
+    def fingerprint(self) -> Fingerprint:
+        return {name: checksum(tensor) for name, tensor in self.held.items()}
+
+    def settle(self, version: int) -> Fingerprint:
+        return self.fingerprint()
+
+
+def test_engines_that_fall_silent_in_a_hand_over_are_waited_for_once_and_started_anew_side_by_side() -> None:
+    meet = threading.Barrier(2)
+    workers = [Stalling(f"engine {i}", meet) for i in range(2)]
+    engines = RemoteEngines(workers, CONFIG, Limits(restarts=1, silence=0.5), hand())
+    try:
+        assert engines.load_weights([("w", torch.ones(3))], 1) == {"w": checksum(torch.ones(3))}
+    finally:
+        engines.close()
+    assert [w.told for w in workers] == [[["fingerprint", "weights", "weights", "ping"], ["weights", "settle"]]] * 2
+    assert engines.take_counts() == {"restarts": 2, "weights_resent": 1}
+    assert [Limits(silence=silence).grace for silence in (900.0, 30.0, 5.0)] == [180.0, 10.0, 5.0]
+
+
+def test_an_engine_that_ends_while_a_group_forms_is_not_waited_for() -> None:
+    gone: Future[object] = Future()
+    gone.set_exception(WorkerLost("its process ended"))
+    worker = SimpleNamespace(name="engine 0", call=lambda *_: gone)
+    with pytest.raises(WorkerLost, match="its process ended"):
+        carrier_of("broadcast", [worker], 64, torch.device("cpu"), seconds=8.0)  # type: ignore[list-item]
 
 
 def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_weights_too(
