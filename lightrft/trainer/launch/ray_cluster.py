@@ -7,7 +7,7 @@ import os
 import secrets
 import time
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightrft.config import LaunchConfig, RayConfig, RLConfig, SFTConfig
@@ -42,25 +42,50 @@ def cluster(config: RayConfig) -> Generator[None]:
         )
     for name, value in {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}.items():
         os.environ.setdefault(name, value)
-    if config.address is None and not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
-        # nobody else may use the cluster of this run: Ray asks for a token by itself, and would write one into the user's home
-        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     ray = package()
     if ray.is_initialized():
         yield
         return
     own = {"include_dashboard": False} if config.address is None else {}
-    try:
-        ray.init(address=config.address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"launch.ray.address = {config.address!r}: no Ray cluster could be joined or started ({first_line(error)}); start one with "
-            "ray start --head, or leave the address out for a cluster of this machine alone"
-        ) from error
+    with _token(ray) if config.address is None else nullcontext():
+        try:
+            ray.init(address=config.address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"launch.ray.address = {config.address!r}: no Ray cluster could be joined or started ({first_line(error)}); start one "
+                "with ray start --head, or leave the address out for a cluster of this machine alone"
+            ) from error
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+@contextmanager
+def _token(ray: Any) -> Generator[None]:
+    """A token for a cluster that nobody else may use, unless the user has one: Ray asks for one by itself, and would write it into the
+    user's home. It is forgotten afterwards, or whatever this process joined next would be offered it."""
+    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
+        yield
+        return
+    mode = os.environ.get("RAY_AUTH_MODE")  # which Ray sets beside it
+    os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    _reread(ray)
     try:
         yield
     finally:
-        ray.shutdown()
+        del os.environ["RAY_AUTH_TOKEN"]
+        os.environ.pop("RAY_AUTH_MODE", None)
+        if mode is not None:
+            os.environ["RAY_AUTH_MODE"] = mode
+        _reread(ray)
+
+
+def _reread(ray: Any) -> None:
+    """Have Ray look anew for a token and whether it wants one, both of which it keeps. The latter first: threads that still end would miss
+    a token."""
+    ray._raylet.Config.initialize("")
+    ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def uses_devices(config: RLConfig | SFTConfig) -> bool:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from lightrft.config import LaunchConfig, RLConfig, SFTConfig
-from lightrft.trainer.launch import ray_workers
+from lightrft.trainer.launch import ray_cluster, ray_workers
 from lightrft.trainer.launch.placement import Place
 from lightrft.trainer.launch.ray import Driver, Ended, Order, Rank, RankLost, check_launch, going_on
 from lightrft.trainer.launch.ray_cluster import cluster, package, reason_of
@@ -75,6 +76,41 @@ def test_a_worker_that_falls_silent_is_missed_before_the_ranks_that_wait_for_it_
 def test_workers_without_a_launcher_are_an_error_that_says_how_to_start() -> None:
     with pytest.raises(ConfigError, match=r"start the run by the command lightrft"):
         office_here()
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_the_token_of_a_cluster_of_its_own_is_forgotten_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: bool
+) -> None:
+    """By Ray, too, which would offer it to a cluster whose token is in the user's home."""
+    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("f" * 64)
+    loader = package()._raylet.AuthenticationTokenLoader.instance()
+    loader.reset_cache()
+
+    def token() -> str:
+        return loader.get_token_for_http_header(ignore_auth_mode=True)["authorization"].removeprefix("Bearer ")
+
+    def init(**_: Any) -> None:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        assert token() == os.environ["RAY_AUTH_TOKEN"] != "f" * 64
+        if not starts:
+            raise RuntimeError("no room")
+
+    ray = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: None, _raylet=package()._raylet)
+    monkeypatch.setattr(ray_cluster, "package", lambda: ray)
+    with nullcontext() if starts else pytest.raises(ConfigError, match="no room"):
+        for _ in range(2):
+            with cluster(build(LaunchConfig, {"kind": "ray"}).ray):
+                pass
+            assert token() == "f" * 64
+    assert token() == "f" * 64
+    assert not {"RAY_AUTH_TOKEN", "RAY_AUTH_MODE"} & set(os.environ)
+    monkeypatch.undo()
+    loader.reset_cache()
 
 
 class Actor:
