@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from bisect import bisect_left
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,20 +82,45 @@ def _decoded(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
     library = _library()
     with _container(library, content) as container:
         places, extent = _plan(library, container, viewing)
-        missing, frames = set(places), {}
         container.seek(0, backward=True, any_frame=False)
         try:
-            for frame in container.decode(container.streams.video[0]):
-                if frame.pts in missing:
-                    frames[frame.pts] = _upright(frame)
-                    missing.discard(frame.pts)
-                if not missing:
-                    break
+            return np.stack(_seen(container.decode(container.streams.video[0]), places)), extent
         except library.FFmpegError as error:
             raise ValueError(f"the video is damaged: {error.strerror}") from None
-    if missing:
-        raise ValueError(f"the video is damaged: {len(missing)} of {len(places)} frames cannot be decoded")
-    return np.stack([frames[p] for p in places]), extent
+
+
+def _seen(frames: Iterable[Any], places: Sequence[int]) -> list[np.ndarray]:
+    """What is to be seen at each of ``places``, which ascend.
+
+    A packet may have no frame of its own: some codecs send what only later frames refer to, and a stream may be cut before what
+    its first ones refer to. Then that frame is seen which stands at the time, or the first of all. Raises ``ValueError`` where
+    more than half are so.
+    """
+    own: dict[int, np.ndarray] = {}
+    before: dict[int, Any] = {}
+    first = None
+    for frame in frames:
+        if frame.pts is None:
+            continue
+        first = first or frame
+        at = bisect_left(places, frame.pts)
+        if at < len(places) and places[at] == frame.pts:
+            own[at] = _upright(frame)
+        elif at not in before or before[at].pts < frame.pts:
+            before[at] = frame
+        if len(own) == len(places):
+            break
+    if 2 * len(own) < len(places):
+        raise ValueError(f"the video is damaged: {len(places) - len(own)} of {len(places)} frames cannot be decoded")
+    seen: list[np.ndarray] = []
+    for k in range(len(places)):
+        if k in own:
+            seen.append(own[k])
+        elif k in before or not seen:
+            seen.append(_upright(before.get(k, first)))
+        else:
+            seen.append(seen[-1])
+    return seen
 
 
 def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Extent]:

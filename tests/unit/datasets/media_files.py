@@ -44,20 +44,34 @@ def sound(path: Path, seconds: float = 0.5, rate: int = 16000, **options: Any) -
     return values
 
 
-def clip(path: Path, frames: int = 12, rate: int = 8, height: int = 32, width: int = 48, codec: str = "mpeg4") -> None:
-    """Frame k is the grey 20 * k, up to 240."""
+def clip(
+    path: Path,
+    frames: int = 12,
+    rate: int = 8,
+    height: int = 32,
+    width: int = 48,
+    codec: str = "mpeg4",
+    hidden: Iterable[int] = (),
+) -> None:
+    """Frame k is the grey 20 * k, up to 240. Those of ``hidden`` are sent but not shown, as VP8 does with frames to refer to."""
     import av
+
+    def sent(packet: Any, number: int) -> Any:
+        data = bytearray(bytes(packet))
+        data[0] &= ~0x10  # show_frame of RFC 6386, 9.1
+        twin = av.Packet(bytes(data))
+        for name in ("pts", "dts", "time_base", "stream", "is_keyframe"):
+            setattr(twin, name, getattr(packet, name))
+        return twin if number in hidden else packet
 
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=rate)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.bit_rate = 4_000_000
-        for k in range(frames):
-            frame = av.VideoFrame.from_ndarray(np.full((height, width, 3), min(20 * k, 240), np.uint8), format="rgb24")
-            for packet in stream.encode(frame):
-                container.mux(packet)
-        for packet in stream.encode():
-            container.mux(packet)
+        greys = (np.full((height, width, 3), min(20 * k, 240), np.uint8) for k in range(frames))
+        packets = [p for grey in greys for p in stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24"))]
+        for number, packet in enumerate((*packets, *stream.encode())):
+            container.mux(sent(packet, number))
 
 
 def written(folder: Path, rows: Iterable[dict[str, Any]], name: str = "rows.jsonl") -> str:

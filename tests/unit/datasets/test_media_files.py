@@ -380,6 +380,25 @@ def test_frames_are_taken_at_the_rate_that_is_set(name: str, tmp_path: Path) -> 
         assert clip_extent(content, VIEW) == extent
 
 
+@pytest.mark.parametrize(
+    ("hidden", "greys"),
+    [((4, 6), [0, 60, 160]), ((3, 4), [0, 40, 160]), ((0,), [20, 80, 160]), ((8, 9, 10, 11), [0, 80, 140])],
+)
+def test_where_a_packet_has_no_frame_that_is_seen_which_stands_at_the_time(
+    hidden: tuple[int, ...], greys: list[int], tmp_path: Path
+) -> None:
+    clip(tmp_path / "a.webm", frames=12, rate=8, codec="libvpx", hidden=hidden)
+    frames, extent = read_clip(tmp_path / "a.webm", VIEW)
+    assert extent.times == (0.0, 0.5, 1.0) and clip_extent(tmp_path / "a.webm", VIEW) == extent
+    assert np.abs(frames.mean(axis=(1, 2, 3)) - greys).max() < 6
+
+
+def test_a_clip_of_which_less_than_half_can_be_decoded_is_damaged(tmp_path: Path) -> None:
+    clip(tmp_path / "a.webm", frames=12, rate=8, codec="libvpx", hidden=range(1, 12))
+    with pytest.raises(ValueError, match="the video is damaged: 2 of 3 frames cannot be decoded"):
+        read_clip(tmp_path / "a.webm", VIEW)
+
+
 def test_of_a_long_clip_frames_are_spread_over_its_length(tmp_path: Path) -> None:
     clip(tmp_path / "a.mp4", frames=12, rate=2)
     assert clip_extent(tmp_path / "a.mp4", Viewing(4.0, 4, None, LIMIT)).times == (0.0, 1.5, 3.5, 5.5)
