@@ -10,7 +10,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 FORMAT = "lightrft-checkpoint/1"
 MANIFEST = "manifest.json"
 WRITING = ".writing"  # marks a folder as ours from its first moment until its manifest is there
+PART = 2**24
+"""Bytes that are read at once."""
 FINAL, TEMPORARY, REPLACED = "step_", ".writing_step_", ".replaced_step_"
 
 
@@ -73,10 +75,17 @@ class CheckpointStore:
         self.failures = 0
 
     @contextmanager
-    def writing(self, step: int, about: Mapping[str, Any] | None = None, metric: float | None = None) -> Generator[Path]:
+    def writing(
+        self,
+        step: int,
+        about: Mapping[str, Any] | None = None,
+        metric: float | None = None,
+        at_work: Callable[[], None] = lambda: None,
+    ) -> Generator[Path]:
         """A temporary folder to fill; it becomes the checkpoint of ``step`` when the body ends, and vanishes when it raises.
 
-        ``about``: JSON values that ``verify`` will compare; ``metric``: the value of the store's ``best``.
+        ``about``: JSON values that ``verify`` will compare; ``metric``: the value of the store's ``best``; ``at_work`` is called between
+        parts of the files, which are read once more at the end.
         Raises ``DiskFullError`` when it does not fit, ``CheckpointError`` when a folder of that name is not a checkpoint.
         """
         final = self.folder / f"{FINAL}{step:06d}"
@@ -91,7 +100,7 @@ class CheckpointStore:
             (temporary / WRITING).touch()
             yield temporary
             metrics = {self._best_name: float(metric)} if self._best_name and metric is not None else {}
-            self._seal(temporary, Manifest(step, {}, dict(about or {}), metrics))
+            self._seal(temporary, Manifest(step, {}, dict(about or {}), metrics), at_work)
             self._publish(temporary, final)
         except BaseException as error:
             reached, full = _folder_bytes(temporary), isinstance(error, Exception) and self._is_full(error)
@@ -152,12 +161,12 @@ class CheckpointStore:
                 _remove(path)
 
     @staticmethod
-    def _seal(temporary: Path, manifest: Manifest) -> None:
+    def _seal(temporary: Path, manifest: Manifest, at_work: Callable[[], None]) -> None:
         """Bring every file to disk, and write the manifest that makes the folder a checkpoint."""
         files = {}
         for path in sorted(p for p in temporary.rglob("*") if p.is_file() and p.name != WRITING):
             _sync(path)
-            files[path.relative_to(temporary).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path)}
+            files[path.relative_to(temporary).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path, at_work)}
         for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
             sync_folder(folder)
         document = {
@@ -220,8 +229,9 @@ def read_manifest(path: Path) -> Manifest | None:
         return None
 
 
-def verify(path: Path, about: Mapping[str, Any] | None = None) -> Manifest:
-    """The manifest of the checkpoint ``path``, once every file is there, whole and unchanged.
+def verify(path: Path, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None) -> Manifest:
+    """The manifest of the checkpoint ``path``, once every file is there, whole and unchanged. ``at_work`` is called between parts of
+    files, all of which are read.
 
     Raises ``CheckpointError`` that names what is wrong: no checkpoint, a file that is missing, of another size or content, or
     an entry of ``about`` that differs from what was saved.
@@ -236,7 +246,7 @@ def verify(path: Path, about: Mapping[str, Any] | None = None) -> Manifest:
             raise CheckpointError(f"{file} is missing; {way_out}")
         if (size := file.stat().st_size) != entry["bytes"]:
             raise CheckpointError(f"{file} has {size} bytes, {entry['bytes']} were saved; {way_out}")
-        if _digest(file) != entry["sha256"]:
+        if _digest(file, at_work) != entry["sha256"]:
             raise CheckpointError(f"{file} has the right size but not the content that was saved; {way_out}")
     expected = json.loads(json.dumps(dict(about or {})))
     differing = [
@@ -252,9 +262,13 @@ def verify(path: Path, about: Mapping[str, Any] | None = None) -> Manifest:
     return manifest
 
 
-def _digest(path: Path) -> str:
+def _digest(path: Path, at_work: Callable[[], None]) -> str:
+    found = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(PART):
+            found.update(part)
+            at_work()
+    return found.hexdigest()
 
 
 def _sync(path: Path) -> None:

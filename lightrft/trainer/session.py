@@ -19,7 +19,7 @@ from lightrft.trainer.summary import headline, samples
 from lightrft.utils.errors import LostRankError, RankError
 from lightrft.utils.files import write_atomic
 from lightrft.utils.metrics import Metrics, Sum
-from lightrft.utils.ranks import ALONE, Ranks, starts_again, together
+from lightrft.utils.ranks import ALONE, Ranks, Signs, patiently, starts_again, together
 from lightrft.utils.run_folder import Elsewhere, RunFolder
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
 from lightrft.utils.settings import Settings, build, parse_yaml, to_yaml
@@ -82,7 +82,7 @@ class Session:
         Raises ``CheckpointError`` for a checkpoint that is damaged or of another model.
         """
         about = self._about(trained)
-        path, step = together(self.ranks, lambda: self._newest(about) if self.ranks.rank == 0 else (None, 0))[0]
+        path, step = patiently(self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign))[0]
         if path is None:
             self.folder.rewind(-1, self.phase)
             return 0, {}, {}
@@ -101,10 +101,10 @@ class Session:
         log.info("going on from %s", path)
         return step, state, row
 
-    def _newest(self, about: Mapping[str, Any]) -> tuple[Path | None, int]:
+    def _newest(self, about: Mapping[str, Any], sign: Callable[[], None]) -> tuple[Path | None, int]:
         """The checkpoint to go on from, and its step."""
         path = self.folder.checkpoint or (None if self.folder.fresh else self.store.latest())
-        return (None, 0) if path is None else (path, verify(path, about).step)
+        return (None, 0) if path is None else (path, verify(path, about, sign).step)
 
     def stopping(self) -> bool:
         """Whether the run is asked to stop, on any rank; all of them are told at once."""
@@ -120,13 +120,14 @@ class Session:
         best = (self.checkpoint.best or "").lstrip("-")
         about = self._about(trained)
         failed: Exception | None = None
+        signs = Signs(self.ranks)  # every byte is read once more, by the first rank
         try:
             with self.timers("checkpoint"), ExitStack() as stack:
 
                 def begin() -> Path:
                     if self.ranks.rank:
                         return self.path  # not used
-                    return stack.enter_context(self.store.writing(step, about, values.get(best)))
+                    return stack.enter_context(self.store.writing(step, about, values.get(best), signs.give))
 
                 path = together(self.ranks, begin)[0]
                 for name, role in trained.items():
@@ -137,13 +138,14 @@ class Session:
                     self.folder.flush()  # a step that is saved is not drawn again
         except Exception as error:
             failed = error
-        self._agree(failed)
+        self._agree(failed, signs)
         self._saved_at = step
 
-    def _agree(self, failed: Exception | None) -> None:
+    def _agree(self, failed: Exception | None, signs: Signs) -> None:
         """Have a save end on every rank as it has on the first: that one alone knows whether what was written is whole."""
         if isinstance(failed, LostRankError):
             raise failed
+        signs.wait_for_all()
 
         def say() -> None:
             if failed is not None and (self.ranks.rank == 0 or not isinstance(failed, RankError)):

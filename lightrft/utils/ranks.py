@@ -344,7 +344,7 @@ PULSES = 4
 """Signs of life that a rank gives in the time after which it would be missed."""
 
 
-class _Signs:
+class Signs:
     """Signs to all ``ranks`` that this one is at work. Giving one waits for nobody: the others may need what this rank does next, as those
     of a team do who draw each token together."""
 
@@ -368,6 +368,12 @@ class _Signs:
         if given is not None:
             given.result()
 
+    def wait_for_all(self) -> None:
+        """Give no more, and wait until no rank does: those that are at work still say so from time to time. A call of all ranks."""
+        self.end()
+        while not all(self._ranks.gather(True)):
+            pass
+
     def _tell(self, given: Future[list[bool]]) -> None:
         try:
             given.set_result(self._ranks.gather(False))
@@ -378,7 +384,7 @@ class _Signs:
 def patiently(ranks: Ranks, work: Callable[[Callable[[], None]], T]) -> list[T]:
     """``together`` for work that may take one rank much longer than another. While it calls what ``work`` is given, between tokens
     say, the others go on waiting; one that has ceased to is missed as in any other call."""
-    signs = _Signs(ranks)
+    signs = Signs(ranks)
 
     def awaited() -> T:
         failure: Exception | None = None
@@ -387,9 +393,7 @@ def patiently(ranks: Ranks, work: Callable[[Callable[[], None]], T]) -> list[T]:
             value = work(signs.give)
         except Exception as error:
             failure = error
-        signs.end()
-        while not all(ranks.gather(True)):  # those that are at work still say so from time to time
-            pass
+        signs.wait_for_all()
         if failure is not None:
             raise failure
         return value
