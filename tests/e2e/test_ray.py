@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def nodes() -> Generator[Cluster]:
     """A cluster whose first node has room for two ranks, and this process on it."""
     path = str(Path(__file__).parents[2])
     own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": path}
+    own |= {"RAY_memory_monitor_refresh_ms": "0"}  # a machine that others fill too has Ray kill workers
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
@@ -61,15 +63,46 @@ def nodes() -> Generator[Cluster]:
         cluster.shutdown()
 
 
+def to_come(config: RLConfig, step: int) -> Path:
+    """A file that is there until what is to happen after ``step`` has happened."""
+    return Path(config.run.dir) / f"to-come-after-{step}"
+
+
 class Watcher(Nobody):
     """Does what is to happen once a step is done, the first time that it is."""
 
     def __init__(self, driver: Driver, acts: Mapping[int, Act]) -> None:
         self.driver, self.left = driver, dict(acts)
+        for step in acts:
+            to_come(driver.config, step).touch()
 
     def update(self, row: Mapping[str, Any]) -> None:
         if act := self.left.pop(row["step"], None):
             act(self.driver)
+            to_come(self.driver.config, row["step"]).unlink()
+
+
+@dataclass(frozen=True, slots=True)
+class Paced:
+    """An observer in the first rank that has it wait for what is to happen after a step: else the run could be over before that."""
+
+    config: RLConfig
+    observer: Any
+
+    def begin(self, title: str, total: int, done: int) -> None:
+        self.observer.begin(title, total, done)
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self.observer.update(row)
+        until = time.monotonic() + 240
+        while to_come(self.config, row["step"]).exists():
+            assert time.monotonic() < until, f"nothing has happened after step {row['step']}"
+            time.sleep(0.01)
+
+
+def paced(config: RLConfig, observer: Any) -> dict[str, Any]:
+    """A program of ranks: reinforcement learning that waits for what is to happen."""
+    return run_rl(config, Paced(config, observer))
 
 
 def config_of(tree: dict[str, Any], folder: Path, name: str, **over: Any) -> RLConfig:
@@ -86,7 +119,7 @@ def one(tree: dict[str, Any], folder: Path) -> Path:
 def driven(config: RLConfig, acts: Mapping[int, Act]) -> dict[str, Any]:
     """A run on the cluster to which all of ``acts`` happen, by the step that each comes after."""
     with StopFlag() as stop:
-        driver = Driver(RL, config, Nobody(), stop)
+        driver = Driver("tests.e2e.test_ray:paced", config, Nobody(), stop)
         driver.observer = Watcher(driver, acts)
         try:
             return driver.run()
@@ -153,13 +186,14 @@ def test_paused_and_killed_ranks_have_all_start_again_until_restarts_are_used_up
 
 def test_a_killed_node_has_all_start_again_elsewhere_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path, caplog):
     tree = deep_merge(tree, PRESETS["ppo"])
-    away = nodes.add_node(num_cpus=1)
-    spread = deep_merge(TWO, {"launch": {"ray": {"placement": "STRICT_SPREAD", "wait": 1}}})
+    away = [nodes.add_node(num_cpus=1) for _ in range(2)]
+    spread = deep_merge(TWO, {"launch": {"ray": {"placement": "STRICT_SPREAD"}}})
 
     def lose_node(driver: Driver) -> None:
-        assert len({place.node for place in driver.places}) == 2
-        nodes.add_node(num_cpus=1)
-        nodes.remove_node(away, allow_graceful=False)
+        used = [place.node for place in reversed(driver.places)]
+        assert len(set(used)) == 2
+        lost = next(node for one in used for node in away if node.node_id == one)
+        nodes.remove_node(lost, allow_graceful=False)
 
     summary = driven(config_of(tree, tmp_path, "cluster", **spread), {2: lose_node})
     assert summary["restarts"] == 1 and "start again" in caplog.text
@@ -186,18 +220,19 @@ def ended(command: list[str], env: dict[str, str], metrics: Path, steps: int, nu
 
 def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(nodes, tree, tmp_path):
     """With a cluster of its own, for which nothing is written into the user's home, and on one that is there."""
-    tree = deep_merge(tree, {**PRESETS["lora"], "checkpoint": {"every": 0}, "train": {"steps": 7}})
+    tree = deep_merge(tree, {**PRESETS["lora"], "checkpoint": {"every": 0}, "train": {"steps": 200}})
     words = ["launch.kind=ray", "launch.processes=2", "launch.ray.cpus=0.5", "run.progress=true"]
     command = [sys.executable, "-m", "lightrft", "rl", str(config_file(tree, tmp_path, "cluster")), *words]
     (home := tmp_path / "home").mkdir()
     alone = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(home)}
     metrics = tmp_path / "cluster" / "metrics.jsonl"
     status, out, err = ended(command, alone, metrics, 1, signal.SIGTERM)
-    assert status == 0 and "stopped; the same command goes on" in out and "rl 1/7" in err, err
+    assert status == 0 and "stopped; the same command goes on" in out and "rl 1/200" in err, err
     assert list(home.iterdir()) == []
     done = len(metrics.read_text().splitlines())
     attached = [*command, f"launch.ray.address={nodes.address}"]
     assert ended(attached, dict(os.environ), metrics, done + 1, signal.SIGKILL)[0] == -signal.SIGKILL
+    tree["train"]["steps"] = len(metrics.read_text().splitlines()) + 1
     run_on_ray(RL, config_of(tree, tmp_path, "cluster", **TWO), Nobody())
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
@@ -241,8 +276,7 @@ def staffed(**staff: Any) -> dict[str, Any]:
 def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path):
     """Of every role that keeps no state. A pause that is shorter than the limit changes nothing."""
     algorithm = {"preset": "grpo", "kl": {"coef": 0.01}, "distill": {"kind": "sampled"}}
-    longer = {"train": {"steps": 8}}  # the last act comes a step or more after the row that it waits for
-    tree = deep_merge(tree, {"algorithm": algorithm, "teacher": {"path": tree["model"]["path"]}, **longer})
+    tree = deep_merge(tree, {"algorithm": algorithm, "teacher": {"path": tree["model"]["path"]}})
     staff = {"engine": 1, "scorer": 1, "reference": 1, "teacher": 1}
     over = staffed(
         **{f"{role}s": count for role, count in staff.items()}, silence=0.5, restarts=9
@@ -299,7 +333,7 @@ def test_a_reference_that_moves_and_a_teacher_that_is_compared_whole_go_on_where
     nodes, tree, tmp_path
 ):
     """Beside a process reward model that learns in a worker."""
-    tree = deep_merge(tree, {**beside(tmp_path / "teacher"), "train": {"micro_batch_tokens": 60, "steps": 6}})
+    tree = deep_merge(tree, beside(tmp_path / "teacher"))
     config = config_of(tree, tmp_path, "cluster", **staffed(references=1, teachers=1, process=True, weights="message"))
     assert "restarts" not in driven(config, {1: killed(workers("reference 0", "teacher 0"))})
     rows = read_rows(tmp_path / "cluster" / "metrics.jsonl")
