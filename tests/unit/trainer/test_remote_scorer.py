@@ -115,13 +115,13 @@ def test_a_worker_that_falls_silent_is_ended_and_its_work_done_elsewhere(workers
     scorer.check_sources(["known"])
     for worker in workers:
         worker.call("check_sources", ["known"]).result(60)
-    scorer.crew.limits = Limits(restarts=4, silence=8.0)
+    scorer.crew.limits = Limits(restarts=4, silence=20.0)
     workers[1].signal(signal.SIGSTOP)
     given, began = rollouts_of(20), time.monotonic()
     for rollout in given:
         scorer.submit(rollout)
     assert sorted(map(id, scorer.results(wait=True))) == sorted(map(id, given))
-    assert time.monotonic() - began < 120 and scorer.take_counts()["restarts"] >= 1
+    assert time.monotonic() - began < 300 and scorer.take_counts()["restarts"] >= 1
 
 
 def test_a_rollout_that_takes_its_workers_with_it_comes_back_as_failed(workers: list[ProcessWorker]) -> None:
