@@ -56,7 +56,7 @@ def tree(rl_tree: dict[str, Any]) -> dict[str, Any]:
         "rollout": {"prompts": 5, "samples": 3},
         "train": {"steps": STEPS, "micro_batch_tokens": 60},
         "checkpoint": {"every": 1, "keep": 2},
-        "optimizer": {"lr": 1e-3, "eps": 1e-5},
+        "optimizer": {"lr": 1e-3, "eps": 1e-4},
         "reward": {"terms": [terms[0].replace(":ones", ":varied")]},
     }
     return deep_merge(rl_tree, more)
@@ -102,7 +102,7 @@ def started(file: Path, rows: int) -> Iterator[subprocess.Popen[str]]:
     metrics = file.with_suffix("") / "metrics.jsonl"
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT) as process:
         try:
-            deadline = time.monotonic() + 120
+            deadline = time.monotonic() + 300
             while not (metrics.exists() and len(metrics.read_text().splitlines()) >= rows):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.02)
@@ -241,7 +241,7 @@ def test_what_a_rank_alone_fails_with_is_the_last_line_and_told_once(tree, tmp_p
     tree = deep_merge(tree, {"algorithm": {"loss": {"name": f"{trap}:at_rank_one"}}})
     file = config_file(tree, tmp_path, "run")
     command = [sys.executable, "-m", "lightrft", "rl", str(file), "launch.processes=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0
     assert last.startswith("lightrft rl: rank 1") and "ZeroDivisionError: the second rank alone" in last, done.stderr
@@ -252,7 +252,7 @@ def test_what_a_rank_alone_fails_with_is_the_last_line_and_told_once(tree, tmp_p
 def test_a_mistake_that_every_rank_finds_is_said_once(tree, tmp_path):
     file = config_file(deep_merge(tree, {"strategy": {"kind": "single"}}), tmp_path, "run")
     command = [sys.executable, "-m", "lightrft", "rl", str(file), "launch.processes=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=ENVIRONMENT)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
     assert done.returncode == 2
     assert done.stderr.count("strategy.kind = 'single' is for one process") == 1, done.stderr
     assert "Traceback" not in done.stderr
