@@ -30,8 +30,7 @@ class Pulse:
     """The sign of life of this rank, from a thread of its own, and what is known of the others.
 
     A rank that is silent for ``minutes`` and some seconds ends the others, also where they wait in calls that have no such limit. When
-    the launcher has died, the rank is asked to stop as by SIGTERM, and is ended ``minutes`` later. ``failing``: whether some rank is
-    known to end with an error.
+    the launcher has died, the rank is asked to stop as by SIGTERM, and is ended ``minutes`` later.
     """
 
     def __init__(self, store: Any, rank: int, size: int, minutes: float) -> None:
@@ -39,7 +38,7 @@ class Pulse:
 
         self.rank, self.size, self.limit = rank, size, 60 * minutes
         self.reached: dict[str, int] = {}
-        self.failing = False
+        self._run, self._failing = 0, -1
         self._store = dist.PrefixStore("pulse", store.clone())
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
         self._beats = 0
@@ -48,6 +47,15 @@ class Pulse:
         self._beat()
         self._thread = threading.Thread(target=self._live, name="pulse", daemon=True)
         self._thread.start()
+
+    def next_run(self) -> None:
+        """Another run of the same ranks begins: what has failed before is no matter of its own. On every rank, the same number of times."""
+        self._run += 1
+
+    @property
+    def failing(self) -> bool:
+        """Whether some rank is known to end this run with an error."""
+        return self._failing == self._run
 
     def end(self, error: BaseException | None) -> None:
         """No more signs; where an ``error`` is why, the others can be told of it."""
@@ -62,8 +70,8 @@ class Pulse:
     def fail(self, error: BaseException) -> None:
         """Tell the others that ``error`` is about to end this rank."""
         with suppress(RuntimeError):  # of the store
-            self._store.set(f"left/{self.rank}", f"{type(error).__name__}: {error}")
-            self._store.set("failing", "")
+            self._store.set(f"left/{self._run}/{self.rank}", f"{type(error).__name__}: {error}")
+            self._store.set(f"failing/{self._run}", "")
 
     def come(self, line: str) -> None:
         """One more call of those that are counted as ``line``: the calls of one group of ranks, which follow one another."""
@@ -78,7 +86,7 @@ class Pulse:
             self._over.wait(MISSED * BEAT)
             after = self._signs(range(self.size))
             rest = [rank for rank in range(self.size) if rank != self.rank]
-            if left := [f"rank {rank}: {self._get(f'left/{rank}')}" for rank in rest if self._store.check([f"left/{rank}"])]:
+            if left := [f"rank {rank}: {said}" for rank in rest if (said := self._get(f"left/{self._run}/{rank}"))]:
                 return "; ".join(left)
             if silent := [rank for rank in rest if after[rank] is None or after[rank] == before[rank]]:
                 return f"{self._named(silent)} gives no sign of life: it was killed, or is stopped"
@@ -119,7 +127,9 @@ class Pulse:
 
     def _watch(self, heard: dict[int, tuple[Any, float]], now: float) -> None:
         """The first rank looks after all, and all look after the first: no rank asks for the signs of thousands."""
-        self.failing = self.failing or self._store.check(["failing"])
+        run = self._run
+        if self._store.check([f"failing/{run}"]):
+            self._failing = run
         for rank, sign in self._signs(range(self.size) if self.rank == 0 else [0]).items():
             if sign != heard[rank][0]:
                 heard[rank] = (sign, now)

@@ -195,6 +195,8 @@ def joined(minutes: float) -> Generator[Ranks]:
     from lightrft.utils.pulse import Pulse
 
     if dist.is_initialized():
+        if Together.pulse is not None:
+            Together.pulse.next_run()
         yield Together(minutes)
         return
     if torch.accelerator.is_available():

@@ -157,9 +157,9 @@ def limit_of(ranks: Ranks) -> float:
 def runs(ranks: Ranks, files: list[str]) -> list[dict[str, int]]:
     """The steps of each run, and how often this rank has said that it is still drawing: it is made to at any time."""
     rl.joined = lambda minutes: nullcontext(ranks)  # ty: ignore[invalid-assignment]
-    signs, tell, found = [], ranks_module._Signs._tell, []
+    signs, tell, found = [], ranks_module.Signs._tell, []
     ranks_module.PULSES = 10**9
-    ranks_module._Signs._tell = lambda self, given: (signs.append(1), tell(self, given))[1]
+    ranks_module.Signs._tell = lambda self, given: (signs.append(1), tell(self, given))[1]
     for file in files:
         signs.clear()
         steps = rl.run_rl(load_settings(RLConfig, [file]).settings)["steps"]

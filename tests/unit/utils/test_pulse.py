@@ -104,3 +104,17 @@ def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(store, monkeypatch
     finally:
         signal.signal(signal.SIGTERM, before)
     assert heard == [signal.SIGTERM]
+
+
+def test_what_failed_in_one_run_is_no_matter_of_the_next_of_the_same_ranks(store):
+    one, other = Pulse(store, 0, 2, 1.0), Pulse(store, 1, 2, 1.0)
+    other.fail(ValueError("too many"))
+    wait_for(lambda: one.failing)
+    assert one.others() == "rank 1: ValueError: too many"
+    for pulse in (one, other):
+        pulse.next_run()
+    assert not one.failing and of_others(one) == ""
+    other.fail(ValueError("too few"))
+    wait_for(lambda: one.failing)
+    one.end(None)
+    other.end(None)
