@@ -134,9 +134,7 @@ class Pulse:
             if sign != heard[rank][0]:
                 heard[rank] = (sign, now)
         late = [rank for rank, (_, at) in heard.items() if now - at > self.limit + GRACE and (self.rank == 0 or rank == 0)]
-        silent = [
-            rank for rank in late if not self._store.check([f"done/{rank}"])
-        ]  # whoever is done may wait for one that tidies up
+        silent = [rank for rank in late if not self._store.check([f"done/{rank}"])]  # one that is done waits for who tidies up
         if silent:
             verdict = f"{self._named(silent)} has given no sign of life for strategy.timeout = {self.limit / 60:g} minutes"
             self._store.set("verdict", verdict)

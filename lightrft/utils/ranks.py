@@ -229,8 +229,8 @@ def joined(minutes: float) -> Generator[Ranks]:
 _stores: dict[tuple[str, ...], tuple[Any, int, int]] = {}
 """By where the ranks meet. The first rank's is what the others talk to, so it lives as long as the process."""
 
-LOOK = 0.02
-"""Seconds between two looks of the first rank at who has come."""
+LOOK_SECONDS = 0.02
+"""Between two looks of the first rank at who has come."""
 
 ATTEMPTS = 5
 """How often gloo tries to connect two ranks, each time for as long as it is given."""
@@ -287,7 +287,7 @@ def _room(store: Any, rank: int, size: int, limit: timedelta) -> Any:
         missing = {other for other in missing if not room.check([f"here/{other}"])}
         if missing and time.monotonic() > until:
             raise TimeoutError(f"rank {', '.join(map(str, sorted(missing)))} did not come")
-        time.sleep(LOOK)
+        time.sleep(LOOK_SECONDS)
     room.set("all here", "")
     return room
 

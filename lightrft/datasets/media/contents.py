@@ -22,7 +22,7 @@ import numpy as np
 from PIL import Image
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{32,}={0,2}\s*")
-NESTED = ("image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "url", "path", "file")
+_NESTED = ("image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "url", "path", "file")
 _ANIMATED = ("GIF", "PNG", "WEBP")
 _PICTURES = (*_ANIMATED, "BMP", "JPEG", "PPM", "TIFF")
 _HOLDS = tuple(RLock() for _ in range(64))
@@ -89,7 +89,7 @@ class Fetch:
             return (
                 _decoded(encoded) if isinstance(encoded, str) and not encoded.startswith("data:") else self.content(encoded, root)
             )
-        inside = next((value[name] for name in NESTED if value.get(name) is not None), None)
+        inside = nested(value)
         if inside is None:
             raise ValueError(f"neither bytes, path, url nor array in it; it has: {', '.join(map(str, value)) or 'nothing'}")
         return self.content(inside, root)
@@ -164,6 +164,11 @@ class Fetch:
             raise ValueError(f"{refused}: {type(error).__name__}: {error}") from error
         if first in (b"", b"<", b"{"):
             raise ValueError(f"{refused}: what comes is {'a page of text, no media' if first else 'empty'}")
+
+
+def nested(value: Mapping[str, Any]) -> Any:
+    """What ``value`` names under one of the keys that stand for all of it; None where there is none."""
+    return next((value[name] for name in _NESTED if value.get(name) is not None), None)
 
 
 def digest(content: Content) -> bytes:

@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlparse
 
-from lightrft.datasets.media.contents import NESTED, Fetch, is_still
+from lightrft.datasets.media.contents import Fetch, is_still, nested
 
 KINDS = ("image", "video", "audio")
 OPEN, CLOSE = "\ufdd2", "\ufdd3"
@@ -100,7 +100,7 @@ def is_raw(value: Any) -> bool:
 def _is_frame(value: Any, root: Path) -> bool:
     """Whether ``value`` is one still picture, by its name or else by its content; nothing is downloaded for that."""
     if isinstance(value, Mapping) and all(value.get(name) is None for name in _RAW):
-        inside = next((value[name] for name in NESTED if value.get(name) is not None), None)
+        inside = nested(value)
         return inside is not None and _is_frame(inside, root)
     try:
         if isinstance(value, str | PathLike) and _ending(fspath(value)) in PICTURE_SUFFIXES:

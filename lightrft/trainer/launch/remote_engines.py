@@ -260,10 +260,8 @@ class _Job:
         desk.asked.clear()
         desk.fresh.clear()
         restarts = self.crew.limits.restarts
-        often = [
-            request for request in known if self.losses[request.seed] > restarts + 1
-        ]  # later than a worker's starts in a row
-        if often:
+        # Later than a worker's starts in a row, which say more of what is wrong.
+        if often := [request for request in known if self.losses[request.seed] > restarts + 1]:
             raise WorkerError(
                 f"{restarts + 2} engines were lost one after another while they drew the same {len(often)} answers, e.g. to prompt "
                 f"{often[0].prompt.id!r} (the last: {desk.worker.name}: {why}), more than launch.ray.restarts = {restarts} bears; see what "

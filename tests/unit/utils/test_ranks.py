@@ -136,8 +136,10 @@ BLAMED = """
 import os
 from lightrft.utils.ranks import Together, joined
 with joined(1.0) as ranks:
-    ranks.gather(None)
-    Together.pulse._store.set("verdict", "rank 1 has given no sign of life")
+    store = Together.pulse._store
+    store.set(f"about to leave/{ranks.rank}", "")
+    store.wait(["about to leave/0", "about to leave/1"])  # neither is needed by the other any more
+    store.set("verdict", "rank 1 has given no sign of life")
     os._exit(2)
 """
 
