@@ -1,10 +1,16 @@
 """Reinforcement-learning fine-tuning of language, vision-language and audio-language models."""
 
-from importlib import metadata
-
-try:
-    __version__ = metadata.version("lightrft")
-except metadata.PackageNotFoundError:  # running from a source tree that is not installed
-    __version__ = "0+source"
+from __future__ import annotations
 
 __all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> str:
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata  # a tenth of a second, which most commands need not spend
+
+    try:
+        return metadata.version("lightrft")
+    except metadata.PackageNotFoundError:  # running from a source tree that is not installed
+        return "0+source"

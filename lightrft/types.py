@@ -10,8 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
+from lightrft.utils.lazy import Tensor, torch
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from logging import ERROR, WARNING
 
-from lightrft import __version__
 from lightrft.utils.errors import UserError
 from lightrft.utils.last_words import tell
 from lightrft.utils.logs import log_to_terminal, stop_logging
@@ -37,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(usage())
         return 0
     if words[0] in ("-V", "--version"):
+        from lightrft import __version__
+
         sys.stdout.write(f"lightrft {__version__}\n")
         return 0
     verb, *rest = words

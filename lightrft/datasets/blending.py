@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
-import numpy as np
+from lightrft.utils.lazy import np
 
 Blend = Literal["concat", "sample", "sample_all"]
-Order = np.ndarray
+Order: TypeAlias = "np.ndarray"
 """``[N]`` int64."""
 
 

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from lightrft.config import AdvantageConfig
 from lightrft.trainer.groups import Groups
 from lightrft.trainer.rows import Rows, compact, scatter
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.lazy import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Advantage = Callable[..., tuple[Tensor, Tensor]]

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from lightrft.trainer.rows import Rows, group_sum
+from lightrft.utils.lazy import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Aggregation = Callable[[Rows, int], Tensor]

@@ -11,12 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-import torch
-from torch import Tensor
-
 from lightrft.config import Part
 from lightrft.trainer.ratios import LIMIT, bounded
 from lightrft.trainer.rows import Rows
+from lightrft.utils.lazy import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Correction = Callable[..., Tensor]

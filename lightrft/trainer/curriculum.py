@@ -11,17 +11,15 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-import torch
-
 from lightrft.config import CurriculumConfig
 from lightrft.datasets.blending import generator
 from lightrft.trainer.filters import pass_rate_of
 from lightrft.types import Rollout
 from lightrft.utils.errors import CheckpointError, ConfigError
+from lightrft.utils.lazy import np, torch
 from lightrft.utils.registry import Registry
 
-Weights = Callable[..., np.ndarray]
+Weights = Callable[..., "np.ndarray"]
 CURRICULA: Registry[Weights] = Registry("curriculum")
 
 

@@ -17,14 +17,6 @@ from lightrft.trainer.roles import Frozen, Roles
 from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.registry import About
-
-SAMPLED = About(
-    "A_t <- A_t - coef (logp_old - logp_teacher)",
-    r"\hat A_t\leftarrow\hat A_t-\lambda\,(\log\pi_{old}-\log\pi_T)",
-    "Thinking Machines, On-Policy Distillation, 2025; GKD, arXiv 2306.13649",
-)
-"""The form ``sampled``, as ``explain`` shows it. The log-ratio is the reward of its own token only: no discount carries it back."""
 
 
 @runtime_checkable

@@ -6,15 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lightrft.config import AlgorithmConfig, LossConfig, NormalizeConfig, RLConfig
-from lightrft.models.divergence import DIVERGENCES
+from lightrft.models.divergence_kinds import DIVERGENCES
 from lightrft.presets import PAPERS
 from lightrft.trainer.curriculum import CURRICULA
-from lightrft.trainer.distill import SAMPLED
+from lightrft.trainer.formulas import IMPLICIT, OUTCOME_LOSS, PTX, SAMPLED
 from lightrft.trainer.in_force import Number, numbers
 from lightrft.trainer.kinds import KINDS
 from lightrft.trainer.parts import needs_of
-from lightrft.trainer.process_model import IMPLICIT, OUTCOME_LOSS
-from lightrft.trainer.ptx import PTX
 from lightrft.trainer.selection import SELECTIONS
 from lightrft.trainer.workload import Forward, Role, forwards, gradient, roles
 from lightrft.utils.registry import About

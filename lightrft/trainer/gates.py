@@ -11,12 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from lightrft.config import LossConfig, Part
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch
+from lightrft.utils.lazy import Tensor, torch
 from lightrft.utils.registry import Registry
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from lightrft.config import Part
@@ -98,8 +99,8 @@ def misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given
             yield f"{key}: {part.name!r} must take the keyword {name}"
         for name in sorted(part.options.keys() - known):
             yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}"
-    for name, choices in _choices(function).items():
-        if name in part.options and part.options[name] not in choices:
+    for name, choices in _choices(function, part.options).items():
+        if part.options[name] not in choices:
             yield f"{key}.options.{name} = {part.options[name]!r} is none of {', '.join(choices)}"
     for p in named:
         if p.default is p.empty and p.name not in part.options and p.name not in given:
@@ -109,10 +110,15 @@ def misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given
             yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
 
 
-def _choices(function: Any) -> dict[str, tuple[str, ...]]:
-    """The keywords of ``function`` that take one of a few words, with the words."""
+def _choices(function: Any, options: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Those of ``options`` that take one of a few words, with the words.
+
+    Other annotations are not evaluated: they may name types of torch, which would then be imported.
+    """
+    bare = inspect.unwrap(function)
+    named = {name: hint for name, hint in getattr(bare, "__annotations__", {}).items() if name in options}
     try:
-        hints = get_type_hints(function)
+        hints = get_type_hints(SimpleNamespace(__annotations__=named), getattr(bare, "__globals__", {}))
     except (NameError, TypeError):  # annotations of a user's own function may name what is not there
         return {}
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from lightrft.config import EntropyConfig, KLConfig
 from lightrft.trainer.ratios import bounded
+from lightrft.utils.lazy import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Estimator = Callable[[Tensor, Tensor], Tensor]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
+from lightrft.utils.lazy import Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-
 from lightrft.config import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, Part, RLConfig, ValueConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.combinations import nonsense
@@ -19,6 +17,7 @@ from lightrft.trainer.policy_loss import POLICY_LOSSES
 from lightrft.trainer.selection import SELECTIONS
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.lazy import np
 from lightrft.utils.registry import Registry
 
 

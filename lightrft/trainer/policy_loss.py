@@ -9,12 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
 from lightrft.config import LossConfig
 from lightrft.trainer.ratios import LIMIT, bounded, ratio_of
 from lightrft.trainer.rows import Rows
+from lightrft.utils.lazy import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Stats = dict[str, Tensor]

@@ -19,18 +19,6 @@ from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
 from lightrft.trainer.update import optimizer_step
 from lightrft.types import Batch, rows_of
 from lightrft.utils.metrics import Mean, Metrics
-from lightrft.utils.registry import About
-
-IMPLICIT = About(
-    "p_t = beta (logp_process - logp_ref)",
-    r"p_t=\beta\,(\log\pi_\phi-\log\pi_{ref})",
-    "PRIME, arXiv 2502.01456; Free Process Rewards, arXiv 2412.01981",
-)
-OUTCOME_LOSS = About(
-    "-o log sigma(sum_t p_t) - (1 - o) log sigma(-sum_t p_t), mean over answers,  o = 1[R >= threshold]",
-    r"-o\log\sigma\big(\textstyle\sum_tp_t\big)-(1-o)\log\sigma\big(-\sum_tp_t\big),\quad o=\mathbb 1[R\ge\tau]",
-    "PRIME, arXiv 2502.01456",
-)
 
 
 def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics) -> Batch:

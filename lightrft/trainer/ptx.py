@@ -18,13 +18,6 @@ from lightrft.trainer.supervised import examples_to_batch
 from lightrft.trainer.update import LossOf, weighted_sum
 from lightrft.types import Batch
 from lightrft.utils.metrics import Mean, Metrics
-from lightrft.utils.registry import About
-
-PTX = About(
-    "coef * mean over the tokens of a batch of its own of -logp",
-    r"\gamma\,\operatorname{mean}_{(x,t)\sim\mathcal D}\big[-\log\pi_\theta(x_t)\big]",
-    "PPO-ptx: InstructGPT, arXiv 2203.02155, eq. 2, there summed over the tokens of a text",
-)
 
 
 @dataclass(slots=True)

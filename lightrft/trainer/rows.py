@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from lightrft.types import Batch
+from lightrft.utils.lazy import Tensor, torch
 
 
 @dataclass(slots=True)

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-from torch import Tensor
-
 from lightrft.config import AlgorithmConfig, Part
 from lightrft.trainer.groups import Groups
 from lightrft.trainer.kl import KL_ESTIMATORS
@@ -17,6 +14,7 @@ from lightrft.trainer.moments import RUNNING, Moments
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.lazy import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Shaping = Callable[..., Tensor]

@@ -7,6 +7,8 @@ import resource
 import subprocess
 import sys
 
+from lightrft.cli.main import VERBS
+from lightrft.presets import PRESETS
 from tests.architecture.test_layers import HEAVY
 from tests.architecture.tree import PACKAGE, ROOT, modules
 
@@ -77,20 +79,57 @@ def test_the_command_line_starts_without_torch() -> None:
     assert run(code).split() == []
 
 
-def test_help_is_there_in_half_a_second() -> None:
-    """Of a processor: on a busy machine the clock on the wall tells how many others wait for one."""
+def seconds_of(*words: str) -> float:
+    """CPU seconds of ``lightrft words...``: on a busy machine the clock on the wall tells how many others wait for one."""
 
     def used() -> float:
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
         return children.ru_utime + children.ru_stime
 
-    def seconds() -> float:
-        before = used()
-        done = subprocess.run([sys.executable, "-m", PACKAGE, "--help"], cwd=ROOT, capture_output=True, text=True, check=True)
-        assert "usage: lightrft" in done.stdout
-        return used() - before
+    before = used()
+    subprocess.run([sys.executable, "-m", PACKAGE, *words], cwd=ROOT, capture_output=True, text=True, check=True)
+    return used() - before
 
-    assert min(seconds() for _ in range(3)) < 0.5
+
+def test_help_is_there_in_half_a_second() -> None:
+    assert min(seconds_of("--help") for _ in range(3)) < 0.5
+
+
+def test_an_objective_is_explained_in_one_second() -> None:
+    assert min(seconds_of("explain", "grpo") for _ in range(3)) < 1.0
+
+
+NEED_NO_MODEL = (
+    *(("explain", preset) for preset in PRESETS),
+    ("explain", "opd", "algorithm.distill=jsd"),
+    ("explain", "prime", "ptx.coef=0.1", "rollout.curriculum=priority", "rollout.select=balanced", "--latex"),
+    ("--help",),
+    ("--version",),
+    ("trian",),
+    *((verb, "--help") for verb in VERBS),
+    ("rl", "nowhere.yaml"),
+    ("rl", "modle.path=a"),
+    ("rl", "algorithm.loss=ppo_clop"),
+    ("rl", "algorithm.filters=[{name: repeated_answers, options: {limit: 1, by: words}}]"),
+    ("rl", "rollout.carry_over=true"),
+    *((verb, "modle=1") for verb in ("sft", "eval", "generate", "chat", "doctor")),
+    ("demo", "visoin"),
+    ("check", "grpo", "--kind", "nope"),
+)
+
+
+def test_what_needs_no_model_loads_neither_torch_nor_numpy() -> None:
+    code = (
+        "import contextlib, io, sys\n"
+        "from lightrft.cli.main import main\n"
+        f"for words in {NEED_NO_MODEL!r}:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):\n"
+        "        main(words)\n"
+        "    loaded = sorted({'torch', 'transformers', 'numpy', 'datasets', 'pyarrow'} & set(sys.modules))\n"
+        "    assert not loaded, (words, loaded)\n"
+        "print('none')\n"
+    )
+    assert run(code).strip() == "none"
 
 
 def test_every_module_imports_with_no_optional_package_and_without_touching_cuda() -> None:

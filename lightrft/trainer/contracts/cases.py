@@ -5,10 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
-
 from lightrft.types import Batch, Prompt, Rollout, Segments
+from lightrft.utils.lazy import Tensor, torch
 
 CORNERS: list[tuple[list[list[bool]], list[int]]] = [
     ([[False, False], [False]], [0, 0]),

@@ -11,9 +11,6 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from lightrft.config import AdvantageConfig, LossConfig
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.contracts.cases import (
@@ -33,6 +30,7 @@ from lightrft.trainer.contracts.cases import (
 )
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch, Rollout, rows_of
+from lightrft.utils.lazy import Tensor, torch
 
 Function = Callable[..., Any]
 TOLERANCE, ROUNDING = 1e-12, 1e-4

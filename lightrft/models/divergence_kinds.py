@@ -1,0 +1,80 @@
+"""Divergences of two next-token distributions, each with its gradient in the student's logits. Pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from lightrft.utils.lazy import Tensor, torch
+from lightrft.utils.registry import Registry
+
+Divergence = Callable[[Tensor, Tensor, float], Tensor]
+DIVERGENCES: Registry[Divergence] = Registry("divergence")
+GRADIENTS: dict[str, Divergence] = {}
+"""``DIVERGENCES[kind](student, teacher, beta) -> [n]`` from log-probs ``[n, V]``, and ``GRADIENTS[kind]`` of the same arguments
+its gradient ``[n, V]`` in the student's logits."""
+
+
+def _expected(weights: Tensor, x: Tensor) -> Tensor:
+    """``[n]``: the sum of ``x`` under the distribution whose log-probs are ``weights``; what is impossible counts nothing."""
+    return (weights.exp() * x.masked_fill(weights == -torch.inf, 0.0)).sum(-1)
+
+
+def _centred(student: Tensor, x: Tensor) -> Tensor:
+    """``q (x - E_q x)``: the gradient in the logits of ``E_q x``, up to what ``x`` itself changes by."""
+    x = x.masked_fill(student == -torch.inf, 0.0)
+    q = student.exp()
+    return q * (x - (q * x).sum(-1, keepdim=True))
+
+
+def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+
+
+@DIVERGENCES.register(
+    "reverse_kl",
+    formula="D_t = KL(pi, pi_teacher)",
+    latex=r"D_t=\operatorname{KL}(\pi_\theta\,\|\,\pi_T)",
+    paper="MiniLLM, arXiv 2306.08543; on the student's own answers: GKD, arXiv 2306.13649",
+)
+def reverse_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Seeks a mode of the teacher."""
+    return _expected(student, student - teacher)
+
+
+@DIVERGENCES.register(
+    "forward_kl",
+    formula="D_t = KL(pi_teacher, pi)",
+    latex=r"D_t=\operatorname{KL}(\pi_T\,\|\,\pi_\theta)",
+    paper="Hinton et al., arXiv 1503.02531; on the student's own answers: GKD, arXiv 2306.13649",
+)
+def forward_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Covers all of the teacher."""
+    return _expected(teacher, teacher - student)
+
+
+@DIVERGENCES.register(
+    "jsd",
+    formula="D_t = beta KL(pi_teacher, m) + (1 - beta) KL(pi, m),  m = beta pi_teacher + (1 - beta) pi",
+    latex=r"D_t=\beta\operatorname{KL}(\pi_T\,\|\,m)+(1-\beta)\operatorname{KL}(\pi_\theta\,\|\,m),\quad m=\beta\pi_T+(1-\beta)\pi_\theta",
+    paper="generalised Jensen-Shannon divergence: GKD, arXiv 2306.13649, eq. 1",
+)
+def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """Between the two: over ``beta``, it nears the forward KL as ``beta`` goes to 0."""
+    mixture = _mixture(student, teacher, beta)
+    return beta * _expected(teacher, teacher - mixture) + (1 - beta) * _expected(student, student - mixture)
+
+
+def _reverse_kl_gradient(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return _centred(student, student - teacher)
+
+
+def _forward_kl_gradient(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return student.exp() - teacher.exp()
+
+
+def _jsd_gradient(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    return (1 - beta) * _centred(student, student - _mixture(student, teacher, beta))
+
+
+GRADIENTS |= {"reverse_kl": _reverse_kl_gradient, "forward_kl": _forward_kl_gradient, "jsd": _jsd_gradient}
