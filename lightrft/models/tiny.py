@@ -143,10 +143,16 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
     ``vocab_size`` among ``overrides`` is that of ``tiny_tokenizer`` unless given.
     """
     overrides.setdefault("vocab_size", len(PRINTABLE) + 4)
-    config = tiny_config(family, **overrides)
+    return drawn_model(tiny_config(family, **overrides), seed=seed).to(dtype).eval()
+
+
+def drawn_model(config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
+    """Make a language model of ``config`` in float32 with weights from ``seed``. The global random generator is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.generation_config.pad_token_id = config.pad_token_id
-    model.generation_config.eos_token_id = config.eos_token_id
-    return model.to(dtype).eval()
+    if model.generation_config is not None:
+        said = config.to_dict()
+        model.generation_config.pad_token_id = said.get("pad_token_id")
+        model.generation_config.eos_token_id = said.get("eos_token_id")
+    return model
