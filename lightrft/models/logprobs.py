@@ -213,6 +213,11 @@ def _expected(p: Tensor, logp: Tensor) -> Tensor:
     return _times_probability(logp, p).sum(-1)
 
 
+def _expected_log(p: Tensor, x: Tensor) -> Tensor:
+    """``[...]``: the sum of ``p x`` over the last axis, differentiable. An impossible token (``x`` of minus infinity) counts as 0."""
+    return (p * x.masked_fill(x == -torch.inf, 0.0)).sum(-1)
+
+
 def _generic(
     hidden: Tensor, head: nn.Module, targets: Tensor, bend: Bend, entropy: bool, chunk_mb: float
 ) -> tuple[Tensor, Tensor | None]:
@@ -220,7 +225,7 @@ def _generic(
 
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         logp = bend_logits(head(h).to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
-        return logp.gather(1, t[:, None])[:, 0], (-(logp.exp() * logp).sum(-1) if entropy else logp.new_zeros(0))
+        return logp.gather(1, t[:, None])[:, 0], (-_expected_log(logp.exp(), logp) if entropy else logp.new_zeros(0))
 
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     starts = range(0, max(1, hidden.shape[0]), rows)
@@ -265,4 +270,4 @@ def _fused_cross_entropy() -> Any:
 def entropy_from_logits(logits: Tensor) -> Tensor:
     """Entropy ``[...]`` in nats of the softmax of ``logits [..., V]``: ``logsumexp - sum(p * logits)``."""
     precise = logits.to(wide(logits.dtype))
-    return precise.logsumexp(-1) - (precise.softmax(-1) * precise).sum(-1)
+    return precise.logsumexp(-1) - _expected_log(precise.softmax(-1), precise)

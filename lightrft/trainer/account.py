@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,6 +29,8 @@ def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> Verdict:
     """Filters, then selection. At least ``least`` answers must be left after either. Answers learn the reward of the greedy one."""
     if any(r.finish_reason == "abort" for r in group):
         return Verdict(reason="aborted")
+    for rollout in group:
+        _fail_without_number(rollout)
     greedy = next((r for r in group if r.sample == GREEDY), None)
     answers = [r for r in group if r is not greedy and not r.failed]
     if greedy is not None:
@@ -38,6 +41,13 @@ def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> Verdict:
     reason = drop_reason(answers, config.algorithm.filters, least)
     kept = [] if reason else selected(answers, config.rollout.select)
     return Verdict(kept) if len(kept) >= least else Verdict(reason=reason or "too_few_selected")
+
+
+def _fail_without_number(rollout: Rollout) -> None:
+    """Count a reward that is NaN or infinite as a response that could not be scored: it would spoil its whole group."""
+    if rollout.reward is not None and not math.isfinite(rollout.reward):
+        rollout.failed, rollout.reward = f"the reward is {rollout.reward}", None
+        rollout.terms, rollout.weights = {}, {}
 
 
 @dataclass(slots=True)
@@ -81,6 +91,24 @@ class Collected:
         else:
             self.dropped[verdict.reason] += 1
             self.tokens["dropped"] += tokens_of(group)
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Count the responses of ``groups`` that are not at ``places``, in their order, as failed and no longer as trained on: shaping
+        gave them a reward that is not finite."""
+        kept, place = set(places), 0
+        groups: list[list[Rollout]] = []
+        for group in self.groups:
+            groups.append([])
+            for rollout in group:
+                if place in kept:
+                    groups[-1].append(rollout)
+                else:
+                    rollout.failed = "the shaped reward is not finite"
+                    self.failures[rollout.failed] += 1
+                    self.tokens["trained"] -= len(rollout)
+                    self.tokens["failed"] += len(rollout)
+                place += 1
+        self.groups = [group for group in groups if group]
 
     def carry(self, group: Sequence[Rollout], verdict: Verdict) -> None:
         """A group that was drawn in this step and that the next one trains on."""

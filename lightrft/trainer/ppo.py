@@ -19,6 +19,7 @@ from lightrft.trainer.advantages import ADVANTAGES, WHITENINGS
 from lightrft.trainer.collate import collate
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.distill import distilled, with_teacher
+from lightrft.trainer.finite import readable, rewarded
 from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
 from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.refresh import refresh
@@ -28,7 +29,7 @@ from lightrft.trainer.scoring import by_parts, logprobs_by_parts, sampling_tempe
 from lightrft.trainer.shaping import token_rewards, with_rewards
 from lightrft.trainer.update import actor_frozen, update
 from lightrft.types import Batch, rows_of
-from lightrft.utils.metrics import Metrics
+from lightrft.utils.metrics import Metrics, Sum
 from lightrft.utils.timers import Timers
 
 
@@ -59,10 +60,9 @@ def rl_step(
 def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collected: Collected, timers: Timers) -> StepResult:
     """Scored groups in, one updated policy out."""
     refresh(roles, config.algorithm.kl, step)
-    metrics = rollout_metrics(collected)
     if not collected.groups:
-        publish(roles, step + 1, timers)  # the same weights: a version counts steps, also for a run that goes on from here
-        return StepResult(collected, None, metrics)
+        return _nothing_learned(roles, step, collected, timers)
+    metrics = Metrics()
     batch = collate(collected.groups)
     with timers("layout"):
         settle_layouts(roles, batch)
@@ -72,15 +72,28 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
         batch = with_teacher(with_reference(batch, roles, config), roles, config)
     with timers("values"):
         batch = with_values(batch, roles, config, controls)
+    readable_tokens = readable(batch, config.algorithm)
+    metrics.add("policy/nonfinite_tokens", Sum(int(batch.mask.sum()) - int(readable_tokens.mask.sum())))
     with timers("process"):
-        batch = with_process_rewards(batch, roles, config, metrics)
+        batch = with_process_rewards(readable_tokens, roles, config, metrics)
     with timers("advantages"):
-        batch = with_advantages(batch, config, controls)
+        batch, kept = with_shaped_rewards(batch, config, controls)
+        collected.keep(kept.tolist())
+        if not collected.groups:
+            return _nothing_learned(roles, step, collected, timers)
+        batch = advantages_from(batch, config, controls)
+    metrics.merge(rollout_metrics(collected))
     with timers("update"):
         metrics.merge(update(roles, batch, config, controls, step))
     metrics.merge(controls.steer(batch, frozen=actor_frozen(roles, config, step)))
     publish(roles, step + 1, timers)
     return StepResult(collected, batch, metrics)
+
+
+def _nothing_learned(roles: Roles, step: int, collected: Collected, timers: Timers) -> StepResult:
+    """The step of a batch without a response to train on: the same weights under the next version, since a version counts steps."""
+    publish(roles, step + 1, timers)
+    return StepResult(collected, None, rollout_metrics(collected))
 
 
 def publish(roles: Roles, version: int, timers: Timers) -> None:
@@ -135,9 +148,25 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls
 
 
 def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
-    """Shaped rewards, rewards of tokens, advantages and returns, in float64."""
+    """Shaped rewards, rewards of tokens, advantages and returns, in float64. A response whose reward is not finite is left out."""
+    return advantages_from(with_shaped_rewards(batch, config, controls)[0], config, controls)
+
+
+def with_shaped_rewards(batch: Batch, config: RLConfig, controls: Controls) -> tuple[Batch, Tensor]:
+    """The responses whose reward is finite before and after shaping, with shaped rewards, and their places ``[K]`` in ``batch``.
+
+    A NaN reward would make every advantage of its group NaN. Tokens with a log-prob that is not finite count as not sampled.
+    """
+    scored = rewarded(batch)
+    batch = readable(batch.select(scored) if len(scored) < len(batch) else batch, config.algorithm)
+    batch = with_rewards(batch, config.algorithm, config.sampling.max_new_tokens, controls.rewards)
+    shaped = rewarded(batch)
+    return (batch.select(shaped) if len(shaped) < len(batch) else batch), scored[shaped]
+
+
+def advantages_from(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
+    """Rewards of tokens, advantages and returns from shaped rewards."""
     algorithm = config.algorithm
-    batch = with_rewards(batch, algorithm, config.sampling.max_new_tokens, controls.rewards)
     in_reward = controls.kl.coef if algorithm.kl.where == "reward" else 0.0
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
     settings = algorithm.advantage

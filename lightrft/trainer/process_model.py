@@ -66,7 +66,11 @@ def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float
         raise ValueError("the outcome of an answer needs batch.rewards")
     rows = Rows.of(batch)
     some = rows.count() > 0
-    logit = beta * rows.sum(logprobs - _reference(batch).to(logprobs))[some]
+    gap = logprobs - _reference(batch).to(logprobs)
+    finite = torch.isfinite(gap.detach())  # one infinite token must not decide, or spoil, the whole answer
+    now = torch.where(finite, logprobs, torch.zeros_like(logprobs))
+    ref = torch.where(finite, _reference(batch).to(logprobs), torch.zeros_like(logprobs))
+    logit = beta * rows.sum(now - ref)[some]
     outcome = batch.rewards[some] >= threshold
     return F.softplus(torch.where(outcome, -logit, logit)), (logit > 0) == outcome
 

@@ -9,9 +9,14 @@ LIMIT = 40.0
 
 
 def bounded(gap: Tensor) -> Tensor:
-    """``gap``, held inside ``[-LIMIT, LIMIT]``, with the gradient of ``gap`` everywhere: what is too far away must still be pulled the
-    right way, and where a clip has taken the gradient away, 0 times it is 0 and not nan."""
-    return gap + (gap.clamp(-LIMIT, LIMIT) - gap).detach()
+    """``gap``, held inside ``[-LIMIT, LIMIT]``, with the gradient of ``gap`` wherever it is finite: what is too far away must still be
+    pulled the right way, and where a clip has taken the gradient away, 0 times it is 0 and not nan.
+
+    An infinite gap becomes the bound, without a gradient. NaN stays NaN.
+    """
+    held = gap.clamp(-LIMIT, LIMIT)
+    finite = torch.where(gap.isinf(), held.detach(), gap)  # infinity less infinity would be NaN, also on its way back
+    return finite + (held - finite).detach()
 
 
 def ratio_of(logprobs: Tensor, old: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from lightrft.trainer.batching import mini_batches, my_micro_batches
 from lightrft.trainer.controls import Controls, mean_entropy
 from lightrft.trainer.corrections import correction_weights, interpolated_proximal
 from lightrft.trainer.distill import targets
+from lightrft.trainer.finite import readable, unread_tokens, without_tokens
 from lightrft.trainer.gates import gated
 from lightrft.trainer.kl import KL_ESTIMATORS, capped_k3
 from lightrft.trainer.parts import needs_of
@@ -73,11 +74,17 @@ class Objective:
         return (rows.sum(useful.long()) > 0).nonzero()[:, 0]
 
     def __call__(self, batch: Batch, scores: Scores) -> tuple[Tensor, Metrics]:
-        """The part of the global loss that ``batch`` holds (0-d), and its metrics. ``batch.loss_weights`` carry the denominator."""
+        """The part of the global loss that ``batch`` holds (0-d), and its metrics. ``batch.loss_weights`` carry the denominator.
+
+        A token with an infinite or NaN log-prob counts as not sampled; ``policy/nonfinite_tokens`` counts them.
+        """
+        old = old_logprobs(batch, scores.logprobs, self.algorithm.proximal, self.version)
+        lost = self._lost(batch, scores, old)
+        batch = without_tokens(batch, lost)
         rows = Rows.of(batch)
-        logprobs = _counted(scores.logprobs, rows)
-        old = _counted(old_logprobs(batch, logprobs, self.algorithm.proximal, self.version), rows)
+        logprobs, old = _counted(scores.logprobs, rows), _counted(old, rows)
         loss, metrics = self._policy(batch, rows, logprobs, old)
+        metrics.add("policy/nonfinite_tokens", Sum(lost.sum()))
         loss = loss + self._drift(batch, logprobs, old)
         loss = loss + self._kl(batch, rows, logprobs, old, metrics)
         if batch.teacher_logprobs is not None:
@@ -94,6 +101,15 @@ class Objective:
             loss = loss - self.algorithm.positive_nll.coef * weighted_sum(logprobs, batch, batch.positive_weights)
         return loss, metrics
 
+    def _lost(self, batch: Batch, scores: Scores, old: Tensor) -> Tensor:
+        """``[N]`` bool: trained tokens that a term of the loss cannot be computed for."""
+        read = [scores.logprobs, old, *([scores.entropy] if self.wants_entropy else []), scores.divergence]
+        finite = ~unread_tokens(batch, self.algorithm)
+        for column in read:
+            if column is not None:
+                finite = finite & torch.isfinite(column.detach())
+        return batch.mask & ~finite
+
     def _policy(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
         """The policy loss with its corrections, gates and pulls."""
         algorithm, settings = self.algorithm, self.algorithm.loss
@@ -102,9 +118,9 @@ class Objective:
         if algorithm.corrections:
             behavior = _counted(_need(batch.behavior_logprobs), rows)
             factor = correction_weights(algorithm.corrections, logprobs.detach(), old, behavior, advantages, rows)
-            losses, stats = losses * factor, {**stats, "correction": factor}
+            losses, stats = _times(losses, factor), {**stats, "correction": factor}
         if batch.gate is not None:
-            losses, stats = losses * batch.gate, {**stats, "gate": batch.gate}
+            losses, stats = _times(losses, batch.gate), {**stats, "gate": batch.gate}
         if batch.pull is not None:
             losses = losses + batch.pull * (logprobs - old).abs()
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
@@ -156,7 +172,7 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
         for index in mini_batches(batch, config.train.mini_batches, generator):
             mini = weighted(batch.select(index), config)
             if config.algorithm.gates:
-                current = with_current(mini, roles, config, step)
+                current = readable(with_current(mini, roles, config, step), config.algorithm)
                 mini = gated(current, config.algorithm.gates, config.algorithm.loss, generator)
             if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, config))
@@ -273,6 +289,12 @@ def _step_metrics(who: str, info: StepInfo) -> Metrics:
             f"{who}/optimizer_steps": Sum(0 if info.skipped else 1),
         }
     )
+
+
+def _times(losses: Tensor, factor: Tensor) -> Tensor:
+    """``losses [N]`` times ``factor [N]``; where that is 0, exactly 0 whatever the loss is, as is its gradient."""
+    kept = torch.where(factor != 0, losses, torch.zeros_like(losses))
+    return kept * factor
 
 
 def _counted(column: Tensor, rows: Rows) -> Tensor:

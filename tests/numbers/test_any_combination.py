@@ -15,6 +15,7 @@ from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.corrections import CORRECTIONS
+from lightrft.trainer.finite import readable
 from lightrft.trainer.gates import GATES, gated
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.parts import check_parts, needs_of
@@ -122,7 +123,7 @@ def mini_batch(algorithm: AlgorithmConfig, batch: Batch, logprobs: Tensor, on_po
         batch = batch.replace(old_logprobs=None)
     if "current" in needs_of(algorithm):
         old = old_logprobs(batch, logprobs, algorithm.proximal, VERSION)
-        batch = batch.replace(logprobs=logprobs, old_logprobs=old)
+        batch = readable(batch.replace(logprobs=logprobs, old_logprobs=old), algorithm)
     batch = gated(batch, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(0))
     return batch, Objective.of(algorithm, controls, batch, VERSION)
 

@@ -14,14 +14,16 @@ from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny import tiny_model
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import SingleStrategy
+from lightrft.trainer.account import Collected, Verdict
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.distill import with_teacher
 from lightrft.trainer.parts import needs_of
-from lightrft.trainer.ppo import with_advantages, with_policy, with_reference
+from lightrft.trainer.ppo import learn, with_advantages, with_policy, with_reference
 from lightrft.trainer.roles import Frozen, Roles, Trained
 from lightrft.trainer.update import update
-from lightrft.types import Batch, Segments
+from lightrft.types import Batch, Prompt, Rollout, Segments
 from lightrft.utils.settings import build, deep_merge
+from lightrft.utils.timers import Timers
 
 
 def batch_of(groups: int = 3, samples: int = 4, seed: int = 0) -> Batch:
@@ -174,3 +176,52 @@ def test_neither_micro_batches_nor_layouts_change_what_is_learned_from_a_teacher
         assert max(float(g.abs().max()) for g in one.values()) > 1e-3
         for name, grad in one.items():
             torch.testing.assert_close(other[name], grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "gspo", "clip_cov", "m2po"])
+def test_a_policy_that_gives_a_token_no_probability_is_trained_on_the_others(preset: str) -> None:
+    config = config_of(algorithm={"preset": preset, "kl": {}}, train={"mini_batches": 2})
+    roles = roles_of(config)
+    score = roles.actor.score
+
+    def without_the_first(part: Batch, **options: Any) -> Any:
+        scores = score(part, **options)
+        first = torch.arange(part.tokens) == 0
+        return scores._replace(logprobs=torch.where(first, -torch.inf, scores.logprobs))
+
+    before = {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
+    roles.actor.score = without_the_first  # type: ignore[method-assign]
+    after = step(config, batch_of(), roles)
+    assert all(torch.isfinite(p).all() for p in after.values())
+    assert any(not torch.equal(p, before[n]) for n, p in after.items())
+
+
+class Told(Unused):
+    """An engine that takes weights and does nothing with them."""
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        list(weights)
+
+
+def spoil_first_of_group(batch: Batch, rewards: torch.Tensor, *, max_new_tokens: int) -> torch.Tensor:
+    """NaN for the first response to each prompt."""
+    return torch.where(batch.sample == 0, torch.nan, rewards)
+
+
+@pytest.mark.parametrize(("samples", "trained"), [(3, 4), (1, 0)])
+def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_the_others(samples: int, trained: int) -> None:
+    config = config_of(algorithm={"shaping": [f"{__name__}:spoil_first_of_group"]})
+    roles = roles_of(config)
+    roles.engine = Told()  # type: ignore[assignment]
+    got = Collected()
+    for p in range(2):
+        group = [
+            Rollout(Prompt(str(p), [5, 6 + p]), [7 + i], [True], [-1.0], [0], "stop", i, i, reward=float(i))
+            for i in range(samples)
+        ]
+        got.add(group, Verdict(group))
+    result = learn(roles, config, 0, Controls.of(config.algorithm), got, Timers())
+    metrics = result.metrics.compute()
+    assert metrics["rollout/failed_answers"] == 2
+    assert (metrics["rollout/trained"], metrics["rollout/failed"]) == (trained, 2)
+    assert (0 if result.batch is None else len(result.batch)) == trained
