@@ -15,10 +15,17 @@ _HOMES = {
     "loading": ("load_model", "load_tokenizer", "save_model"),
     "logprobs": ("entropy_from_logits", "log_probs_from_logits", "token_logprobs"),
     "lora": ("apply_lora_configuration",),
+    "monkey_patch": (
+        "apply_monkey_patch_to_generation_mixin",
+        "apply_monkey_patch_to_llama",
+        "apply_monkey_patch_to_qwen2",
+        "remove_monkey_patches",
+    ),
     "utils": (
         "compute_approx_kl",
         "compute_reward",
         "create_high_entropy_mask",
+        "find_all_linear_modules",
         "masked_mean",
         "reset_position_ids",
         "unpacking_samples",

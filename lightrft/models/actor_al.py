@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.documented import DocumentedActor
+from lightrft.models.documented import DocumentedActor, refuse
 from lightrft.models.rectangles import Given
 from lightrft.utils.errors import ModelError
 
 Clips = Tensor | Sequence[Tensor]
 """Log-mel frames ``[clips, mels, frames]`` of a batch's clips in order, or a list of ``[mels, frames]`` that differ in length."""
+
+_NO_PICTURES = "ActorAL reads text and hears; give sound as audio_values, and use ActorVL for pictures and videos"
 
 
 class ActorAL(DocumentedActor):
@@ -41,8 +43,12 @@ class ActorAL(DocumentedActor):
         audio_values: Clips | None = None,
         feature_attention_mask: Tensor | None = None,
     ) -> Any:
-        """Log-probs of the actions: see ``DocumentedActor.score_rows``. Pictures and videos are taken so that one loop can call every
-        actor, and not looked at."""
+        """Log-probs of the actions: see ``DocumentedActor.score_rows``.
+
+        Pictures and videos must be ``None``: they are parameters so that one loop can call every actor. A grid without pictures
+        has no effect. Raises ``ModelError`` for pictures and videos.
+        """
+        refuse(_NO_PICTURES, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, video_grid_thw=video_grid_thw)
         media = self._media(sequences, audio_values, feature_attention_mask)
         return self.score_rows(sequences, num_actions, attention_mask, return_output, packed_seq_lens, media)
 
@@ -55,9 +61,18 @@ class ActorAL(DocumentedActor):
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: object = None,
         feature_attention_mask: Tensor | None = None,
+        input_features: Clips | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sampled rows and their masks: see ``DocumentedActor.sample_rows``, and ``forward`` for pictures and videos."""
+        """Sampled rows and their masks: see ``DocumentedActor.sample_rows``, and ``forward`` for pictures and videos.
+
+        ``input_features`` is another name of ``audio_values``. Raises ``ModelError`` where both are given.
+        """
+        refuse(_NO_PICTURES, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, video_grid_thw=video_grid_thw)
+        if audio_values is None:
+            audio_values = input_features
+        elif input_features is not None:
+            raise ModelError("input_features and audio_values are two names of one input: give one of them")
         return self.sample_rows(input_ids, self._media(input_ids, audio_values, feature_attention_mask), kwargs)
 
     def _media(self, ids: Tensor, values: Clips | None, mask: Tensor | None) -> Given:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.documented import DocumentedActor, DocumentedCritic
+from lightrft.models.documented import DocumentedActor, DocumentedCritic, refuse
 
 
 class ActorLanguage(DocumentedActor):
@@ -27,8 +27,15 @@ class ActorLanguage(DocumentedActor):
         """Log-probs of the actions: see ``DocumentedActor.score_rows``."""
         return self.score_rows(sequences, num_actions, attention_mask, return_output, packed_seq_lens, {})
 
-    def generate(self, input_ids: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """Sampled rows and their masks: see ``DocumentedActor.sample_rows``."""
+    def generate(
+        self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: object = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sampled rows and their masks: see ``DocumentedActor.sample_rows``.
+
+        ``pixel_values`` and ``image_grid_thw`` must be ``None``: they are parameters so that one loop can call every actor. Raises
+        ``ModelError`` for pictures.
+        """
+        refuse("ActorLanguage reads text alone; use ActorVL", pixel_values=pixel_values, image_grid_thw=image_grid_thw)
         return self.sample_rows(input_ids, {}, kwargs)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,17 +11,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import is_flash_attn_2_available
 
 from lightrft.models import utils
-from lightrft.models.actor import Actor
+from lightrft.models.actor import Actor, Backbone
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.critic import Critic
 from lightrft.models.loading import load_model
-from lightrft.models.lora import is_adapted, trainable_summary
+from lightrft.models.lora import base_model, is_adapted, trainable_summary
+from lightrft.models.module_actor import ModuleActor
 from lightrft.models.rectangles import Given, Rows
 from lightrft.models.settings import ModelConfig
 from lightrft.utils.errors import ModelError
 
+_log = logging.getLogger(__name__)
 NOTHING = "num_actions is None, so return_output must be True: there would be nothing to return"
 _GENERATE: dict[str, Any] = {
     "attention_mask": None,
@@ -39,10 +43,47 @@ _GENERATE: dict[str, Any] = {
 }
 
 
-class DocumentedActor(nn.Module):
+def refuse(why: str, **given: object) -> None:
+    """Raise ``ModelError`` with ``why`` where one of the ``given`` inputs is not ``None``."""
+    if found := [name for name, value in given.items() if value is not None]:
+        raise ModelError(f"{', '.join(found)}: {why}")
+
+
+class DocumentedModel(nn.Module):
+    """The methods that documented actors and critics share."""
+
+    @property
+    def backbone(self) -> Backbone:
+        """The actor or the critic inside."""
+        raise NotImplementedError
+
+    @property
+    def model(self) -> nn.Module:
+        """The model inside: one of transformers or peft, or the module that was given."""
+        return self.backbone.model
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
+        """Recompute layers in the backward pass, by default with ``{"use_reentrant": False}``; in training mode only."""
+        self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations for the backward pass again."""
+        self.backbone.gradient_checkpointing_disable()
+
+    def print_trainable_parameters(self) -> None:
+        """Write the counts of trainable and of all parameters to standard output, in peft's format. A value head counts."""
+        counts = trainable_summary(self.backbone)
+        share = 100 * counts["trainable"] / max(1, counts["all"])
+        text = f"trainable params: {counts['trainable']:,} || all params: {counts['all']:,} || trainable%: {share:.4f}\n"
+        sys.stdout.write(text)
+
+
+class DocumentedActor(DocumentedModel):
     """A policy with the documented surface. ``actor`` is the policy that a loop over ``Batch`` uses; both share weights.
 
-    ``pretrain_or_model``: a folder, a hub name, or a transformers (or peft) model, which keeps its device, dtype and attention.
+    ``pretrain_or_model``: a folder, a hub name, a transformers (or peft) model, which keeps its device, dtype and attention, or
+    any module with the forward of a causal language model (see ``ModuleActor``), which gets no adapters and is not packed.
+    ``use_flash_attention_2`` falls back to the model's default attention, with a warning, where flash-attn cannot run.
     ``packing_samples``: ``forward`` takes rows of several samples. ``high_entropy_token_ratio`` above 0 makes its output carry
     ``action_entropy``. Raises ``ModelError`` for what cannot be loaded or adapted.
     """
@@ -70,16 +111,17 @@ class DocumentedActor(nn.Module):
         model, config = loader.model(pretrain_or_model)
         if lora_rank > 0:
             model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
+        if packing_samples and not _is_known(model):
+            raise ModelError(f"packing_samples: a {type(model).__name__} is called on rectangles alone; leave it off")
         self._loader = loader  # DeepSpeed's settings act only while their object lives
-        self.actor = Actor(model, config)
-        self.pretrain_or_model: str = config.path or self.actor.base.config.model_type
+        self.actor = Actor(model, config) if _is_known(model) else ModuleActor(model)
+        self.pretrain_or_model: str = config.path or _type_of(model)
         self.packing_samples = packing_samples
         self.high_entropy_token_ratio = high_entropy_token_ratio
 
     @property
-    def model(self) -> nn.Module:
-        """The transformers or peft model."""
-        return self.actor.model
+    def backbone(self) -> Backbone:
+        return self.actor
 
     def score_rows(
         self,
@@ -129,9 +171,9 @@ class DocumentedActor(nn.Module):
             raise TypeError(f"generate() got unknown {', '.join(unknown)}; known: {', '.join(_GENERATE)}")
         options = {name: value for name, value in {**_GENERATE, **given}.items() if value is not None}
         options.setdefault("early_stopping", options["num_beams"] > 1)
-        generation = self.actor.base.generation_config
+        generation = getattr(self.actor.base, "generation_config", None)
         for name in ("eos_token_id", "pad_token_id"):
-            options.setdefault(name, getattr(generation, name))
+            options.setdefault(name, getattr(generation, name, None))
         eos = options["eos_token_id"]
         eos = eos[0] if isinstance(eos, list | tuple) else eos
         pad = eos if options["pad_token_id"] is None else options["pad_token_id"]
@@ -141,7 +183,11 @@ class DocumentedActor(nn.Module):
         rows = Rows.of(input_ids, options.get("attention_mask"), None, None, packing=False)
         base: Any = self.actor.base
         keywords = rows.keywords(self.actor, media)
-        sequences = base.generate(input_ids=input_ids, **keywords, **{**options, "pad_token_id": pad})
+        options["pad_token_id"] = pad
+        if isinstance(self.actor, ModuleActor):
+            sequences = self.actor.generate(input_ids, rows.mask, options)
+        else:
+            sequences = base.generate(input_ids=input_ids, **keywords, **options)
         return self.process_sequences(sequences, input_ids.shape[1], eos, pad)
 
     def process_sequences(
@@ -153,25 +199,8 @@ class DocumentedActor(nn.Module):
         """
         return utils.process_sequences(sequences, input_len, eos_token_id, pad_token_id)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Recompute layers in the backward pass, by default with ``{"use_reentrant": False}``; in training mode only."""
-        self.actor.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
-    def gradient_checkpointing_disable(self) -> None:
-        self.actor.gradient_checkpointing_disable()
-
-    def print_trainable_parameters(self) -> None:
-        """Write the counts of trainable and of all parameters to standard output, as peft does."""
-        if is_adapted(self.model):
-            self.model.print_trainable_parameters()  # ty: ignore[not-callable]
-            return
-        counts = trainable_summary(self.model)
-        share = 100 * counts["trainable"] / max(1, counts["all"])
-        text = f"trainable params: {counts['trainable']:,} || all params: {counts['all']:,} || trainable%: {share:.4f}\n"
-        sys.stdout.write(text)
-
-
-class DocumentedCritic(nn.Module):
+class DocumentedCritic(DocumentedModel):
     """A value function with the documented surface, over ``Critic``.
 
     ``normalize_reward`` shifts and scales values by ``mean`` and ``std`` of the model's config. ``init_value_head`` draws a fresh
@@ -202,6 +231,10 @@ class DocumentedCritic(nn.Module):
         if lora_rank > 0:
             model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
         self._loader = loader
+        if not _is_known(model):
+            raise ModelError(
+                f"pretrain_or_model is a {type(model).__name__}: a critic needs a path, a transformers or a peft model"
+            )
         self.critic = Critic(model, config)
         if isinstance(pretrain_or_model, str) and not init_value_head:
             self.critic.load_value_head(pretrain_or_model)
@@ -211,6 +244,10 @@ class DocumentedCritic(nn.Module):
         settings = self.critic.base.config.to_dict()
         self.register_buffer("mean", torch.tensor(float(settings.get("mean") or 0.0)), persistent=False)
         self.register_buffer("std", torch.tensor(float(settings.get("std") or 1.0)), persistent=False)
+
+    @property
+    def backbone(self) -> Backbone:
+        return self.critic
 
     def __getattr__(self, name: str) -> Any:
         if name != "value_head_prefix" and name == self.__dict__.get("value_head_prefix"):
@@ -253,7 +290,7 @@ class _Loader:
         load_in_4bit: bool,
     ) -> None:
         self.settings: dict[str, Any] = {
-            "attention": "flash_attention_2" if use_flash_attention_2 else None,
+            "attention": "flash_attention_2" if use_flash_attention_2 and _has_flash_attention() else None,
             "dtype": "bfloat16" if bf16 else "auto",
             "load_in_4bit": load_in_4bit,
         }
@@ -266,15 +303,35 @@ class _Loader:
 
     def model(self, source: str | nn.Module) -> tuple[nn.Module, ModelConfig]:
         if isinstance(source, nn.Module):
-            if not (isinstance(source, PreTrainedModel) or is_adapted(source)):
-                raise ModelError(f"pretrain_or_model is a {type(source).__name__}: give a path, a transformers or a peft model")
             return source, ModelConfig()
         config = ModelConfig(path=str(source), **self.settings)
         device_map = None if torch.empty(0).device.type == "meta" else self.device_map
         return load_model(config, device=torch.empty(0).device, device_map=device_map), config
 
 
+def _is_known(model: nn.Module) -> bool:
+    """Return whether ``model`` is one of transformers or peft, whose hidden states can be read."""
+    return isinstance(model, PreTrainedModel) or is_adapted(model)
+
+
+def _type_of(model: nn.Module) -> str:
+    return base_model(model).config.model_type if _is_known(model) else type(model).__name__
+
+
+def _has_flash_attention() -> bool:
+    """Return whether flash-attn can run here. Log a warning where it cannot."""
+    if is_flash_attn_2_available():
+        return True
+    _log.warning(
+        "use_flash_attention_2 = True, but flash-attn is not installed or there is no GPU that it runs on: "
+        "using the model's default attention"
+    )
+    return False
+
+
 def _adapt(model: nn.Module, rank: int, alpha: float, dropout: float, targets: str | list[str] | None) -> nn.Module:
+    if not _is_known(model):
+        raise ModelError(f"lora_rank = {rank}: adapters need a path or a transformers model, not a {type(model).__name__}")
     if is_adapted(model):
         raise ModelError(f"lora_rank = {rank} but the model has adapters already: pass lora_rank=0 to train those")
     return utils.apply_lora_configuration(model, rank, alpha, dropout, targets)  # ty: ignore[invalid-argument-type]

@@ -53,7 +53,7 @@ def target_modules(model: PreTrainedModel, config: LoRAConfig, exclude: Iterable
     ``config.parts``: a last part alone would find modules of other parts too. Raises ``ModelError`` when some part has none."""
     targets = config.targets
     if targets == "all-linear":
-        named = find_all_linear_modules(model, exclude)
+        named = linear_modules(model, exclude)
     else:
         names = [name for name, _ in model.named_modules() if name and not set(exclude) & set(name.split("."))]
         if isinstance(targets, str):
@@ -67,7 +67,7 @@ def target_modules(model: PreTrainedModel, config: LoRAConfig, exclude: Iterable
     return [name for name in named if of[name] in config.parts]
 
 
-def find_all_linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
+def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
     """Full names of the linear layers that adapters go on: not the output head, and none below a path of ``exclude``."""
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     skipped = {"lm_head", "output_layer", *exclude}
@@ -78,6 +78,19 @@ def find_all_linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> li
         and module is not head
         and not skipped & set(name.split("."))
     ]
+
+
+def find_all_linear_modules(model: nn.Module, freeze_vision_tower: bool = True) -> set[str]:
+    """Return the last parts of the names of the linear layers that adapters go on, such as ``q_proj``.
+
+    The output head and the connectors of towers are left out, and with ``freeze_vision_tower`` the towers. A layer of a tower may
+    share its last name with one of the language model: pass the names to ``apply_lora_configuration``, which tells them apart.
+    """
+    return {name.rsplit(".", 1)[-1] for name in linear_modules(model, _excluded(freeze_vision_tower))}
+
+
+def _excluded(freeze_vision_tower: bool) -> tuple[str, ...]:
+    return _CONNECTORS + (_TOWERS if freeze_vision_tower else ())
 
 
 def apply_lora_configuration(
@@ -106,7 +119,7 @@ def apply_lora_configuration(
         parts=(LANGUAGE, *towers),
     )
     model.enable_input_require_grads()
-    return add_adapters(model, config, exclude=_CONNECTORS + (_TOWERS if freeze_vision_tower else ()))
+    return add_adapters(model, config, exclude=_excluded(freeze_vision_tower))
 
 
 def is_adapted(model: nn.Module) -> bool:

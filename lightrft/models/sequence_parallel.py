@@ -86,13 +86,11 @@ class Exchanged:
         parts = [x[0].unflatten(0, (size, -1)) for x in (query, key, value)]  # [size, h, t, d], a block of heads for each rank
         sizes = [part[0].numel() for part in parts]
         sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
-        got = _Exchange.apply(sent, self.row.team.group).split(sizes, 1)
+        got = exchange(sent, self.row.team.group).split(sizes, 1)
         q, k, v = (self._row_of(x.view_as(part)) for x, part in zip(got, parts))
         out = self.plan.attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)[0]  # [tokens, h, d]
         out = F.pad(out, (0, 0, 0, 0, 0, self.row.each * size - self.row.tokens)).unflatten(0, (-1, size))  # [t, size, h, d]
-        back = _Exchange.apply(
-            out.transpose(0, 1).contiguous(), self.row.team.group
-        )  # [size, t, h, d], a block of heads from each
+        back = exchange(out.transpose(0, 1).contiguous(), self.row.team.group)  # [size, t, h, d], a block of heads from each
         return back.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _row_of(self, x: Tensor) -> Tensor:
@@ -100,16 +98,18 @@ class Exchanged:
         return x.permute(1, 2, 0, 3).flatten(1, 2)[None, :, : self.row.tokens]
 
 
-def check_heads(config: PreTrainedConfig, team: Team) -> None:
-    """Raises ``ModelError`` where ``team`` cannot share out the heads of a language model of ``config``, or those that its layers, shared
-    out as well, leave to each rank."""
+def check_heads(config: PreTrainedConfig, team: Team) -> int:
+    """Return how many copies of each key head the ranks of ``team`` need to share the heads of a language model of ``config``.
+
+    Raises ``ModelError`` where they cannot share the heads that ``team.tensor`` leaves to each rank.
+    """
     heads: Any = config.num_attention_heads if hasattr(config, "num_attention_heads") else None
     keys: Any = (config.num_key_value_heads if hasattr(config, "num_key_value_heads") else None) or heads
     if not isinstance(heads, int) or not isinstance(keys, int):
         raise ModelError(
             f"strategy.sequence = {team.size}: model type {config.model_type!r} does not say how many heads it has; set it to 1"
         )
-    _copies(heads // team.tensor, keys // team.tensor, team)
+    return _copies(heads // team.tensor, keys // team.tensor, team)
 
 
 def _copies(heads: int, keys: int, team: Team) -> int:
@@ -124,6 +124,11 @@ def _copies(heads: int, keys: int, team: Team) -> int:
             f"set it to {' or '.join(map(str, [1, *fits]))}"
         )
     return copies
+
+
+def exchange(x: Tensor, group: Any) -> Tensor:
+    """Send entry ``i`` of ``x [size, ...]`` to rank ``i`` of ``group``; return one entry from each rank. Differentiable."""
+    return _Exchange.apply(x, group)
 
 
 class _Exchange(torch.autograd.Function):

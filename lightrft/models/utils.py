@@ -120,11 +120,13 @@ def compute_reward(
     return pieces
 
 
-def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor, high_entropy_ratio: float = 0.2) -> Tensor:
+def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_entropy_ratio: float = 0.2) -> Tensor:
     """``[B, L]``: of each row's actions, the fraction of highest entropy, at least one (arXiv 2506.01939).
 
-    A ratio outside (0, 1) keeps all actions; a row without actions keeps none.
+    Without ``action_mask``, every token is an action. A ratio outside (0, 1) keeps all actions; a row without actions keeps none.
     """
+    if action_mask is None:
+        action_mask = torch.ones_like(entropy, dtype=torch.long)
     if not 0 < high_entropy_ratio < 1:
         return action_mask
     mask = action_mask.bool()

@@ -211,6 +211,21 @@ def test_what_a_loop_keeps_of_its_inputs_builds_a_call(example):
     assert actor.generate(ids, attention_mask=mask, max_new_tokens=2, **kept)[0].shape[0] == 3
 
 
+def test_sound_by_another_name_is_used_and_pictures_are_refused(example):
+    actor, (ids, mask) = actor_of(example, torch.float32), example.left()
+    given = {"attention_mask": mask, "feature_attention_mask": example.mask, "do_sample": False, "max_new_tokens": 4}
+    heard = actor.generate(ids, audio_values=example.whole, **given)[0]
+    assert torch.equal(actor.generate(ids, input_features=example.whole, **given)[0], heard)
+    assert not torch.equal(actor.generate(ids, input_features=example.whole.flip(1) * 3, **given)[0], heard)
+    with pytest.raises(ModelError, match="two names"):
+        actor.generate(ids, input_features=example.whole, audio_values=example.whole, **given)
+    for name in ("pixel_values", "pixel_values_videos", "video_grid_thw"):
+        with pytest.raises(ModelError, match=f"{name}: .*audio_values"):
+            actor.generate(ids, **{name: example.whole}, **given)
+        with pytest.raises(ModelError, match=f"{name}: .*audio_values"):
+            actor(ids, 3, mask, **{name: example.whole})
+
+
 def test_adapters_stay_out_of_the_tower_and_its_projector(example):
     actor = actor_of(example, torch.float32, lora_rank=4, lora_alpha=8)
     adapted = {name for name, p in actor.named_parameters() if p.requires_grad}

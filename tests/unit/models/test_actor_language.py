@@ -122,6 +122,11 @@ def test_lora_acts_on_a_path_and_on_a_module(path, which, capsys):
 def test_what_is_printed_without_adapters_counts_everything(capsys):
     ActorLanguage(small_model("qwen2")).print_trainable_parameters()
     assert "trainable%: 100.0000" in capsys.readouterr().out
+    critic = CriticLanguage(small_model("qwen2"), lora_rank=4)
+    critic.print_trainable_parameters()
+    counts = [sum(p.numel() for p in critic.parameters() if p.requires_grad or every) for every in (False, True)]
+    assert capsys.readouterr().out.startswith(f"trainable params: {counts[0]:,} || all params: {counts[1]:,} || trainable%: ")
+    assert 0 < counts[0] < counts[1]
 
 
 def test_bf16_sets_the_dtype_of_what_is_loaded(path):
@@ -129,8 +134,9 @@ def test_bf16_sets_the_dtype_of_what_is_loaded(path):
     assert next(ActorLanguage(path, bf16=False).model.parameters()).dtype == torch.float32
 
 
-def test_gradient_checkpointing_goes_on_and_off():
-    actor = ActorLanguage(small_model("qwen2"))
+@pytest.mark.parametrize("made", [ActorLanguage, CriticLanguage])
+def test_gradient_checkpointing_goes_on_and_off(made):
+    actor = made(small_model("qwen2"))
     actor.gradient_checkpointing_enable()
     assert actor.model.model.layers[0].gradient_checkpointing
     actor.gradient_checkpointing_disable()
@@ -140,6 +146,106 @@ def test_gradient_checkpointing_goes_on_and_off():
 def test_something_that_is_no_model_is_an_error():
     with pytest.raises(ModelError, match="Linear"):
         ActorLanguage(torch.nn.Linear(2, 2))
+    with pytest.raises(ModelError, match="Linear"):
+        CriticLanguage(torch.nn.Linear(2, 2))
+
+
+class Causal(torch.nn.Module):
+    """A language model of somebody else: a running mean of embeddings, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = torch.nn.Embedding(100, 16), torch.nn.Linear(16, 100)
+
+    def forward(self, input_ids, attention_mask=None):
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        x = self.embed(input_ids) * mask[..., None]
+        return {"logits": self.head(x.cumsum(1) / mask.cumsum(1).clamp(min=1)[..., None])}
+
+
+class Unmasked(Causal):
+    """The same without a mask, which returns a tensor."""
+
+    def forward(self, input_ids):
+        return super().forward(input_ids)["logits"]
+
+
+def test_any_module_with_the_forward_of_a_language_model_is_scored():
+    model = Causal()
+    actor = ActorLanguage(model, high_entropy_token_ratio=0.5)
+    ids, mask = rows()
+    logprobs, output = actor(ids, num_actions=3, attention_mask=mask, return_output=True)
+    alone = [model(row[None])["logits"][0].log_softmax(-1) for row in (ids[0], ids[1, 2:])]
+    expected = torch.stack([a[:-1].gather(1, r[1:, None])[-3:, 0] for a, r in zip(alone, (ids[0], ids[1, 2:]))])
+    assert torch.allclose(logprobs, expected, atol=1e-6)
+    assert torch.allclose(output.action_entropy[0], -(alone[0].exp() * alone[0]).sum(-1)[-4:-1], atol=1e-6)
+    assert output.logits.shape == (2, 7, 100)
+    logprobs.sum().backward()
+    assert model.embed.weight.grad.abs().sum() > 0
+    assert torch.allclose(ActorLanguage(Unmasked())(ids[:1], num_actions=3)[0], expected[0], atol=1e-6)
+    with pytest.raises(ModelError, match="attention_mask"):
+        ActorLanguage(Unmasked())(ids, num_actions=3, attention_mask=mask)
+
+
+def test_any_module_with_the_forward_of_a_language_model_generates():
+    actor, (ids, mask) = ActorLanguage(Causal()), rows()
+    limits = {"eos_token_id": EOS, "pad_token_id": PAD, "max_new_tokens": 5}
+    sequences, attention, actions = actor.generate(ids[:, :6], attention_mask=mask[:, :6], do_sample=False, **limits)
+    seen = ids[1, 2:6]
+    for _ in range(5):
+        seen = torch.cat([seen, actor.model(seen[None])["logits"][0, -1].argmax()[None]])
+    assert sequences[1, 2:10].tolist() == seen[:-1].tolist()
+    assert attention[1].tolist() == [0, 0] + [1] * 9
+    assert actions.shape == (2, 5)
+    torch.manual_seed(0)
+    few = actor.generate(ids[:1], top_k=1, temperature=0.5, **limits)[0]
+    assert torch.equal(few, actor.generate(ids[:1], do_sample=False, **limits)[0])
+    assert actor.generate(ids[:1], top_p=0.9, **limits)[0].shape[1] <= 12
+    with pytest.raises(ModelError, match="num_beams"):
+        actor.generate(ids[:1], num_beams=2, **limits)
+
+
+def test_a_response_of_a_module_ends_with_its_end_token():
+    model = Causal()
+    with torch.no_grad():
+        model.head.bias[EOS] = 100.0
+    actor = ActorLanguage(model)
+    limits = {"eos_token_id": EOS, "pad_token_id": PAD, "max_new_tokens": 5}
+    assert actor.generate(rows()[0][:1, :6], **limits)[0].shape[1] == 8  # one token, since min_new_tokens is 1, and the end
+    assert actor.generate(rows()[0][:1, :6], min_new_tokens=0, **limits)[0].shape[1] == 7
+
+
+def test_what_a_module_cannot_do_is_refused():
+    for options in ({"lora_rank": 4}, {"packing_samples": True}):
+        with pytest.raises(ModelError, match="Causal"):
+            ActorLanguage(Causal(), **options)
+    with pytest.raises(ModelError, match="gradient_checkpointing_enable"):
+        ActorLanguage(Causal()).gradient_checkpointing_enable()
+
+
+def test_flash_attention_that_cannot_run_falls_back_with_a_warning(path, caplog, monkeypatch):
+    monkeypatch.setattr("lightrft.models.documented.is_flash_attn_2_available", lambda: False)
+    ids, mask = rows()
+    expected = ActorLanguage(path, bf16=False)(ids, num_actions=3, attention_mask=mask)
+    assert "flash" not in caplog.text
+    for made in (ActorLanguage, CriticLanguage):
+        caplog.clear()
+        model = made(path, use_flash_attention_2=True, bf16=False)
+        assert "use_flash_attention_2 = True, but flash-attn is not installed" in caplog.text
+    actor = ActorLanguage(path, use_flash_attention_2=True, bf16=False)
+    assert torch.equal(actor(ids, num_actions=3, attention_mask=mask), expected)
+    assert model(ids, num_actions=3, attention_mask=mask).shape == (2, 3)
+
+
+def test_the_text_actor_takes_no_pictures_and_says_so(path):
+    actor = ActorLanguage(path, bf16=False)
+    given = {"do_sample": False, "max_new_tokens": 3, "eos_token_id": EOS, "pad_token_id": PAD}
+    plainly = actor.generate(rows()[0][:1], **given)[0]
+    assert torch.equal(actor.generate(rows()[0][:1], pixel_values=None, image_grid_thw=None, **given)[0], plainly)
+    for name in ("pixel_values", "image_grid_thw"):
+        with pytest.raises(ModelError, match=f"{name}: ActorLanguage reads text alone"):
+            actor.generate(rows()[0], **{name: torch.ones(1, 3)}, **given)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -210,6 +316,14 @@ def test_the_high_entropy_mask_keeps_the_top_share_of_each_row():
     assert utils.create_high_entropy_mask(entropy, mask, 0.5).tolist() == [[0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]]
     assert utils.create_high_entropy_mask(entropy, mask, 0.01).tolist() == [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 0]]
     assert utils.create_high_entropy_mask(entropy, mask, 0.0).tolist() == mask.tolist()
+    assert utils.create_high_entropy_mask(entropy, None, 0.5).tolist() == [[0, 1, 0, 1], [1, 1, 0, 0], [1, 1, 0, 0]]
+    assert utils.create_high_entropy_mask(entropy, None, 1.0).tolist() == torch.ones(3, 4).tolist()
+
+
+def test_linear_modules_are_found_by_their_last_names():
+    names = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert utils.find_all_linear_modules(small_model("qwen2"), True) == names
+    assert utils.find_all_linear_modules(small_model("qwen2"), False) == names
 
 
 def test_masked_means_and_unpacking():

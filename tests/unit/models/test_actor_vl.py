@@ -13,6 +13,7 @@ from lightrft.models.actor_modality import ActorModality
 from lightrft.models.loading import load_model
 from lightrft.models.lora import is_adapted
 from lightrft.models.settings import ModelConfig
+from lightrft.models.utils import find_all_linear_modules
 from lightrft.types import Batch, Prompt, Segments
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import Rig, mixed_prompts, rig
@@ -289,6 +290,15 @@ def test_text_alone_gives_the_numbers_of_the_text_actor(example):
     limits = {"max_new_tokens": 5, "eos_token_id": EOS, "pad_token_id": PAD, "do_sample": False}
     answers = [p.generate(ids[:, :12], attention_mask=mask[:, :12], **limits)[0] for p in (ActorLanguage(alone), actor)]
     assert torch.equal(*answers)
+
+
+def test_linear_modules_leave_out_the_tower_if_it_is_frozen_and_its_connector_always(example):
+    model = actor_of(example, torch.float32).model
+    text = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert find_all_linear_modules(model, True) == text
+    tower = {n.rsplit(".", 1)[-1] for n, m in model.named_modules() if ".visual.blocks." in n and isinstance(m, torch.nn.Linear)}
+    assert tower - text
+    assert find_all_linear_modules(model, False) == text | tower
 
 
 def test_adapters_stay_out_of_the_tower_and_its_projector(example):

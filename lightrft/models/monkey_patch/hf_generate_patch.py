@@ -1,0 +1,26 @@
+"""Generate to the length limit with transformers' ``generate``, also after an end token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightrft.models.monkey_patch.replaced import original, replace
+
+
+def apply_monkey_patch_to_generation_mixin() -> None:
+    """Remove the end-token criterion that ``generate`` builds from its generation config.
+
+    All ranks then run the same number of decoding steps, so that no rank waits in a collective call that another never makes.
+    Criteria that the caller passes as ``stopping_criteria`` stay. Logs a warning.
+    """
+    from transformers import GenerationMixin
+    from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList
+
+    built = original(GenerationMixin, "_get_stopping_criteria")
+
+    def without_end_token(self: Any, generation_config: Any, stopping_criteria: Any, *args: Any, **kwargs: Any) -> Any:
+        own = list(stopping_criteria or ())
+        criteria = built(self, generation_config, stopping_criteria, *args, **kwargs)
+        return StoppingCriteriaList(c for c in criteria if c in own or not isinstance(c, EosTokenCriteria))
+
+    replace(GenerationMixin, "_get_stopping_criteria", without_end_token, "generate does not stop at end tokens")
