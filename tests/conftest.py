@@ -4,6 +4,7 @@ torch is imported; and what takes longest begins first."""
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -19,6 +20,22 @@ LONGEST = ("test_ray.py", "test_faults.py", "test_zero.py")
 hypothesis.settings.register_profile("suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 if hypothesis.settings.get_current_profile_name() != "mutation":
     hypothesis.settings.load_profile("suite")
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    """Compute in float64 throughout, so that two orders of one sum agree far below float32's storage."""
+    import torch
+
+    from tests.model_helpers import Float64
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with Float64():
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

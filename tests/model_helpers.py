@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny import tiny_model
 from lightrft.types import Batch, Segments
 
+STORED = 2**-23  # relative: a rollout keeps its log-probs in float32, whatever the model computes in
 NO_HEAD_DIM = ("qwen2", "phi3", "olmo2")  # their head width is always hidden size over heads
 
 
@@ -58,6 +60,25 @@ def ragged_batch(prompts: list[int], answers: list[int], prompt_of: list[int], s
 def hard_batch() -> Batch:
     """Groups of 4, 1, 2 and 0 answers, out of order; answers of length 0 and 1; prompts and answers beyond a window of 16."""
     return ragged_batch([37, 5, 1, 8], [0, 41, 1, 20, 19, 7, 33], [0, 0, 2, 0, 1, 2, 0])
+
+
+def float32_bound(model: torch.nn.Module) -> float:
+    """Relative difference that float32 explains between two orders of the same sums, with a margin of ten.
+
+    Each product of matrices rounds a sum of up to ``size`` terms: about ``eps * sqrt(size)``. The errors
+    of ``depth`` products one after another add up like a random walk. Tests in float64 prove equality.
+    """
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    depth, size = len(matrices), max(p.shape[-1] for p in matrices)
+    return rounding(depth * size)
+
+
+def rounding(terms: int) -> float:
+    """Relative error of a float32 result of ``terms`` rounded additions, with a margin of ten.
+
+    Rounding errors add up like a random walk: about ``eps * sqrt(terms)``.
+    """
+    return 10 * torch.finfo(torch.float32).eps * math.sqrt(terms)
 
 
 def weights(n: int, dtype: torch.dtype) -> torch.Tensor:

@@ -21,7 +21,7 @@ from lightrft.trainer.gates import gated
 from lightrft.trainer.kl import KL_ESTIMATORS, capped_k3
 from lightrft.trainer.parts import needs_of
 from lightrft.trainer.policy_loss import POLICY_LOSSES, value_loss
-from lightrft.trainer.ratios import ratio_of
+from lightrft.trainer.ratios import absolute_gap, ratio_of
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rollout import request_seed
 from lightrft.trainer.rows import Rows
@@ -122,7 +122,7 @@ class Objective:
         if batch.gate is not None:
             losses, stats = _times(losses, batch.gate), {**stats, "gate": batch.gate}
         if batch.pull is not None:
-            losses = losses + batch.pull * (logprobs - old).abs()
+            losses = losses + batch.pull * absolute_gap(logprobs, old)
         metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
         if batch.behavior_logprobs is not None:
             metrics.add("policy/sampler_gap", Mean.of((old - batch.behavior_logprobs).abs(), rows.mask))

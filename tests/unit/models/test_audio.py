@@ -20,7 +20,9 @@ from lightrft.models.tiny_media import audio, save_tiny_media
 from lightrft.types import Extent
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_batch, mixed_prompts, rig
-from tests.model_helpers import Float64
+from tests.model_helpers import Float64, rounding
+
+WINDOW = rounding(400)  # a frame is the Fourier transform of 400 samples, which the extractor computes in float32
 
 HEARING = tuple(audio.FAMILIES)
 
@@ -43,7 +45,7 @@ def test_frames_are_those_of_the_feature_extractor_up_to_the_last_that_matters(t
     assert found["feature_lengths"].tolist() == made["attention_mask"].sum(-1).tolist()
     frames = found["input_features"]
     assert len(frames) == min(int(found["feature_lengths"]) + 2, 100)
-    torch.testing.assert_close(frames.T, made["input_features"][0, :, : len(frames)], atol=2e-6, rtol=0)
+    torch.testing.assert_close(frames.T, made["input_features"][0, :, : len(frames)], atol=WINDOW, rtol=0)
 
 
 @pytest.mark.parametrize("samples", [330, 2500, 7000, 16000])
@@ -173,7 +175,7 @@ def test_windows_of_voxtral_are_those_of_its_own_processor(tmp_path, samples):
     found = part.inputs(value, Extent(value.shape))
     assert len(found["input_features"]) <= samples / 160 + 4
     tower = r.actor.family.reader.towers[0]
-    torch.testing.assert_close(tower.adapt(r.actor.base, found)["input_features"], made, atol=2e-6, rtol=0)
+    torch.testing.assert_close(tower.adapt(r.actor.base, found)["input_features"], made, atol=WINDOW, rtol=0)
     assert part.count(found) == len(made) * 25 == part.expand(Extent(value.shape)).count("[AUDIO]")
 
 
@@ -289,5 +291,5 @@ def test_frames_of_a_filled_up_clip_are_those_that_count(family, told, tmp_path)
     assert found["feature_lengths"].tolist() == counted
     if told:
         inputs = [part.inputs(c, Extent(c.shape)) for c in clips]
-        torch.testing.assert_close(found["input_features"], torch.cat([i["input_features"] for i in inputs]), atol=2e-6, rtol=0)
+        torch.testing.assert_close(found["input_features"], torch.cat([i["input_features"] for i in inputs]), atol=WINDOW, rtol=0)
     assert len(tower.features(r.actor.base, found).values) == 35

@@ -14,6 +14,7 @@ from lightrft.strategy.engine.native import NativeEngine
 from lightrft.strategy.settings import EngineConfig, SamplingConfig
 from lightrft.types import Batch, Request, Segments
 from tests.media_helpers import mixed_prompts, rig
+from tests.model_helpers import STORED
 
 TOKENS = 8
 
@@ -89,8 +90,8 @@ def test_greedy_answers_are_those_of_a_plain_loop_over_the_models_own_forward(fa
 
 
 @pytest.mark.parametrize("family", MEDIA_FAMILIES)
-def test_log_probs_of_drawn_answers_are_those_of_the_models_own_forward(family, tmp_path):
-    r = rig(family, tmp_path)
+def test_log_probs_of_drawn_answers_are_those_of_the_models_own_forward(family, tmp_path, exact):
+    r = rig(family, tmp_path, torch.float64)
     prompts = mixed_prompts(r)
     found = answers(r, prompts, 3, temperature=1.0)
     assert len({tuple(rollout.token_ids) for rollout in found.values()}) == 3 * len(prompts)
@@ -98,7 +99,7 @@ def test_log_probs_of_drawn_answers_are_those_of_the_models_own_forward(family, 
         with torch.no_grad():
             logprobs = own_logits(r, rollout.prompt, rollout.token_ids).log_softmax(-1)
         expected = logprobs.gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
-        assert rollout.logprobs == pytest.approx(expected.tolist(), rel=2e-6, abs=2e-6)
+        assert rollout.logprobs == pytest.approx(expected.tolist(), rel=STORED, abs=1e-9)
 
 
 def watched(model, prefixes):

@@ -24,7 +24,7 @@ from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError, ModelError
 from tests.media_helpers import Rig, mixed_batch, mixed_prompts, rig
-from tests.model_helpers import gradients, small_model
+from tests.model_helpers import float32_bound, gap, gradients, small_model
 
 PARTS = ("language", "tower", "projector")
 RATES = {"tower": 1e-4, "projector": 1e-3}
@@ -274,4 +274,4 @@ def test_a_frozen_tower_changes_no_gradient_of_what_is_trained(made):
     _, whole = gradients(load(r), batch)
     _, some = gradients(load(r, freeze=["tower"]), batch)
     assert set(some) < set(whole)
-    assert all(torch.allclose(grad, whole[name], rtol=1e-4, atol=1e-6) for name, grad in some.items())
+    assert gap(some, {name: whole[name] for name in some}) < float32_bound(r.actor)

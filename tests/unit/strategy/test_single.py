@@ -15,6 +15,7 @@ from lightrft.strategy.base import TrainState
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import STATE_FILE, SingleStrategy
 from lightrft.utils.errors import CheckpointError
+from tests.model_helpers import rounding
 
 
 def make(dtype: torch.dtype = torch.float32, width: int = 8, **config: object) -> tuple[SingleStrategy, TrainState]:
@@ -69,7 +70,7 @@ def test_bfloat16_gradients_of_micro_batches_add_up_in_float32() -> None:
         singles.append({n: p.grad.double() for n, p in fresh.model.named_parameters() if p.grad is not None})
     for name, grad in found.items():
         assert grad is not None
-        torch.testing.assert_close(grad.double(), sum(s[name] for s in singles), rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(grad.double(), sum(s[name] for s in singles), rtol=rounding(64), atol=1e-9)
 
 
 def test_the_gradient_norm_is_global_and_reported_before_clipping() -> None:
@@ -83,7 +84,7 @@ def test_the_gradient_norm_is_global_and_reported_before_clipping() -> None:
         step(*a),
     )[1]
     info = strategy.step(state)
-    assert info.grad_norm == pytest.approx(float(expected), rel=1e-6)
+    assert info.grad_norm == pytest.approx(float(expected), rel=rounding(sum(p.numel() for p in state.model.parameters())))
     assert clipped[0] == pytest.approx(1e-3, rel=1e-4)
 
 

@@ -19,6 +19,7 @@ from lightrft.strategy.engine.native import NativeEngine, checksum
 from lightrft.strategy.settings import EngineConfig, SamplingConfig
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import DataError, ModelError, ResourceError
+from tests.model_helpers import STORED, small_model
 
 
 class WatchedSession(Session):
@@ -47,6 +48,10 @@ class Watched(Decoder):
 def endless(family: str = "qwen2", **overrides: object) -> PreTrainedModel:
     """A model that ends an answer only when told to."""
     return tiny_model(family, eos_token_id=None, **overrides)
+
+
+def exact_model(family: str = "qwen2", **overrides: object) -> PreTrainedModel:
+    return small_model(family, torch.float64, eos_token_id=None, **overrides)
 
 
 def engine_of(model: torch.nn.Module, *, version: int = 0, eos: bool = False, **config: int) -> NativeEngine:
@@ -98,25 +103,27 @@ def test_greedy_answers_equal_those_of_transformers_generate(family: str) -> Non
             assert rollout.finish_reason == "length"
 
 
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_are_those_of_a_plain_forward(family: str) -> None:
-    model = endless(family)
+    model = exact_model(family)
     limits = itertools.cycle([1, 7, 30])
     requests = requests_of(prompts_of(5, 40, 23), 2, limits)
     rollouts = list(engine_of(model, max_rows=4).generate(requests, SamplingConfig(temperature=1.3)))
     assert sorted(len(r) for r in rollouts) == [1, 1, 7, 7, 30, 30]
     for r in rollouts:
         want = torch.log_softmax(reference_logits(model, r) / 1.3, -1).gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(r.logprobs), want, atol=2e-6, rtol=0)
+        torch.testing.assert_close(torch.tensor(r.logprobs, dtype=torch.float64), want, atol=1e-9, rtol=STORED)
 
 
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
 def test_a_lone_row_crosses_the_border_of_the_sliding_window_exactly(family: str) -> None:
-    model = endless(family)
+    model = exact_model(family)
     for length in (10, 15, 16, 17):
         [r] = engine_of(model).generate(requests_of(prompts_of(length)), SamplingConfig(max_new_tokens=12))
         want = torch.log_softmax(reference_logits(model, r), -1).gather(1, torch.tensor(r.token_ids)[:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(r.logprobs), want, atol=2e-6, rtol=0)
+        torch.testing.assert_close(torch.tensor(r.logprobs, dtype=torch.float64), want, atol=1e-9, rtol=STORED)
 
 
 def filtered(logits: torch.Tensor, sampling: SamplingConfig, before: list[int], suppressed: set[int]) -> dict[int, float]:
@@ -136,8 +143,9 @@ def filtered(logits: torch.Tensor, sampling: SamplingConfig, before: list[int], 
     return {i: x[i] - norm for i in kept}
 
 
+@pytest.mark.usefixtures("exact")
 def test_log_probs_are_those_of_the_filtered_distribution_that_was_drawn_from() -> None:
-    model = endless("gemma2")
+    model = exact_model("gemma2")
     sampling = SamplingConfig(
         temperature=0.9, top_k=30, top_p=0.8, min_p=0.02, repetition_penalty=1.2, max_new_tokens=25, min_new_tokens=9,
         stop_token_ids=tuple(range(4, 30)),
@@ -149,11 +157,12 @@ def test_log_probs_are_those_of_the_filtered_distribution_that_was_drawn_from() 
         for t, (logits, token) in enumerate(zip(reference_logits(model, r), r.token_ids)):
             suppressed = set(sampling.stop_token_ids) if t < 9 else set()
             want = filtered(logits, sampling, r.prompt.token_ids + r.token_ids[:t], suppressed)
-            assert r.logprobs[t] == pytest.approx(want[token], abs=2e-6)
+            assert r.logprobs[t] == pytest.approx(want[token], rel=STORED, abs=1e-9)
 
 
+@pytest.mark.usefixtures("exact")
 def test_an_answer_depends_on_its_request_alone() -> None:
-    model = endless()
+    model = exact_model()
     prompts = prompts_of(9, 30, 17)
     limits = itertools.cycle([33, 4, 18, 9, 26])
     requests = requests_of(prompts, 5, limits)
@@ -169,7 +178,7 @@ def test_an_answer_depends_on_its_request_alone() -> None:
         assert found.keys() == together.keys()
         for key, rollout in found.items():
             assert rollout.token_ids == together[key].token_ids
-            assert rollout.logprobs == pytest.approx(together[key].logprobs, abs=2e-6)
+            assert rollout.logprobs == pytest.approx(together[key].logprobs, rel=STORED, abs=1e-9)
     assert len({tuple(r.token_ids[:4]) for r in together.values()}) == len(requests)
 
 
@@ -488,10 +497,11 @@ def test_being_stopped_is_seen_between_tokens() -> None:
     assert 0 < len(cut) <= 8
 
 
+@pytest.mark.usefixtures("exact")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
 def test_an_answer_that_pauses_and_goes_on_is_the_one_that_was_never_paused(family: str, penalty: float) -> None:
-    model = endless(family)
+    model = exact_model(family)
     requests = requests_of(prompts_of(5, 23), 3, itertools.cycle([29, 12, 7]))
     sampling = SamplingConfig(temperature=1.2, repetition_penalty=penalty, min_new_tokens=3)
     whole = by_key(engine_of(model).generate(requests, sampling))
@@ -511,19 +521,21 @@ def test_an_answer_that_pauses_and_goes_on_is_the_one_that_was_never_paused(fami
             whole[key].finish_reason,
             whole[key].text,
         )
-        assert rollout.logprobs == pytest.approx(whole[key].logprobs, abs=2e-6)
+        assert rollout.logprobs == pytest.approx(whole[key].logprobs, rel=STORED, abs=1e-9)
         assert rollout.versions == [1 + t // 5 for t in range(len(rollout))]
         assert rollout.sampled == [True] * len(rollout)
 
 
+@pytest.mark.usefixtures("exact")
 def test_what_goes_on_is_drawn_by_the_weights_of_now() -> None:
-    first, second = endless("qwen2", seed=1), endless("qwen2", seed=2)
+    first, second = exact_model(seed=1), exact_model(seed=2)
     [request] = requests_of(prompts_of(9), 1, iter([12]))
     [begun] = engine_of(first).generate([replace(request, pause=5)], SamplingConfig())
     [whole] = engine_of(second).generate([replace(request, begun=begun)], SamplingConfig())
     assert whole.token_ids[:5] == begun.token_ids and whole.logprobs[:5] == begun.logprobs
     want = torch.log_softmax(reference_logits(second, whole), -1).gather(1, torch.tensor(whole.token_ids)[:, None])[:, 0]
-    torch.testing.assert_close(torch.tensor(whole.logprobs[5:]), want[5:], atol=2e-6, rtol=0)
+    found = torch.tensor(whole.logprobs[5:], dtype=torch.float64)
+    torch.testing.assert_close(found, want[5:], atol=1e-9, rtol=STORED)
 
 
 def test_stop_strings_and_ends_are_seen_over_a_pause() -> None:
