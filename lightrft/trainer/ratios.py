@@ -6,10 +6,8 @@ from lightrft.utils.lazy import Tensor, torch
 
 LIMIT = 40.0
 """Nats. ``exp`` of it, squared, is a float32: a ratio may meet another one, as in a weighted KL or under a correction."""
-
-
-ROUNDING = 16 * torch.finfo(torch.float32).eps
-"""Relative difference of a log-prob that two splits of a batch into micro-batches explain."""
+ROUNDING = 16 * 2.0**-23
+"""Relative difference of a log-prob that two splits of a batch into micro-batches explain: 16 times the eps of float32."""
 
 
 def bounded(gap: Tensor) -> Tensor:
