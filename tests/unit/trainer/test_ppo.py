@@ -179,7 +179,7 @@ def test_neither_micro_batches_nor_layouts_change_what_is_learned_from_a_teacher
 @pytest.mark.parametrize("preset", ["grpo", "gspo", "clip_cov", "m2po"])
 def test_a_policy_that_gives_a_token_no_probability_is_trained_on_the_others(preset: str) -> None:
     config = config_of(algorithm={"preset": preset, "kl": {}}, train={"mini_batches": 2})
-    roles = roles_of(config)
+    roles, batch = roles_of(config), near_policy(batch_of(), config)
     score = roles.actor.score
 
     def without_the_first(part: Batch, **options: Any) -> Any:
@@ -189,7 +189,7 @@ def test_a_policy_that_gives_a_token_no_probability_is_trained_on_the_others(pre
 
     before = {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
     roles.actor.score = without_the_first  # type: ignore[method-assign]
-    after = step(config, batch_of(), roles)
+    after = step(config, batch, roles)
     assert all(torch.isfinite(p).all() for p in after.values())
     assert any(not torch.equal(p, before[n]) for n, p in after.items())
 
