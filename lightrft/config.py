@@ -163,14 +163,22 @@ class LaunchConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """``every`` counts steps (0: only at the end and on interruption).
+    """When a run saves a checkpoint, and which ones stay. It also saves at its end and when it is stopped.
 
-    The ``keep`` newest ones stay, and the best by the metric ``best``.
+    ``every`` counts steps, ``every_minutes`` minutes; 0 turns either off. The ``keep`` newest ones stay, and the best by the
+    metric ``best``. A step that is better than all checkpoints is saved too, and ``model/`` holds the best one at the end.
     """
 
     every: int = Field(0, ge=0)
+    """Save after every so many steps; 0 leaves it to ``every_minutes``. Set it to resume from, or export, certain steps."""
+    every_minutes: float = Field(10.0, ge=0)
+    """Save after the first step that ends so many minutes after the last save; 0 turns it off. A kill loses at most this time
+    and one step. Raise it where a save takes minutes itself."""
     keep: int = Field(2, ge=1)
+    """Number of newest checkpoints that stay on disk. Raise it to export earlier steps."""
     best: str | None = None
+    """Metric whose best checkpoint stays too and is the one in ``model/``, e.g. ``eval/accuracy``; with a minus in front, less
+    is better. A step that improves on all checkpoints is saved. Without it ``model/`` holds the last step."""
 
 
 class LogConfig(Settings):

@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 
 from lightrft.cli.common import memory_errors, set_threads, settings_of
-from lightrft.cli.show import closing_lines, watching
+from lightrft.cli.show import closing_lines, exit_status, watching
 from lightrft.config import DemoConfig
 from lightrft.utils.errors import ConfigError
 
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
 
         lines.insert(1, f"report: {write_report(Path(config.run.dir).expanduser() / config.run.name)}")
     sys.stdout.write("\n".join(lines) + "\n")
-    return 0
+    return exit_status(summary)
 
 
 def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from lightrft.cli.common import set_threads
+from lightrft.cli.show import status_in
 from lightrft.cli.torchrun import run_processes
 from lightrft.config import RLConfig, SFTConfig
 from lightrft.utils.errors import ConfigError
@@ -24,7 +25,8 @@ def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -
     if config.launch.kind == "ray" or config.launch.processes == 1 or under_torchrun:
         return None
     words = ["-m", "lightrft", verb, *arguments]
-    return run_processes(f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout)
+    status = run_processes(f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout)
+    return status or status_in(config.run)
 
 
 def program(path: str, config: RLConfig | SFTConfig) -> Callable[..., dict[str, Any]]:

@@ -30,7 +30,7 @@ VERBS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; the exit status is 0, 2 for what the user can fix, and 130 after an interruption."""
+    """Run a verb; the exit status is 0, 2 for what the user can fix, 130 after Ctrl-C and 143 after SIGTERM."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from lightrft.config import RunConfig
@@ -42,7 +45,27 @@ def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:
     """Say where everything is, and what to type next; the exit status."""
     if first_rank():
         sys.stdout.write("\n".join(closing_lines(run, summary)) + "\n")
-    return 0
+    return exit_status(summary)
+
+
+def exit_status(summary: Mapping[str, Any]) -> int:
+    """0 for a run that came to its end; 128 and the number of the signal that stopped it.
+
+    A rank of a launcher always ends with 0: a launcher takes any other status for a failure, and ends the other ranks.
+    """
+    stopped = str(summary.get("stopped_by", ""))
+    if "WORLD_SIZE" in os.environ or stopped not in signal.Signals.__members__:
+        return 0
+    return 128 + signal.Signals[stopped]
+
+
+def status_in(run: RunConfig) -> int:
+    """The exit status of the run whose ranks have all ended with 0, from its ``summary.json``."""
+    file = Path(run.dir).expanduser() / run.name / "summary.json"
+    try:
+        return exit_status(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # ranks that could not write it have said so, and not ended with 0
+        return 0
 
 
 def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
@@ -52,6 +75,12 @@ def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
         lines.append(f"held-out accuracy {summary['heldout_before']:.1%} -> {summary['heldout_after']:.1%}")
     state = "finished" if summary.get("finished") else "stopped; the same command goes on"
     lines.append(f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in {run.dir}/{run.name}")
+    if "most_unsaved_steps" in summary:
+        steps, seconds = summary["most_unsaved_steps"], summary["most_unsaved_seconds"]
+        saved = (
+            "there is no checkpoint" if summary["saved_step"] is None else f"the checkpoint is of step {summary['saved_step']}"
+        )
+        lines.append(f"{saved}; a kill would have lost at most {steps} step{'s' * (steps != 1)} ({seconds:.0f} s)")
     commands = list(summary.get("next", []))
     if commands and shutil.which("lightrft") is None:
         commands.insert(0, f"source {os.path.relpath(sys.prefix)}/bin/activate")

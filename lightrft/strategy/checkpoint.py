@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import os
@@ -12,24 +10,22 @@ import re
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightrft.utils.errors import CheckpointError, ResourceError
-from lightrft.utils.files import human_bytes, is_disk_full, sync_folder, write_atomic
+from lightrft.strategy.manifest import MANIFEST, Manifest, digest_file, read_manifest, verify, write_manifest
+from lightrft.utils.errors import CheckpointError, DamagedError, ResourceError
+from lightrft.utils.files import human_bytes, is_disk_full, sync_folder
 from lightrft.utils.state import load_state, save_state
 
 __all__ = ["CheckpointStore", "DiskFullError", "Manifest", "load_state", "read_manifest", "save_state", "verify"]
 
 log = logging.getLogger(__name__)
 
-FORMAT = "lightrft-checkpoint/1"
-MANIFEST = "manifest.json"
 WRITING = ".writing"  # marks a folder as ours from its first moment until its manifest is there
-PART = 2**24
-"""Bytes that are read at once."""
 FINAL, TEMPORARY, REPLACED = "step_", ".writing_step_", ".replaced_step_"
+DAMAGED = "damaged_"
+"""Put before the name of a folder that is moved aside."""
 
 
 class DiskFullError(ResourceError):
@@ -41,21 +37,6 @@ class DiskFullError(ResourceError):
         super().__init__(message)
         self.needed = needed
         self.free = free
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a complete checkpoint says of itself. ``files``: relative path to ``{"bytes", "sha256"}``; ``metrics``: the values
-    by which it may be the best; ``about``: what it belongs to."""
-
-    step: int
-    files: Mapping[str, Mapping[str, Any]]
-    about: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def bytes(self) -> int:
-        return sum(int(entry["bytes"]) for entry in self.files.values())
 
 
 class CheckpointStore:
@@ -86,11 +67,9 @@ class CheckpointStore:
 
         ``about``: JSON values that ``verify`` will compare; ``metric``: the value of the store's ``best``; ``at_work`` is called between
         parts of the files, which are read once more at the end.
-        Raises ``DiskFullError`` when it does not fit, ``CheckpointError`` when a folder of that name is not a checkpoint.
+        A folder of that name that is not an intact checkpoint is moved aside. Raises ``DiskFullError`` when it does not fit.
         """
         final = self.folder / f"{FINAL}{step:06d}"
-        if final.exists() and read_manifest(final) is None:
-            raise CheckpointError(f"{final} exists and is not a checkpoint of ours; move it away")
         temporary = self.folder / f"{TEMPORARY}{step:06d}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -101,6 +80,8 @@ class CheckpointStore:
             yield temporary
             metrics = {self._best_name: float(metric)} if self._best_name and metric is not None else {}
             self._seal(temporary, Manifest(step, {}, dict(about or {}), metrics), at_work)
+            if os.path.lexists(final) and (final.is_symlink() or read_manifest(final) is None):
+                log.warning("%s is not an intact checkpoint: it is moved to %s", final, _move_aside(final))
             self._publish(temporary, final)
         except BaseException as error:
             reached, full = _folder_bytes(temporary), isinstance(error, Exception) and self._is_full(error)
@@ -127,22 +108,86 @@ class CheckpointStore:
         """The newest complete checkpoint."""
         return next(reversed(self.steps().values()), None)
 
+    def newest_intact(
+        self, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None
+    ) -> tuple[Path, Manifest] | None:
+        """Find the newest checkpoint whose every file is what was saved. Damaged ones that are newer are moved aside.
+
+        Args:
+            about: Entries that the manifest must have, as in ``verify``.
+            at_work: Called between parts of files.
+
+        Returns:
+            The folder and its manifest, or ``None`` when there is no checkpoint at all.
+
+        Raises:
+            CheckpointError: The newest intact one has another ``about``, or there are some and none is intact.
+        """
+        damaged: list[tuple[Path, DamagedError]] = []
+        for path in self._by_name():
+            try:
+                manifest = verify(path, about, at_work)
+            except DamagedError as error:
+                damaged.append((path, error))
+                continue
+            for other, error in damaged:
+                log.warning("%s. It is moved to %s; the run resumes from step %d", error, _move_aside(other), manifest.step)
+            final = self.folder / f"{FINAL}{manifest.step:06d}"
+            return (path if path == final else path.rename(final)), manifest
+        if damaged:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is intact; repair one, or set run.overwrite=true to start from step 0. The newest: "
+                f"{damaged[0][1]}"
+            )
+        return None
+
     def best(self) -> Path | None:
         """The complete checkpoint with the best metric; the older of equals."""
+        return next(iter(self._ranked()), None)
+
+    def best_intact(self, at_work: Callable[[], None] = lambda: None) -> Path | None:
+        """The checkpoint with the best metric whose every file is what was saved. Damaged ones are passed over with a warning."""
+        for path in self._ranked():
+            try:
+                verify(path, None, at_work)
+            except DamagedError as error:
+                log.warning("%s; the next best checkpoint stands in for it", error)
+                continue
+            return path
+        return None
+
+    def improves(self, metric: float | None) -> bool:
+        """Tell if ``metric`` is better than that of every checkpoint here."""
+        if self._best_name is None or metric is None or not math.isfinite(metric):
+            return False
+        best = self.best()
+        held = read_manifest(best) if best is not None else None
+        return held is None or self._best_sign * metric > self._best_sign * held.metrics[self._best_name]
+
+    def discard_after(self, step: int) -> None:
+        """Remove checkpoints newer than ``step``, and move aside newer folders that are not intact: other ones will be written."""
+        self._sweep()
+        for path in self._folders(FINAL):
+            if _step_of(path) <= step:
+                continue
+            if read_manifest(path) is not None:
+                _remove(path)
+            else:
+                log.warning("%s is not an intact checkpoint: it is moved to %s", path, _move_aside(path))
+
+    def _ranked(self) -> list[Path]:
+        """Complete checkpoints that have the metric, the best first."""
         scored = []
         for step, path in self.steps().items():
             manifest = read_manifest(path)
             value = manifest.metrics.get(self._best_name or "") if manifest else None
             if value is not None and math.isfinite(value):
-                scored.append((self._best_sign * value, -step, path))
-        return max(scored)[2] if scored else None
+                scored.append((-self._best_sign * value, step, path))
+        return [path for *_, path in sorted(scored)]
 
-    def discard_after(self, step: int) -> None:
-        """Remove checkpoints newer than ``step``: a run that goes on from there will write others."""
-        self._sweep()
-        for newer, path in self.steps().items():
-            if newer > step:
-                _remove(path)
+    def _by_name(self) -> list[Path]:
+        """Folders that should be checkpoints, the newest first; a final one before the one that it was to replace."""
+        return sorted([*self._folders(FINAL), *self._folders(REPLACED)], key=lambda p: (-_step_of(p), p.name.startswith(".")))
 
     def _folders(self, prefix: str) -> list[Path]:
         if not self.folder.is_dir():
@@ -166,17 +211,10 @@ class CheckpointStore:
         files = {}
         for path in sorted(p for p in temporary.rglob("*") if p.is_file() and p.name != WRITING):
             _sync(path)
-            files[path.relative_to(temporary).as_posix()] = {"bytes": path.stat().st_size, "sha256": _digest(path, at_work)}
+            files[path.relative_to(temporary).as_posix()] = {"bytes": path.stat().st_size, "sha256": digest_file(path, at_work)}
         for folder in [p for p in temporary.rglob("*") if p.is_dir()]:
             sync_folder(folder)
-        document = {
-            "format": FORMAT,
-            "step": manifest.step,
-            "about": manifest.about,
-            "metrics": manifest.metrics,
-            "files": files,
-        }
-        write_atomic(temporary / MANIFEST, json.dumps(document, indent=1))
+        write_manifest(temporary, Manifest(manifest.step, files, manifest.about, manifest.metrics))
         (temporary / WRITING).unlink()
 
     @staticmethod
@@ -208,67 +246,21 @@ class CheckpointStore:
         held = f"; {len(last)} earlier checkpoints there are intact" if last else ""
         return DiskFullError(
             f"{final} was not saved: the disk is full. It needs {'about' if last else 'more than'} {human_bytes(needed)}, and "
-            f"{human_bytes(free)} are free{held}. Free some space, put run.dir on another disk, or lower run.checkpoint_keep "
+            f"{human_bytes(free)} are free{held}. Free some space, put run.dir on another disk, or lower checkpoint.keep "
             f"(now {self.keep})",
             needed,
             free,
         )
 
 
-def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a complete checkpoint; ``None`` for any other folder."""
-    try:
-        document = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if document["format"] != FORMAT:
-            return None
-        return Manifest(int(document["step"]), document["files"], document["about"], document["metrics"])
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s is passed over: its manifest cannot be read (%s: %s)", path, type(error).__name__, error)
-        return None
+def _step_of(path: Path) -> int:
+    """The step in the name of a folder."""
+    return int(path.name.rpartition("_")[2].partition(".")[0])
 
 
-def verify(path: Path, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None) -> Manifest:
-    """The manifest of the checkpoint ``path``, once every file is there, whole and unchanged. ``at_work`` is called between parts of
-    files, all of which are read.
-
-    Raises ``CheckpointError`` that names what is wrong: no checkpoint, a file that is missing, of another size or content, or
-    an entry of ``about`` that differs from what was saved.
-    """
-    manifest = read_manifest(path)
-    if manifest is None:
-        raise CheckpointError(f"{path} is not a complete checkpoint (no readable {MANIFEST}); use a step_ folder of checkpoints/")
-    way_out = f"move {path} away to go on from an earlier checkpoint"
-    for name, entry in manifest.files.items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing; {way_out}")
-        if (size := file.stat().st_size) != entry["bytes"]:
-            raise CheckpointError(f"{file} has {size} bytes, {entry['bytes']} were saved; {way_out}")
-        if _digest(file, at_work) != entry["sha256"]:
-            raise CheckpointError(f"{file} has the right size but not the content that was saved; {way_out}")
-    expected = json.loads(json.dumps(dict(about or {})))
-    differing = [
-        f"  {key}: {manifest.about.get(key)!r} in the checkpoint, {value!r} here"
-        for key, value in expected.items()
-        if manifest.about.get(key) != value
-    ]
-    if differing:
-        raise CheckpointError(
-            f"{path} belongs to something else; give the model and settings that it was saved with, or set run.resume to "
-            "another checkpoint. They differ in:\n" + "\n".join(differing)
-        )
-    return manifest
-
-
-def _digest(path: Path, at_work: Callable[[], None]) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while part := file.read(PART):
-            found.update(part)
-            at_work()
-    return found.hexdigest()
+def _move_aside(path: Path) -> Path:
+    """Rename a folder, or a link, out of the way of checkpoints. Nothing of it is removed."""
+    return path.rename(_free_name(path.with_name(DAMAGED + path.name.lstrip("."))))
 
 
 def _sync(path: Path) -> None:

@@ -50,9 +50,17 @@ class Nobody:
         return
 
 
+def _now() -> float:
+    """Seconds of a clock that only runs forward."""
+    return time.perf_counter()
+
+
 @dataclass(slots=True)
 class Session:
-    """One run, from opening its folder to closing it. ``seconds`` and ``tokens`` go on over a resume."""
+    """One run, from opening its folder to closing it. ``seconds`` continue over a resume.
+
+    ``at_risk`` is the most work that a kill could have cost so far: seconds and steps since a checkpoint or the start.
+    """
 
     folder: RunFolder
     store: CheckpointStore
@@ -61,10 +69,14 @@ class Session:
     observer: Observer
     stop: StopFlag = field(default_factory=StopFlag)
     timers: Timers = field(default_factory=lambda: Timers(queued_is_done))
-    began: float = field(default_factory=time.perf_counter)
+    began: float = field(default_factory=_now)
     before: float = 0.0
     ranks: Ranks = ALONE
-    _saved_at: int = -1
+    saved_step: int | None = None
+    at_risk: tuple[float, int] = (0.0, 0)
+    _saved_time: float = field(default_factory=_now)
+    _tried_time: float = field(default_factory=_now)
+    _first_step: int = 0
 
     @property
     def path(self) -> Path:
@@ -73,18 +85,19 @@ class Session:
     @property
     def seconds(self) -> float:
         """Wall seconds of this run, those before a resume included."""
-        return self.before + time.perf_counter() - self.began
+        return self.before + _now() - self.began
 
     def resume(self, strategy: Strategy, trained: Mapping[str, Kept]) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """Take up the newest checkpoint of a folder that holds one: its step, plain state and the numbers of that step; 0 and nothing for
-        a fresh start, also of a folder whose run ended before it saved anything.
+        """Load the newest intact checkpoint of the folder: its step, plain state and the numbers of that step; 0 and nothing for
+        a fresh start, also of a folder whose run ended before it saved anything. Steps that are taken again are logged.
 
-        Raises ``CheckpointError`` for a checkpoint that is damaged or of another model.
+        Raises ``CheckpointError`` for a checkpoint of another model, when none is intact, or when the one that the user named is not.
         """
         about = self._about(trained)
         path, step = patiently(self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign))[0]
         if path is None:
-            self.folder.rewind(-1, self.phase)
+            if again := self.folder.rewind(-1, self.phase):
+                log.warning("%s holds no checkpoint: the run starts over. Steps taken again: %d", self.path, again)
             return 0, {}, {}
         state = load_state(path / "trainer")
         for name, role in trained.items():
@@ -94,24 +107,33 @@ class Session:
         row = state.pop("row", {})
         if self.ranks.rank == 0:
             self.store.discard_after(step)
-        self.folder.rewind(step, self.phase)
+        again = self.folder.rewind(step, self.phase)
         if row:
             self.folder.recall({**row, "step": step, "phase": self.phase, "seconds": self.before})
-        self._saved_at = step
-        log.info("going on from %s", path)
+        self.saved_step = self._first_step = step
+        log.info("resumed from %s", path)
+        if again:
+            log.warning("the run resumes from the checkpoint of step %d. Steps taken again: %d", step, again)
         return step, state, row
 
     def _newest(self, about: Mapping[str, Any], sign: Callable[[], None]) -> tuple[Path | None, int]:
-        """The checkpoint to go on from, and its step."""
-        path = self.folder.checkpoint or (None if self.folder.fresh else self.store.latest())
-        return (None, 0) if path is None else (path, verify(path, about, sign).step)
+        """The checkpoint to resume from, and its step. One that the user named is never replaced by another."""
+        if self.folder.checkpoint is not None:
+            return self.folder.checkpoint, verify(self.folder.checkpoint, about, sign).step
+        found = None if self.folder.fresh else self.store.newest_intact(about, sign)
+        return (None, 0) if found is None else (found[0], found[1].step)
 
     def stopping(self) -> bool:
-        """Whether the run is asked to stop, on any rank; all of them are told at once."""
-        asked = any(self.ranks.gather(bool(self.stop)))  # one that is asked while it waits here says so the next time
-        if asked:
-            self.stop.request("a rank was asked to stop")
-        return asked
+        """Tell if any rank is asked to stop. Every rank must call it."""
+        return self._agreed(due=False)[0]
+
+    def _agreed(self, due: bool) -> tuple[bool, bool]:
+        """Tell if any rank is asked to stop, and if a save is ``due`` on the first one, whose clock counts. Every rank must call it."""
+        told = self.ranks.gather((self.stop.reason, due))  # a rank that is asked while it waits here says so the next time
+        reason = next((reason for reason, _ in told if reason), "")
+        if reason:
+            self.stop.request(reason)
+        return bool(reason), told[0][1]
 
     def save(
         self, step: int, strategy: Strategy, trained: Mapping[str, Kept], state: Mapping[str, Any], values: Mapping[str, float]
@@ -139,7 +161,8 @@ class Session:
         except Exception as error:
             failed = error
         self._agree(failed, signs)
-        self._saved_at = step
+        self.saved_step = step
+        self._saved_time = self._tried_time = _now()
 
     def _agree(self, failed: Exception | None, signs: Signs) -> None:
         """Have a save end on every rank as it has on the first: that one alone knows whether what was written is whole."""
@@ -164,13 +187,15 @@ class Session:
         state: Callable[[], Mapping[str, Any]],
         values: Mapping[str, float],
     ) -> Metrics:
-        """Save at the steps that ``checkpoint.every`` asks for, at the ``last`` one and when asked to stop.
+        """Save when the settings of ``checkpoint`` say so, at the ``last`` step and when asked to stop.
 
         A disk that is full costs a checkpoint in the middle of a run, which is counted, and raises at its end.
         """
-        due = self.checkpoint.every and step % self.checkpoint.every == 0
-        stop = self.stopping()
-        if not (due or last or stop) or self._saved_at == step:
+        now = _now()
+        unsaved = step - (self._first_step if self.saved_step is None else self.saved_step)
+        self.at_risk = max(self.at_risk[0], now - self._saved_time), max(self.at_risk[1], unsaved)
+        stop, due = self._agreed(self._is_due(step, now, values))
+        if not (due or last or stop) or self.saved_step == step:
             return Metrics()
         try:
             self.save(step, strategy, trained, state(), values)
@@ -178,8 +203,18 @@ class Session:
             if last or stop:
                 raise
             log.warning("%s", error)
+            self._tried_time = _now()
             return Metrics({"checkpoint/failed": Sum(1)})
         return Metrics()
+
+    def _is_due(self, step: int, now: float, values: Mapping[str, float]) -> bool:
+        """Tell if this rank's clock, the number of the step or a better metric than all before asks for a checkpoint."""
+        asked = self.checkpoint
+        if asked.every and step % asked.every == 0:
+            return True
+        if asked.every_minutes and now - self._tried_time >= 60 * asked.every_minutes:
+            return True
+        return self.ranks.rank == 0 and self.store.improves(values.get((asked.best or "").lstrip("-")))
 
     def record(self, step: int, metrics: Metrics, **more: Any) -> dict[str, Any]:
         """Write one step's numbers, with its timers, and show them."""
@@ -203,8 +238,12 @@ def close_session(session: Session, threshold: float, about: Mapping[str, Any], 
     if before:
         session.folder.write_samples(before, after)
     summary = {"verb": session.phase, "steps": step, "seconds": session.seconds, **about, **headline(session.path, session.phase)}
+    seconds, steps = session.at_risk
+    summary |= {"saved_step": session.saved_step, "most_unsaved_seconds": seconds, "most_unsaved_steps": steps}
     if restarts := starts_again():
         summary["restarts"] = restarts
+    if session.stop and not about.get("finished"):
+        summary["stopped_by"] = session.stop.reason
     if about.get("finished"):
         summary["model"] = str(session.path / "model")
         summary["next"] = next_commands(session)

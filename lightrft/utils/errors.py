@@ -27,6 +27,10 @@ class CheckpointError(UserError):
     """A checkpoint is missing, truncated, or belongs to another run or model."""
 
 
+class DamagedError(CheckpointError):
+    """The files of a checkpoint are not what was saved, or are not a checkpoint."""
+
+
 class RankError(UserError):
     """Another process of the run failed, or did not answer in time."""
 

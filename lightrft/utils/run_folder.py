@@ -93,17 +93,23 @@ class RunFolder:
         except BaseException:
             folder.close()
             raise
-        log.info("%s %s", "started" if fresh else "resumed", path)
+        log.info("%s %s", "started" if fresh else "opened", path)
         return folder
 
-    def rewind(self, step: int, phase: str = "") -> None:
-        """Forget what was written after ``step`` of ``phase``: rows of metrics, rollouts, batches, and every later phase."""
+    def rewind(self, step: int, phase: str = "") -> int:
+        """Forget what was written after ``step`` of ``phase``: rows of metrics, rollouts, batches, and every later phase.
+
+        Returns:
+            How many steps of ``phase`` were forgotten.
+        """
+        written = self.metrics.last_steps().get(phase, 0)
         self.metrics.rewind(step, phase)
         last = 0 if phase == SUPERVISED else step
         for file in [*(self.path / "rollouts").glob("*.jsonl"), *(self.path / "batches").glob("step_*.*")]:
             match = re.fullmatch(r"[a-z]+_(\d+)\.(jsonl|json|safetensors)", file.name)
             if match and int(match[1]) > last:
                 file.unlink()
+        return max(0, written - max(step, 0))
 
     def recall(self, row: Row) -> None:
         """Write the numbers of a step that was saved, unless they are there: its process may have been killed in between."""
@@ -184,8 +190,8 @@ class Elsewhere(RunFolder):
     def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None) -> None:
         self.path, self.fresh, self.checkpoint = path, fresh, checkpoint
 
-    def rewind(self, step: int, phase: str = "") -> None:
-        return
+    def rewind(self, step: int, phase: str = "") -> int:
+        return 0
 
     def recall(self, row: Row) -> None:
         return

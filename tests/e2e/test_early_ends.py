@@ -18,6 +18,7 @@ from lightrft.trainer import rl
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.rollout import Interrupted
 from lightrft.trainer.session import Nobody
+from lightrft.utils.errors import DamagedError
 from lightrft.utils.settings import build, deep_merge
 from lightrft.utils.trackers import read_rows
 from tests.e2e.several import ROOT, config_file
@@ -53,14 +54,54 @@ class Ends(Nobody):
 
 
 @pytest.mark.parametrize("step", [0, 1])
-def test_a_run_that_ended_after_an_evaluation_and_before_a_checkpoint_begins_anew(tree, tmp_path, step):
+def test_a_run_that_ended_after_an_evaluation_and_before_a_checkpoint_begins_anew(tree, tmp_path, caplog, step):
     with pytest.raises(SystemExit):
         run_rl(named(tree, "ended"), Ends(step))
     assert not list((tmp_path / "ended" / "checkpoints").glob("step_*"))
+    caplog.clear()
     assert run_rl(named(tree, "ended"))["finished"]
+    assert ("holds no checkpoint: the run starts over. Steps taken again: 1" in caplog.text) == (step > 0)
+    assert "resumed" not in caplog.text
     run_rl(named(tree, "whole"))
     assert rows(tmp_path / "ended") == rows(tmp_path / "whole")
     assert [row["step"] for row in rows(tmp_path / "ended")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("damage", ["truncated weights", "truncated manifest", "another step"])
+def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_it_bit_for_bit(tree, tmp_path, caplog, damage):
+    """The run saves by the clock; the one that it is compared with saves nothing before its end."""
+    tree = deep_merge(tree, {"train": {"steps": 4}, "eval": {"every": 2}})
+    with pytest.raises(SystemExit):
+        run_rl(named(tree, "ended", checkpoint={"every_minutes": 1e-9}), Ends(3))
+    newest = tmp_path / "ended" / "checkpoints" / "step_000003"
+    if damage == "truncated weights":
+        os.truncate(newest / "policy" / "state.safetensors", 1000)
+    elif damage == "truncated manifest":
+        os.truncate(newest / "manifest.json", 100)
+    else:
+        text = (newest / "manifest.json").read_text()
+        (newest / "manifest.json").write_text(text.replace('"step": 3', '"step": 2'))
+    caplog.clear()
+    summary = run_rl(named(tree, "ended", checkpoint={"every_minutes": 0}))
+    assert (summary["saved_step"], summary["most_unsaved_steps"]) == (4, 2)
+    assert (
+        "step_000003 is damaged" in caplog.text and "resumes from the checkpoint of step 2. Steps taken again: 1" in caplog.text
+    )
+    names = sorted(path.name for path in (tmp_path / "ended" / "checkpoints").iterdir())
+    assert names == ["damaged_step_000003", "step_000002", "step_000004"]
+    run_rl(named(tree, "whole", checkpoint={"every_minutes": 0}))
+    assert rows(tmp_path / "ended") == rows(tmp_path / "whole")
+    end = Path("checkpoints") / "step_000004" / "policy" / "state.safetensors"
+    assert (tmp_path / "ended" / end).read_bytes() == (tmp_path / "whole" / end).read_bytes()
+
+
+def test_a_checkpoint_that_the_user_named_is_not_replaced_by_another(tree, tmp_path):
+    run_rl(named(tree, "first", checkpoint={"every": 1}))
+    named_one = tmp_path / "first" / "checkpoints" / "step_000002"
+    os.truncate(named_one / "trainer.json", 10)
+    with pytest.raises(DamagedError, match="step_000002 is damaged"):
+        run_rl(named(tree, "second", run={"name": "second", "resume": str(named_one)}))
+    assert named_one.is_dir()
 
 
 def test_a_run_that_was_stopped_in_its_first_step_is_not_evaluated_twice(tree, tmp_path, monkeypatch):

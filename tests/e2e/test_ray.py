@@ -227,7 +227,7 @@ def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(n
     alone = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(home)}
     metrics = tmp_path / "cluster" / "metrics.jsonl"
     status, out, err = ended(command, alone, metrics, 1, signal.SIGTERM)
-    assert status == 0 and "stopped; the same command goes on" in out and "rl 1/200" in err, err
+    assert status == 143 and "stopped; the same command goes on" in out and "rl 1/200" in err, err
     assert list(home.iterdir()) == []
     done = len(metrics.read_text().splitlines())
     attached = [*command, f"launch.ray.address={nodes.address}"]

@@ -131,9 +131,10 @@ def test_sigterm_saves_leaves_cleanly_and_the_run_goes_on_bit_for_bit(tree, tmp_
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
     stopped = start(tree, "stopped", "update", 20, tmp_path, "terminate")
-    assert stopped.returncode == 0, stopped.stderr
+    assert stopped.returncode == 143, stopped.stderr
     summary = json.loads((tmp_path / "stopped" / "summary.json").read_text())
     assert not summary["finished"] and 2 <= summary["steps"] < 5
+    assert summary["stopped_by"] == "SIGTERM" and summary["saved_step"] == summary["steps"] == summary["most_unsaved_steps"]
     again = start(tree, "stopped", "never", 0, tmp_path)
     assert again.returncode == 0, again.stderr
     assert_same_end(tmp_path / "whole", tmp_path / "stopped", 5)

@@ -302,6 +302,7 @@ FLIPS: dict[str, Flip] = {
     "launch.ray.bucket_mb": Flip(1, "on_ray", STAFF),
     "launch.ray.silence": Flip(1, "on_ray", STAFF),
     "checkpoint.every": Flip(1, "run", LONG),
+    "checkpoint.every_minutes": Flip(1e-9, "run", LONG),
     "checkpoint.keep": Flip(1, "run", {**LONG, "checkpoint": {"every": 1}}),
     "checkpoint.best": Flip("-reward/mean", "run", {"train": {"steps": 5}, "checkpoint": {"every": 1, "keep": 1}}),
     "log.tensorboard": Flip(True, "run"),

@@ -50,7 +50,9 @@ def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> d
     """
     check_launch(config)
     with cluster(config.launch.ray), StopFlag() as stop:
-        return Driver(path, config, observer, stop).run()
+        summary = Driver(path, config, observer, stop).run()
+        # Ranks get SIGTERM whatever signal the driver got.
+        return {**summary, "stopped_by": stop.reason} if stop and "stopped_by" in summary else summary
 
 
 def check_launch(config: RLConfig | SFTConfig) -> None:

@@ -1,7 +1,13 @@
 """What is said when a run ends."""
 
-from lightrft.cli.show import closing_lines
-from lightrft.config import RunConfig
+import json
+
+import pytest
+
+from lightrft.cli.launch import started
+from lightrft.cli.show import closing_lines, exit_status
+from lightrft.config import RLConfig, RunConfig
+from lightrft.utils.settings import build
 
 SUMMARY = {"finished": True, "steps": 3, "seconds": 2.4, "next": ["lightrft chat model=m"]}
 
@@ -26,3 +32,27 @@ def test_a_run_that_was_stopped_says_how_it_goes_on() -> None:
     )
     assert lines[0] == "held-out accuracy 25.0% -> 50.0%"
     assert lines[1].startswith("stopped; the same command goes on at step 1")
+
+
+@pytest.mark.parametrize(("signal", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("", 0)])
+def test_a_run_that_a_signal_stopped_ends_with_the_status_of_that_signal(monkeypatch, signal, status) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert exit_status({**SUMMARY, "stopped_by": signal} if signal else SUMMARY) == status
+
+
+def test_the_launcher_of_ranks_gives_the_status_that_they_may_not(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({**SUMMARY, "stopped_by": "SIGTERM"}))
+    config = build(RLConfig, {"run": {"dir": str(tmp_path)}, "launch": {"processes": 2}})
+    for of_ranks, status in ((0, 143), (2, 2)):
+        monkeypatch.setattr("lightrft.cli.launch.run_processes", lambda *_, of_ranks=of_ranks: of_ranks)
+        assert started("rl", [], config) == status
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert exit_status({"stopped_by": "SIGTERM"}) == 0
+
+
+@pytest.mark.parametrize(("saved", "said"), [(None, "there is no checkpoint"), (4, "the checkpoint is of step 4")])
+def test_the_last_lines_state_the_work_that_a_kill_would_have_lost(saved, said) -> None:
+    lines = closing_lines(RunConfig(), {**SUMMARY, "saved_step": saved, "most_unsaved_steps": 1, "most_unsaved_seconds": 61.7})
+    assert lines[1] == f"{said}; a kill would have lost at most 1 step (62 s)"

@@ -2,16 +2,21 @@ import errno
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from lightrft.strategy import checkpoint
+from lightrft.strategy import checkpoint, manifest
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, read_manifest, save_state, verify
-from lightrft.utils.errors import CheckpointError, ResourceError
+from lightrft.utils.errors import CheckpointError, DamagedError, ResourceError
 
 
 def write(store, step, size=100, **options):
@@ -81,11 +86,27 @@ def test_what_others_put_there_is_never_touched(tmp_path):
     store = CheckpointStore(tmp_path, keep=1)
     for step in (10, 11, 12):
         write(store, step)
-    store.discard_after(0)
+    store.discard_after(3)
     assert names(tmp_path) == before
     assert all((tmp_path / n / "precious").exists() for n in ("step_000001", "step_notes", ".writing_step_000009", "my model"))
-    with pytest.raises(CheckpointError, match="step_000001 exists"):
-        write(store, 1)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a file", "a link"])
+def test_what_has_the_name_of_a_checkpoint_is_moved_aside_and_the_save_succeeds(tmp_path, caplog, kind):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/precious").write_text("x")
+    place = tmp_path / "step_000001"
+    {
+        "a folder": lambda: (tmp_path / "elsewhere").rename(place),
+        "a file": lambda: place.write_text("x"),
+        "a link": lambda: place.symlink_to(tmp_path / "elsewhere"),
+    }[kind]()
+    write(CheckpointStore(tmp_path, keep=1), 1)
+    assert verify(place).step == 1
+    aside = tmp_path / "damaged_step_000001"
+    assert (aside if kind == "a file" else aside / "precious").read_text() == "x"
+    assert aside.is_symlink() == (kind == "a link")
+    assert "step_000001 is not an intact checkpoint: it is moved to" in caplog.text
 
 
 def test_a_step_written_again_replaces_the_old(tmp_path):
@@ -135,13 +156,157 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
         verify(tmp_path)
 
 
-def test_a_damaged_manifest_is_passed_over_with_a_warning(tmp_path, caplog):
+def break_manifest(folder):
+    (folder / "manifest.json").write_text('{"format": "light')
+
+
+def remove_manifest(folder):
+    (folder / "manifest.json").unlink()
+
+
+def truncate_weights(folder):
+    os.truncate(folder / "policy/weights.bin", 3)
+
+
+@pytest.mark.parametrize("damage", [break_manifest, remove_manifest, truncate_weights])
+def test_damaged_checkpoints_are_moved_aside_and_the_newest_intact_one_is_found(tmp_path, caplog, damage):
+    store = CheckpointStore(tmp_path, keep=9)
+    for step in (1, 2, 3, 4):
+        write(store, step)
+    for step in (1, 3, 4):
+        damage(tmp_path / f"step_00000{step}")
+    path, manifest = store.newest_intact()
+    assert (path, manifest.step) == (tmp_path / "step_000002", 2)
+    assert names(tmp_path) == ["damaged_step_000003", "damaged_step_000004", "step_000001", "step_000002"]
+    assert caplog.text.count("It is moved to") == 2 and "the run resumes from step 2" in caplog.text
+    write(store, 4)  # the name is free again
+    assert verify(store.latest()).step == 4
+
+
+def test_a_copy_that_was_to_be_replaced_stands_in_for_a_damaged_one_of_its_step(tmp_path):
     store = CheckpointStore(tmp_path, keep=2)
-    write(store, 1)
-    write(store, 2)
-    (tmp_path / "step_000002/manifest.json").write_text('{"format": "light')
-    assert store.latest() == tmp_path / "step_000001"
-    assert "step_000002" in caplog.text
+    write(store, 5, size=10)
+    shutil.copytree(tmp_path / "step_000005", tmp_path / ".replaced_step_000005")
+    break_manifest(tmp_path / "step_000005")
+    path, manifest = store.newest_intact()
+    assert (path.name, manifest.step) == ("step_000005", 5)
+    assert names(tmp_path) == ["damaged_step_000005", "step_000005"]
+
+
+def test_where_no_checkpoint_is_intact_nothing_is_moved_and_the_error_says_the_way_out(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    assert store.newest_intact() is None
+    for step in (1, 2):
+        write(store, step)
+        truncate_weights(tmp_path / f"step_00000{step}")
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is intact.*run\.overwrite=true.*step_000002 is damaged"):
+        store.newest_intact()
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
+def test_a_checkpoint_of_another_model_is_not_taken_for_a_damaged_one(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1, about={"model": "a"})
+    write(store, 2, about={"model": "b"})
+    with pytest.raises(CheckpointError, match="belongs to something else"):
+        store.newest_intact({"model": "a"})
+    assert names(tmp_path) == ["step_000001", "step_000002"]
+
+
+@pytest.mark.parametrize(("field", "value"), [("step", 7), ("metrics", {"loss": 0.0}), ("about", {}), ("files", {})])
+def test_a_manifest_that_was_changed_is_damaged(tmp_path, field, value):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 3, about={"model": "a"})
+    file = tmp_path / "step_000003/manifest.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    with pytest.raises(DamagedError, match="not what was saved"):
+        verify(tmp_path / "step_000003")
+
+
+def test_a_checkpoint_under_the_name_of_another_step_is_damaged(tmp_path):
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 3)
+    moved = (tmp_path / "step_000003").rename(tmp_path / "step_000005")
+    with pytest.raises(DamagedError, match=r"is of step 3, which its name is not"):
+        verify(moved)
+    assert verify(moved.rename(tmp_path / "the one to keep")).step == 3
+
+
+def test_a_manifest_of_an_earlier_version_is_read_and_a_newer_one_cannot_pass_for_it(tmp_path):
+    write(CheckpointStore(tmp_path, keep=2), 3)
+    file = tmp_path / "step_000003/manifest.json"
+    document = json.loads(file.read_text()) | {"format": "lightrft-checkpoint/1"}
+    file.write_text(json.dumps(document))
+    with pytest.raises(DamagedError, match="not what was saved"):
+        verify(file.parent)
+    del document["digest"]
+    file.write_text(json.dumps(document))
+    assert verify(file.parent).step == 3
+    file.write_text(json.dumps(document | {"format": "lightrft-checkpoint/2"}))
+    with pytest.raises(DamagedError, match="not what was saved"):
+        verify(file.parent)
+
+
+TREE = {"moments": (torch.arange(5.0), 2.5), 7: [None, True], "seed": 123456789}
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("two")
+    store = CheckpointStore(folder, keep=2, best="loss")
+    for step in (1, 2):
+        with store.writing(step, {"phase": "rl", "policy parameters": "0" * 16}, metric=0.25) as path:
+            (path / "policy").mkdir()
+            save_state(path / "policy/state", {"w": torch.arange(7.0) * step})
+            save_state(path / "trainer", {**TREE, "step": step})
+    return {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_whatever_happens_to_a_byte_of_a_checkpoint_no_other_state_is_loaded(two_checkpoints, data):
+    name = data.draw(st.sampled_from(sorted(n for n in two_checkpoints if n.parts[0] == "step_000002")))
+    good = two_checkpoints[name]
+    at = data.draw(st.integers(0, len(good) - 1))
+    kind = data.draw(st.sampled_from(["flip", "truncate", "zeros", "insert", "remove"]))
+    mask = data.draw(st.integers(1, 255))
+    bad = {
+        "flip": good[:at] + bytes([good[at] ^ mask]) + good[at + 1 :],
+        "truncate": good[:at],
+        "zeros": good[:at] + bytes(len(good) - at),
+        "insert": good[:at] + bytes([mask]) + good[at:],
+        "remove": good[:at] + good[at + 1 :],
+    }[kind]
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        for other, content in two_checkpoints.items():
+            (folder / other).parent.mkdir(parents=True, exist_ok=True)
+            (folder / other).write_bytes(bad if other == name else content)
+        path, manifest = CheckpointStore(folder, keep=2, best="loss").newest_intact({"phase": "rl"})
+        state, weights = load_state(path / "trainer"), load_state(path / "policy/state")
+    if manifest.step == 2:  # only a change that means nothing passes: a space, say
+        assert name.name == "manifest.json" or bad == good
+    assert (state["step"], manifest.metrics) == (manifest.step, {"loss": 0.25})
+    assert weights["w"].equal(torch.arange(7.0) * manifest.step)
+    assert state["moments"][0].equal(TREE["moments"][0]) and (state[7], state["seed"]) == (TREE[7], TREE["seed"])
+
+
+def test_a_metric_improves_on_every_checkpoint_or_not(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1, best="-loss")
+    assert store.improves(0.5) and not store.improves(None) and not store.improves(float("nan"))
+    write(store, 1, metric=0.5)
+    assert store.improves(0.4) and not store.improves(0.5) and not store.improves(0.6)
+    assert not CheckpointStore(tmp_path, keep=1).improves(0.1)
+
+
+def test_the_next_best_stands_in_for_a_damaged_best(tmp_path, caplog):
+    store = CheckpointStore(tmp_path, keep=9, best="accuracy")
+    for step, value in ((1, 0.5), (2, 0.9), (3, 0.1)):
+        write(store, step, metric=value)
+    assert store.best_intact() == tmp_path / "step_000002"
+    truncate_weights(tmp_path / "step_000002")
+    assert store.best_intact() == tmp_path / "step_000001"
+    assert "the next best checkpoint stands in for it" in caplog.text
 
 
 @pytest.fixture
@@ -195,7 +360,7 @@ def test_a_disk_that_fills_at_any_moment_leaves_earlier_checkpoints(tmp_path, mo
 
     with monkeypatch.context() as patch:
         if place == "manifest":
-            patch.setattr(checkpoint, "write_atomic", full)
+            patch.setattr(manifest, "write_atomic", full)
         if place == "sync":
             patch.setattr(os, "fsync", full)
         with pytest.raises(DiskFullError, match="was not saved"), store.writing(2) as path:

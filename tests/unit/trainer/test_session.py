@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from lightrft.config import CheckpointConfig
-from lightrft.strategy.checkpoint import CheckpointStore
+from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError
 from lightrft.trainer.session import Nobody, Session
+from lightrft.utils.ranks import ALONE
 from lightrft.utils.run_folder import Elsewhere, RunFolder
+from lightrft.utils.signals import StopFlag
 from tests.unit.trainer.test_rollout import Threads, of_all_ranks
 
 
@@ -26,7 +31,7 @@ class Late:
     def gather(self, value: Any) -> list[Any]:
         assert self.session is not None
         self.session.stop.request("a signal")
-        return [value, False]
+        return [value, ("", False)]
 
 
 def test_a_rank_that_is_asked_to_stop_while_others_are_heard_goes_on_as_they_do_and_stops_with_them_the_next_time() -> None:
@@ -35,11 +40,85 @@ def test_a_rank_that_is_asked_to_stop_while_others_are_heard_goes_on_as_they_do_
     assert [ranks.session.stopping(), ranks.session.stopping()] == [False, True]
 
 
+class Clock:
+    """The time of each rank, which a test sets."""
+
+    def __init__(self) -> None:
+        self.now = threading.local()
+
+    def perf_counter(self) -> float:
+        return getattr(self.now, "is", 0.0)
+
+    def set(self, seconds: float) -> None:
+        setattr(self.now, "is", seconds)
+
+
+def saves(
+    ranks: Any, path: Path, asked: CheckpointConfig, times: list[float], clock: Clock, values: list[Any]
+) -> tuple[Any, ...]:
+    """The steps that a run saves whose steps end at ``times``, and the session."""
+    clock.set(100.0 * ranks.rank)
+    folder = Elsewhere(path, fresh=True, checkpoint=None)
+    session = Session(
+        folder, CheckpointStore(path / "checkpoints", 9, asked.best), asked, "rl", Nobody(), StopFlag(), ranks=ranks
+    )
+    saved = []
+    for step, now in enumerate(times, 1):
+        clock.set(now)
+        session.save_if_due(step, False, SimpleNamespace(device=torch.device("cpu")), {}, dict, values[step - 1])
+        saved += [step] if session.saved_step == step else []
+    return saved, session
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr("lightrft.trainer.session.time", found)
+    return found
+
+
+def test_a_checkpoint_is_saved_every_ten_minutes_unless_told_otherwise(clock, tmp_path) -> None:
+    times = [60.0 * n for n in (4, 9, 11, 15, 20, 22)]
+    found = [
+        saves(ALONE, tmp_path / str(k), asked, times, clock, [{}] * 6)
+        for k, asked in enumerate([CheckpointConfig(), CheckpointConfig(every_minutes=0), CheckpointConfig(every=4)])
+    ]
+    assert [saved for saved, _ in found] == [[3, 6], [], [3, 4]]
+    assert [session.at_risk for _, session in found] == [(660.0, 3), (1320.0, 6), (660.0, 3)]
+
+
+def test_ranks_whose_clocks_differ_save_the_same_steps(clock, tmp_path) -> None:
+    def run(ranks: Threads) -> tuple[Any, ...]:
+        times = [60.0 * n * (1 + ranks.rank) for n in (4, 9, 11, 15)]
+        return saves(ranks, tmp_path, CheckpointConfig(), times, clock, [{}] * 4)
+
+    assert [saved for saved, _ in of_all_ranks(run, 2)] == [[3], [3]]
+
+
+def test_a_step_that_is_better_than_all_checkpoints_is_saved(clock, tmp_path) -> None:
+    values = [{"loss": 3.0}, {}, {"loss": 2.0}, {"loss": 2.5}, {"loss": float("nan")}, {"loss": 1.0}]
+    saved, _ = saves(ALONE, tmp_path, CheckpointConfig(best="-loss"), [1.0] * 6, clock, values)
+    assert saved == [1, 3, 6]
+
+
+def test_a_disk_that_stays_full_is_not_tried_again_at_every_step(clock, tmp_path, monkeypatch) -> None:
+    tried: list[float] = []
+
+    def full(*_: Any) -> None:
+        tried.append(clock.perf_counter())
+        raise DiskFullError("full")
+
+    monkeypatch.setattr(Session, "save", full)
+    _, session = saves(ALONE, tmp_path, CheckpointConfig(), [60.0 * n for n in range(1, 25)], clock, [{}] * 24)
+    assert tried == [600.0, 1200.0]
+    assert session.at_risk == (1440.0, 24)
+
+
 def test_ranks_wait_for_the_one_that_reads_a_checkpoint_again_as_long_as_it_says_that_it_is_at_work(
     tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr("lightrft.utils.ranks.PULSES", 1e9)  # a sign whenever one may be given
-    monkeypatch.setattr("lightrft.strategy.checkpoint.PART", 16)
+    monkeypatch.setattr("lightrft.strategy.manifest.PART", 16)
     said: list[list[bool]] = [[], []]
     path = RunFolder.open(tmp_path / "run", CheckpointConfig(), resume="auto", overwrite=False).path
 

@@ -1,0 +1,148 @@
+"""The manifest of a checkpoint: the list of its files with a digest of each, and a digest of the list itself."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightrft.utils.errors import CheckpointError, DamagedError
+from lightrft.utils.files import write_atomic
+
+FORMAT = "lightrft-checkpoint/2"
+WITHOUT_DIGEST = "lightrft-checkpoint/1"
+"""The format of earlier versions, whose manifest has no digest of its own."""
+MANIFEST = "manifest.json"
+FIELDS = frozenset({"format", "step", "about", "metrics", "files"})
+PART = 2**24
+"""Bytes that are read at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The content of a manifest.
+
+    ``files`` maps a relative path to ``{"bytes", "sha256"}``. ``metrics`` has the value by which a checkpoint may be the best.
+    ``about`` names the run and the model that the checkpoint belongs to.
+    """
+
+    step: int
+    files: Mapping[str, Mapping[str, Any]]
+    about: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write ``manifest.json`` with its own digest: ``folder`` is a checkpoint from then on."""
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "step": manifest.step,
+        "about": dict(manifest.about),
+        "metrics": dict(manifest.metrics),
+        "files": dict(manifest.files),
+    }
+    write_atomic(folder / MANIFEST, json.dumps({**document, "digest": _digest_of(document)}, indent=1))
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read the manifest of ``folder``, and compare it with its digest and with the step in the name of the folder.
+
+    Raises ``DamagedError`` for a folder without an intact manifest of this program.
+    """
+    try:
+        document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}") from None
+    except PermissionError as error:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {error.strerror}; give this user the right to") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise DamagedError(f"{folder} is damaged: its {MANIFEST} cannot be read ({type(error).__name__}: {error})") from None
+    if not isinstance(document, dict) or document.get("format") not in (FORMAT, WITHOUT_DIGEST):
+        raise DamagedError(f"{folder} is not a complete checkpoint: its {MANIFEST} is not of the format {FORMAT}")
+    # A flipped byte must not turn one format into the other: each has exactly the fields that it was written with.
+    digest = document.pop("digest", None) if document["format"] == FORMAT else ""
+    if document.keys() != FIELDS or (document["format"] == FORMAT and digest != _digest_of(document)):
+        raise DamagedError(f"{folder} is damaged: its {MANIFEST} is not what was saved")
+    named = re.fullmatch(r"\.?(?:[a-z]+_)?step_(\d+)(\.\d+)?", folder.name)
+    if named and int(named[1]) != document["step"]:
+        raise DamagedError(f"{folder} is damaged: its {MANIFEST} is of step {document['step']}, which its name is not")
+    return Manifest(document["step"], document["files"], document["about"], document["metrics"])
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a complete checkpoint; ``None`` for any other folder."""
+    try:
+        return load_manifest(folder)
+    except CheckpointError:
+        return None
+
+
+def verify(path: Path, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None) -> Manifest:
+    """Read every file of the checkpoint ``path``, and compare it with the manifest.
+
+    Args:
+        path: The folder of the checkpoint.
+        about: Entries of the manifest's ``about`` that the checkpoint must have.
+        at_work: Called between parts of files.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        CheckpointError: ``about`` differs from what was saved, or a file may not be read.
+        DamagedError: The manifest or a file is missing, truncated or changed.
+    """
+    manifest = load_manifest(path)
+    _check_about(path, manifest, about or {})
+    for name, entry in manifest.files.items():
+        file = path / name
+        try:
+            size = file.stat().st_size
+            if size != entry["bytes"]:
+                raise DamagedError(f"{path} is damaged: {file} has {size} bytes, {entry['bytes']} were saved")
+            if digest_file(file, at_work) != entry["sha256"]:
+                raise DamagedError(f"{path} is damaged: {file} has the right size but not the content that was saved")
+        except FileNotFoundError:
+            raise DamagedError(f"{path} is damaged: {file} is missing") from None
+        except PermissionError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}; give this user the right to") from None
+        except OSError as error:
+            raise DamagedError(f"{path} is damaged: {file} cannot be read ({error.strerror})") from error
+    return manifest
+
+
+def digest_file(path: Path, at_work: Callable[[], None]) -> str:
+    """The SHA-256 of a file. ``at_work`` is called between its parts."""
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(PART):
+            found.update(part)
+            at_work()
+    return found.hexdigest()
+
+
+def _check_about(path: Path, manifest: Manifest, about: Mapping[str, Any]) -> None:
+    expected = json.loads(json.dumps(dict(about)))
+    differing = [
+        f"  {key}: {manifest.about.get(key)!r} in the checkpoint, {value!r} here"
+        for key, value in expected.items()
+        if manifest.about.get(key) != value
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{path} belongs to something else; give the model and settings that it was saved with, or set run.resume to "
+            "another checkpoint. They differ in:\n" + "\n".join(differing)
+        )
+
+
+def _digest_of(document: Mapping[str, Any]) -> str:
+    """The SHA-256 of a manifest without its digest, whatever the spaces and the order of its keys."""
+    return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
