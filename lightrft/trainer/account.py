@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from lightrft.config import RLConfig
 from lightrft.trainer.filters import drop_reason
+from lightrft.trainer.rewards.values import UNGRADED
 from lightrft.trainer.selection import selected
 from lightrft.types import Rollout
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
@@ -161,7 +162,8 @@ def rollout_metrics(collected: Collected) -> Metrics:
         metrics.add("reward/max", Max(max(rewards)))
     for rollout in scored:
         for name, value in rollout.terms.items():
-            metrics.add(f"reward/{name}", Mean(value))
+            if not name.endswith(f"/{UNGRADED}"):  # only answers that cannot be graded have it, so its mean says nothing
+                metrics.add(f"reward/{name}", Mean(value))
     for rollout in collected.rollouts:
         if rollout.sample == GREEDY and rollout.reward is not None and not rollout.failed:
             metrics.add("rollout/baseline", Mean(rollout.reward))
@@ -188,6 +190,8 @@ def _account(collected: Collected) -> Metrics:
         metrics.add(f"rollout/dropped/{reason}", Sum(count))
     metrics.add("rollout/dropped_share", Mean(tokens["dropped"], tokens["sampled"]))
     metrics.add("rollout/failed_answers", Sum(sum(collected.failures.values())))
+    ungraded = sum(any(name.endswith(f"/{UNGRADED}") for name in r.terms) for r in collected.rollouts)
+    metrics.add("rollout/ungraded_answers", Sum(ungraded))
     metrics.add("rollout/aborted_answers", Sum(sum(r.finish_reason == "abort" for r in collected.rollouts)))
     metrics.add("rollout/rounds", Sum(collected.rounds))
     metrics.add("rollout/groups", Sum(len(collected.groups)))

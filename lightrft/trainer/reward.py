@@ -6,6 +6,7 @@ process, it fails its own sample only; every rollout comes back exactly once.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import pickle
@@ -16,20 +17,24 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lightrft.config import RewardConfig, RewardTerm
 from lightrft.trainer.rewards import REWARDS, Reward, load_reward
-from lightrft.trainer.rewards.process import WorkerGone, WorkerProcess
-from lightrft.trainer.rewards.values import VALUE
+from lightrft.trainer.rewards.guardian import BOMB_STATUS, MOST
+from lightrft.trainer.rewards.process import Garbled, WorkerGone, WorkerProcess
+from lightrft.trainer.rewards.protocol import Message, Outcome
+from lightrft.trainer.rewards.values import VALUE, wrong_and_ungraded
 from lightrft.trainer.rewards.view import view_of
-from lightrft.trainer.rewards.worker import Start, Work
+from lightrft.trainer.rewards.worker import Start, Work, describe
 from lightrft.utils.errors import RewardError
 
 if TYPE_CHECKING:
     from lightrft.types import Rollout
 
 __all__ = ["REWARDS", "Scorer"]
+
+log = logging.getLogger(__name__)
 
 GROUP = 64  # rollouts in one batched call or one event loop
 SLICE_SECONDS = 0.05  # of plain calls sent at one time: long enough to hide the sending, short enough to share them out
@@ -73,12 +78,21 @@ class _Silent(WorkerGone):
     """A call is far past its deadline."""
 
 
+def _check_turn(message: Message, begun: bool, left: Mapping[int, _Call]) -> None:
+    """Raises ``Garbled`` unless ``message`` may come now: once that the calls have begun, then one outcome for each."""
+    outcome = message.outcome
+    in_turn = (outcome is not None and outcome.index in left) if begun else message.begun
+    if not in_turn and not message.full:
+        raise Garbled("its socket brought a message out of turn")
+
+
 class Scorer:
     """Scores rollouts by ``config`` in its worker processes.
 
     ``counts`` holds how many were ``scored`` and how many failed, by kind: ``raised``, ``deadline``, ``memory``, ``died``,
-    ``value`` (what was returned is no reward), ``unsendable``, ``closed``. ``seconds`` sums the time that rollouts waited for a
-    worker (``queue``) and that functions ran (``busy``). ``restarts`` counts workers that were replaced.
+    ``value`` (what was returned is no reward), ``garbled`` (a stray line on the worker's socket), ``unsendable``, ``closed``.
+    ``seconds`` sums the time that rollouts waited for a worker (``queue``) and that functions ran (``busy``). ``restarts``
+    counts workers that were replaced.
 
     Raises ``RewardError`` when a function cannot be found or does not take a rollout and its options, and, later, when a
     worker cannot be started. Close it, or use it as a context manager.
@@ -212,6 +226,9 @@ class Scorer:
                 time.sleep(0.1 * failures)
             except RewardError as error:
                 self._break(error)
+            except Exception as error:  # a thread that ends in silence would leave the run waiting for ever
+                log.exception("a reward thread failed")
+                self._break(RewardError(f"the scorer itself failed, which is a bug: {describe(error)}"))
             if not healthy and worker is not None:
                 worker = self._end(number, worker)
         if worker is not None:
@@ -230,10 +247,10 @@ class Scorer:
             if self._closed:
                 worker.interrupt()
         try:
-            error = worker.begin(Start(specs, self.config.deadline, self.config.memory_mb, os.getpid()))
+            error = worker.begin(Start(specs, self.config.deadline, self.config.memory_mb))
             if error:
                 raise RewardError(error)
-        except (WorkerGone, RewardError):
+        except BaseException:
             self._end(number, worker)
             raise
         return worker
@@ -295,32 +312,41 @@ class Scorer:
             worker.send(Work(calls[0].term, views))
             for message in self._listen(worker, left):
                 begun = True
-                if "full" in message:
+                if message.full:
                     self._too_large(list(left.values()))
                     return False
-                if "i" in message and not self._hear(left.pop(message["i"]), message):
+                outcome = message.outcome
+                if outcome is not None and not self._hear(left.pop(outcome.index), outcome):
                     self._again(left.values(), alone=grouped)
                     return False
         except WorkerGone as gone:
-            status = None if isinstance(gone, _Silent) else worker.status(GRACE_SECONDS)
-            suspects = list(left) if grouped else list(left)[:1]
+            status = None if isinstance(gone, _Silent | Garbled) else worker.status(GRACE_SECONDS)
+            shared = grouped or isinstance(gone, Garbled)  # a stray line does not say which call wrote it
+            suspects = list(left) if shared else list(left)[:1]
             if begun and len(suspects) == 1 and not self._closed:
-                self._fail(left.pop(suspects[0]), *self._cause(gone, status))
-            self._again(left.values(), alone=begun and grouped)
+                self._gone(left.pop(suspects[0]), gone, status)
+            self._again(left.values(), alone=begun and shared)
             if not begun:
                 raise
             return False
         return True
 
-    def _listen(self, worker: WorkerProcess, left: Mapping[int, _Call]) -> Iterator[dict[str, Any]]:
-        """What ``worker`` tells until none of the calls is ``left``. Raises ``WorkerGone``, also at a long silence."""
+    def _listen(self, worker: WorkerProcess, left: Mapping[int, _Call]) -> Iterator[Message]:
+        """Yield what ``worker`` sends until no call is ``left``.
+
+        Raises ``WorkerGone``, also at a long silence, and ``Garbled`` for a message out of turn.
+        """
         patience = self.config.deadline + GRACE_SECONDS
         heard = time.monotonic()
+        begun = False
         while left:
             messages = worker.receive(heard + patience - time.monotonic())
             if messages:
                 heard = time.monotonic()
-                yield from messages
+                for message in messages:
+                    _check_turn(message, begun, left)
+                    begun = True
+                    yield message
                 if left:
                     time.sleep(LISTEN_SECONDS)
             elif time.monotonic() - heard >= patience:
@@ -348,30 +374,44 @@ class Scorer:
                 kept.append(call)
         return kept, views
 
-    def _hear(self, call: _Call, message: Mapping[str, Any]) -> bool:
-        """Take in the outcome of ``call``; whether its worker can go on."""
+    def _hear(self, call: _Call, outcome: Outcome) -> bool:
+        """Take in the ``outcome`` of ``call``. Return False when its worker cannot go on."""
         term = self._terms[call.term]
         with self._lock:
-            self.seconds["busy"] += message["s"]
-        if "again" in message:
+            self.seconds["busy"] += outcome.seconds
+        if outcome.again:
             self._again([call], alone=True)
-            return message["again"] != "memory"
-        term.seconds = message["s"] if term.seconds is None else 0.9 * term.seconds + 0.1 * message["s"]
-        if "terms" in message:
-            with self._lock:
-                call.pending.values[call.term] = message["terms"]
-                self._settle(call)
+            return outcome.again != "memory"
+        term.seconds = outcome.seconds if term.seconds is None else 0.9 * term.seconds + 0.1 * outcome.seconds
+        if outcome.terms is not None:
+            self._take_terms(call, outcome.terms)
             return True
-        self._fail(call, message["kind"], message["reason"])
-        return message["kind"] != "memory"
+        self._fail(call, outcome.kind, outcome.reason)
+        return outcome.kind != "memory"
+
+    def _take_terms(self, call: _Call, terms: Mapping[str, float]) -> None:
+        with self._lock:
+            call.pending.values[call.term] = dict(terms)
+            self._settle(call)
+
+    def _gone(self, call: _Call, gone: WorkerGone, status: int | None) -> None:
+        """Settle the call in which a worker ended."""
+        if status == -signal.SIGPROF and self._terms[call.term].reward.cpu_seconds is not None:
+            self._take_terms(call, wrong_and_ungraded())
+        else:
+            self._fail(call, *self._cause(gone, status))
 
     def _cause(self, gone: WorkerGone, status: int | None) -> tuple[str, str]:
         if isinstance(gone, _Silent):
             return "deadline", ""
+        if isinstance(gone, Garbled):
+            return "garbled", f"ended its worker: {gone}"
         if status is None:
             return "died", "cut its worker off"
         if status == -signal.SIGKILL:
             return "memory", "killed from outside, as when the machine runs out of memory"
+        if status == BOMB_STATUS:
+            return "died", f"started more than {MOST} processes"
         how = f"by signal {-status}" if status < 0 else f"with status {status}"
         return "died", f"ended its process {how}"
 

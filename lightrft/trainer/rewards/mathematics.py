@@ -14,10 +14,14 @@ from typing import Any
 
 from lightrft.trainer.rewards.answer import after_thinking, gold_of, in_tags, last_box
 from lightrft.trainer.rewards.numbers import plain, quantity, same_quantity, tidy
-from lightrft.trainer.rewards.registry import REWARDS
+from lightrft.trainer.rewards.registry import REWARDS, OverBudget, ungraded_beyond
+from lightrft.trainer.rewards.values import UNGRADED
 from lightrft.trainer.rewards.view import RolloutView
 
+CPU_SECONDS = 1.2  # of one call: nearly all need a hundredth of it
 LONGEST = 1000  # characters of an answer that are worth parsing
+DEEPEST = 40  # brackets within one another: the parser's time and recursion grow fast with them
+MOST_TERMS = 50_000  # of a power of a sum once it is expanded
 MOST_DIGITS = 5000  # of a number that is worth computing: towers of powers would only burn the deadline
 _MARK = re.compile(r"####[ \t]*(.*)")
 _SAID = re.compile(
@@ -27,17 +31,38 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%
 
 
 @REWARDS.register("math")
-def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float:
+@ungraded_beyond(CPU_SECONDS)
+def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | dict[str, float]:
     """1 when the final answer equals the prompt's label (or, without one, its reference), else 0.
 
     The final answer is the last ``\\boxed{}`` or ``####`` after any thinking, whichever comes later; else what follows "the
     answer is"; else the whole answer when that is one expression; else, with ``last_number``, its last number.
-    Raises ``ValueError`` when the label is not mathematics.
+    An answer that cannot be compared within ``CPU_SECONDS`` or the worker's memory counts as wrong, with the term ``ungraded``.
+    Raises ``ValueError`` when the label is not mathematics, or takes that long to read.
     """
     gold = gold_text(gold_of(rollout))
-    _check_gold(gold)
-    answer = final_answer(rollout.text, last_number=last_number)
-    return float(answer is not None and equal(gold, answer))
+    try:
+        _check_gold(gold)
+    except OverBudget:
+        _forget()
+        raise ValueError(f"label {gold!r} takes more than {CPU_SECONDS:g} s to read") from None
+    try:
+        answer = final_answer(rollout.text, last_number=last_number)
+        return float(answer is not None and equal(gold, answer))
+    except OverBudget:
+        _forget()
+        raise
+    except Exception:  # the label can be read, so it is the answer that cannot: sympy and its parser raise what they like
+        _forget()
+        return {"reward": 0.0, UNGRADED: 1.0}
+
+
+def _forget() -> None:
+    """Empty the caches, so that what a huge expression left there is not charged to the next answer."""
+    from sympy.core.cache import clear_cache
+
+    _parsed.cache_clear()
+    clear_cache()
 
 
 def warm_up() -> None:
@@ -82,11 +107,13 @@ def gold_text(gold: Any) -> str:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two expressions are the same mathematics."""
+    """Whether two expressions are the same mathematics. Raises ``ValueError`` when comparing them would take too long."""
     gold, answer = tidy(gold), tidy(answer)
     gold_plain, answer_plain = plain(gold), plain(answer)
     if not answer_plain or len(answer) > LONGEST:
         return False
+    if _depth(answer) > DEEPEST:
+        raise ValueError(f"brackets are nested more than {DEEPEST} deep")
     gold_plain, answer_plain = _unassigned(gold_plain, answer_plain)
     numbers = quantity(gold_plain), quantity(answer_plain)
     if numbers[0] and numbers[1]:
@@ -168,10 +195,34 @@ def _verify(gold: str, answer: str) -> bool:
         return False
     if _digits(given) > MOST_DIGITS or _digits(wanted) > MOST_DIGITS:
         return wanted == given
+    if wanted != given and max(_terms(wanted), _terms(given)) > MOST_TERMS:
+        raise ValueError(f"more than {MOST_TERMS} terms once it is expanded")
     for one, other in ((wanted, given), (given, wanted)):
         if isinstance(one, Interval) and isinstance(other, FiniteSet):  # (1, 2) is a pair or an interval, never a set of two
             return False
     return verify([wanted], [given], timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested; those that never close count too."""
+    deepest = depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _terms(expression: Any) -> float:
+    """An upper bound of the terms of any power of a sum in ``expression`` once it is expanded."""
+    from sympy import Add, Integer, Pow
+
+    parts = [_terms(a) for a in getattr(expression, "args", ())]
+    if not parts:
+        return 1
+    if isinstance(expression, Pow) and isinstance(expression.exp, Integer) and isinstance(expression.base, Add):
+        power, base = abs(int(expression.exp)), len(expression.base.args)
+        return math.comb(base + power - 1, power) if power < MOST_DIGITS else math.inf
+    return max(parts)
 
 
 def _digits(expression: Any) -> float:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from lightrft.utils.errors import ConfigError, RewardError
 from lightrft.utils.registry import Registry
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 REWARDS: Registry[Callable[..., Any]] = Registry("reward")
 """``reward(rollout, **options) -> float | {term: float}``; with a first parameter named ``rollouts``, a list in and a list (or a
@@ -16,15 +18,38 @@ dict of lists) out; either may be ``async def``. A function ``warm_up()`` in the
 the deadline, before the first call."""
 
 
+class OverBudget(BaseException):
+    """Raised in a call that has used its CPU time. Not an ``Exception``, so that handlers in libraries let it through."""
+
+
+_CPU_SECONDS: dict[Callable[..., Any], float] = {}
+
+
+def ungraded_beyond(cpu_seconds: float) -> Callable[[F], F]:
+    """Mark a reward function whose calls count as wrong once they have used ``cpu_seconds`` of CPU time.
+
+    Such an answer gets reward 0 and the term ``ungraded`` = 1. Without this mark a call that takes too long costs
+    ``reward.deadline`` and fails, so the policy never learns to avoid the answer. For functions of one rollout that are not
+    ``async``.
+    """
+
+    def mark(function: F) -> F:
+        _CPU_SECONDS[function] = cpu_seconds
+        return function
+
+    return mark
+
+
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function with its options. ``name`` finds it from another process."""
+    """A reward function with its options. ``name`` finds it from another process. ``cpu_seconds``: see ``ungraded_beyond``."""
 
     name: str
     function: Callable[..., Any]
     options: Mapping[str, Any]
     batched: bool
     asynchronous: bool
+    cpu_seconds: float | None = None
 
     @property
     def grouped(self) -> bool:
@@ -51,7 +76,15 @@ def load_reward(name: str, options: Mapping[str, Any]) -> Reward:
     called = function if inspect.isroutine(function) else type(function).__call__
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
     batched = next(iter(signature.parameters)) == "rollouts"
-    return Reward(_portable_name(name, function), function, dict(options), batched, asynchronous)
+    budget = None if batched or asynchronous else _budget(function)
+    return Reward(_portable_name(name, function), function, dict(options), batched, asynchronous, budget)
+
+
+def _budget(function: Callable[..., Any]) -> float | None:
+    try:
+        return _CPU_SECONDS.get(function)
+    except TypeError:  # an object that has no hash
+        return None
 
 
 def _check_signature(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:

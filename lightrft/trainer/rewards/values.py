@@ -10,9 +10,17 @@ from typing import Any
 VALUE = ""
 """The key of the number that counts in ``terms_of``'s result; the others are only logged."""
 
+UNGRADED = "ungraded"
+"""The key of a term that is 1 where an answer could not be graded and therefore counts as wrong."""
+
 
 class NotAReward(Exception):
     """What a function returned is no reward; the message says what it was."""
+
+
+def wrong_and_ungraded() -> dict[str, float]:
+    """Return the terms of an answer that cannot be graded: reward 0, and counted."""
+    return {VALUE: 0.0, UNGRADED: 1.0}
 
 
 def number_of(value: Any) -> float:

@@ -8,7 +8,6 @@ in. What functions print goes to standard error.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import importlib
 import json
 import os
@@ -17,18 +16,19 @@ import resource
 import signal
 import socket
 import struct
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightrft.trainer.rewards.registry import Reward, load_reward
-from lightrft.trainer.rewards.values import NotAReward, rows_of, terms_of
+from lightrft.trainer.rewards.guardian import become_guardian
+from lightrft.trainer.rewards.registry import OverBudget, Reward, load_reward
+from lightrft.trainer.rewards.values import NotAReward, rows_of, terms_of, wrong_and_ungraded
 from lightrft.utils.errors import UserError
 
 HEADER = struct.Struct(">Q")
+KILL_FACTOR = 1.25  # of its CPU time, at which the kernel ends a call that does not return to Python
 LOOP_SLACK = 0.2  # an event loop that is not blocked ends its calls by their own timers before the alarm rings
 
 
@@ -39,7 +39,6 @@ class Start:
     rewards: list[tuple[str, dict[str, Any]]]
     deadline: float
     memory_mb: int
-    parent: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +53,15 @@ class Overdue(BaseException):
     """Rings in a call that is past its deadline. Not an ``Exception``, so that a function's own handlers let it through."""
 
 
-def main(fd: int) -> None:
-    """Serve the parent at the other end of ``fd`` until it hangs up."""
+def main(fd: int, parent: int) -> None:
+    """Serve process ``parent`` at the other end of ``fd`` until it hangs up."""
     os.dup2(2, 1)
+    become_guardian(parent, fd)
     connection = socket.socket(fileno=fd)
     frame = _receive(connection)
     if frame is None:
         return
     start: Start = pickle.loads(frame)
-    _die_with(start.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = Worker(connection, start.deadline)
     try:
@@ -111,7 +110,8 @@ class Worker:
         reward = self.rewards[work.reward]
         if not reward.grouped:
             for index, view in enumerate(work.views):
-                self._alone(index, lambda view=view: terms_of(reward.function(pickle.loads(view), **reward.options)))
+                call = lambda view=view: terms_of(reward.function(pickle.loads(view), **reward.options))  # noqa: E731
+                self._alone(index, call, reward.cpu_seconds)
         elif len(work.views) == 1:
             self._alone(0, lambda: self._one_of_group(reward, work.views[0]))
         elif reward.batched:
@@ -126,9 +126,9 @@ class Worker:
             result = self._event_loop().run_until_complete(result)
         return terms_of(rows_of(result, 1)[0] if reward.batched else result)
 
-    def _alone(self, index: int, call: Callable[[], dict[str, float]]) -> None:
+    def _alone(self, index: int, call: Callable[[], dict[str, float]], cpu_seconds: float | None = None) -> None:
         began = time.perf_counter()
-        outcome = self._guarded(call, self.deadline)
+        outcome = self._guarded(call, self.deadline, cpu_seconds)
         self.tell(i=index, s=time.perf_counter() - began, **outcome)
 
     def _batch(self, reward: Reward, views: list[bytes]) -> None:
@@ -182,22 +182,44 @@ class Worker:
             self.loop = asyncio.new_event_loop()
         return self.loop
 
-    def _guarded(self, call: Callable[[], Any], seconds: float) -> dict[str, Any]:
+    def _guarded(self, call: Callable[[], Any], seconds: float, cpu_seconds: float | None = None) -> dict[str, Any]:
         """The result of ``call`` as ``{"terms": ...}``, or why there is none as ``{"kind": ..., "reason": ...}``."""
         self.rang = False
         signal.signal(signal.SIGALRM, self._ring)  # again each time: functions may have put their own in its place
         try:
             self.armed = True
             signal.setitimer(signal.ITIMER_REAL, seconds)
+            self._budget(cpu_seconds)
             outcome = {"terms": call()}
             self.armed = False
+        except OverBudget:
+            self.armed = False
+            outcome = {"terms": wrong_and_ungraded()}
         except BaseException as error:
             self.armed = False
             outcome = failure(error)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        self._budget(0.0 if cpu_seconds else None)
         if self.rang:
             self.loop = None  # it was cut in the middle of something
         return outcome
+
+    def _budget(self, cpu_seconds: float | None) -> None:
+        """Bound the CPU time of a call; 0 takes the bound away.
+
+        First a handler raises ``OverBudget``. A call that is inside a C function does not see that, for instance one that
+        multiplies huge integers. SIGPROF then ends the process.
+        """
+        if cpu_seconds is not None:
+            signal.signal(signal.SIGVTALRM, self._spend)
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, KILL_FACTOR * cpu_seconds)
+            signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+
+    def _spend(self, *_: Any) -> None:
+        if self.armed:
+            self.armed = False
+            raise OverBudget
 
     def _ring(self, *_: Any) -> None:
         if self.armed:
@@ -249,15 +271,6 @@ def _exactly(connection: socket.socket, count: int) -> bytearray | None:
     if held is None:
         raise MemoryError
     return held
-
-
-def _die_with(parent: int) -> None:
-    """Let the kernel end this process when its parent ends, even in the middle of a call that never returns."""
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
 
 
 def _warm_up(rewards: list[Reward]) -> None:

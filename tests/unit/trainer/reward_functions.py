@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from lightrft.trainer.rewards.registry import ungraded_beyond
+
 WARM = []
 LEAK = []
 
@@ -137,6 +139,73 @@ def loaded(rollout):
     assert "torch" not in sys.modules and "transformers" not in sys.modules and "pydantic" not in sys.modules
     assert len(WARM) == 1 and WARM[0] == os.getpid()
     return float(os.getpid())
+
+
+def socket_number():
+    """The descriptor of the worker's socket."""
+    import stat
+
+    return next(n for n in range(3, 100) if _is_open(n) and stat.S_ISSOCK(os.fstat(n).st_mode))
+
+
+def _is_open(number):
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+def writes_to_its_socket(rollout):
+    """Send ``rollout.text`` to the run, unless it is a number."""
+    if not rollout.text.isdigit():
+        data = b"[" * 100_000 + b"\n" if rollout.text == "deep" else rollout.text.encode()
+        if rollout.text == "long":
+            data = b"x" * (40 << 20)
+        os.write(socket_number(), data) if len(data) < 200_000 else send_all(data)
+        if rollout.text == "begun for ever":
+            while True:
+                os.write(socket_number(), b'{"begun": true}\n')
+                time.sleep(0.1)
+        return 7.0
+    return float(rollout.text)
+
+
+def send_all(data):
+    import socket
+
+    with socket.socket(fileno=os.dup(socket_number())) as connection:
+        connection.sendall(data)
+
+
+def daemon(rollout):
+    """Start a process of another session whose own parent has ended; its number."""
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.write(writing, str(os.getpid()).encode())
+            os.closerange(3, 200)
+            for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+                signal.signal(number, signal.SIG_IGN)
+            time.sleep(1000)
+        os._exit(0)
+    os.wait()
+    return float(os.read(reading, 20))
+
+
+def bomb(rollout):
+    """Fork without end, but for a test on a shared machine not too fast."""
+    while True:
+        time.sleep(0.2)
+        os.fork()
+
+
+@ungraded_beyond(0.3)
+def budgeted(rollout):
+    while rollout.text == "python":
+        pass
+    return float(rollout.text == "1" or 7 ** (10**9) > 0)
 
 
 def child(rollout):

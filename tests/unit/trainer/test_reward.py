@@ -3,6 +3,7 @@
 import importlib
 import os
 import random
+import signal
 import subprocess
 import sys
 import textwrap
@@ -14,6 +15,10 @@ import pytest
 
 from lightrft.config import RewardConfig
 from lightrft.trainer.reward import REWARDS, Scorer
+from lightrft.trainer.rewards import mathematics
+from lightrft.trainer.rewards.guardian import has_more_descendants
+from lightrft.trainer.rewards.registry import OverBudget
+from lightrft.trainer.rewards.view import view_of
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import RewardError
 
@@ -304,11 +309,120 @@ def test_workers_do_not_outlive_a_killed_parent():
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
     workers = psutil.Process(parent.pid).children(recursive=True)
-    assert len(workers) == 2
+    assert len(workers) == 4, "two workers, each below its guardian"
     parent.kill()
     parent.wait()
     _, alive = psutil.wait_procs(workers, timeout=60)
     assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+
+
+STRAY = {
+    "text": "hello\n",
+    "part of a line": "hello",
+    "a list": "[1]\n",
+    "deep": "deep",
+    "too long": "long",
+    "a number": "1e999\n",
+    "another call": '{"i": 77, "s": 0.1, "terms": {"": 1.0}}\n',
+    "not finite": '{"i": 0, "s": 0.1, "terms": {"": NaN}}\n',
+    "no terms": '{"i": 0, "s": 0.1, "terms": {}}\n',
+    "no seconds": '{"i": 0, "s": null, "terms": {"": 1.0}}\n',
+    "ready": '{"ready": true}\n',
+    "error": '{"error": "out of my hands"}\n',
+    "begun for ever": "begun for ever",
+}
+
+
+@pytest.mark.parametrize("what", STRAY)
+def test_a_stray_line_on_the_workers_socket_fails_its_own_sample_only(what):
+    rollouts, scorer = score(["1", STRAY[what], "2"], "writes_to_its_socket", deadline=20)
+    assert [r.reward for r in rollouts] == [1, None, 2]
+    assert rollouts[1].failed.startswith("ended its worker: its socket brought")
+    assert dict(scorer.counts) == {"scored": 2, "garbled": 1} and scorer.restarts >= 1
+
+
+def test_an_error_of_the_scorer_itself_ends_the_run_and_does_not_hang_it(monkeypatch):
+    monkeypatch.setattr(Scorer, "_pickled", lambda self, calls: 1 / 0)
+    with Scorer(config("plain")) as scorer, pytest.raises(RewardError, match="ZeroDivisionError"):
+        scorer.submit(rollout())
+        list(scorer.results(wait=True))
+
+
+def gone(pid, seconds=60):
+    """Whether process ``pid`` ends within ``seconds``."""
+    ends = time.monotonic() + seconds
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        if time.monotonic() > ends:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+linux_only = pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives orphans to a subreaper")
+
+
+@linux_only
+def test_a_daemon_that_a_function_started_ends_with_the_scorer():
+    started = rollout()
+    with Scorer(config("daemon")) as scorer:
+        scorer.submit(started)
+        list(scorer.results(wait=True))
+        assert psutil.pid_exists(int(started.reward))
+    assert gone(int(started.reward))
+
+
+@linux_only
+@pytest.mark.parametrize("how", ["kill", "terminate"])
+def test_a_daemon_that_a_function_started_ends_with_a_run_that_is_killed(how):
+    program = textwrap.dedent(f"""
+        import sys, time
+        sys.path.insert(0, {str(Path(__file__).parents[3])!r})
+        from lightrft.config import RewardConfig
+        from lightrft.trainer.reward import Scorer
+        from lightrft.types import Prompt, Rollout
+        scorer = Scorer(RewardConfig.model_validate({{"terms": ["{FUNCTIONS}:daemon"], "deadline": 100}}))
+        scorer.submit(Rollout(Prompt("p", []), [], [], [], [], "stop", 0, text="1"))
+        print(int(next(scorer.results(wait=True)).reward), flush=True)
+        time.sleep(100)
+    """)
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    daemon = int(parent.stdout.readline())
+    assert psutil.pid_exists(daemon)
+    getattr(parent, how)()
+    parent.wait()
+    assert gone(daemon)
+
+
+@linux_only
+def test_a_fork_bomb_fails_its_own_sample_and_leaves_nothing(monkeypatch):
+    before = set(psutil.Process().children(recursive=True))
+    monkeypatch.setenv("LIGHTRFT_TEST", "1")
+    with Scorer(config("bomb", deadline=3)) as scorer:
+        bomb = rollout()
+        scorer.submit(bomb)
+        list(scorer.results(wait=True))
+    assert bomb.failed and scorer.counts["scored"] == 0
+    assert set(psutil.Process().children(recursive=True)) <= before
+    assert not [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get("LIGHTRFT_TEST") == "1"]
+
+
+@linux_only
+def test_more_descendants_than_a_bound_are_counted_also_in_other_sessions():
+    program = "import os, time; [os.fork() for _ in range(2)]; print('up', flush=True); time.sleep(100)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True) as parent:
+        assert parent.stdout is not None
+        for _ in range(4):
+            parent.stdout.readline()
+        assert has_more_descendants(parent.pid, 2) and not has_more_descendants(parent.pid, 3)
+        os.killpg(parent.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("text", ["python", "c", "1"])
+def test_a_call_beyond_its_cpu_time_is_wrong_and_counted_also_where_python_does_not_get_to_run(text):
+    (scored,), scorer = score([text], "budgeted", deadline=100)
+    assert (scored.failed, scorer.counts["scored"]) == ("", 1)
+    assert scored.terms == ({"budgeted": 1.0} if text == "1" else {"budgeted": 0.0, "budgeted/ungraded": 1.0})
 
 
 @pytest.mark.parametrize(
@@ -368,6 +482,40 @@ def test_built_in_rules_grade_in_a_worker():
         list(scorer.results(wait=True))
     assert [r.reward for r in graded] == [1.0, 1.0, None]
     assert graded[2].failed.startswith("raised ValueError: label '???' cannot be read as mathematics")
+
+
+HARD = [
+    (r"\boxed{(x+y+z)^{500}}", "x+y"),
+    (r"\boxed{\binom{10^9}{5\cdot10^8}}", "x"),
+    ("The answer is " + "{" * 300 + "\n", "x+1"),
+    (r"\boxed{" + "x^{" * 60 + "x" + "}" * 61, "x^2"),
+    (r"\boxed{" + "(" * 300 + "x" + ")" * 300 + "}", "x+1"),
+    (r"\boxed{" + r"\sin(" * 120 + "x" + ")" * 120 + "}", "x+3"),
+    (r"\boxed{(a+b+c+d+e+f+g+h)^{60}}", r"(a+b+c+d+e+f+g+h)^{59}"),
+    (r"\boxed{9^{9^{9^{9}}}}", "7"),
+    (r"\boxed{\sum_{i=1}^{10^9} i^{7/3}}", "5"),
+    (r"\boxed{(1+\sqrt{2}+\sqrt{3}+\sqrt{5}+\sqrt{7}+\sqrt{11})^{40}}", "3"),
+]
+
+
+def test_answers_that_cannot_be_graded_are_wrong_and_counted_and_the_next_one_is_graded():
+    rollouts = [rollout(text, label=label) for text, label in (*HARD, (r"\boxed{x+1}", "1+x"))]
+    with Scorer(RewardConfig.model_validate({"terms": ["math"], "deadline": 100})) as scorer:
+        for r in rollouts:
+            scorer.submit(r)
+        list(scorer.results(wait=True))
+    assert [r.reward for r in rollouts] == [0.0] * len(HARD) + [1.0] and not any(r.failed for r in rollouts)
+    assert sum("math/ungraded" in r.terms for r in rollouts) >= len(HARD) - 3, "a few are just wrong: bounds are enough to tell"
+    assert scorer.seconds["busy"] < 100
+
+
+def test_a_label_that_cannot_be_read_in_time_fails_and_is_not_taken_for_a_wrong_answer(monkeypatch):
+    def slow(gold):
+        raise OverBudget
+
+    monkeypatch.setattr(mathematics, "_check_gold", slow)
+    with pytest.raises(ValueError, match="takes more than"):
+        mathematics.math_reward(view_of(rollout("#### 1", label="2")))
 
 
 def test_cheap_rewards_run_by_the_thousand():

@@ -525,3 +525,13 @@ def test_what_is_begun_goes_on_before_new_prompts_are_drawn() -> None:
 def test_settings_of_partial_answers_that_would_do_nothing_are_refused(over: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         check_rollout(config_of(rollout=over))
+
+
+def test_answers_that_could_not_be_graded_are_counted_and_are_not_part_of_a_mean() -> None:
+    graded, ungraded = (
+        Rollout(Prompt("p", [1]), [2], [True], [-1.0], [0], "stop", 0, reward=reward, terms=terms)
+        for reward, terms in ((1.0, {"math": 1.0}), (0.0, {"math": 0.0, "math/ungraded": 1.0}))
+    )
+    values = rollout_metrics(Collected(rollouts=[graded, ungraded])).compute()
+    assert values["rollout/ungraded_answers"] == 1 and values["reward/math"] == 0.5
+    assert "reward/math/ungraded" not in values
