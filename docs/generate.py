@@ -6,7 +6,9 @@ tables, ``algorithms.md`` from the presets, and ``algorithms/*.md`` from what ``
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import json
 import types
 import typing
@@ -225,7 +227,19 @@ def _classes(kind: Any) -> Iterator[type[Settings]]:
 
 def _table(cls: type[Settings]) -> str:
     rows = [f"| `{name}` | {_kind(f.annotation)}{_bounds(f)} | {_default(f)} |" for name, f in cls.model_fields.items()]
-    return "\n".join(["| setting | type | default |", "|---|---|---|", *rows])
+    about = [f"* `{name}`: {text}" for name, text in _docs_of_fields(cls).items()]
+    return "\n".join(["| setting | type | default |", "|---|---|---|", *rows, *(["", *about] if about else [])])
+
+
+def _docs_of_fields(cls: type[Settings]) -> dict[str, str]:
+    """The text that stands under each field of ``cls`` that has one."""
+    (body,) = (node.body for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef))
+    found = {}
+    for field, below in itertools.pairwise(body):
+        told = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and told:
+            found[field.target.id] = " ".join(below.value.value.split()).replace("``", "`")
+    return found
 
 
 def _kind(kind: Any) -> str:

@@ -5,22 +5,28 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
 
 from lightrft.datasets.blending import blend, generator
+from lightrft.datasets.cache_key import stamps, token_cache_of
 from lightrft.datasets.encoding import Encoder
 from lightrft.datasets.fetching import Fetcher
 from lightrft.datasets.media import NOTHING, Reads
 from lightrft.datasets.records import Record, read_record
-from lightrft.datasets.rows import BadRow, Rows
+from lightrft.datasets.rows import BadRow, Indexes, Rows, TextIndex
 from lightrft.datasets.settings import DataConfig
 from lightrft.datasets.sources import media_root, open_source, source_name
+from lightrft.datasets.token_cache import Entry, Names, TokenCache
 from lightrft.types import Prompt
 from lightrft.utils.errors import CheckpointError, ConfigError, DataError
 
 A = TypeVar("A")
+Columns = dict[str, Any]
+"""What is kept of rows, as numbers: arrays that grow, or arrays that are mapped from a file."""
+Keep = Callable[[int, Sequence[tuple[int, Record]]], list[str]]
 CHUNK = 1024
 """Rows that are encoded together."""
 
@@ -32,12 +38,13 @@ class Sources:
         if not config.sources:
             raise ConfigError("data.sources is empty; name a file, a folder, a data set or module:function")
         self.config = config
-        self.rows: list[Rows] = [open_source(s, config.malformed) for s in config.sources]
+        self.rows: list[Rows] = []
         self.names = [source_name(s) for s in config.sources]
         self.reads = reads
         self._roots = [media_root(config.media.root, s.path) for s in config.sources]
-        self.counts: Counter[str] = Counter(malformed=sum(r.malformed for r in self.rows))
+        self.counts: Counter[str] = Counter()
         self.first_problem = ""
+        self.data_sources: set[str] = set()
 
     def record(self, source: int, row: int) -> Record:
         """Row ``row`` of source ``source``. Raises ``BadRow``."""
@@ -89,13 +96,78 @@ class Sources:
         self.counts["overlong"] += 1
         self.first_problem = self.first_problem or problem
 
-    def read(self, keep: Callable[[int, Sequence[tuple[int, Record]]], list[str]], seed: int) -> tuple[np.ndarray, list[str]]:
-        """Pass the chunks of each source to ``keep(source, chunk)``, which names what it keeps; the order of all that was kept,
-        and a name of its own for each, in that order. Raises ``DataError``."""
-        kept = [[name for chunk in self.chunks(s) for name in keep(s, chunk)] for s in range(len(self.rows))]
-        order = self.order([len(names) for names in kept], seed)
-        names = [name for some in kept for name in some]
+    def read(self, keep: Keep, kept: Columns, cache: TokenCache | None, seed: int) -> tuple[np.ndarray, Sequence[str]]:
+        """Open the sources and encode their rows, or take what an earlier start has stored of them.
+
+        Args:
+            keep: encodes some numbered records of a source into ``kept``, and returns the names of those that it keeps.
+            kept: the columns that ``keep`` fills, exchanged for stored ones where there are any.
+            cache: where tokens are stored; ``None`` if they are not.
+            seed: the seed of the blend.
+
+        Returns:
+            The order of everything that was kept, and a different name for each, in that order.
+
+        Raises:
+            DataError: a source cannot be read, holds a bad row that is not to be skipped, or has nothing left.
+        """
+        with nullcontext() if cache is None else cache.locked():
+            entry = None if cache is None else cache.read()
+            if entry is None:
+                lengths, names = self._encode(keep, kept, cache)
+            else:
+                lengths, names = self._restore(entry, kept)
+        order = self.order(lengths, seed)
+        if self.config.blend == "concat" and isinstance(names, Names):
+            return order, names
         return order, unique_names([names[k] for k in order])
+
+    def _encode(self, keep: Keep, kept: Columns, cache: TokenCache | None) -> tuple[list[int], Sequence[str]]:
+        """Encode every row, and store what came of it. How many rows each source has left, and their names."""
+        before = () if cache is None else stamps(self.config)
+        indexes: list[Indexes] = [{} for _ in self.config.sources]
+        self._open(indexes)
+        found = [[name for chunk in self.chunks(s) for name in keep(s, chunk)] for s in range(len(self.rows))]
+        lengths, names = [len(some) for some in found], [name for some in found for name in some]
+        if cache is None or stamps(self.config) != before:
+            return lengths, names
+        columns = {f"kept/{name}": np.asarray(column) for name, column in kept.items()}
+        for s, index in enumerate(indexes):
+            for k, known in enumerate(index.values()):
+                columns |= {f"offsets/{s}/{k}": np.asarray(known.offsets), f"lines/{s}/{k}": np.asarray(known.lines)}
+        facts = {
+            "counts": self.counts,
+            "first_problem": self.first_problem,
+            "data_sources": sorted(self.data_sources),
+            "lengths": lengths,
+            "unique": len(set(names)) == len(names),
+            "files": [[(path, known.malformed, known.first_problem) for path, known in index.items()] for index in indexes],
+        }
+        cache.write(Entry(columns, names, facts))
+        return lengths, names
+
+    def _restore(self, entry: Entry, kept: Columns) -> tuple[list[int], Sequence[str]]:
+        """Take the columns, counts and indexes of ``entry``. How many rows each source has left, and their names."""
+        facts, columns = entry.facts, entry.columns
+        self._open(
+            [
+                {
+                    path: TextIndex(columns[f"offsets/{s}/{k}"], columns[f"lines/{s}/{k}"], malformed, problem)
+                    for k, (path, malformed, problem) in enumerate(files)
+                }
+                for s, files in enumerate(facts["files"])
+            ]
+        )
+        kept.update({name: columns[f"kept/{name}"] for name in kept})
+        self.counts.clear()
+        self.counts.update(facts["counts"])
+        self.first_problem, self.data_sources = facts["first_problem"], set(facts["data_sources"])
+        return facts["lengths"], entry.names if facts["unique"] else list(entry.names)
+
+    def _open(self, indexes: Sequence[Indexes]) -> None:
+        self.rows = [open_source(s, self.config.malformed, index) for s, index in zip(self.config.sources, indexes)]
+        self.counts["malformed"] += sum(r.malformed for r in self.rows)
+        self.first_problem = next((r.first_problem for r in self.rows if r.first_problem), "")
 
     def order(self, lengths: Sequence[int], seed: int) -> np.ndarray:
         """The blend of what was kept of each source. Raises ``DataError``, with the counts, when a source has nothing left."""
@@ -106,6 +178,10 @@ class Sources:
                 raise DataError(f"data.sources: nothing is left of {spec.path} ({counts}){why}")
         weights = [s.weight for s in self.config.sources]
         return blend(lengths, weights, self.config.blend, shuffle=self.config.shuffle, seed=seed)
+
+
+COLUMNS = {"tokens": "i", "ends": "Q", "source": "H", "row": "Q", "cut_rows": "Q", "cuts": "Q"}
+"""What is kept of prompts: their tokens laid end to end, where each ends, its source and row, and what was cut off which."""
 
 
 class PromptDataset:
@@ -126,12 +202,10 @@ class PromptDataset:
         self._fetcher = Fetcher(self.prompt, self.encoder.media)
         self.counts = self._sources.counts
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
-        self._tokens = array("i")
-        self._ends = array("Q")
-        self._source = array("H")
-        self._row = array("Q")
-        self._cuts: dict[int, int] = {}
-        self._order, self._ids = self._sources.read(self._add, seed)
+        cache = token_cache_of(config, tokenizer, "prompts", {}) if processor is None else None
+        self._kept: Columns = {name: array(kind) for name, kind in COLUMNS.items()}
+        self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
+        self._cuts = dict(zip(self._kept["cut_rows"].tolist(), self._kept["cuts"].tolist()))
         self.counts["prompts"] = len(self._order)
 
     def __len__(self) -> int:
@@ -145,12 +219,12 @@ class PromptDataset:
         if not -len(self) <= i < len(self):
             raise IndexError(f"prompt {i} of {len(self)}")
         k = int(self._order[i])
-        source = self._source[k]
-        record = self._sources.record(source, self._row[k])
+        source, ends = int(self._kept["source"][k]), self._kept["ends"]
+        record = self._sources.record(source, int(self._kept["row"][k]))
         text = self.encoder.prompt(record, self._cuts.get(k, 0))
         prompt = Prompt(
             id=self._ids[i],
-            token_ids=self._tokens[self._ends[k - 1] if k else 0 : self._ends[k]].tolist(),
+            token_ids=self._kept["tokens"][ends[k - 1] if k else 0 : ends[k]].tolist(),
             text=self.encoder.readable(text),
             label=record.label,
             reference=record.reference if record.reference is not None else record.answer,
@@ -192,6 +266,11 @@ class PromptDataset:
         return self._ids
 
     @property
+    def data_sources(self) -> frozenset[str]:
+        """The data sources that prompts name."""
+        return frozenset(self._sources.data_sources)
+
+    @property
     def first_problem(self) -> str:
         """Why the first row that was left out was; empty when none was."""
         return self._sources.first_problem
@@ -199,7 +278,7 @@ class PromptDataset:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        return int(np.diff(np.asarray(self._ends, dtype=np.int64), prepend=0).max())
+        return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
 
     def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
         """Encode records and keep those that fit; the names of those kept."""
@@ -210,7 +289,7 @@ class PromptDataset:
             except BadRow as error:
                 self._sources.skip(error)
         good = self._sources.made(shown, self.encoder.expanded([(record, [text]) for _, record, text in shown]))
-        names = []
+        names, kept = [], self._kept
         for ((row, record, text), _), ids in zip(good, self.encoder.encode_prompts([full for _, (full,) in good])):
             cut = 0
             if len(ids) > self.config.max_prompt_tokens:
@@ -222,11 +301,13 @@ class PromptDataset:
                 self.counts["truncated"] += 1
             self.counts["special_tokens"] += self.encoder.is_shielded(text)
             if cut:
-                self._cuts[len(self._ends)] = cut
-            self._tokens.extend(ids)
-            self._ends.append(len(self._tokens))
-            self._source.append(source)
-            self._row.append(row)
+                kept["cut_rows"].append(len(kept["ends"]))
+                kept["cuts"].append(cut)
+            kept["tokens"].extend(ids)
+            kept["ends"].append(len(kept["tokens"]))
+            kept["source"].append(source)
+            kept["row"].append(row)
+            self._sources.data_sources.add(record.data_source or self._sources.names[source])
             names.append(record.id or f"{self._sources.names[source]}/{row}")
         return names
 

@@ -5,13 +5,18 @@ Text files are indexed by byte offset and parsed on access, so that a large file
 
 from __future__ import annotations
 
+import bz2
 import csv
 import difflib
+import gzip
+import io
 import json
+import lzma
 import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
@@ -28,9 +33,10 @@ class BadRow(DataError):
 
 
 class Rows(Protocol):
-    """``malformed`` counts rows that were passed over when the container was opened."""
+    """``malformed`` counts rows that were passed over when the container was opened, and ``first_problem`` says why the first was."""
 
     malformed: int
+    first_problem: str
 
     def __len__(self) -> int: ...
     def __getitem__(self, i: int, /) -> Row: ...
@@ -67,39 +73,100 @@ def as_row(value: Any, where: str) -> Row:
     return value
 
 
-class _TextFile:
-    """Records of a text file by byte offset. A subclass says how one record is read from an open file."""
+@dataclass(frozen=True, slots=True)
+class TextIndex:
+    """Where the records of a text file begin: arrays of byte ``offsets [n]`` and ``lines [n]``, and what was passed over."""
 
-    def __init__(self, path: Path, malformed: Malformed, limit: int | None) -> None:
+    offsets: Any
+    lines: Any
+    malformed: int = 0
+    first_problem: str = ""
+
+
+Indexes = dict[str, TextIndex]
+"""Path to what is known of the file. Whoever opens a file that is not there adds it."""
+
+OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+"""How compressed files are read, by the last part of their names."""
+
+
+def suffix_of(path: Path) -> str:
+    """The part of the name that says how the text is laid out, such as ``.jsonl``, also of ``rows.jsonl.gz``."""
+    return Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
+
+
+def utf8_of(path: Path) -> bytes | None:
+    """The text of a compressed or UTF-16 file as UTF-8; ``None`` for a file that can be read as it is.
+
+    Raises ``DataError`` when it cannot be decompressed or decoded.
+    """
+    opener = OPENERS.get(path.suffix)
+    try:
+        with opener(path) if opener else path.open("rb") as file:
+            head = file.read(4)
+            encoding = json.detect_encoding(head)
+            plain = encoding.startswith("utf-8")
+            if plain and opener is None:
+                return None
+            data = head + file.read()
+        return data if plain else data.decode(encoding).encode("utf-8")
+    except (EOFError, OSError, lzma.LZMAError) as error:
+        if opener is None and isinstance(error, OSError):
+            raise
+        raise DataError(f"{path}: cannot be decompressed: {error}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not {encoding} text: {error.reason} at byte {error.start}") from None
+
+
+class _TextFile:
+    """Records of a text file by byte offset. A subclass says how one record is read from an open file.
+
+    The text of a compressed or UTF-16 file is held in memory.
+    """
+
+    def __init__(self, path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None = None) -> None:
         self.path = path
-        self.malformed = 0
-        self._offsets = array("Q")
-        self._lines = array("Q")
-        with path.open("rb") as file:
+        self._text = utf8_of(path)
+        indexes = {} if indexes is None else indexes
+        with self._open() as file:
             line = self._read_header(file)
-            while limit is None or len(self._offsets) < limit:
-                offset = file.tell()
-                try:
-                    used, row = self._read(file)
-                except ValueError as error:
-                    problem = f"{path}, line {line + 1}: {error}"
-                    if malformed == "error":
-                        raise BadRow(f"{problem}. Mend the row, or set data.malformed: skip") from None
-                    self.malformed += 1
-                    file.seek(offset)
-                    used, row = len(file.readline()) > 0, None
-                if not used:
-                    break
-                if row is not None:
-                    self._offsets.append(offset)
-                    self._lines.append(line + 1)
-                line += used
+            if str(path) not in indexes:
+                indexes[str(path)] = self._scan(file, line, malformed, limit)
+        index = indexes[str(path)]
+        self._offsets, self._lines = index.offsets, index.lines
+        self.malformed, self.first_problem = index.malformed, index.first_problem
+
+    def _open(self) -> IO[bytes]:
+        return self.path.open("rb") if self._text is None else io.BytesIO(self._text)
+
+    def _scan(self, file: IO[bytes], line: int, malformed: Malformed, limit: int | None) -> TextIndex:
+        """Find every record of ``file`` from where it stands, which is behind ``line`` lines."""
+        offsets, lines = array("Q"), array("Q")
+        bad, first = 0, ""
+        while limit is None or len(offsets) < limit:
+            offset = file.tell()
+            try:
+                used, row = self._read(file)
+            except ValueError as error:
+                problem = f"{self.path}, line {line + 1}: {error}"
+                if malformed == "error":
+                    raise BadRow(f"{problem}. Mend the row, or set data.malformed: skip") from None
+                bad, first = bad + 1, first or problem
+                file.seek(offset)
+                used, row = len(file.readline()) > 0, None
+            if not used:
+                break
+            if row is not None:
+                offsets.append(offset)
+                lines.append(line + 1)
+            line += used
+        return TextIndex(offsets, lines, bad, first)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def __getitem__(self, i: int) -> Row:
-        with self.path.open("rb") as file:
+        with self._open() as file:
             file.seek(self._offsets[i])
             try:
                 row = self._read(file)[1]
@@ -144,10 +211,10 @@ class JsonLines(_TextFile):
 class Csv(_TextFile):
     """Comma-separated values under a header line. Values stay text as written; an empty one is None."""
 
-    def __init__(self, path: Path, malformed: Malformed, limit: int | None) -> None:
+    def __init__(self, path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None = None) -> None:
         self._names: list[str] = []
         csv.field_size_limit(sys.maxsize)  # the library's own limit is shorter than many a document
-        super().__init__(path, malformed, limit)
+        super().__init__(path, malformed, limit, indexes)
 
     def _read_header(self, file: IO[bytes]) -> int:
         super()._read_header(file)
@@ -187,10 +254,11 @@ class Csv(_TextFile):
 class Listed:
     """Rows that are at hand: a list, or any sequence with random access, such as a ``datasets.Dataset``."""
 
-    def __init__(self, rows: Any, name: str, malformed: int = 0) -> None:
+    def __init__(self, rows: Any, name: str, malformed: int = 0, first_problem: str = "") -> None:
         self.rows = rows
         self.name = name
         self.malformed = malformed
+        self.first_problem = first_problem
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -208,6 +276,7 @@ class Joined:
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = list(parts)
         self.malformed = sum(p.malformed for p in self.parts)
+        self.first_problem = next((p.first_problem for p in self.parts if p.first_problem), "")
         self._ends = [sum(len(p) for p in self.parts[: k + 1]) for k in range(len(self.parts))]
 
     def __len__(self) -> int:
@@ -233,6 +302,7 @@ class First:
         self.rows = rows
         self.count = count
         self.malformed = rows.malformed
+        self.first_problem = rows.first_problem
 
     def __len__(self) -> int:
         return min(self.count, len(self.rows))
@@ -253,6 +323,7 @@ class Converted:
         self.name = name
         self.options = dict(options)
         self.malformed = rows.malformed
+        self.first_problem = rows.first_problem
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -63,7 +63,8 @@ class SourceConfig(Settings):
     """One source of rows.
 
     ``path``: a .jsonl, .json, .csv or .parquet file (or a glob, or a folder of them), a saved ``datasets`` folder, a data-set
-    name of the hub, or ``module:function`` that yields rows and takes ``options`` as keywords. ``split`` chooses among the files
+    name of the hub, or ``module:function`` that yields rows and takes ``options`` as keywords. Text files may be compressed
+    (``rows.jsonl.gz``, .bz2, .xz) or UTF-16. ``split`` chooses among the files
     of a folder, the parts of a saved or hub data set, and is passed to a function that takes it. ``reader`` names a row converter
     (a registered public data set, or ``module:function``) that takes ``reader_options`` as keywords. ``weight`` is the share of
     this source when several are blended. ``limit`` takes the first rows only. ``name`` is the data source of rows that name none.
@@ -111,6 +112,11 @@ class DataConfig(Settings):
     overlong: Literal["drop", "error", "truncate"] = "drop"
     malformed: Literal["error", "skip"] = "error"
     turns: Literal["all", "last", "each"] = "all"
+    token_cache: str | None = "~/.cache/lightrft/tokens"
+    """The folder that keeps the token ids of files, so that the next start and every other rank map them into memory. ``null``
+    tokenizes at every start. Entries belong to the content of files, tokenizer and settings; deleting them is always safe."""
+    token_cache_min_mb: float = Field(1.0, ge=0)
+    """Smaller data, in MiB of all files together, is tokenized at every start, which takes about a second per MiB."""
 
     @model_validator(mode="before")
     @classmethod

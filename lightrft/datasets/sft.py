@@ -13,15 +13,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
+from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.encoding import Encoder, check_template, prefix_error
 from lightrft.datasets.fetching import Fetcher
 from lightrft.datasets.media.items import marks
-from lightrft.datasets.prompts import Sources
+from lightrft.datasets.prompts import Columns, Sources
 from lightrft.datasets.records import Message, Record
 from lightrft.datasets.rows import BadRow
 from lightrft.datasets.settings import DataConfig
 from lightrft.types import Media
 
+COLUMNS = {"tokens": "i", "trained": "B", "ends": "Q", "split": "Q"}
+"""What is kept of examples: their tokens laid end to end, which of them are trained, where each ends and its prompt does."""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
@@ -71,11 +76,12 @@ class SFTDataset:
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
         self._checked = False
         self._marks = self.encoder.chat and bool(GENERATION.search(str(tokenizer.chat_template)))
-        self._tokens, self._trained = array("i"), bytearray()
-        self._ends, self._split = array("Q"), array("Q")
+        self._kept: Columns = {name: array(kind) for name, kind in COLUMNS.items()}
         self._media: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
-        self._order, self._ids = self._sources.read(self._add, seed)
+        options = {"max_tokens": max_tokens}
+        cache = token_cache_of(config, tokenizer, "examples", options) if processor is None else None
+        self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
         self.counts["examples"] = len(self._order)
 
     def __len__(self) -> int:
@@ -85,11 +91,12 @@ class SFTDataset:
         if not -len(self) <= i < len(self):
             raise IndexError(f"example {i} of {len(self)}")
         k = int(self._order[i])
-        start, split, end = self._ends[k - 1] if k else 0, self._split[k], self._ends[k]
+        tokens, ends = self._kept["tokens"], self._kept["ends"]
+        start, split, end = ends[k - 1] if k else 0, self._kept["split"][k], ends[k]
         example = Example(
-            prompt_ids=self._tokens[start:split].tolist(),
-            response_ids=self._tokens[split:end].tolist(),
-            trained=[bool(t) for t in self._trained[split:end]],
+            prompt_ids=tokens[start:split].tolist(),
+            response_ids=tokens[split:end].tolist(),
+            trained=[bool(t) for t in self._kept["trained"][split:end]],
             id=self._ids[i],
         )
         if self.encoder.media is not None and k in self._media:
@@ -120,7 +127,7 @@ class SFTDataset:
     @property
     def longest(self) -> int:
         """Tokens of the longest example."""
-        return max(end - start for start, end in zip((0, *self._ends), self._ends))
+        return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
 
     def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
         """Encode records and keep what fits; the names of the examples kept."""
@@ -155,6 +162,7 @@ class SFTDataset:
 
     def _keep(self, source: int, part: _Part, ids: list[int], trained: list[bool]) -> bool:
         """Store an example if it fits or is cut to fit."""
+        kept = self._kept
         if part.items:
             trained = [t and i not in self.encoder.placeholders for t, i in zip(trained, ids)]
             if not any(trained):
@@ -169,11 +177,11 @@ class SFTDataset:
             ids, trained = ids[: self.max_tokens], trained[: self.max_tokens]
         self.counts["special_tokens"] += any(self.encoder.is_shielded(t) for t in part.turns[-1])
         if part.items:
-            self._media[len(self._ends)] = (source, part.row, part.items)
-        self._split.append(len(self._tokens) + trained.index(True))
-        self._tokens.extend(ids)
-        self._trained.extend(trained)
-        self._ends.append(len(self._tokens))
+            self._media[len(kept["ends"])] = (source, part.row, part.items)
+        kept["split"].append(len(kept["tokens"]) + trained.index(True))
+        kept["tokens"].extend(ids)
+        kept["trained"].extend(trained)
+        kept["ends"].append(len(kept["tokens"]))
         return True
 
     def _parts(self, row: int, record: Record) -> list[_Part]:

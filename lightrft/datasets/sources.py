@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import glob
 import inspect
+import io
 import itertools
 import json
 import re
@@ -15,9 +15,25 @@ from typing import Any
 
 from lightrft.datasets import benchmarks as _benchmarks  # noqa: F401  fills READERS
 from lightrft.datasets.readers import READERS
-from lightrft.datasets.rows import BadRow, Converted, Csv, First, Joined, JsonLines, Listed, Malformed, Rows, as_row
+from lightrft.datasets.rows import (
+    OPENERS,
+    BadRow,
+    Converted,
+    Csv,
+    First,
+    Indexes,
+    Joined,
+    JsonLines,
+    Listed,
+    Malformed,
+    Rows,
+    as_row,
+    suffix_of,
+    utf8_of,
+)
 from lightrft.datasets.settings import SourceConfig
 from lightrft.utils.errors import ConfigError, DataError, UserError, first_line
+from lightrft.utils.files import looks_like_path, nearest_name
 from lightrft.utils.registry import resolve
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
@@ -25,13 +41,13 @@ SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def open_source(source: SourceConfig, malformed: Malformed = "error") -> Rows:
-    """The rows of ``source``, converted by its reader.
+def open_source(source: SourceConfig, malformed: Malformed = "error", indexes: Indexes | None = None) -> Rows:
+    """The rows of ``source``, converted by its reader. Text files that ``indexes`` knows are not read through again.
 
     Raises ``DataError`` when the source does not exist, holds no rows, or (with ``malformed="error"``) holds one that cannot be
     parsed, and ``ConfigError`` for options that nothing takes.
     """
-    rows = _open(source, malformed)
+    rows = _open(source, malformed, indexes)
     if source.limit is not None:
         rows = First(rows, source.limit)
     if len(rows) == 0:
@@ -51,7 +67,8 @@ def source_name(source: SourceConfig) -> str:
         return source.name
     if is_function(source.path):
         return source.path.rpartition(":")[0].rpartition(".")[2] if ".py:" not in source.path else Path(source.path).stem
-    return Path(source.path).stem or source.path
+    path = Path(source.path)
+    return (Path(path.stem).stem if path.suffix in OPENERS else path.stem) or source.path
 
 
 def media_root(root: str, path: str) -> Path:
@@ -72,36 +89,54 @@ def is_function(path: str) -> bool:
     return bool(colon and where and attribute.isidentifier()) and "://" not in path and not Path(path).exists()
 
 
-def _open(source: SourceConfig, malformed: Malformed) -> Rows:
-    if is_function(source.path):
-        return _from_function(source, malformed)
-    _refuse(source.options, "data.sources.options", f"a function source (module:function); {source.path} is none")
+def files_of(source: SourceConfig) -> list[Path] | None:
+    """Every file that the rows of ``source`` are read from, in order; ``None`` for a function or a data set of the hub.
+
+    Raises ``DataError`` when there are none.
+    """
     path = Path(source.path).expanduser()
+    if is_function(source.path) or _on_hub(source):
+        return None
     if path.is_dir():
-        return _from_folder(path, source, malformed)
+        return sorted(p for p in path.rglob("*") if p.is_file()) if _is_saved(path) else _files_of_folder(path, source)
     if path.is_file():
-        return _from_file(path, malformed, source.limit)
+        return [path]
     if glob.has_magic(source.path):
         matches = [Path(m) for m in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207  absolute patterns
         files = [m for m in matches if m.is_file()]
         if not files:
             raise DataError(f"data.sources: no file matches {source.path}")
-        return Joined([_from_file(f, malformed, source.limit) for f in files])
-    if path.suffix not in SUFFIXES and HUB_NAME.fullmatch(source.path):
+        return files
+    raise DataError(f"data.sources: there is no file or folder {source.path}{nearest_name(path)}")
+
+
+def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -> Rows:
+    if is_function(source.path):
+        return _from_function(source, malformed)
+    _refuse(source.options, "data.sources.options", f"a function source (module:function); {source.path} is none")
+    path = Path(source.path).expanduser()
+    files = files_of(source)
+    if files is None:
         return _from_hub(source)
-    near = difflib.get_close_matches(path.name, _names(path.parent), n=1)
-    hint = f"; did you mean {path.parent / near[0]}?" if near else ""
-    raise DataError(f"data.sources: there is no file or folder {source.path}{hint}")
-
-
-def _names(folder: Path) -> list[str]:
-    return [p.name for p in folder.iterdir()] if folder.is_dir() else []
-
-
-def _from_folder(path: Path, source: SourceConfig, malformed: Malformed) -> Rows:
-    if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
+    if path.is_dir() and _is_saved(path):
         return _from_saved(path, source)
-    files = sorted(p for p in path.rglob("*") if p.suffix in SUFFIXES and p.is_file())
+    opened = [_from_file(f, malformed, source.limit, indexes) for f in files]
+    return opened[0] if path.is_file() else Joined(opened)
+
+
+def _on_hub(source: SourceConfig) -> bool:
+    """Whether ``source`` can only be the name of a data set of the hub."""
+    path = Path(source.path).expanduser()
+    there = path.is_dir() or path.is_file() or glob.has_magic(source.path)
+    return not there and not looks_like_path(source.path) and bool(HUB_NAME.fullmatch(source.path))
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def _files_of_folder(path: Path, source: SourceConfig) -> list[Path]:
+    files = sorted(p for p in path.rglob("*") if suffix_of(p) in SUFFIXES and p.is_file())
     if not files:
         raise DataError(f"data.sources: {path} is neither a saved data set nor a folder with {', '.join(SUFFIXES)} files")
     named = [f for f in files if _split_of(f, (source.split,))]
@@ -110,12 +145,12 @@ def _from_folder(path: Path, source: SourceConfig, malformed: Malformed) -> Rows
         if others:
             raise DataError(f"data.sources: {path} has no files of split {source.split!r}, but of: {', '.join(others)}")
         named = files
-    kinds = sorted({f.suffix for f in named})
+    kinds = sorted({suffix_of(f) for f in named})
     if len(kinds) > 1:
         raise DataError(
             f"data.sources: {path} mixes {' and '.join(kinds)} files; say which with a pattern, e.g. {path}/*{kinds[-1]}"
         )
-    return Joined([_from_file(f, malformed, source.limit) for f in named])
+    return named
 
 
 def _split_of(file: Path, splits: Sequence[str]) -> str | None:
@@ -123,26 +158,28 @@ def _split_of(file: Path, splits: Sequence[str]) -> str | None:
     return next((s for s in splits if s.lower() in words), None)
 
 
-def _from_file(path: Path, malformed: Malformed, limit: int | None) -> Rows:
-    if path.suffix == ".csv":
-        return Csv(path, malformed, limit)
-    if path.suffix == ".jsonl":
-        return JsonLines(path, malformed, limit)
-    if path.suffix == ".json":
-        return _from_json(path, malformed, limit)
+def _from_file(path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None) -> Rows:
+    kind = suffix_of(path)
+    if kind == ".csv":
+        return Csv(path, malformed, limit, indexes)
+    if kind == ".jsonl":
+        return JsonLines(path, malformed, limit, indexes)
+    if kind == ".json":
+        return _from_json(path, malformed, limit, indexes)
     if path.suffix in (".parquet", ".arrow"):
         return Listed(_load(path.suffix[1:], str(path), data_files=[str(path)], split="train"), str(path))
-    raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)}")
+    raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)} ({', '.join(OPENERS)} behind a text file's name)")
 
 
-def _from_json(path: Path, malformed: Malformed, limit: int | None) -> Rows:
+def _from_json(path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None) -> Rows:
     """A list of objects, or JSON lines under another name."""
-    with path.open("rb") as file:
+    text = utf8_of(path)
+    with path.open("rb") if text is None else io.BytesIO(text) as file:
         head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not head.startswith(b"["):
-        return JsonLines(path, malformed, limit)
+        return JsonLines(path, malformed, limit, indexes)
     try:
-        items = json.loads(path.read_bytes())
+        items = json.loads(path.read_bytes() if text is None else text)
     except json.JSONDecodeError as error:
         raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
     except UnicodeDecodeError as error:
@@ -151,15 +188,15 @@ def _from_json(path: Path, malformed: Malformed, limit: int | None) -> Rows:
 
 
 def _listed(items: Iterable[Any], name: str, malformed: Malformed) -> Listed:
-    good, bad = [], 0
+    good, bad, first = [], 0, ""
     for i, item in enumerate(items):
         try:
             good.append(as_row(item, f"{name}, row {i + 1}"))
         except BadRow as error:
             if malformed == "error":
                 raise BadRow(f"{error}. Mend the row, or set data.malformed: skip") from None
-            bad += 1
-    return Listed(good, name, bad)
+            bad, first = bad + 1, first or str(error)
+    return Listed(good, name, bad, first)
 
 
 def _from_saved(path: Path, source: SourceConfig) -> Rows:

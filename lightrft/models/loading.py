@@ -29,6 +29,7 @@ from lightrft.models.quiet import quiet
 from lightrft.models.settings import ModelConfig
 from lightrft.models.templates import fit_template
 from lightrft.utils.errors import ModelError, first_line
+from lightrft.utils.files import looks_like_path, nearest_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -117,8 +118,8 @@ def where_of(config: ModelConfig) -> str:
         if not (folder / "config.json").is_file():
             raise ModelError(f"model.path = {path!r}: not a model folder, since it has no config.json")
         return str(folder)
-    if path.startswith((".", "/", "~")) or path.count("/") > 1 or folder.exists():
-        raise ModelError(f"model.path = {path!r}: there is no such folder")
+    if looks_like_path(path) or folder.exists():
+        raise ModelError(f"model.path = {path!r}: there is no such folder{nearest_name(folder)}")
     return path
 
 

@@ -46,10 +46,6 @@ class PromptStream:
             return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
         return PromptStream(dataset, Curriculum(curriculum, dataset.ids, seed))
 
-    def prompts(self) -> Iterator[Prompt]:
-        """Each prompt once, in the order of the data set, without its media."""
-        return (self.dataset.prompt(i, media=False) for i in range(len(self.dataset)))
-
     def draw(self, count: int) -> list[Prompt]:
         before = self.dataset.counts["unreadable"]
         drawn = draw(self.dataset, self.sampler, count)

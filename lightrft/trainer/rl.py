@@ -122,7 +122,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
         run = prepare(config, session)
         try:
             if not config.reward.terms:  # rows of a source without terms could turn up after hours
-                run.roles.scorer.check_sources(p.data_source for p in run.stream.prompts())
+                run.roles.scorer.check_sources(run.stream.dataset.data_sources)
             check_lengths(run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data")
             if isinstance(run.roles.ptx, Ptx):
                 check_examples(run.roles.actor, run.roles.ptx.dataset.longest, config.ptx.max_tokens, "ptx.max_tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import math
@@ -10,6 +11,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
+
+FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".txt", ".yaml", ".py", ".safetensors")
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether ``name`` can only be a file or folder of this machine, and not a name on the hub, also when it does not exist."""
+    path = Path(name).expanduser()
+    if name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
+        return True
+    if "/" in name and path.parent.is_dir():
+        return True
+    return bool(path.suffix and difflib.get_close_matches(path.suffix.lower(), FILE_SUFFIXES, n=1, cutoff=0.75))
+
+
+def nearest_name(path: Path) -> str:
+    """``; did you mean ...?`` with the name in the same folder that is nearest to ``path``; empty where none is near."""
+    names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:

@@ -100,6 +100,8 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
     "overlong": ("truncate", "prompts", {"max_prompt_tokens": 6, "chat": False}),
     "malformed": ("skip", "prompts", {"sources": ["{root}/broken.jsonl"]}),
     "turns": ("last", "lessons", {"sources": ["{root}/talks.jsonl"], "chat": True}),
+    "token_cache": ("{tmp}/there", "stored", {"token_cache": None, "token_cache_min_mb": 0.0}),
+    "token_cache_min_mb": (0.0, "stored", {"token_cache": "{tmp}/there", "token_cache_min_mb": 1.0}),
 }
 
 EYE: Tree = {"model": {"path": "{root}/reader"}}

@@ -99,6 +99,16 @@ def lessons(tree: Tree, folder: Path) -> Any:
     return [(e.prompt_ids, e.response_ids, e.trained) for e in examples]
 
 
+def stored(tree: Tree, folder: Path) -> Any:
+    """The token ids that stay on disk for the next start, and where."""
+    config = config_in(tree, folder)
+    tokenizer = load_tokenizer(config.model)
+    PromptStream.of(config.data, tokenizer, config.run.seed)
+    held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit)
+    Ptx.of(config.ptx, tokenizer, config.run.seed)
+    return sorted((str(p.parent.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*.arrow"))
+
+
 LATE = """
 import sys, time
 from lightrft.utils.errors import RankError
@@ -320,7 +330,7 @@ def workers(tree: Tree, folder: Path) -> Any:
 PROBES: dict[str, Callable[[Tree, Path], Any]] = {
     f.__name__: f
     for f in (
-        *(objective, prompts, questions, lessons, decoded, loaded, asked_of_the_hub, asked_of_datasets),
+        *(objective, prompts, questions, lessons, stored, decoded, loaded, asked_of_the_hub, asked_of_datasets),
         *(run, run_again, go_on, command, workers, side_by_side, on_ray),
     )
 }

@@ -1,4 +1,7 @@
+import bz2
+import gzip
 import json
+import lzma
 import pickle
 from pathlib import Path
 
@@ -213,3 +216,63 @@ def test_bare_names_stand_for_sources():
 def test_weights_without_sampling_are_refused():
     with pytest.raises(ValueError, match="set blend: sample"):
         DataConfig.model_validate({"sources": [{"path": "a", "weight": 2}, {"path": "b"}]})
+
+
+PACKED = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+@pytest.mark.parametrize("suffix", PACKED)
+def test_a_compressed_text_file_gives_the_same_rows(tmp_path, kind, suffix):
+    path = write(tmp_path, kind)
+    packed = tmp_path / "packed" / f"{path.name}{suffix}"
+    packed.parent.mkdir()
+    packed.write_bytes(PACKED[suffix](path.read_bytes()))
+    assert rows_of(path=str(packed)) == rows_of(path=str(packed.parent)) == rows_of(path=f"{packed.parent}/*{suffix}") == ROWS
+    assert source_name(SourceConfig(path=str(packed))) == "rows"
+    rows = pickle.loads(pickle.dumps(open_source(SourceConfig(path=str(packed)))))
+    assert [dict(rows[i]) for i in range(len(rows))] == ROWS
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "csv"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_the_encoding_of_a_text_file_is_recognised(tmp_path, kind, encoding):
+    path = write(tmp_path, kind)
+    text = path.read_text(encoding="utf-8")
+    path.write_bytes(text.encode(encoding))
+    assert rows_of(path=str(path)) == ROWS
+    packed = tmp_path / f"{path.name}.gz"
+    packed.write_bytes(gzip.compress(text.encode(encoding)))
+    assert rows_of(path=str(packed)) == ROWS
+
+
+def test_a_bad_row_of_a_compressed_or_utf_16_file_is_named_with_its_line(tmp_path):
+    text = '{"prompt": "ä"}\n\n{"prompt": \n'
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(text.encode("utf-16")))
+    with pytest.raises(DataError, match=r"rows\.jsonl\.gz, line 3: not JSON"):
+        rows_of(path=str(tmp_path / "rows.jsonl.gz"))
+    assert rows_of(path=str(tmp_path / "rows.jsonl.gz"), malformed="skip") == [{"prompt": "ä"}]
+
+
+def test_a_compressed_file_that_is_cut_short_or_is_none_is_named(tmp_path):
+    packed = gzip.compress(b'{"prompt": "a"}\n' * 1000)
+    for content in (packed[:-20], b"plain text"):
+        (tmp_path / "rows.jsonl.gz").write_bytes(content)
+        with pytest.raises(DataError, match=r"rows\.jsonl\.gz: cannot be decompressed"):
+            rows_of(path=str(tmp_path / "rows.jsonl.gz"))
+
+
+def test_the_first_bad_row_of_a_file_is_remembered_with_its_line(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{broken\n{"prompt": "b"}\n[]\n')
+    rows = open_source(SourceConfig(path=str(tmp_path / "rows.jsonl")), "skip")
+    assert rows.malformed == 2
+    assert rows.first_problem.startswith(f"{tmp_path}/rows.jsonl, line 2: not JSON")
+
+
+@pytest.mark.parametrize("path", ["data/trian", "data/rows", "rows.jsnl", "./rows", "data/"])
+def test_a_missing_path_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, path):
+    (tmp_path / "data").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("lightrft.datasets.sources._from_hub", lambda source: pytest.fail("asked the hub"))
+    with pytest.raises(DataError, match=r"there is no file or folder|neither a saved data set"):
+        rows_of(path=path)

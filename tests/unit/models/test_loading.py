@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightrft.models.actor import Actor
-from lightrft.models.loading import check_vocabulary, load_model, load_tokenizer, save_model
+from lightrft.models.loading import check_vocabulary, load_model, load_tokenizer, save_model, where_of
 from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny import FAMILIES, tiny_model, tiny_tokenizer
 from lightrft.utils.errors import ModelError
@@ -18,6 +18,14 @@ def folder(tmp_path):
 
 def config(path, **settings):
     return ModelConfig(path=str(path), **settings)
+
+
+@pytest.mark.parametrize("path", ["runs/model", "./model", "model/", "a/b/c", "model.safetensors"])
+def test_a_missing_folder_is_not_looked_up_on_the_hub(tmp_path, monkeypatch, path):
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match="there is no such folder"):
+        where_of(ModelConfig(path=path))
 
 
 def test_a_missing_folder_is_named(tmp_path):

@@ -1,0 +1,98 @@
+"""Which entry of the token cache belongs to a data set: a digest of everything that its tokens are made from."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from lightrft.datasets.settings import DataConfig
+from lightrft.datasets.sources import files_of
+from lightrft.datasets.token_cache import TokenCache
+
+CHUNK_BYTES = 1 << 22
+MIB = 2**20
+IRRELEVANT = {"shuffle", "blend", "media", "token_cache", "token_cache_min_mb"}
+"""Settings of the data that change no token of a row."""
+LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
+
+
+def token_cache_of(config: DataConfig, tokenizer: Any, purpose: str, options: Mapping[str, Any]) -> TokenCache | None:
+    """The cache entry of ``config`` under ``tokenizer``, or ``None`` where tokens cannot be kept.
+
+    Tokens are not kept of sources that are functions or come from the hub, of readers of the user's own, under a tokenizer
+    without a fast backend, and under a chat template that writes the date.
+
+    Args:
+        config: the data.
+        tokenizer: the tokenizer, with its chat template.
+        purpose: what the rows become, such as ``prompts``.
+        options: further settings that the tokens depend on.
+    """
+    if config.token_cache is None or not hasattr(tokenizer, "backend_tokenizer") or "strftime" in str(tokenizer.chat_template):
+        return None
+    if not type(tokenizer).__module__.startswith("transformers."):  # its code, which may change, is not part of the digest
+        return None
+    if any(s.reader is not None and ":" in s.reader for s in config.sources):
+        return None
+    found = [files_of(s) for s in config.sources]
+    files = [file for some in found for file in some or ()]
+    if not all(found) or sum(file.stat().st_size for file in files) < config.token_cache_min_mb * MIB:
+        return None
+    made_of = {
+        "purpose": purpose,
+        "options": dict(options),
+        "settings": _settings(config),
+        "tokenizer": _tokenizer_digest(tokenizer),
+        "files": [[str(file), digest_of_file(file)] for file in files],
+        "code": _code_digest(),
+        "libraries": {name: metadata.version(name) for name in LIBRARIES},
+    }
+    key = hashlib.blake2b(json.dumps(made_of, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
+    return TokenCache(Path(config.token_cache).expanduser() / f"{key}.arrow")
+
+
+def digest_of_file(path: Path) -> str:
+    """A digest of what ``path`` holds."""
+    digest = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def stamps(config: DataConfig) -> Sequence[tuple[str, int, int]]:
+    """Size and time of change of every file of ``config``: equal before and after a reading that no writer disturbed."""
+    files = [file for source in config.sources for file in files_of(source) or ()]
+    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _settings(config: DataConfig) -> dict[str, Any]:
+    tree = config.model_dump(mode="json", exclude=IRRELEVANT)
+    for source in tree["sources"]:
+        del source["weight"]
+    return tree
+
+
+def _tokenizer_digest(tokenizer: Any) -> str:
+    parts = (
+        type(tokenizer).__name__,
+        tokenizer.backend_tokenizer.to_str(),
+        str(tokenizer.chat_template),
+        sorted(map(str, tokenizer.special_tokens_map.items())),
+        sorted(f"{k}: {t.content} {t.special}" for k, t in tokenizer.added_tokens_decoder.items()),
+        str(tokenizer.split_special_tokens),
+    )
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=32).hexdigest()
+
+
+@functools.cache
+def _code_digest() -> str:
+    """A digest of the code that makes tokens of rows, so that a new version of it reads no entry of an old one."""
+    here = Path(__file__).parent
+    files = [*sorted(here.rglob("*.py")), here.parent / "utils" / "chat.py"]
+    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=32).hexdigest()

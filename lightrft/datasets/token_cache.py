@@ -1,0 +1,132 @@
+"""Token ids of a data set on disk, so that the next start maps them into memory instead of tokenizing again.
+
+An entry is one Arrow file: a row of lists, followed by a digest of all bytes before it. It is written under a temporary name
+and renamed, so that a kill leaves no part of an entry under its name. An entry that cannot be read is built again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, overload
+
+import numpy as np
+
+from lightrft.utils.errors import first_line
+
+_log = logging.getLogger(__name__)
+DIGEST_BYTES = 32
+NAMES, FACTS = "names", b"lightrft"
+
+
+class Names(Sequence[str]):
+    """The strings of an Arrow array."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    @overload
+    def __getitem__(self, i: int) -> str: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[str]: ...
+
+    def __getitem__(self, i: int | slice) -> str | Sequence[str]:
+        return Names(self._array[i]) if isinstance(i, slice) else self._array[i].as_py()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._array.to_pylist())
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What is stored of a data set: ``columns`` of numbers, the ``names`` of what was kept, and ``facts`` for JSON."""
+
+    columns: Mapping[str, np.ndarray]
+    names: Sequence[str]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TokenCache:
+    """The entry at ``path``, which need not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @contextmanager
+    def locked(self) -> Generator[None]:
+        """Let one process at a time build the entry. The lock of a killed process is released by the system.
+
+        Where the folder or its file system allows no lock, processes build the same entry side by side.
+        """
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            file = self.path.with_suffix(".lock").open("wb")
+        except OSError:
+            yield
+            return
+        with file:
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def read(self) -> Entry | None:
+        """Map the entry into memory. ``None`` where there is none, or where it is damaged, which is logged."""
+        import pyarrow as pa
+
+        if not self.path.is_file():
+            return None
+        try:
+            whole = pa.memory_map(str(self.path)).read_buffer()
+            body = whole.slice(0, max(0, whole.size - DIGEST_BYTES))
+            if _digest(body) != whole.slice(body.size).to_pybytes():
+                raise ValueError("its digest is not that of its content")
+            table = pa.ipc.open_file(body).read_all()
+            lists = {name: table.column(name).chunk(0) for name in table.column_names}
+            columns = {name: found.values.to_numpy(zero_copy_only=True) for name, found in lists.items() if name != NAMES}
+            return Entry(columns, Names(lists[NAMES].values), json.loads(table.schema.metadata[FACTS]))
+        except (OSError, ValueError, KeyError, IndexError, pa.ArrowException) as error:
+            _log.warning("data.token_cache: %s is damaged and is built again: %s", self.path, first_line(error))
+            return None
+
+    def write(self, entry: Entry) -> None:
+        """Store ``entry`` whole or not at all. That it cannot be stored is logged: the next start tokenizes again."""
+        import pyarrow as pa
+
+        temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
+        arrays = {name: pa.array(column) for name, column in entry.columns.items()}
+        arrays[NAMES] = pa.array(list(entry.names), pa.large_string())
+        rows = {name: pa.LargeListArray.from_arrays(pa.array([0, len(a)], pa.int64()), a) for name, a in arrays.items()}
+        table = pa.table(rows).replace_schema_metadata({FACTS: json.dumps(dict(entry.facts))})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):  # by a process that was killed: the lock is ours
+                left.unlink(missing_ok=True)
+            with temporary.open("wb") as file:
+                with pa.ipc.new_file(file, table.schema) as writer:
+                    writer.write_table(table)
+                file.flush()
+                file.write(_digest(pa.memory_map(str(temporary)).read_buffer()))
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(self.path)
+        except OSError as error:
+            _log.warning("data.token_cache: %s cannot be written, so the next start tokenizes again: %s", self.path, error)
+        finally:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+def _digest(data: Any) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
