@@ -43,6 +43,7 @@ VERBS: dict[str, type[Settings]] = {
     "eval": config.EvaluateConfig,
     "generate": config.GenerateConfig,
     "chat": config.ChatConfig,
+    "export": config.ExportConfig,
     "doctor": Examined,
     "demo": config.DemoConfig,
 }

@@ -630,6 +630,31 @@ class ChatConfig(Settings):
     strategy: StrategyConfig = StrategyConfig()
 
 
+class ExportConfig(Settings):
+    """Everything that ``lightrft export`` reads. ``path``, which may stand without its key, is a run folder or a checkpoint.
+
+    ``which`` checkpoint of a run is written: the ``best`` by its ``checkpoint.best``, the ``last``, or (``auto``) the best if the
+    run names a metric and else the last; ``step`` names another. ``output`` is the folder to write (``null``: ``export/`` of the
+    run). ``adapters`` are merged into the weights, or kept, as a PEFT adapter. ``base`` is the folder of the start model, where
+    that is not where the run had it. ``overwrite`` replaces a model folder that exists.
+    """
+
+    path: str = ""
+    """Run folder, or one folder of its ``checkpoints/``."""
+    which: Literal["auto", "best", "last"] = "auto"
+    """Checkpoint of a run. Set ``last`` to write the newest weights of a run that names a metric."""
+    step: int | None = Field(None, ge=0)
+    """Step of the checkpoint, instead of ``which``."""
+    output: str | None = None
+    """Folder to write. It must not exist, unless ``overwrite`` is set."""
+    adapters: Literal["merge", "keep"] = "merge"
+    """``keep`` writes low-rank adapters alone, for PEFT. Set it to share them, or where the model is quantised."""
+    base: str | None = None
+    """Folder or name of the start model. Set it when that has moved since the run."""
+    overwrite: bool = False
+    """Replace ``output`` if it is a model folder."""
+
+
 class DoctorConfig(Settings):
     """What ``lightrft doctor`` reads beside the config that it looks at, as ``doctor.rows=20``.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, set_threads, settings_of
+from lightrft.cli.common import memory_errors, positional, set_threads, settings_of
 from lightrft.config import ChatConfig
 from lightrft.utils.errors import DataError
 
@@ -14,7 +14,7 @@ def run(arguments: Sequence[str]) -> int:
     """Read lines, answer each; ``/clear`` starts anew, ``/exit`` or the end of input leaves, and ``/<kind> path`` lets a file go with
     the next line."""
     about = "Talk to a model. /clear starts anew, /exit leaves, /image path (or another kind) goes with the next message."
-    config = settings_of("chat", ChatConfig, arguments, about)
+    config = settings_of("chat", ChatConfig, positional(arguments, "model.path"), about)
     if config is None:
         return 0
     set_threads(config.run.threads)

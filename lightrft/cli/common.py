@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from lightrft.utils.errors import ConfigError, ResourceError, first_line
@@ -18,8 +20,17 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
     files = [a for a in arguments if "=" not in a]
     wrong = [f for f in files if not f.endswith((".yaml", ".yml"))]
     if wrong:
-        raise ConfigError(f"{wrong[0]!r} is neither a .yaml file nor key=value")
+        raise ConfigError(f"{wrong[0]!r} is neither a .yaml file nor key=value, and no folder that this verb takes")
     return load_settings(cls, files, [a for a in arguments if "=" in a])
+
+
+def positional(arguments: Sequence[str], key: str) -> list[str]:
+    """``arguments`` with ``key=folder`` in place of each folder that stands there without a key."""
+    bare = [a for a in arguments if "=" not in a and not a.startswith("-") and not a.endswith((".yaml", ".yml"))]
+    named = {a: f"{key}={json.dumps(a)}" for a in bare if Path(a).expanduser().is_dir()}
+    if len(named) > 1:
+        raise ConfigError(f"{len(named)} folders are named ({', '.join(named)}); it takes one")
+    return [named.get(a, a) for a in arguments]
 
 
 def settings_of(verb: str, cls: type[S], arguments: Sequence[str], about: str, preset: Sequence[str] = ()) -> S | None:

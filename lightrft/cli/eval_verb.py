@@ -6,13 +6,15 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, set_threads, settings_of
+from lightrft.cli.common import memory_errors, positional, set_threads, settings_of
 from lightrft.config import EvaluateConfig
 
 
 def run(arguments: Sequence[str]) -> int:
     """Answer and score held-out prompts, print the metrics as JSON, and keep every answer in the run folder."""
-    config = settings_of("eval", EvaluateConfig, arguments, "Answer held-out prompts and score the answers.")
+    config = settings_of(
+        "eval", EvaluateConfig, positional(arguments, "model.path"), "Answer held-out prompts and score the answers."
+    )
     if config is None:
         return 0
     set_threads(config.run.threads)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, set_threads, settings_of
+from lightrft.cli.common import memory_errors, positional, set_threads, settings_of
 from lightrft.config import GenerateConfig
 
 
 def run(arguments: Sequence[str]) -> int:
     """Write answers to every prompt as JSON lines; with ``reward.terms`` each is scored."""
-    config = settings_of("generate", GenerateConfig, arguments, "Answer a file of prompts, as JSON lines.")
+    config = settings_of(
+        "generate", GenerateConfig, positional(arguments, "model.path"), "Answer a file of prompts, as JSON lines."
+    )
     if config is None:
         return 0
     set_threads(config.run.threads)

@@ -22,6 +22,7 @@ VERBS = {
     "eval": "held-out accuracy of a model",
     "generate": "answers to a file of prompts",
     "chat": "talk to a model",
+    "export": "a Hugging Face folder from a run or a checkpoint",
     "explain": "the objective that a preset or a config stands for",
     "doctor": "what a run needs and what is off, before it begins",
     "check": "whether a function of your own keeps the contract of its kind",

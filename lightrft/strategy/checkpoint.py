@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,15 +146,12 @@ class CheckpointStore:
         return next(iter(self._ranked()), None)
 
     def best_intact(self, at_work: Callable[[], None] = lambda: None) -> Path | None:
-        """The checkpoint with the best metric whose every file is what was saved. Damaged ones are passed over with a warning."""
-        for path in self._ranked():
-            try:
-                verify(path, None, at_work)
-            except DamagedError as error:
-                log.warning("%s; the next best checkpoint stands in for it", error)
-                continue
-            return path
-        return None
+        """The checkpoint with the best metric whose every file is what was saved. Damaged ones are skipped with a warning."""
+        return _first_intact(self._ranked(), at_work)
+
+    def last_intact(self, at_work: Callable[[], None] = lambda: None) -> Path | None:
+        """The newest checkpoint whose every file is what was saved. Damaged ones are skipped with a warning, and stay."""
+        return _first_intact(self._by_name(), at_work)
 
     def improves(self, metric: float | None) -> bool:
         """Tell if ``metric`` is better than that of every checkpoint here."""
@@ -251,6 +248,17 @@ class CheckpointStore:
             needed,
             free,
         )
+
+
+def _first_intact(paths: Iterable[Path], at_work: Callable[[], None]) -> Path | None:
+    for path in paths:
+        try:
+            verify(path, None, at_work)
+        except DamagedError as error:
+            log.warning("%s; the next checkpoint stands in for it", error)
+            continue
+        return path
+    return None
 
 
 def _step_of(path: Path) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -24,6 +25,8 @@ from lightrft.utils.ranks import ALONE, Ranks, together
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 HOST = torch.device("cpu")
+WEIGHTS = "weights/"
+"""Put before the name of a parameter in ``STATE_FILE``."""
 STATE_FILE, ABOUT_FILE = "state.safetensors", "state.json"
 
 
@@ -230,14 +233,36 @@ def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[
         about = json.loads((path / ABOUT_FILE).read_text())
     except Exception as error:
         raise CheckpointError(f"{path} cannot be read ({error}); resume from an older step, or start anew") from error
-    there = {k.removeprefix("weights/"): tuple(t.shape) for k, t in tensors.items() if k.startswith("weights/")}
+    check_shapes(path, shapes, {k.removeprefix(WEIGHTS): tuple(t.shape) for k, t in tensors.items() if k.startswith(WEIGHTS)})
+    return tensors, about["step"]
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Copy the trained weights that ``write_state`` wrote under ``path`` into ``model``, and nothing of the optimizer.
+
+    Raises ``CheckpointError`` unless they are those of all parameters of ``model`` that are trained.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        with safe_open(path / STATE_FILE, "pt") as file:
+            names = [key.removeprefix(WEIGHTS) for key in file.keys() if key.startswith(WEIGHTS)]  # noqa: SIM118 not a mapping
+            there = {name: tuple(file.get_slice(WEIGHTS + name).get_shape()) for name in names}
+            check_shapes(path, {name: tuple(p.shape) for name, p in trained.items()}, there)
+            with torch.no_grad():
+                for name, parameter in trained.items():
+                    parameter.copy_(file.get_tensor(WEIGHTS + name))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); take another checkpoint") from error
+
+
+def check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises ``CheckpointError`` unless the parameters ``there``, under ``path``, have these ``shapes`` by name."""
     if shapes != there:
         odd = sorted(set(shapes.items()) ^ set(there.items()))[:3]
         raise CheckpointError(
             f"{path} holds another model's weights (first differences: {odd}); "
             "set model.path and model.lora to those of the run that wrote it"
         )
-    return tensors, about["step"]
 
 
 def rates_of(model: nn.Module, names: Iterable[str], config: OptimizerConfig) -> dict[str, float]:

@@ -18,6 +18,7 @@ from lightrft.trainer.launch.local import local_policy, local_scorer, local_toke
 from lightrft.trainer.lengths import check_lengths, longest
 from lightrft.trainer.prompts import held_out, in_parts
 from lightrft.trainer.rollout import attached, check_scored, request_seed, requests_for
+from lightrft.trainer.saved import resolved
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
 from lightrft.utils.run_folder import RunFolder
@@ -32,15 +33,19 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
     if not config.reward.terms and not config.reward.per_source:
         raise ConfigError("reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
     path = Path(config.run.dir).expanduser() / config.run.name
+    model, saved = resolved(config.model)
+    if saved is not None:  # the folder names the very checkpoint, so that another one is refused there
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(saved.checkpoint)})})
     folder = RunFolder.open(
-        path, config, resume="auto", overwrite=config.run.overwrite, ignore=("model", "eval", "run", "reward", "engine")
+        path, config, resume="auto", overwrite=config.run.overwrite, ignore=("eval", "run", "reward", "engine")
     )
     with folder:
-        tokenizer = local_tokenizer(config.model)
-        processor = load_processor(config.model, tokenizer)
+        tokenizer = local_tokenizer(model)
+        processor = load_processor(model, tokenizer)
         prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor)
         with closing(local_scorer(config.reward)) as scorer:
-            _, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+            weights = None if saved is None else saved.weights
+            _, actor, engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
             check_lengths(actor, longest(prompts), config.eval.sampling, "eval.sampling", "eval.data")
             with closing(engine):
                 found = evaluate(engine, scorer, prompts, config.eval, config.run.seed)
@@ -60,11 +65,13 @@ def run_generate(config: GenerateConfig) -> int:
     output = Path(config.output).expanduser()
     if output.exists() and not config.run.overwrite:
         raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
-    tokenizer = local_tokenizer(config.model)
-    prompts = held_out(config.data, tokenizer, config.run.seed, None, load_processor(config.model, tokenizer))
+    model, saved = resolved(config.model)
+    tokenizer = local_tokenizer(model)
+    prompts = held_out(config.data, tokenizer, config.run.seed, None, load_processor(model, tokenizer))
     rollouts: list[Rollout] = []
     with closing(local_scorer(config.reward)) as scorer:
-        _, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+        weights = None if saved is None else saved.weights
+        _, actor, engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
         check_lengths(actor, longest(prompts), config.sampling, "sampling", "data")
         with closing(engine):
             for first, part in in_parts(prompts):
@@ -103,9 +110,11 @@ class Chat:
 
     def __init__(self, config: ChatConfig) -> None:
         self.config = config
-        tokenizer = local_tokenizer(config.model)
-        self.processor = load_processor(config.model, tokenizer)
-        _, actor, self.engine = local_policy(config.model, config.strategy, config.engine, tokenizer)
+        model, saved = resolved(config.model)
+        tokenizer = local_tokenizer(model)
+        self.processor = load_processor(model, tokenizer)
+        weights = None if saved is None else saved.weights
+        _, actor, self.engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
         self.context = context_length(actor.base.config)
         self.encoder = Encoder(DataConfig(chat=True, media=config.media), tokenizer, self.processor)
         self.messages: list[dict[str, Any]] = []

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from lightrft.config import EvalConfig
 from lightrft.models.actor import Actor
 from lightrft.models.loading import save_model
+from lightrft.strategy.manifest import load_manifest
 from lightrft.trainer.evaluate import evaluate, reached
 from lightrft.trainer.lengths import check_lengths, longest
 from lightrft.trainer.roles import Kept, Roles
 from lightrft.trainer.rollout import Interrupted, attached, check_scored
+from lightrft.trainer.saved import POLICY, write_policy
 from lightrft.trainer.session import Session, close_session
 from lightrft.types import Prompt
 from lightrft.utils.errors import RewardError
+from lightrft.utils.files import whole_folder
 from lightrft.utils.metrics import Metrics
-from lightrft.utils.ranks import together
+from lightrft.utils.ranks import patiently, together
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -94,9 +101,8 @@ def run_steps(run: Training) -> dict[str, Any]:
         run.step += 1
         values = finish_step(run, metrics)
     finished = run.step >= run.steps or reached(run.eval, values)
-    if finished:
-        export(run)
-    about = {**run.about(), "finished": finished}
+    written = {"model_step": export(run)} if finished else {}
+    about = {**run.about(), "finished": finished, **written}
 
     def close() -> dict[str, Any]:
         return close_session(session, run.eval.threshold, about, run.step) if session.ranks.rank == 0 else {}
@@ -104,18 +110,44 @@ def run_steps(run: Training) -> dict[str, Any]:
     return together(session.ranks, close)[0]
 
 
-def export(run: Training) -> None:
-    """Write the policy as a folder of its own. Weights that are spread over ranks are put together in a copy, on the first one."""
+def export(run: Training) -> int:
+    """Write the policy as a Hugging Face folder ``model/``: of the best checkpoint if the run names a metric, else as it is now.
+    Returns its step. Weights that are sharded over ranks are gathered in a copy, on the first one."""
     roles, path, ranks = run.roles, run.session.path / "model", run.session.ranks
+    best, step = patiently(ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign))[0]
+    if best is not None:
+        parts = roles.tokenizer, roles.processor
+        together(ranks, lambda: None if ranks.rank else write_policy(roles.actor.config, best / POLICY, path, *parts))
+        return step
     if ranks.size == 1:
-        save_model(roles.actor, roles.tokenizer, path, processor=roles.processor)
-        return
+        save_whole(roles.actor, run)
+        return step
     copy = Actor.load(roles.actor.config) if ranks.rank == 0 else None
     parameters = {} if copy is None else dict(copy.named_parameters())
     for name, tensor in roles.strategy.full_parameters(roles.policy.state):
         if copy is not None:
             parameters[name].data.copy_(tensor)
-    together(ranks, lambda: None if copy is None else save_model(copy, roles.tokenizer, path, processor=roles.processor))
+    together(ranks, lambda: None if copy is None else save_whole(copy, run))
+    return step
+
+
+def save_whole(actor: Actor, run: Training) -> None:
+    """Write ``model/`` from the weights of ``actor``, under a temporary name first."""
+    with whole_folder(run.session.path / "model") as temporary:
+        save_model(actor, run.roles.tokenizer, temporary, processor=run.roles.processor)
+
+
+def best_checkpoint(run: Training, sign: Callable[[], None]) -> tuple[Path | None, int]:
+    """The best checkpoint and its step; ``None`` and the step of now where that is the best, or where the run names no metric."""
+    session, metric = run.session, run.session.checkpoint.best
+    if metric is None:
+        return None, run.step
+    best = session.store.best_intact(sign)
+    if best is None:
+        log.warning("checkpoint.best = %r: no checkpoint has this metric; model/ holds the last step", metric)
+        return None, run.step
+    step = load_manifest(best).step
+    return (None if step == run.step else best), step
 
 
 def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:

@@ -157,6 +157,8 @@ class Session:
                 if self.ranks.rank == 0:
                     more = {"rng": capture_rng(strategy.device), "seconds": self.seconds, "row": dict(values)}
                     save_state(path / "trainer", {**state, **more})
+                    if (config := self.path / "config.yaml").is_file():  # a checkpoint that is moved keeps it
+                        (path / config.name).write_bytes(config.read_bytes())
                     self.folder.flush()  # a step that is saved is not drawn again
         except Exception as error:
             failed = error

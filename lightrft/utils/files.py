@@ -7,7 +7,9 @@ import errno
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import shutil
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,31 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """``value`` as indented JSON, atomically; numbers that are not finite become ``null``."""
     write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
+
+
+@contextmanager
+def whole_folder(path: Path) -> Generator[Path]:
+    """A temporary folder to fill. It takes the place of ``path`` when the body ends, and vanishes when the body raises."""
+    temporary, replaced = (path.with_name(f".{path.name}.{word}") for word in ("writing", "replaced"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if replaced.exists() and not path.exists():  # a kill between the two renames below
+        replaced.rename(path)
+    for left in (temporary, replaced):
+        shutil.rmtree(left, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for file in (p for p in temporary.rglob("*") if p.is_file()):
+            with file.open("r+b") as opened:
+                os.fsync(opened.fileno())
+        if path.exists():
+            path.rename(replaced)
+        temporary.rename(path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    sync_folder(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def sync_folder(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.engine.native import NativeEngine
 from lightrft.strategy.settings import SHARDING, StrategyConfig
-from lightrft.strategy.single import SingleStrategy
+from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.trainer.parts import needs_of, needs_reference
 from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.refresh import Follower
@@ -61,12 +62,22 @@ def strategy_of(config: StrategyConfig, ranks: Ranks) -> Strategy:
 
 
 def local_policy(
-    model: ModelConfig, strategy: StrategyConfig, engine: EngineConfig, tokenizer: Any, ranks: Ranks = ALONE
+    model: ModelConfig,
+    strategy: StrategyConfig,
+    engine: EngineConfig,
+    tokenizer: Any,
+    ranks: Ranks = ALONE,
+    weights: Path | None = None,
 ) -> tuple[Strategy, Actor, Engine]:
-    """What every verb needs: a strategy, the policy on its device, and an engine over the same weights."""
+    """What every verb needs: a strategy, the policy on its device, and an engine over the same weights.
+
+    ``weights``: the folder of the trained weights in a checkpoint, which one process loads into the policy.
+    """
     placed = strategy_of(strategy, ranks)
     with placed.loading() as device:
         actor = Actor.load(model, device=device)
+    if weights is not None:
+        load_weights(actor, weights)
     whole = None if ranks.size == 1 else lambda: placed.whole(actor)
     return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor)
 

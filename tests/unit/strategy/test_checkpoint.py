@@ -306,7 +306,7 @@ def test_the_next_best_stands_in_for_a_damaged_best(tmp_path, caplog):
     assert store.best_intact() == tmp_path / "step_000002"
     truncate_weights(tmp_path / "step_000002")
     assert store.best_intact() == tmp_path / "step_000001"
-    assert "the next best checkpoint stands in for it" in caplog.text
+    assert "the next checkpoint stands in for it" in caplog.text
 
 
 @pytest.fixture
