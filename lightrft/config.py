@@ -329,6 +329,9 @@ class DriftConfig(Settings):
     coef: float = Field(0.0, ge=0)
     estimator: str = "k3"
     cap: float | None = Field(None, gt=0)
+    level: Literal["token", "response"] = "token"
+    """Where the distance is measured: at each token, or from the log-probs of the whole response, shared out over its tokens. ``response``
+    with the estimator ``k2`` is the square of Kimi k1.5 (arXiv 2501.12599)."""
 
 
 class PositiveConfig(Settings):

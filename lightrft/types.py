@@ -217,6 +217,12 @@ class Batch:
     loss_weights: Tensor | None = token_column()  # [N] share of each token's loss in the loss of the global batch
     positive_weights: Tensor | None = token_column()  # [N] share of each token's log-likelihood in that of the positive answers
     gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 leaves a token out
+    correction: Tensor | None = token_column()  # [N] factor of the policy loss where it depends on the whole mini-batch
+    energy: Tensor | None = token_column()  # [N] squared norm of the gradient of the policy's log-prob in its logits
+    steps: Tensor | None = token_column()  # [N] long: which step of its response the token belongs to
+    states: Tensor | None = (
+        token_column()
+    )  # [N] long: name of the state in which that step was taken; equal states have equal names
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
     sample: Tensor | None = sample_column()  # [B] which of the answers to its prompt it is
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward

@@ -15,7 +15,7 @@ from lightrft.models import attention
 from lightrft.models.divergence import Target, token_divergence
 from lightrft.models.embedding import Seen, misread, own_inputs, see
 from lightrft.models.families import decoder_of, family_of, head_transform
-from lightrft.models.logprobs import bend_logits, token_logprobs
+from lightrft.models.logprobs import bend_logits, logit_energy, token_logprobs
 from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.packing import Packed, pack
 from lightrft.models.parts import LANGUAGE, part_of, parts_of
@@ -33,12 +33,14 @@ _ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
 
 
 class Scores(NamedTuple):
-    """Of each response token ``[N]``: log-prob under the softmax at the given temperature, that softmax's entropy, and the
-    divergence of the next-token distribution from a teacher's. A tuple: whoever shards modules looks for tensors in those."""
+    """Of each response token ``[N]``: log-prob under the softmax at the given temperature, that softmax's entropy, the divergence of the
+    next-token distribution from a teacher's, and the squared norm of the log-prob's gradient in the logits. A tuple: whoever shards
+    modules looks for tensors in those."""
 
     logprobs: Tensor
     entropy: Tensor | None = None
     divergence: Tensor | None = None
+    energy: Tensor | None = None
 
 
 class Read(NamedTuple):
@@ -217,9 +219,18 @@ class Actor(Backbone):
             actor.gradient_checkpointing_enable()
         return actor
 
-    def score(self, batch: Batch, *, temperature: float = 1.0, entropy: bool = False, target: Target | None = None) -> Scores:
-        """Log-probs (entropy, divergence from ``target``) of every response token, differentiable outside ``torch.no_grad()``."""
-        return self(batch, temperature=temperature, entropy=entropy, target=target)
+    def score(
+        self,
+        batch: Batch,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        target: Target | None = None,
+        energy: bool = False,
+    ) -> Scores:
+        """Log-probs (entropy, divergence from ``target``) of every response token, differentiable outside ``torch.no_grad()``; ``energy``,
+        see ``logit_energy``, never is."""
+        return self(batch, temperature=temperature, entropy=entropy, target=target, energy=energy)
 
     def forward(
         self,
@@ -228,6 +239,7 @@ class Actor(Backbone):
         temperature: float = 1.0,
         entropy: bool = False,
         target: Target | None = None,
+        energy: bool = False,
         states_alone: bool = False,
     ) -> Scores | Tensor:
         """``score``, or the states that it is made of; here so that wrappers which act on a module's call (sharding, mixed precision)
@@ -236,10 +248,14 @@ class Actor(Backbone):
         (states, part), _ = self.read(batch)
         if states_alone:
             return part.whole(states)
-        scores = self.score_states(states, part.of(batch.responses.tokens), temperature=temperature, entropy=entropy)
+        targets = part.of(batch.responses.tokens)
+        scores = self.score_states(states, targets, temperature=temperature, entropy=entropy)
+        softcap, scale = head_transform(self.base.config, self.family)
+        options = {"softcap": softcap, "scale": scale, "chunk_mb": self.config.logits_mb}
+        if energy:
+            head = self.base.get_output_embeddings()
+            scores = scores._replace(energy=logit_energy(states, head, targets, temperature=temperature, **options))
         if target is not None:
-            softcap, scale = head_transform(self.base.config, self.family)
-            options = {"softcap": softcap, "scale": scale, "chunk_mb": self.config.logits_mb}
             divergence = token_divergence(states, self.base.get_output_embeddings(), target.of(part), **options)
             scores = scores._replace(divergence=divergence)
         logprobs, *others = (None if own is None else part.whole(own) for own in scores)

@@ -233,6 +233,30 @@ def _generic(
     return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts]) if entropy else None
 
 
+@torch.no_grad()
+def logit_energy(
+    hidden: Tensor,
+    head: nn.Module,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    scale: float | None = None,
+    chunk_mb: float = 64,
+) -> Tensor:
+    """Return ``[N]``: the squared norm of the gradient of each log-prob in its logits, ``1 - 2 p(target) + sum_v p(v)^2``.
+
+    Args are those of ``token_logprobs``. At most ``chunk_mb`` MiB of logits exist at a time. Source: arXiv 2602.07078.
+    """
+    rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
+    parts = [hidden.new_empty(0, dtype=wide(hidden.dtype))]
+    for start in range(0, hidden.shape[0], rows):
+        logits = bend_logits(head(hidden[start : start + rows]).to(wide(hidden.dtype)), scale, softcap, temperature)
+        p = logits.softmax(-1)
+        parts.append(1 - 2 * p.gather(1, targets[start : start + rows, None])[:, 0] + p.square().sum(-1))
+    return torch.cat(parts)
+
+
 def head_width(head: nn.Module, hidden: Tensor) -> int:
     """Logits that ``head`` gives for one state."""
     known = getattr(head, "out_features", None)

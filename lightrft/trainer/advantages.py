@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from lightrft.config import AdvantageConfig
 from lightrft.trainer.groups import Groups
-from lightrft.trainer.rows import Rows, compact, scatter
+from lightrft.trainer.rows import Rows, compact, group_sum, scatter
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy import Tensor, torch
@@ -326,6 +326,78 @@ def prime_released(
     outcome, _ = rloo(batch, token_rewards, settings)
     total = returns_of(batch, centred.to(process.dtype), 1.0) + outcome_coef * outcome
     return total, total
+
+
+@ADVANTAGES.register(
+    "otb",
+    formula="A_t = G_t - sum_i G_it W_it / (sum_i W_it + eps),  G_t = sum_{s>=t} r_s,  W_t = sum_{s<=t} (1 - 2 pi_s + sum_v pi_v^2), over "
+    "the responses of the group that have a token t",
+    latex=r"\hat A_t=G_t-\frac{\sum_iG_{i,t}W_{i,t}}{\sum_iW_{i,t}+\epsilon},\quad G_t=\sum_{s\ge t}r_s,\quad"
+    r"W_t=\sum_{s\le t}\Big(1-2\pi_s+\sum_v\pi_v^2\Big)",
+    paper="the optimal token baseline, arXiv 2602.07078",
+    needs=["groups", "energy"],
+    reads=["eps"],
+)
+def otb(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_tail: bool = True) -> tuple[Tensor, Tensor]:
+    """A baseline for each place in the response: responses that have taken more uncertain steps up to it weigh more. A response that is
+    alone in its group has none, nor, with ``zero_tail``, where it is longer than all others; without, it gets 0 there."""
+    if batch.energy is None:
+        raise ValueError("otb needs batch.energy")
+    rows = Rows.of(batch)
+    padded, row, column = compact(token_rewards, rows)
+    togo = discounted(padded, 1.0)[row, column]
+    work = compact(batch.energy.to(togo.dtype), rows)[0].cumsum(1)[row, column]
+    longest = padded.shape[1]
+    places = Groups(togo, batch.prompt_of[row] * longest + column, len(batch.prompts) * longest)
+    baseline = places.sum(togo * work) / (places.sum(work) + settings.eps)
+    baseline = torch.where(places.uneven(), baseline, togo)  # equal returns have exactly no advantage, whatever eps is
+    alone = rows_in_group(batch)[row] == 1
+    alone = alone | (places.size() == 1) if zero_tail else alone
+    tokens, returns = torch.zeros_like(token_rewards), torch.zeros_like(token_rewards)
+    tokens[rows.mask], returns[rows.mask] = togo - torch.where(alone, 0.0, baseline), togo
+    return tokens, returns
+
+
+def rows_in_group(batch: Batch) -> Tensor:
+    """``[B]``: the number of responses to the same prompt."""
+    return group_sum(torch.ones_like(batch.prompt_of), batch.prompt_of, len(batch.prompts))[batch.prompt_of]
+
+
+@ADVANTAGES.register(
+    "gigpo",
+    formula="A_t = (R_i - mean_group R) / F + weight (U_s - mean_state U) / F,  U_s = sum_{k>=s} gamma^(k-s) r_k of step s, the mean "
+    "over the steps of the group taken in an equal state;  F = std + eps, each of its own",
+    latex=r"\hat A_t=\frac{R_i-\operatorname{mean}(R)}{\operatorname{std}(R)+\epsilon}+\omega\,"
+    r"\frac{U_s-\operatorname{mean}_{state}(U)}{\operatorname{std}_{state}(U)+\epsilon},\quad U_s=\sum_{k\ge s}\gamma^{k-s}r_k",
+    paper="GiGPO, arXiv 2505.10978, eq. 3, 6, 7 and 8",
+    needs=["groups", "steps"],
+    reads=["gamma", "eps"],
+)
+def gigpo(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, weight: float = 1.0, std: bool = True
+) -> tuple[Tensor, Tensor]:
+    """For responses of several steps: whole responses are compared, and beside that steps that began in the same state. Without ``std``,
+    F is 1. Tokens of one step have one ``batch.steps`` and one ``batch.states``."""
+    if batch.steps is None or batch.states is None:
+        raise ValueError("gigpo needs batch.steps and batch.states")
+    rows, episodes = Rows.of(batch), by_prompt(batch, token_rewards)
+    number, step = torch.unique(_pairs(batch.row_of[rows.mask], batch.steps[rows.mask]), dim=0, return_inverse=True)
+    rewards = group_sum(token_rewards[rows.mask], step, len(number))
+    back = rewards.clone()
+    for k in range(len(number) - 2, -1, -1):  # sorted by response, then by step
+        if number[k, 0] == number[k + 1, 0]:
+            back[k] += settings.gamma * back[k + 1]
+    state = batch.states.new_zeros(len(number)).index_copy(0, step, batch.states[rows.mask])
+    alike, of = torch.unique(_pairs(batch.prompt_of[number[:, 0]], state), dim=0, return_inverse=True)
+    steps = Groups(back, of, len(alike))
+    scaled = (lambda g: g.standardised(settings.eps)) if std else Groups.centred
+    tokens = torch.zeros_like(token_rewards)
+    tokens[rows.mask] = scaled(episodes)[batch.row_of[rows.mask]] + weight * scaled(steps)[step]
+    return tokens, tokens
+
+
+def _pairs(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([a, b.to(a.dtype)], 1)
 
 
 def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

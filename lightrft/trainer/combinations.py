@@ -138,7 +138,7 @@ def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:
     elif entropy.coef < 0:
         yield f"algorithm.entropy.coef = {entropy.coef}: with entropy.target it is where the bonus starts, and is never below 0"
     if not drift.coef:
-        yield from _changes_nothing("algorithm.drift", drift, {"estimator", "cap"}, "drift.coef is 0")
+        yield from _changes_nothing("algorithm.drift", drift, {"estimator", "cap", "level"}, "drift.coef is 0")
     elif drift.cap is not None and drift.estimator != "k3":
         yield f"algorithm.drift.cap bounds the gradient of k3 alone, and drift.estimator is {drift.estimator!r}; leave one out"
     if not positive.coef:

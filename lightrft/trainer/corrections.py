@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from lightrft.config import Part
+from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.ratios import LIMIT, bounded
 from lightrft.trainer.rows import Rows
 from lightrft.utils.lazy import Tensor, torch
@@ -158,6 +159,74 @@ def sequence_reject(
 
 
 @CORRECTIONS.register(
+    "tis_normalized",
+    formula="w = v / mean v,  v = clip( pi_old / pi_sampler, low, high ), of a token, or its product or geometric mean over the response "
+    "(level); the mean is over the tokens of the mini-batch, or over its responses",
+    latex=r"w=\frac{v}{\operatorname{mean}_{batch}v},\quad v=\operatorname{clip}\!\big(\pi_{old}/\mu,\ a,\ C\big)",
+    paper="self-normalised importance sampling, Owen 2013, Monte Carlo theory, section 9.2; as verl's rollout_is_batch_normalize",
+    needs=["old", "behavior", "batch", "current"],
+)
+def tis_normalized(
+    logprobs: Tensor,
+    old: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    rows: Rows,
+    *,
+    level: Level = "token",
+    low: float = 0.0,
+    high: float = 2.0,
+) -> Tensor:
+    """Truncated weights with mean 1, so that truncation does not make steps smaller. A mean of 0 divides by nothing."""
+    weight = weight_of(old, behavior, rows, level).clamp(low, high)
+    if level == "token":
+        total, count = torch.where(rows.mask, weight, torch.zeros_like(weight)).sum(), rows.mask.sum()
+    else:
+        total, count = rows.mean(weight).sum(), (rows.count() > 0).sum()  # a row's weight is the same at each of its tokens
+    mean = total / count.clamp(min=1)
+    return torch.where(mean > 1e-8, weight / mean.clamp(min=1e-8), weight)
+
+
+def row_maximum(x: Tensor, rows: Rows) -> Tensor:
+    """``[N]`` to ``[B]``: the largest ``x`` at a row's tokens that count; ``x`` is not negative, and a row without any has 0."""
+    return x.new_zeros(len(rows)).scatter_reduce(0, rows.row_of, torch.where(rows.mask, x, torch.zeros_like(x)), "amax")
+
+
+DIVERGENCE_LEVELS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
+    "token": lambda far, rows: far,
+    "sum": lambda far, rows: rows.spread(rows.sum(far)),
+    "mean": lambda far, rows: rows.spread(rows.mean(far)),
+    "max": lambda far, rows: rows.spread(row_maximum(far, rows)),
+}
+
+
+@CORRECTIONS.register(
+    "divergence_reject",
+    formula="w_t = 1 where D <= limit, else 0;  D = k2 or k3 of d_t = logp_sampler - logp_old (estimator), of a token, or its sum, mean or "
+    "maximum over the response (level)",
+    latex=r"w_t=\mathbb 1[D\le\delta],\quad D\in\big\{k_t,\ \textstyle\sum_tk_t,\ \tfrac1{l_i}\sum_tk_t,\ \max_tk_t\big\},\quad"
+    r"k_t\in\{\tfrac12d_t^2,\ e^{-d_t}-1+d_t\},\ d_t=\log\mu-\log\pi_{old}",
+    paper="Liu et al. 2025, When speed kills stability; estimators: Schulman 2020; as verl's rollout_rs",
+    needs=["old", "behavior"],
+)
+def divergence_reject(
+    logprobs: Tensor,
+    old: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    rows: Rows,
+    *,
+    limit: float,
+    estimator: Literal["k2", "k3"] = "k3",
+    level: Literal["token", "sum", "mean", "max"] = "token",
+) -> Tensor:
+    """Tokens or responses are kept or dropped by an estimate of KL(sampler, old policy), never weighed. Dropped tokens stay in the
+    denominator of the loss."""
+    far = KL_ESTIMATORS[estimator](behavior, old)
+    return (DIVERGENCE_LEVELS[level](far, rows) <= limit).to(old.dtype)
+
+
+@CORRECTIONS.register(
     "opsm",
     formula="w_t = 0 where A_t < 0 and mean_t( logp_sampler - logp ) > delta, else 1",
     latex=r"w_t=1-\mathbb 1\Big[\hat A_t<0\ \wedge\ \frac1{l_i}\sum_t\log\frac{\mu}{\pi_\theta}>\delta\Big]",
@@ -178,6 +247,11 @@ def correction_weights(
     for part in parts:
         weights = weights * CORRECTIONS[part.name](logprobs, old, behavior, advantages, rows, **part.options)
     return weights.clamp(max=math.exp(LIMIT))
+
+
+def compares_whole_batch(parts: Sequence[Part]) -> bool:
+    """Return whether a weight depends on the other responses of the mini-batch, so that no micro-batch may compute it alone."""
+    return any("batch" in CORRECTIONS.about(part.name).needs for part in parts)
 
 
 def version_share(versions: Tensor, proximal: int, current: int) -> Tensor:

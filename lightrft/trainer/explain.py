@@ -202,7 +202,13 @@ def _distance(
 def _drift(algorithm: AlgorithmConfig, own: tuple[Number, ...]) -> Line:
     """From the old policy to the new one: the tokens are those of the old one."""
     bound = "" if algorithm.drift.cap is None else ";  its gradient, exp(-d) - 1, is at most cap"
-    return _distance("drift", algorithm.drift.estimator, ("drift_t", r"\delta_{i,t}"), FROM_OLD, own, bound)
+    if algorithm.drift.level == "token":
+        return _distance("drift", algorithm.drift.estimator, ("drift_t", r"\delta_{i,t}"), FROM_OLD, own, bound)
+    symbol, d = (
+        ("l_i drift_t", r"l_i\,\delta_{i,t}"),
+        ("sum_t (logp_old - logp)", r"\textstyle\sum_t(\log\pi_{old}-\log\pi_\theta)"),
+    )
+    return _distance("drift", algorithm.drift.estimator, symbol, d, own, bound)
 
 
 def _other_terms(algorithm: AlgorithmConfig, found: tuple[Number, ...]) -> Iterator[Line]:

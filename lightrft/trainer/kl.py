@@ -34,6 +34,18 @@ def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
     return torch.expm1(bounded(-d)) + d
 
 
+@KL_ESTIMATORS.register(
+    "k3_straight",
+    formula="sg(exp(-d) - 1 + d) + d^2 / 2 - sg(d^2 / 2)",
+    latex=r"\operatorname{sg}\big(e^{-d}-1+d\big)+\tfrac12d^2-\operatorname{sg}\big(\tfrac12d^2\big)",
+    paper="the value of k3 and the gradient of k2, as verl's k3+; Schulman 2020, Approximating KL Divergence",
+)
+def k3_straight(logprobs: Tensor, ref: Tensor) -> Tensor:
+    """The unbiased value of ``k3``; as a loss its expected gradient is that of KL(policy, reference), as that of ``k2``."""
+    value, slope = k3(logprobs, ref).detach(), k2(logprobs, ref)
+    return value + (slope - slope.detach())
+
+
 def capped_k3(old: Tensor, logprobs: Tensor, cap: float) -> Tensor:
     """``[N]``: ``sg(min(r - 1, cap)) log r``, ``r = pi / pi_old``: the gradient of ``k3(old, logprobs)``, which is ``r - 1``, bounded from
     above (CPGD, arXiv 2505.12504). Its value is not that of the KL."""

@@ -23,7 +23,7 @@ from lightrft.utils.registry import Registry
 
 def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
     """What the parts in force need, by the names that they are registered with: ``groups``, ``critic``, ``behavior``, ``old``,
-    ``current``, ``entropy``."""
+    ``current``, ``entropy``, ``energy``, ``steps``."""
     loss = algorithm.loss.name
     named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
     named += [CORRECTIONS.about(part.name) for part in algorithm.corrections]
@@ -78,6 +78,12 @@ def check_rollout(config: RLConfig) -> None:
 
 def _rollout_problems(config: RLConfig) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
+    if "steps" in needs_of(algorithm):
+        name = algorithm.advantage.name
+        yield (
+            f"algorithm.advantage.name = {name}: it compares the steps of responses by the states that they were taken in, and no "
+            "environment of this version names states; take grpo, which compares whole responses"
+        )
     for i, part in enumerate(algorithm.filters):
         yield from _refused(f"algorithm.filters.{i}", FILTERS, part, _example())
     if rollout.select is not None:

@@ -227,7 +227,7 @@ def _updates(place: Place, m: Model, batch: Batch, parts: int, options: dict[str
 
 def scored(config: Any) -> bool:
     """Whether the policy sees the batch once more, without gradient."""
-    return needs_old_logprobs(config) or "entropy" in needs_of(config.algorithm) or "current" in needs_of(config.algorithm)
+    return needs_old_logprobs(config) or bool({"entropy", "energy", "current"} & needs_of(config.algorithm))
 
 
 def _target(config: RLConfig | SFTConfig) -> dict[str, float]:

@@ -245,6 +245,65 @@ def dppo(
     return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": ratio.detach()}
 
 
+@POLICY_LOSSES.register(
+    "dppo_kl",
+    formula="L_t = -rho_t A_t; 0 where A_t > 0, pi > pi_old and D_t > high, or A_t < 0, pi < pi_old and D_t > low;  "
+    "D_t = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))",
+    latex=r"L_{i,t}=-M_t\,\rho_t\hat A_t,\quad D_t=\pi_{old}\log\tfrac{\pi_{old}}{\pi_\theta}+(1-\pi_{old})"
+    r"\log\tfrac{1-\pi_{old}}{1-\pi_\theta},\quad M_t=0\text{ where }D_t>\delta\text{ and }\pi_\theta\text{ moved along }\hat A_t",
+    paper="DPPO, binary KL, arXiv 2602.04879; its old policy is the sampler",
+    needs=["old"],
+)
+def dppo_kl(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    rows: Rows,
+    settings: LossConfig,
+    *,
+    low: float = 0.05,
+    high: float = 0.05,
+) -> tuple[Tensor, Stats]:
+    """The trust region is the KL of two coins, one for each policy, that show the sampled token or any other."""
+    ratio, now = ratio_of(logprobs, old), logprobs.detach()
+    p, q = torch.exp(old), torch.exp(now)
+    others = [-torch.expm1(x).clamp(max=0) for x in (old, now)]  # 1 - p, exact where p is small; a log-prob may round to above 0
+    far = p * (old - now) + torch.xlogy(others[0], others[0]) - torch.xlogy(others[0], others[1])
+    held = ((advantages > 0) & (q > p) & (far > high)) | ((advantages < 0) & (q < p) & (far > low))
+    losses = torch.where(held, torch.zeros_like(ratio), -ratio * advantages)
+    return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": ratio.detach()}
+
+
+@POLICY_LOSSES.register(
+    "topr",
+    formula="L_t = -sg( clip(w, a, b) ) A_t logp,  w = exp( sum_t (logp - logp_old) ); "
+    "(a, b) = (pos_low, pos_high) where A_t >= 0, else (neg_low, neg_high)",
+    latex=r"L_{i,t}=-\operatorname{sg}\!\big(\operatorname{clip}(w,a^\pm,b^\pm)\big)\hat A_t\log\pi_\theta,\quad"
+    r"w=\prod_t\pi_\theta/\pi_{old}",
+    paper="TOPR, arXiv 2503.14286, eq. 8; its old policy is the sampler",
+    needs=["old"],
+)
+def topr(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    rows: Rows,
+    settings: LossConfig,
+    *,
+    pos_low: float = 1.0,
+    pos_high: float = 1.0,
+    neg_low: float = 0.0,
+    neg_high: float = 1.0,
+) -> tuple[Tensor, Stats]:
+    """Good responses are imitated at full weight; bad ones count by the weight of the whole response, at most ``neg_high``."""
+    weight = rows.spread(torch.exp(bounded(rows.sum(logprobs.detach() - old))))
+    up = advantages >= 0
+    low, high = by_sign(up, pos_low, neg_low, weight), by_sign(up, pos_high, neg_high, weight)
+    held = torch.minimum(torch.maximum(weight, low), high)
+    stats = {"clip_fraction": (held != weight).to(logprobs.dtype), "weight": held, "ratio": ratio_of(logprobs.detach(), old)}
+    return -held * advantages * logprobs, stats
+
+
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """``[N]``: half the squared error, the larger of plain and clipped around ``old`` (as in the PPO authors' own code)."""
     error = (values - returns).square()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,24 +104,25 @@ def publish(roles: Roles, version: int, timers: Timers) -> None:
 
 
 def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """Old log-probs, and the policy's entropy, when something reads them."""
+    """Old log-probs, and the policy's entropy or energy, when something reads them."""
     if config.algorithm.proximal == "behavior":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
-    wanted = needs_of(config.algorithm) & {"entropy"}
+    wanted = {name: torch.zeros(batch.tokens) for name in ("entropy", "energy") if name in needs_of(config.algorithm)}
     if not wanted and not needs_old_logprobs(config):
         return batch
-    entropies = torch.zeros(batch.tokens)
+
+    asked: dict[str, Any] = dict.fromkeys(wanted, True)
 
     def score(part: Batch, index: Tensor) -> Tensor:
-        scores = roles.actor.score(part, temperature=sampling_temperature(config), entropy=bool(wanted))
-        if scores.entropy is not None:
-            entropies[rows_of(batch.lengths, index)] = scores.entropy.float().cpu()
+        scores = roles.actor.score(part, temperature=sampling_temperature(config), **asked)
+        for name, column in wanted.items():
+            column[rows_of(batch.lengths, index)] = getattr(scores, name).float().cpu()
         return scores.logprobs
 
     logprobs = by_parts(batch, score, roles, config)
-    entropies = roles.strategy.teams.sum(entropies)
     old = logprobs if config.algorithm.proximal == "policy" else batch.old_logprobs
-    return batch.replace(old_logprobs=old, entropy=entropies if wanted else None)
+    columns = {name: roles.strategy.teams.sum(column) for name, column in wanted.items()}
+    return batch.replace(old_logprobs=old, **columns)
 
 
 def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:

@@ -14,7 +14,7 @@ from lightrft.strategy.base import StepInfo, Strategy
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.batching import mini_batches, my_micro_batches
 from lightrft.trainer.controls import Controls, mean_entropy
-from lightrft.trainer.corrections import correction_weights, interpolated_proximal
+from lightrft.trainer.corrections import compares_whole_batch, correction_weights, interpolated_proximal
 from lightrft.trainer.distill import targets
 from lightrft.trainer.finite import readable, unread_tokens, without_tokens
 from lightrft.trainer.gates import gated
@@ -30,7 +30,7 @@ from lightrft.types import Batch
 from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
 from lightrft.utils.ranks import Ranks
 
-FLAT_AT_0 = ("k2", "k3")
+FLAT_AT_0 = ("k2", "k3", "k3_straight")
 """Estimators of a distance whose gradient is 0, and not only its mean, where the policies are one."""
 
 LossOf = Callable[[Batch], tuple[Tensor, Metrics]]
@@ -116,8 +116,10 @@ class Objective:
         advantages = _counted(_need(batch.advantages), rows)
         losses, stats = POLICY_LOSSES[settings.name](logprobs, old, advantages, rows, settings, **settings.options)
         if algorithm.corrections:
-            behavior = _counted(_need(batch.behavior_logprobs), rows)
-            factor = correction_weights(algorithm.corrections, logprobs.detach(), old, behavior, advantages, rows)
+            factor = batch.correction
+            if factor is None:
+                behavior = _counted(_need(batch.behavior_logprobs), rows)
+                factor = correction_weights(algorithm.corrections, logprobs.detach(), old, behavior, advantages, rows)
             losses, stats = _times(losses, factor), {**stats, "correction": factor}
         if batch.gate is not None:
             losses, stats = _times(losses, batch.gate), {**stats, "gate": batch.gate}
@@ -134,7 +136,12 @@ class Objective:
         drift = self.algorithm.drift
         if not drift.coef:
             return 0.0
+        rows = Rows.of(batch)
+        if drift.level == "response":
+            old, logprobs = rows.spread(rows.sum(old)), rows.spread(rows.sum(logprobs))
         losses = KL_ESTIMATORS[drift.estimator](old, logprobs) if drift.cap is None else capped_k3(old, logprobs, drift.cap)
+        if drift.level == "response":
+            losses = losses / rows.spread(rows.count().clamp(min=1)).to(losses.dtype)  # the tokens' sum is that of the response
         return drift.coef * weighted_sum(losses, batch)
 
     def _kl(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor, metrics: Metrics) -> Tensor | float:
@@ -171,9 +178,9 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
         generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, config.train.mini_batches, generator):
             mini = weighted(batch.select(index), config)
-            if config.algorithm.gates:
-                current = readable(with_current(mini, roles, config, step), config.algorithm)
-                mini = gated(current, config.algorithm.gates, config.algorithm.loss, generator)
+            mini = readable(with_current(mini, roles, config, step), config.algorithm)
+            mini = gated(mini, config.algorithm.gates, config.algorithm.loss, generator)
+            mini = corrected(mini, config.algorithm)
             if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, config))
             if isinstance(roles.critic, Trained):
@@ -200,11 +207,21 @@ def weighted(batch: Batch, config: RLConfig) -> Batch:
 
 
 def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> Batch:
-    """The policy's log-probs before this optimizer step, and the old ones, when a gate reads them."""
+    """The policy's log-probs before this optimizer step, and the old ones, when a gate or a correction reads them."""
     if "current" not in needs_of(config.algorithm):
         return mini
     logprobs = logprobs_by_parts(roles.actor, mini, roles, config)
     return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, config.algorithm.proximal, version))
+
+
+def corrected(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
+    """Return ``mini``, a whole mini-batch, with its correction weights where they depend on all of it."""
+    if not compares_whole_batch(algorithm.corrections):
+        return mini
+    rows = Rows.of(mini)
+    columns = (mini.logprobs, mini.old_logprobs, mini.behavior_logprobs, mini.advantages)
+    now, old, behavior, advantages = (_counted(_need(column), rows) for column in columns)
+    return mini.replace(correction=correction_weights(algorithm.corrections, now, old, behavior, advantages, rows))
 
 
 def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfig) -> Metrics:
@@ -212,8 +229,8 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
     entropy, target = objective.wants_entropy or config.log.entropy, targets(roles, config)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        options = {"temperature": sampling_temperature(config), "entropy": entropy, "target": target(part)}
-        return objective(part, roles.actor.score(part, **options))
+        temperature = sampling_temperature(config)
+        return objective(part, roles.actor.score(part, temperature=temperature, entropy=entropy, target=target(part)))
 
     active = mini.select(objective.active(mini))
     beside = () if roles.ptx is None else (roles.ptx.term(roles.actor),)

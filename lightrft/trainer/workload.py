@@ -46,8 +46,8 @@ def forwards(config: RLConfig) -> Iterator[Forward]:
     """Every pass over the batch of a step, in order; answers are drawn before it."""
     algorithm, train, needs = config.algorithm, config.train, needs_of(config.algorithm)
     old = needs_old_logprobs(config)
-    if old or "entropy" in needs:
-        wanted = [word for word, there in (("log-probs", old), ("entropy", "entropy" in needs)) if there]
+    wanted = [*(["log-probs"] if old else []), *(word for word in ("entropy", "energy") if word in needs)]
+    if wanted:
         yield Forward("policy", 1, False, f"{' and '.join(wanted)} before the update")
     if needs_reference(algorithm):
         yield Forward("reference", 1, False, "log-probs")
@@ -59,8 +59,9 @@ def forwards(config: RLConfig) -> Iterator[Forward]:
         yield Forward("process model", 1, True, "the outcome loss, forward and backward")
     if "process" in needs and config.process.forward == "double":
         yield Forward("process model", 1, False, "log-probs after that")
-    if "current" in needs and algorithm.gates:
-        yield Forward("policy", train.updates, False, "log-probs before each optimizer step, for the gates")
+    if "current" in needs:
+        readers = "gates" if algorithm.gates else "corrections"
+        yield Forward("policy", train.updates, False, f"log-probs before each optimizer step, for the {readers}")
     if algorithm.distill.whole:
         yield Forward("teacher", train.updates, False, "distributions over the vocabulary")
     yield Forward("policy", train.updates, True, "the loss, forward and backward")

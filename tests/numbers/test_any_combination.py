@@ -22,7 +22,7 @@ from lightrft.trainer.parts import check_parts, needs_of
 from lightrft.trainer.policy_loss import POLICY_LOSSES
 from lightrft.trainer.ppo import with_advantages
 from lightrft.trainer.shaping import SHAPINGS
-from lightrft.trainer.update import Objective, old_logprobs, weighted
+from lightrft.trainer.update import Objective, corrected, old_logprobs, weighted
 from lightrft.types import Batch, rows_of
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.settings import build
@@ -34,7 +34,11 @@ GROUPS = [2, 0, 2, 1, 2, 0, 0, 1]
 VERSION = 3
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "opsm": {"delta": [0.1]},
-    **{n: {"level": ["token", "sequence", "geometric"], "low": [0.1], "high": [1.5, 5.0]} for n in ("tis", "mis")},
+    "divergence_reject": {"limit": [0.1], "level": ["token", "sum", "mean", "max"], "estimator": ["k2", "k3"]},
+    **{
+        n: {"level": ["token", "sequence", "geometric"], "low": [0.1], "high": [1.5, 5.0]}
+        for n in ("tis", "mis", "tis_normalized")
+    },
     **{
         n: {"level": ["token", "sequence", "geometric"], "low": [0.1], "high": [5.0]}
         for n in ("sequence_mask", "sequence_reject")
@@ -70,7 +74,9 @@ def combination(rng: random.Random) -> dict[str, Any]:
         "shaping": some(SHAPINGS, [0, 0, 1]),
         **({} if where == "none" else {"kl": kl}),
         **maybe(0.3, entropy={"coef": rng.choice([0.01, -0.1])}),
-        **maybe(0.3, drift={"coef": 0.1, "estimator": rng.choice(sorted(KL_ESTIMATORS))}),
+        **maybe(
+            0.3, drift={"coef": 0.1, "estimator": rng.choice(sorted(KL_ESTIMATORS)), "level": rng.choice(["token", "response"])}
+        ),
         **maybe(0.3, positive_nll={"coef": 0.1, "threshold": 0.5}),
         **maybe(
             0.2, normalize=rng.choice([{"terms": "group"}, {"terms": "batch"}, {"rewards": "standard"}, {"rewards": "scale"}])
@@ -102,6 +108,9 @@ def batch_for(rng: random.Random) -> tuple[Batch, Tensor]:
         process_rewards=numbers(n, 1),
         values=numbers(n, 1),
         entropy=numbers(n, 1).abs(),
+        energy=numbers(n, 1).abs(),
+        steps=torch.arange(n) // 2,
+        states=torch.arange(n) // 2 % 3,
         versions=torch.tensor([rng.randint(0, VERSION) for _ in range(n)]),
         sample=torch.arange(answers),
         rewards=binary,
@@ -125,6 +134,7 @@ def mini_batch(algorithm: AlgorithmConfig, batch: Batch, logprobs: Tensor, on_po
         old = old_logprobs(batch, logprobs, algorithm.proximal, VERSION)
         batch = readable(batch.replace(logprobs=logprobs, old_logprobs=old), algorithm)
     batch = gated(batch, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(0))
+    batch = corrected(batch, algorithm)
     return batch, Objective.of(algorithm, controls, batch, VERSION)
 
 

@@ -24,6 +24,8 @@ WHERE = [(a, b) for a in GAPS for b in (-1e4, -50.0, 0.0, 50.0, 1e4)]
 LEVELS = ["token", "sequence", "geometric"]
 CORRECTED = [
     *(("importance", {}), ("opsm", {"delta": 0.1}), ("icepop", {})),
+    *(("divergence_reject", {"limit": 1.0, "level": level}) for level in ("token", "sum", "mean", "max")),
+    *(("tis_normalized", {"level": level}) for level in LEVELS),
     *((name, {"level": level}) for name in ("tis", "mis", "sequence_mask", "sequence_reject") for level in LEVELS),
     *((name, {"level": level, "high": float("inf")}) for name in ("tis", "mis", "sequence_mask") for level in LEVELS),
 ]

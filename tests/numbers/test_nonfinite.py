@@ -108,6 +108,7 @@ def small_batches() -> Iterator[tuple[str, Batch]]:
             batch.replace(
                 process_rewards=torch.linspace(-1, 1, n, dtype=torch.float64),
                 entropy=torch.linspace(0, 1, n, dtype=torch.float64),
+                energy=torch.linspace(0, 1, n, dtype=torch.float64),
                 versions=torch.zeros(n, dtype=torch.long),
                 baselines=torch.full((count,), 0.5, dtype=torch.float64),
                 terms=torch.ones(count, 1, dtype=torch.float64),
@@ -215,4 +216,4 @@ def test_a_process_model_learns_from_the_tokens_that_are_finite() -> None:
 
 def test_every_advantage_is_among_those_of_the_presets_or_tried_elsewhere() -> None:
     named = {algorithm_of(preset).advantage.name for preset in ALL}
-    assert set(ADVANTAGES) - named <= {"prime_released"}
+    assert set(ADVANTAGES) - named <= {"prime_released", "gigpo"}

@@ -353,6 +353,7 @@ FLIPS: dict[str, Flip] = {
     "algorithm.entropy.rate": Flip(0.5, "objective", {"algorithm": {"entropy": {"target": 9.0}}}),
     "algorithm.drift.coef": Flip(0.1, "objective"),
     "algorithm.drift.estimator": Flip("k2", "objective", {"algorithm": {"drift": {"coef": 0.1}}}),
+    "algorithm.drift.level": Flip("response", "objective", {"algorithm": {"drift": {"coef": 0.1}}}),
     "algorithm.drift.cap": Flip(0.1, "objective", {"algorithm": {"drift": {"coef": 0.1}}}),
     "algorithm.positive_nll.coef": Flip(0.1, "objective"),
     "algorithm.positive_nll.threshold": Flip(0.0, "objective", {"algorithm": {"positive_nll": {"coef": 0.1}}}),

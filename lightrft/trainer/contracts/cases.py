@@ -72,6 +72,9 @@ def filled(batch: Batch) -> Batch:
         advantages=torch.where(batch.mask, signs[n % 4], 0.0),
         returns=n.double() / 4,
         entropy=(n * 7 % 5).double() / 4,
+        energy=(n * 3 % 7).double() / 8,
+        steps=n // 2,
+        states=n // 2 % 3,
         process_rewards=torch.sin(n.double() + 1),
         baselines=batch.prompt_of.double() / 2,
     )
@@ -133,7 +136,7 @@ def renumbered(batch: Batch) -> Batch:
 
 def spoiled(batch: Batch) -> Batch:
     """Other numbers at the tokens that were not sampled."""
-    names = ("old_logprobs", "ref_logprobs", "behavior_logprobs", "values", "logprobs", "entropy", "process_rewards")
+    names = ("old_logprobs", "ref_logprobs", "behavior_logprobs", "values", "logprobs", "entropy", "process_rewards", "energy")
     columns = batch.columns("token")
     return batch.replace(**{k: torch.where(batch.mask, columns[k], -3.7 - i) for i, k in enumerate(names)})
 

@@ -28,9 +28,11 @@ from lightrft.trainer.contracts.cases import (
     whole_part,
     with_dtype,
 )
+from lightrft.trainer.corrections import CORRECTIONS
 from lightrft.trainer.rows import Rows
 from lightrft.types import Batch, Rollout, rows_of
 from lightrft.utils.lazy import Tensor, torch
+from lightrft.utils.registry import Registry
 
 Function = Callable[..., Any]
 TOLERANCE, ROUNDING = 1e-12, 1e-4
@@ -152,7 +154,8 @@ def check_advantage_is_by_group_not_by_place(function: Function) -> None:
 def needs_of(function: Function) -> frozenset[str]:
     """As it was registered with, or its own attribute."""
     function = inspect.unwrap(function)
-    registered = [ADVANTAGES.about(name).needs for name in ADVANTAGES if ADVANTAGES[name] is function]
+    tables: tuple[Registry[Any], ...] = (ADVANTAGES, CORRECTIONS)
+    registered = [table.about(name).needs for table in tables for name in table if table[name] is function]
     return frozenset(getattr(function, "needs", ())).union(*registered)
 
 
@@ -352,8 +355,9 @@ def check_correction_ignores_what_was_not_sampled(function: Function) -> None:
 
 
 def check_correction_is_by_response(function: Function) -> None:
-    """An answer alone, or in another place, has the same weights."""
-    check_order(lambda batch: correction_of(function, batch), "token", row_parts)
+    """An answer alone, or in another place, has the same weights; one that says that it ``needs`` the batch may compare all of it."""
+    split = whole_part if "batch" in needs_of(function) else row_parts
+    check_order(lambda batch: correction_of(function, batch), "token", split)
 
 
 # Gates

@@ -128,7 +128,7 @@ def test_the_proximal_log_probs_lie_between_sampler_and_policy_and_carry_no_grad
 def test_on_policy_every_weight_is_one() -> None:
     same = torch.full((5,), math.log(0.3))
     for name in CORRECTIONS:
-        options = {"delta": 0.1} if name == "opsm" else {}
+        options = {"opsm": {"delta": 0.1}, "divergence_reject": {"limit": 0.1}}.get(name, {})
         assert CORRECTIONS[name](same, same, same, -torch.ones(5), ROWS, **options).tolist() == [1.0] * 5
 
 

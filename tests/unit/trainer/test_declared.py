@@ -21,7 +21,7 @@ from lightrft.utils.registry import Registry
 
 LOSS_SETTINGS: dict[str, Any] = {"ratio": "sequence", "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.5, "ratio_cap": 1.4}
 ADVANTAGE_SETTINGS: dict[str, Any] = {"gamma": 0.5, "lam": 0.5, "eps": 0.5}
-COLUMNS = {"critic": "values", "greedy": "baselines", "process": "process_rewards"}
+COLUMNS = {"critic": "values", "greedy": "baselines", "process": "process_rewards", "energy": "energy", "steps": "steps"}
 
 
 GROUPS = [0, 1, 0, 1, 2, 1]
@@ -117,13 +117,14 @@ def test_a_correction_says_which_log_probs_it_reads(name: str) -> None:
     columns = dict.fromkeys(("now", "old", "behavior"), column(batch, "logprobs"))
 
     def weights(moved: dict[str, Tensor]) -> Tensor:
-        options = {"delta": 0.1} if name == "opsm" else {}
+        options = {"opsm": {"delta": 0.1}, "divergence_reject": {"limit": 0.1}}.get(name, {})
         return CORRECTIONS[name](*moved.values(), column(batch, "advantages"), Rows.of(batch), **options)
 
+    uneven = torch.linspace(0.5, 1.5, batch.tokens)  # what is normalised does not see that all have moved alike
     read = {
         need
         for need in ("old", "behavior")
-        if any(changes(weights, columns, {**columns, need: columns[need] + size}) for size in (-1, 1))
+        if any(changes(weights, columns, {**columns, need: columns[need] + size * uneven}) for size in (-1, 1))
     }
     assert CORRECTIONS.about(name).needs & {"old", "behavior"} == read
 
@@ -131,7 +132,9 @@ def test_a_correction_says_which_log_probs_it_reads(name: str) -> None:
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     "advantage": {
         "gae": {"lam_critic": None},
+        "gigpo": {"weight": 1.0, "std": True},
         "gpg": {"std_eps": None},
+        "otb": {"zero_tail": True},
         "pass_at_k": {"std_eps": None},
         "prime_released": {"outcome_coef": 1.0, "process_coef": 1.0},
         "rft": {"threshold": 1.0},
@@ -140,15 +143,19 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
     "policy loss": {
         "cispo_cap": {"cap": 5.0},
         "dppo": {"low": 0.15, "high": 0.15},
+        "dppo_kl": {"low": 0.05, "high": 0.05},
         "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
+        "topr": {"pos_low": 1.0, "pos_high": 1.0, "neg_low": 0.0, "neg_high": 1.0},
         "vespo": {"k_pos": 2.0, "lam_pos": 3.0, "k_neg": 3.0, "lam_neg": 2.0},
     },
     "correction": {
+        "divergence_reject": {"estimator": "k3", "level": "token"},
         "icepop": {"low": 0.5, "high": 5.0},
         "mis": {"level": "sequence", "low": 0.0, "high": 2.0},
         "sequence_mask": {"level": "geometric", "low": 0.99, "high": 1.01, "cap": None},
         "sequence_reject": {"level": "geometric", "low": 0.99, "high": 1.01},
         "tis": {"level": "token", "low": 0.0, "high": 2.0},
+        "tis_normalized": {"level": "token", "low": 0.0, "high": 2.0},
     },
 }
 """Options with their values when none is given: the numbers of the papers."""
