@@ -7,7 +7,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.families import family_of
 from lightrft.models.loading import load_model, save_model
-from lightrft.models.lora import apply_lora_configuration, find_all_linear_modules
+from lightrft.models.lora import apply_lora_configuration, linear_modules
 from lightrft.models.settings import LoRAConfig, ModelConfig
 from lightrft.models.tiny import FAMILIES, tiny_tokenizer
 from lightrft.types import Batch, Segments
@@ -97,7 +97,7 @@ def test_lora_targets_that_name_nothing_are_an_error(tmp_path):
 
 def test_the_public_lora_helper_leaves_the_output_head_and_named_paths_alone():
     model = small_model("qwen2", tie_word_embeddings=False)
-    names = find_all_linear_modules(model, ["mlp"])
+    names = linear_modules(model, ["mlp"])
     assert "model.layers.1.self_attn.q_proj" in names
     assert not any("mlp" in name or "lm_head" in name for name in names)
     adapted = apply_lora_configuration(model, 2, 4, 0.0)
