@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.models import attention
+from lightrft.models.cached_decoding import CachedDecodeSession
+from lightrft.models.decoding_kinds import decodes_by_plan
 from lightrft.models.embedding import see
 from lightrft.models.families import decoder_of, family_of, head_transform
 from lightrft.models.logprobs import bend_logits
@@ -37,6 +39,9 @@ class Decoder:
         self.model = model
         config: Any = model.config
         self._config = config.get_text_config(decoder=True)
+        self.by_plan = decodes_by_plan(config)
+        loaded = self._config._attn_implementation
+        self._own_attention = family_of(config).padded_attention if loaded == attention.NAME else loaded
 
     @property
     def device(self) -> torch.device:
@@ -59,7 +64,9 @@ class Decoder:
         good, the two share memory; nothing else is shared, so that each may be used in a thread of its own."""
         frozen: dict[int, Any] = {id(p): p for p in self.model.parameters() if not p.requires_grad}
         mine = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self.model.parameters() if p.requires_grad}
-        return Decoder(copy.deepcopy(self.model, frozen | mine))
+        other = Decoder(copy.deepcopy(self.model, frozen | mine))
+        other._own_attention = self._own_attention
+        return other
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Use the tensors of ``weights`` from now on, as they are: a copy is made only where device or type differ.
@@ -74,24 +81,27 @@ class Decoder:
                 raise ModelError(f"weights {name!r} of shape {list(tensor.shape)} do not fit the sampling model: it has {found}")
             here.data = tensor.detach().to(device=here.device, dtype=here.dtype)
 
-    def session(self) -> Session:
+    def session(self) -> Session | CachedDecodeSession:
         """An empty cache over this model. Sessions share nothing but the weights."""
-        return Session(self.model)
+        return Session(self.model) if self.by_plan else CachedDecodeSession(self.model)
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Evaluation mode, no gradients and attention by plan; all put back as they were at the end."""
+        """Evaluation mode, no gradients, and attention by plan or the model's own, as its sessions need it.
+
+        All are put back as they were at the end.
+        """
         training = [module for module in self.model.modules() if module.training]
-        before = self._config._attn_implementation
+        before, wanted = self._config._attn_implementation, attention.NAME if self.by_plan else self._own_attention
         for module in training:
             module.training = False
-        if before != attention.NAME:
-            self._config._attn_implementation = attention.NAME
+        if before != wanted:
+            self._config._attn_implementation = wanted
         try:
             with torch.no_grad():
                 yield
         finally:
-            if before != attention.NAME:
+            if before != wanted:
                 self._config._attn_implementation = before
             for module in training:
                 module.training = True
@@ -127,6 +137,11 @@ class Session:
     def held(self) -> int:
         """Tokens whose keys and values have memory now, used or not."""
         return self._prompts.rows * self._prompts.columns + self._answers.rows * self._answers.columns
+
+    @staticmethod
+    def tokens(prompts: int, prompt_tokens: int, rows: int, answer_tokens: int) -> int:
+        """Return the tokens held for such shapes: both are rectangles, and a prompt is held once."""
+        return prompts * prompt_tokens + rows * answer_tokens
 
     def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int) -> None:
         """Allow ``prompts`` of up to ``prompt_tokens`` and ``rows`` of up to ``answer_tokens`` tokens, within ``budget`` held tokens.
@@ -181,8 +196,8 @@ class Session:
         self._rows = None
         return logits
 
-    def admit(self, handles: Sequence[int]) -> None:
-        """Append one row, with an empty answer, for each of ``handles``."""
+    def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
+        """Append one row, with an empty answer, for each of ``handles``. ``sealed`` changes nothing: rows share their prompt."""
         self._handle_of = np.concatenate([self._handle_of, np.array(handles, dtype=np.int64)])
         self._lengths = np.concatenate([self._lengths, np.zeros(len(handles), dtype=np.int64)])
         self._rows = None

@@ -26,6 +26,7 @@ from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer import probe
 from lightrft.trainer.launch.local import local_tokenizer
 from lightrft.trainer.launch.placement import layout
+from lightrft.trainer.lengths import check_bound
 from lightrft.trainer.memory import shown, size_of
 from lightrft.trainer.needs import ROLES, Needs, needs, workers
 from lightrft.trainer.phases import Device, Lengths
@@ -309,7 +310,12 @@ def _overlong(counts: Any, what: str, setting: str) -> Finding:
 
 def _context(config: RLConfig, longest: int) -> Finding:
     """As ``lengths.check_lengths`` has it, which ends a run."""
-    context, end = context_length(model_settings(config.model)), longest + config.sampling.max_new_tokens
+    settings = model_settings(config.model)
+    try:
+        check_bound(settings, longest, config.sampling, "sampling", "data")
+    except ConfigError as error:
+        return Finding("data", "bad", "lengths", str(error))
+    context, end = context_length(settings), longest + config.sampling.max_new_tokens
     if context is not None and end > context:
         says = f"an answer may go on to token {end}, and the model was made for {context}; lower sampling.max_new_tokens"
         return Finding("data", "bad", "lengths", says)

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightrft.config import ChatConfig, DataConfig, EvaluateConfig, GenerateConfig
 from lightrft.datasets.encoding import Encoder
+from lightrft.models.decoding_kinds import length_bound
 from lightrft.models.families import FAMILIES, context_length
 from lightrft.models.processing import load_processor
 from lightrft.trainer.evaluate import evaluate
@@ -115,7 +116,8 @@ class Chat:
         self.processor = load_processor(model, tokenizer)
         weights = None if saved is None else saved.weights
         _, actor, self.engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
-        self.context = context_length(actor.base.config)
+        bound, context = length_bound(actor.base.config), context_length(actor.base.config)
+        self.context = context if bound is None else min(bound.tokens, context or bound.tokens)
         self.encoder = Encoder(DataConfig(chat=True, media=config.media), tokenizer, self.processor)
         self.messages: list[dict[str, Any]] = []
         self.attached: list[dict[str, str]] = []

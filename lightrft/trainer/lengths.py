@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from transformers import PreTrainedConfig
+
 from lightrft.models.actor import Actor
+from lightrft.models.decoding_kinds import length_bound
 from lightrft.models.families import context_length
 from lightrft.strategy.settings import SamplingConfig
 from lightrft.types import Prompt
@@ -16,6 +19,7 @@ def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str
 
     ``key`` and ``data`` are the settings that ``sampling`` and the prompts come from.
     """
+    check_bound(actor.base.config, longest, sampling, key, data)
     context = context_length(actor.base.config)
     if context is None or longest + sampling.max_new_tokens <= context:
         return
@@ -24,6 +28,23 @@ def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str
     raise ConfigError(
         f"{key}.max_new_tokens = {sampling.max_new_tokens}: after a prompt of {longest} tokens, the longest there is, an answer could "
         f"go on to token {longest + sampling.max_new_tokens}, beyond the model's max_position_embeddings = {context}; {way}"
+    )
+
+
+def check_bound(config: PreTrainedConfig, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
+    """Raise ``ConfigError`` when a response could outgrow ``length_bound``: it would not be trained as it is sampled.
+
+    Args are those of ``check_lengths``, and the model's ``config``.
+    """
+    bound, end = length_bound(config), longest + sampling.max_new_tokens
+    if bound is None or end <= bound.tokens:
+        return
+    room = bound.tokens - longest
+    way = f"lower {key}.max_new_tokens to {room} or less" if room > 0 else f"lower {data}.max_prompt_tokens"
+    raise ConfigError(
+        f"{key}.max_new_tokens = {sampling.max_new_tokens}: a row could have {end} tokens. Beyond {bound.tokens} the "
+        f"log-probs of model type {config.model_type!r} depend on other rows or on chance ({bound.reason}), so what is "
+        f"sampled would not be what is trained; {way}"
     )
 
 

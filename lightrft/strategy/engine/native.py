@@ -25,14 +25,21 @@ from lightrft.utils.threads import threads_for
 class Session(Protocol):
     """A cache over the policy: prompts by handle, answers in rows ``0 .. len - 1``."""
 
-    def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int) -> None: ...
-
-    def prefill(self, prompts: Sequence[Prompt]) -> tuple[list[int], Tensor]:
-        """Compute prompts: a handle for each, and the logits ``[P, V]`` of the first answer tokens."""
+    def tokens(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, /) -> int:
+        """Return the tokens whose memory such shapes take."""
         ...
 
-    def admit(self, handles: Sequence[int]) -> None:
-        """Append one row with an empty answer for each handle."""
+    def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int, /) -> None: ...
+
+    def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+        """Compute prompts: a handle for each, and the logits ``[P, V]`` of the first answer tokens.
+
+        The last ``begun[p]`` tokens of prompt ``p`` are an answer that is resumed.
+        """
+        ...
+
+    def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
+        """Append one row with an empty answer for each handle. Prompts in ``sealed`` get no row after these."""
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -231,9 +238,13 @@ def checksum(tensor: Tensor) -> str:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The requests of one prompt. ``logits [V]`` of its first answer token are kept while some of them wait."""
+    """The requests of one prompt. ``logits [V]`` of its first answer token are kept while some of them wait.
+
+    The last ``begun`` tokens of ``prompt`` are an answer that is resumed.
+    """
 
     prompt: Prompt
+    begun: int = 0
     waiting: deque[Request] = field(default_factory=deque)
     rows: int = 0
     handle: int = -1
@@ -241,16 +252,12 @@ class _Group:
 
 
 class _Shape(NamedTuple):
-    """The arrays that the cache needs: they are rectangles, so their memory is counted, not their tokens."""
+    """The rows and prompts that the cache holds, all as long as the longest of their kind."""
 
     prompts: int
     prompt_tokens: int
     rows: int
     answer_tokens: int
-
-    @property
-    def tokens(self) -> int:
-        return self.prompts * self.prompt_tokens + self.rows * self.answer_tokens
 
     def with_row(self, limit: int, prompt: int | None) -> _Shape:
         """One row more, with its prompt if that is new."""
@@ -344,9 +351,9 @@ class _Run:
         """Have ``requests`` wait for their turn."""
         groups: dict[Any, _Group] = {}
         for request in requests:
-            tokens = _read(request).token_ids
-            key = (id(request.prompt) if request.prompt.media else None, *tokens)
-            groups.setdefault(key, _Group(_read(request))).waiting.append(request)
+            read = _read(request)
+            key = (id(request.prompt) if request.prompt.media else None, *read.token_ids)
+            groups.setdefault(key, _Group(read, request.held)).waiting.append(request)
         self._waiting.extend(groups.values())
 
     @property
@@ -415,7 +422,7 @@ class _Run:
             group = self._waiting[0]
             new = group.handle < 0 and (not fresh or fresh[-1] is not group)
             larger = shape.with_row(_room(group.waiting[0], self._sampling), len(group.prompt.token_ids) if new else None)
-            if larger.tokens > self._config.token_budget:
+            if self._session.tokens(*larger) > self._config.token_budget:
                 break
             shape = larger
             if new:
@@ -427,13 +434,14 @@ class _Run:
             return []
         self._session.reserve(*shape, self._config.token_budget)
         self._prefill(fresh)
-        self._session.admit([group.handle for group, _ in entering])
+        sealed = {group.handle for group, _ in entering if not group.waiting}
+        self._session.admit([group.handle for group, _ in entering], sorted(sealed))
         return self._enter(entering)
 
     def _prefill(self, fresh: list[_Group]) -> None:
         if not fresh:
             return
-        handles, logits = self._session.prefill([g.prompt for g in fresh])
+        handles, logits = self._session.prefill([g.prompt for g in fresh], [g.begun for g in fresh])
         for group, handle, row in zip(fresh, handles, logits):
             group.handle, group.logits = handle, row
         self._open += fresh

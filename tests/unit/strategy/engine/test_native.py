@@ -30,8 +30,8 @@ class WatchedSession(Session):
         self.log.append((len(self), self.held))
         return out
 
-    def admit(self, handles: list[int]) -> None:
-        super().admit(handles)
+    def admit(self, handles: list[int], sealed: list[int] = ()) -> None:
+        super().admit(handles, sealed)
         self.log.append((len(self), self.held))
 
 
