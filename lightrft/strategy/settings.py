@@ -120,3 +120,9 @@ class EngineConfig(Settings):
     kind: Literal["native"] = "native"
     token_budget: int = Field(262_144, ge=1)
     max_rows: int = Field(256, ge=1)
+    check_logprobs: bool = True
+    """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where they differ.
+
+    On the first batch, and on each batch of an engine that has its own weights. It costs a forward of four rows. Turn it off for
+    an engine that is meant to differ, e.g. one with quantised weights.
+    """

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from lightrft.config import RLConfig
 from lightrft.trainer.account import Collected
+from lightrft.trainer.logprob_check import refuse_weights
 from lightrft.trainer.own_share import OwnShares, Share, goes_on_alone
 from lightrft.trainer.prompts import PromptStream
 from lightrft.trainer.replay_buffer import pack_collected, unpack_collected
@@ -162,7 +163,9 @@ class Ahead:
         began, timers = time.perf_counter(), Timers(queued_is_done)
         with self._stream.as_before_on_error():
             if self._loaded != version:
-                self._engine.load_weights(weights.items(), version)
+                found = self._engine.load_weights(weights.items(), version)
+                if self._config.engine.check_logprobs:
+                    refuse_weights(found, weights, version)
                 self._loaded = version
             collected = collect(self._roles, self._config, batch, self._stream, timers, self._over, self._ranks)
         idle = began - self._ended if self._ended else 0.0

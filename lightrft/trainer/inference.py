@@ -17,6 +17,7 @@ from lightrft.models.processing import load_processor
 from lightrft.trainer.evaluate import evaluate
 from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_lengths, longest
+from lightrft.trainer.logprob_check import CheckedEngine
 from lightrft.trainer.prompts import held_out, in_parts
 from lightrft.trainer.rollout import attached, check_scored, request_seed, requests_for
 from lightrft.trainer.saved import resolved
@@ -48,8 +49,8 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
             weights = None if saved is None else saved.weights
             _, actor, engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
             check_lengths(actor, longest(prompts), config.eval.sampling, "eval.sampling", "eval.data")
-            with closing(engine):
-                found = evaluate(engine, scorer, prompts, config.eval, config.run.seed)
+            with closing(CheckedEngine(engine, actor, config.engine)) as checked:
+                found = evaluate(checked, scorer, prompts, config.eval, config.run.seed)
         metrics = found.metrics.compute()
         folder.rewind(0)
         folder.write_rollouts(0, found.rollouts, name="eval", attached=attached(found.rollouts))
@@ -74,11 +75,11 @@ def run_generate(config: GenerateConfig) -> int:
         weights = None if saved is None else saved.weights
         _, actor, engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
         check_lengths(actor, longest(prompts), config.sampling, "sampling", "data")
-        with closing(engine):
+        with closing(CheckedEngine(engine, actor, config.engine)) as checked:
             for first, part in in_parts(prompts):
                 requests = [r for g in requests_for(part, config.samples, config.run.seed, "generate", first=first) for r in g]
                 order = {r.seed: i for i, r in enumerate(requests)}
-                for rollout in engine.generate(requests, config.sampling):
+                for rollout in checked.generate(requests, config.sampling):
                     scorer.submit(rollout)
                 rollouts += sorted(scorer.results(wait=True), key=lambda r: order[r.seed])
     failed = [r.failed for r in rollouts if r.failed]
@@ -115,7 +116,8 @@ class Chat:
         tokenizer = local_tokenizer(model)
         self.processor = load_processor(model, tokenizer)
         weights = None if saved is None else saved.weights
-        _, actor, self.engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
+        _, actor, engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
+        self.engine = CheckedEngine(engine, actor, config.engine)
         bound, context = length_bound(actor.base.config), context_length(actor.base.config)
         self.context = context if bound is None else min(bound.tokens, context or bound.tokens)
         self.encoder = Encoder(DataConfig(chat=True, media=config.media), tokenizer, self.processor)

@@ -79,7 +79,7 @@ def take_up(run: Training) -> None:
     run.step, state, run.values = run.session.resume(run.roles.strategy, run.trained)
     if state:
         run.load_state(state)
-    run.roles.engine.load_weights(run.roles.weights(), run.step)
+    run.roles.publish(run.step)
 
 
 def run_steps(run: Training) -> dict[str, Any]:

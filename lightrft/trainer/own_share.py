@@ -15,6 +15,7 @@ from lightrft.config import RLConfig
 from lightrft.strategy.engine.base import Engine, Fingerprint, never
 from lightrft.strategy.settings import SamplingConfig
 from lightrft.trainer.account import Collected
+from lightrft.trainer.logprob_check import refuse_weights
 from lightrft.trainer.parts import needs_of
 from lightrft.trainer.prompts import PromptStream
 from lightrft.trainer.roles import Roles
@@ -40,6 +41,7 @@ class Share:
 
     of_all = False
     together = 1
+    shared = False
 
     def __init__(self, moved: Callable[[], int]) -> None:
         self.prompts: Future[list[Prompt]] = Future()
@@ -132,7 +134,9 @@ class OwnShares:
             share.idle = began - self._ended if self._ended else 0.0
             asked = self._requests(share, batch)
             if self._loaded != version:
-                self._roles.engine.load_weights(weights.items(), version)
+                found = self._roles.engine.load_weights(weights.items(), version)
+                if self._config.engine.check_logprobs:
+                    refuse_weights(found, weights, version)
                 self._loaded = version
             drawn = scored(
                 self._roles.engine,

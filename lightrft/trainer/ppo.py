@@ -21,6 +21,7 @@ from lightrft.trainer.collate import collate
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.distill import distilled, with_teacher
 from lightrft.trainer.finite import readable, rewarded
+from lightrft.trainer.logprob_check import check_batch
 from lightrft.trainer.parts import needs_of, needs_old_logprobs, needs_reference
 from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.refresh import refresh
@@ -67,6 +68,7 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
     batch = collate(collected.groups)
     with timers("layout"):
         settle_layouts(roles, batch)
+        check_batch(roles, batch, config.sampling, config.engine, step)
     with timers("logprobs"):
         batch = with_policy(batch, roles, config)
     with timers("reference"):
@@ -100,7 +102,7 @@ def _nothing_learned(roles: Roles, step: int, collected: Collected, timers: Time
 def publish(roles: Roles, version: int, timers: Timers) -> None:
     """Hand the policy's weights to the engine."""
     with timers("weights"):
-        roles.engine.load_weights(roles.weights(), version)
+        roles.publish(version)
 
 
 def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrft.models.actor import Actor, Scores
 from lightrft.strategy.base import Strategy, TrainState
-from lightrft.strategy.engine.base import Engine
+from lightrft.strategy.engine.base import Engine, Fingerprint
 from lightrft.types import Batch, Rollout
 from lightrft.utils.metrics import Metrics, Sum
 from lightrft.utils.ranks import Ranks
@@ -209,7 +209,7 @@ class Beside(Protocol):
 @dataclass(slots=True)
 class Roles:
     """Roles that a run does not need are ``None``. ``ahead`` is an engine with weights of its own, for generation while the policy
-    is trained; those who draw by it talk to other ranks through ``ahead_ranks``."""
+    is trained; those who draw by it talk to other ranks through ``ahead_ranks``. ``held`` is the fingerprint of the engine's weights."""
 
     strategy: Strategy
     policy: Trained
@@ -224,10 +224,16 @@ class Roles:
     ptx: Beside | None = None
     ahead: Engine | None = None
     ahead_ranks: Ranks | None = None
+    held: Fingerprint = field(default_factory=dict)
+    logprobs_checked: bool = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter of the policy, whole, by its name in the model that engines hold."""
         return ((name.removeprefix("model."), t) for name, t in self.strategy.full_parameters(self.policy.state))
+
+    def publish(self, version: int) -> None:
+        """Hand the policy's weights to the engine, as ``version``."""
+        self.held = self.engine.load_weights(self.weights(), version)
 
     @property
     def trained(self) -> dict[str, Kept]:

@@ -254,6 +254,7 @@ FLIPS: dict[str, Flip] = {
     "rollout.step_tokens": Flip(2, "run", {**FAR, **LONG, "rollout": {"partial": True, "step_tokens": 3}}),
     "engine.token_budget": Flip(64, "run"),
     "engine.max_rows": Flip(2, "run"),
+    "engine.check_logprobs": Flip(False, "run"),
     "reward.terms.function": Flip("{root}/reward.py:half", "run", BOTH),
     "reward.terms.weight": Flip(0.5, "run", BOTH),
     "reward.terms.name": Flip("sum", "run", BOTH),

@@ -24,10 +24,12 @@ class Engine(Protocol):
 
     ``of_all``: one engine stands for all ranks of a run, and the first rank asks it on behalf of all; else each rank has its own.
     ``together``: as many ranks side by side hold one model between them, and must all draw the same answers at one time.
+    ``shared``: it samples from the trainer's own weights, and has no copy of them.
     """
 
     of_all: bool
     together: int
+    shared: bool
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never

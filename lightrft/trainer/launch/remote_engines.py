@@ -94,6 +94,7 @@ class RemoteEngines:
 
     of_all = True
     together = 1
+    shared = False
 
     def __init__(self, workers: Sequence[Worker], config: EngineConfig, limits: Limits, hand: Hand, ranks: Ranks = ALONE) -> None:
         self.config = config
