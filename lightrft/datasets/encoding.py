@@ -296,14 +296,17 @@ class Encoder:
 
     def _expanded(self, record: Record, texts: Sequence[str], extents: Mapping[int, Extent | BadRow]) -> list[str] | BadRow:
         assert self.media is not None
-        media, put = self.media, {}
-        for number, extent in extents.items():
-            if isinstance(extent, BadRow):
-                return extent
-            try:
-                put[number] = media.expand(record.media[number], extent)
-            except BadRow as error:
-                return error
+        put: dict[int, str] = {}
+        known = {number: extent for number, extent in extents.items() if not isinstance(extent, BadRow)}
+        try:
+            for extent in extents.values():
+                if isinstance(extent, BadRow):
+                    raise extent
+            self.media.check_total([record.media[number] for number in known], list(known.values()), record.where)
+            for number, extent in known.items():
+                put[number] = self.media.expand(record.media[number], extent)
+        except BadRow as error:
+            return error
         return [replaced(text, lambda _, number: put[number]) for text in texts]
 
     def _text_of(self, record: Record, cut: int) -> str:

@@ -26,6 +26,18 @@ class Columns(Settings):
     audios: str | None = ""
 
 
+class AllowConfig(Settings):
+    """The files and hosts that rows may name; see ``docs/trust.md``. Restrict both when others can write the rows."""
+
+    roots: tuple[str, ...] = ("*",)
+    """Folders whose files rows may name, also by way of links. ``*`` allows every file."""
+    hosts: tuple[str, ...] = ("*",)
+    """Hosts that URLs of rows may name: names, ``*.example.org``, addresses, or networks such as ``10.0.0.0/8``.
+
+    ``*`` allows every host with a public address. A host with a private address is read only if it, or its network, is listed.
+    """
+
+
 class MediaConfig(Settings):
     """How pictures, video and sound of rows are found and decoded.
 
@@ -51,6 +63,17 @@ class MediaConfig(Settings):
     resample: bool = True
     workers: int = Field(4, ge=0)
     cache_mb: int = Field(256, ge=0)
+    allow: AllowConfig = AllowConfig()
+    """What rows may name."""
+    max_file_mb: float = Field(4096, gt=0)
+    """Largest file, download or value with media in it, in MiB. A larger one is a malformed row."""
+    max_decoded_mb: float = Field(2048, gt=0)
+    """Memory in MiB that decoding one item may take: 3 bytes a pixel of all its frames, 12 bytes a sample of sound.
+
+    A larger item is a malformed row, and is not decoded. Raise it for long sound, or for long clips of large frames.
+    """
+    max_row_mb: float = Field(4096, gt=0)
+    """Memory in MiB that decoding all items of one row may take. Checked before any of them is decoded."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> MediaConfig:

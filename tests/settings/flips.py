@@ -107,7 +107,17 @@ DATA: dict[str, tuple[Any, str, Tree]] = {
 EYE: Tree = {"model": {"path": "{root}/reader"}}
 EAR: Tree = {"model": {"path": "{root}/listener"}}
 PICTURES, CLIPS, SOUNDS, LINKS = ({"sources": [f"{{root}}/{name}.jsonl"]} for name in ("pictures", "clips", "sounds", "links"))
-REFUSED = ("media.max_source_pixels", "media.max_seconds", "media.resample", "media.offline")
+REFUSED = (
+    *(
+        "media.max_source_pixels",
+        "media.max_seconds",
+        "media.resample",
+        "media.offline",
+        "media.max_decoded_mb",
+        "media.max_row_mb",
+    ),
+    *("media.allow.roots", "media.allow.hosts"),
+)
 MEDIA: dict[str, tuple[Any, Tree, Tree]] = {
     "columns.images": ("other", EYE, PICTURES),
     "columns.videos": ("other", EYE, CLIPS),
@@ -124,6 +134,11 @@ MEDIA: dict[str, tuple[Any, Tree, Tree]] = {
     "media.max_seconds": (0.1, EAR, SOUNDS),
     "media.resample": (False, EAR, SOUNDS),
     "media.workers": (2, EYE, PICTURES),
+    "media.allow.roots": (["{tmp}/nothing"], EYE, PICTURES),
+    "media.allow.hosts": (["example.org"], EYE, {**LINKS, "media": {"downloads": "{tmp}/those"}}),
+    "media.max_file_mb": (5.0, EYE, {**LINKS, "media": {"downloads": "{tmp}/those"}}),
+    "media.max_decoded_mb": (1e-6, EYE, PICTURES),
+    "media.max_row_mb": (1e-6, EYE, PICTURES),
     "media.cache_mb": (0, EYE, {**PICTURES, "media": {"workers": 0}}),
 }
 

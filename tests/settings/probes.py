@@ -16,7 +16,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
 import torch
 from pytest import MonkeyPatch
 
@@ -24,7 +23,7 @@ from lightrft.cli.launch import program
 from lightrft.cli.main import main
 from lightrft.config import RLConfig
 from lightrft.datasets import sources
-from lightrft.datasets.media import MediaReader, Workers
+from lightrft.datasets.media import MediaReader, Workers, contents
 from lightrft.datasets.prompts import PromptDataset
 from lightrft.datasets.sft import SFTDataset
 from lightrft.models import actor as actors
@@ -213,12 +212,9 @@ def decoded(tree: Tree, folder: Path) -> Any:
     processor = load_processor(config.model, tokenizer)
     seen: Counter[str] = Counter()
 
-    @contextlib.contextmanager
-    def download(method: str, url: str, **options: Any) -> Generator[httpx.Response]:
-        seen[f"{url} {options}"] += 1
-        name = url.rpartition("/")[2]
-        data = (Path(config.model.path).parent / name).read_bytes()
-        yield httpx.Response(200, content=data, request=httpx.Request(method, url))
+    def download(url: str, file: Any, bounds: Any) -> None:
+        seen[f"{url} {bounds}"] += 1
+        file.write((Path(config.model.path).parent / url.rpartition("/")[2]).read_bytes())
 
     def loaded(reader: MediaReader, item: Any, content: Any) -> Any:
         seen["decoded"] += 1
@@ -230,7 +226,7 @@ def decoded(tree: Tree, folder: Path) -> Any:
 
     made, start = MediaReader._made, Workers._started
     with MonkeyPatch.context() as patch:
-        patch.setattr(httpx, "stream", download)
+        patch.setattr(contents, "receive", download)
         patch.setattr(MediaReader, "_made", loaded)
         patch.setattr(Workers, "_started", started)
         if "ptx" in tree:

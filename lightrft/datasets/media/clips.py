@@ -2,32 +2,76 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from lightrft.datasets.media.contents import Content, Frames, frame_count, head, held, stream, turn
+from lightrft.datasets.media.contents import Content, Frames, frame_count, head, held, picture_formats, stream, turn
 from lightrft.datasets.media.pictures import picture_size, read_picture, to_rgb
 from lightrft.types import Extent
 from lightrft.utils.errors import DataError
+from lightrft.utils.files import human_bytes
+
+MOST_PACKETS = 4_000_000
+"""Packets of a video whose times are read: 18 hours at 60 a second."""
+PASSED_BY = 8
+"""How many times ``Viewing.most_bytes`` the frames of an animation may have in all, since each must be decoded to reach the next."""
+CONTAINERS = (
+    *("mov", "matroska", "avi", "flv", "mpegts", "mpeg", "asf", "ogg", "mp3", "aac", "wav", "flac", "aiff", "au", "caf", "ac3"),
+    *(
+        "eac3",
+        "amr",
+        "h264",
+        "hevc",
+        "m4v",
+        "mpegvideo",
+        "mjpeg",
+        "ivf",
+        "obu",
+        "mxf",
+        "rm",
+        "w64",
+        "wv",
+        "ape",
+        "tta",
+        "dts",
+        "gif",
+    ),
+)
+"""Formats that are read. Others are not, such as play lists, which name more files and addresses that would be opened."""
 
 
 @dataclass(frozen=True, slots=True)
 class Viewing:
     """Which frames are looked at: ``fps`` of them a second, but at least ``least``, as far as there are so many, and never more than
-    ``max_frames``, evenly over the whole."""
+    ``max_frames``, evenly over the whole. Decoded, they have at most ``most_bytes``."""
 
     fps: float | None
     max_frames: int
     max_seconds: float | None
     max_source_pixels: int
     least: int = 1
+    most_bytes: float = math.inf
+
+    def check(self, frames: int, height: int, width: int, allowance: int = 1) -> None:
+        """Raise ``ValueError`` for frames that are too large, or too large together."""
+        if height * width > self.max_source_pixels:
+            raise ValueError(
+                f"frames of {width} x {height} pixels, more than data.media.max_source_pixels = {self.max_source_pixels}"
+            )
+        if (size := frames * height * width * 3) > allowance * self.most_bytes:
+            raise ValueError(
+                f"{frames} frames of {width} x {height} pixels take {human_bytes(size)}, more than {allowance if allowance > 1 else ''}"
+                f"{' times ' if allowance > 1 else ''}data.media.max_decoded_mb = {self.most_bytes / 2**20:g}"
+            )
 
     def choose(self, times: Sequence[float]) -> list[int]:
         """Positions in ``times``, which ascend, of the frames to look at."""
@@ -53,8 +97,7 @@ def clip_extent(content: Content, viewing: Viewing) -> Extent:
     """What ``read_clip`` will give, without decoding every frame."""
     if isinstance(content, np.ndarray | Frames):
         chosen, times = _even(content, viewing)
-        size = picture_size(_frame(content, chosen[0]), viewing.max_source_pixels)
-        return Extent((len(chosen), *size), times)
+        return Extent((len(chosen), *_one_size(content, chosen, viewing)), times)
     if _is_animation(content):
         with _animation(content) as picture:
             return _extent_of(picture, viewing)[1]
@@ -67,14 +110,13 @@ def read_clip(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
     """The frames looked at, and when each was."""
     if isinstance(content, np.ndarray | Frames):
         chosen, times = _even(content, viewing)
-        frames = [read_picture(_frame(content, k), viewing.max_source_pixels) for k in chosen]
-        if len({f.shape for f in frames}) > 1:
-            raise ValueError(f"frames of different sizes: {', '.join(sorted({f'{f.shape[1]} x {f.shape[0]}' for f in frames}))}")
-        return np.stack(frames), Extent((len(chosen), *frames[0].shape), times)
+        shape = (len(chosen), *_one_size(content, chosen, viewing))
+        pictures = (read_picture(_frame(content, k), viewing.max_source_pixels) for k in chosen)
+        return _filled(shape, enumerate(pictures)), Extent(shape, times)
     if _is_animation(content):
         with _animation(content) as picture:
             chosen, extent = _extent_of(picture, viewing)
-            return np.stack([_shown(picture, k) for k in chosen]), extent
+            return _filled(extent.shape, ((at, _shown(picture, k)) for at, k in enumerate(chosen))), extent
     return _decoded(content, viewing)
 
 
@@ -84,43 +126,67 @@ def _decoded(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
         places, extent = _plan(library, container, viewing)
         container.seek(0, backward=True, any_frame=False)
         try:
-            return np.stack(_seen(container.decode(container.streams.video[0]), places)), extent
+            return _seen(container.decode(container.streams.video[0]), places, extent.shape), extent
         except library.FFmpegError as error:
             raise ValueError(f"the video is damaged: {error.strerror}") from None
 
 
-def _seen(frames: Iterable[Any], places: Sequence[int]) -> list[np.ndarray]:
-    """What is to be seen at each of ``places``, which ascend.
+def _one_size(content: np.ndarray | Frames, chosen: Sequence[int], viewing: Viewing) -> tuple[int, int, int]:
+    """Return the size that all ``chosen`` frames have, by their headers."""
+    sizes = {picture_size(_frame(content, k), viewing.max_source_pixels) for k in chosen}
+    if len(sizes) > 1:
+        raise ValueError(f"frames of different sizes: {', '.join(sorted(f'{width} x {height}' for height, width, _ in sizes))}")
+    ((height, width, channels),) = sizes
+    viewing.check(len(chosen), height, width)
+    return height, width, channels
+
+
+def _filled(shape: tuple[int, ...], frames: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Return an array of ``shape`` with numbered ``frames`` in it, of which there is never a second copy."""
+    out = np.empty(shape, np.uint8)
+    for at, frame in frames:
+        if frame.shape != shape[1:]:
+            raise ValueError(f"frames of different sizes: {frame.shape[1]} x {frame.shape[0]} after {shape[2]} x {shape[1]}")
+        out[at] = frame
+    return out
+
+
+def _seen(frames: Iterable[Any], places: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
+    """Return what is to be seen at each of ``places``, which ascend, as an array of ``shape``.
 
     A packet may have no frame of its own: some codecs send what only later frames refer to, and a stream may be cut before what
     its first ones refer to. Then that frame is seen which stands at the time, or the first of all. Raises ``ValueError`` where
     more than half are so.
     """
-    own: dict[int, np.ndarray] = {}
+    own: set[int] = set()
     before: dict[int, Any] = {}
-    first = None
-    for frame in frames:
-        if frame.pts is None:
-            continue
-        first = first or frame
-        at = bisect_left(places, frame.pts)
-        if at < len(places) and places[at] == frame.pts:
-            own[at] = _upright(frame)
-        elif at not in before or before[at].pts < frame.pts:
-            before[at] = frame
-        if len(own) == len(places):
-            break
-    if 2 * len(own) < len(places):
-        raise ValueError(f"the video is damaged: {len(places) - len(own)} of {len(places)} frames cannot be decoded")
-    seen: list[np.ndarray] = []
-    for k in range(len(places)):
-        if k in own:
-            seen.append(own[k])
-        elif k in before or not seen:
-            seen.append(_upright(before.get(k, first)))
-        else:
-            seen.append(seen[-1])
-    return seen
+
+    def shown() -> Generator[tuple[int, np.ndarray]]:
+        first = None
+        for frame in frames:
+            if frame.pts is None:
+                continue
+            if max(frame.height, frame.width) > max(shape[1:3]):
+                raise ValueError(f"frames of different sizes: {frame.width} x {frame.height} after {shape[2]} x {shape[1]}")
+            first = first or frame
+            at = bisect_left(places, frame.pts)
+            if at < len(places) and places[at] == frame.pts:
+                own.add(at)
+                yield at, _upright(frame)
+            elif at not in before or before[at].pts < frame.pts:
+                before[at] = frame
+            if len(own) == len(places):
+                break
+        if 2 * len(own) < len(places):
+            raise ValueError(f"the video is damaged: {len(places) - len(own)} of {len(places)} frames cannot be decoded")
+        for at in sorted({*before, 0} & set(range(len(places))) - own):
+            yield at, _upright(before.get(at, first))
+
+    out = _filled(shape, shown())
+    for at in range(1, len(places)):
+        if at not in own and at not in before:
+            out[at] = out[at - 1]
+    return out
 
 
 def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Extent]:
@@ -128,21 +194,23 @@ def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Ex
     if not container.streams.video:
         raise ValueError("no video in the file")
     source = container.streams.video[0]
+    viewing.check(1, source.codec_context.height, source.codec_context.width)  # before the first frame is decoded
+    source.codec_context.options = {**source.codec_context.options, "max_pixels": str(viewing.max_source_pixels)}
     try:
-        stamps = sorted(p.pts for p in container.demux(source) if p.pts is not None and not p.is_discard)
+        packets = islice(container.demux(source), MOST_PACKETS)
+        stamps = sorted(p.pts for p in packets if p.pts is not None and not p.is_discard)
         container.seek(0, backward=True, any_frame=False)
         first = next(iter(container.decode(source)), None)
     except library.FFmpegError as error:
         raise ValueError(f"the video is damaged: {error.strerror}") from None
     if first is None or not stamps:
         raise ValueError("the video has no frames")
+    if len(stamps) >= MOST_PACKETS - 1:
+        raise ValueError(f"the video has {MOST_PACKETS} frames or more")
     times = [float((s - stamps[0]) * source.time_base) for s in stamps]
     chosen = viewing.choose(times)
     height, width = _upright(first).shape[:2]
-    if height * width > viewing.max_source_pixels:
-        raise ValueError(
-            f"frames of {width} x {height} pixels, more than data.media.max_source_pixels = {viewing.max_source_pixels}"
-        )
+    viewing.check(len(chosen), height, width)
     return [stamps[k] for k in chosen], Extent((len(chosen), height, width, 3), tuple(times[k] for k in chosen))
 
 
@@ -190,7 +258,7 @@ def _leafed(content: Any) -> tuple[Image.Image, int | None]:
     """The picture at its first frame, and at which it stood if it is only lent."""
     try:
         if not isinstance(content, Image.Image):
-            return Image.open(stream(content)), None
+            return Image.open(stream(content), formats=picture_formats()), None
         if frame_count(content) == 1:
             return content.copy(), None
         at = content.tell()
@@ -202,20 +270,31 @@ def _leafed(content: Any) -> tuple[Image.Image, int | None]:
 
 def _extent_of(picture: Image.Image, viewing: Viewing) -> tuple[list[int], Extent]:
     times, now = [], 0.0
-    for k in range(frame_count(picture)):
-        picture.seek(k)
-        picture.load()  # a WebP tells how long a frame stands only then
+    count = frame_count(picture)
+    for k in range(count):
+        with _damage(k):
+            picture.seek(k)
+        height, width, channels = picture_size(picture, viewing.max_source_pixels)  # a GIF may grow from frame to frame
+        viewing.check(count, height, width, PASSED_BY)
+        with _damage(k):
+            picture.load()  # a WebP tells how long a frame stands only then
         times.append(now)
         now += (picture.info.get("duration") or 100) / 1000
     chosen = viewing.choose(times)
-    size = picture_size(picture, viewing.max_source_pixels)
-    return chosen, Extent((len(chosen), *size), tuple(times[k] for k in chosen))
+    viewing.check(len(chosen), height, width)
+    return chosen, Extent((len(chosen), height, width, channels), tuple(times[k] for k in chosen))
 
 
 def _shown(picture: Image.Image, k: int) -> np.ndarray:
-    try:
+    with _damage(k):
         picture.seek(k)
         return np.asarray(to_rgb(picture))
+
+
+@contextmanager
+def _damage(k: int) -> Generator[None]:
+    try:
+        yield
     except Exception as error:  # plugins raise SyntaxError, struct.error and more
         raise ValueError(f"the animation is damaged at frame {k + 1}: {error}") from error
 
@@ -224,9 +303,16 @@ def _container(library: Any, content: Content) -> Any:
     if not isinstance(content, Path | bytes):
         raise ValueError(f"{type(content).__name__} is no video")
     try:
-        return library.open(stream(content))
+        return opened(library, content)
     except library.FFmpegError as error:
         raise ValueError(f"not a video of any known format: {error.strerror}") from None
+
+
+def opened(library: Any, content: Path | bytes) -> Any:
+    """Open a container of one of ``CONTAINERS``, which can open nothing else by itself."""
+    return library.open(
+        stream(content), "r", container_options={"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "file"}
+    )
 
 
 def _library() -> Any:

@@ -8,27 +8,30 @@ import io
 import os
 import re
 import tempfile
-import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from threading import RLock
-from typing import IO, Any
+from typing import Any
 from urllib.parse import unquote, unquote_to_bytes, urlparse
 
 import numpy as np
 from PIL import Image
 
+from lightrft.datasets.media.access import UNRESTRICTED, Access
+from lightrft.datasets.media.download import Bounds, public, receive
+
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{32,}={0,2}\s*")
 _NESTED = ("image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "url", "path", "file")
 _ANIMATED = ("GIF", "PNG", "WEBP")
 _PICTURES = (*_ANIMATED, "BMP", "JPEG", "PPM", "TIFF")
+_FORMATS = (*_PICTURES, "AVIF", "DIB", "ICO", "JPEG2000", "MPO", "PCX", "QOI", "SGI", "TGA")
 _HOLDS = tuple(RLock() for _ in range(64))
-_BLANK = b"\xef\xbb\xbf \t\r\n"
 LARGEST = 4 << 30
-"""Bytes of a download: more than hours of video. What is larger is an archive, or a stream that never ends."""
+"""Bytes of a file: more than hours of video. What is larger is an archive, or a stream that never ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +55,22 @@ Content = Path | bytes | Image.Image | np.ndarray | Samples | Frames
 @dataclass(frozen=True, slots=True)
 class Fetch:
     """How files are found and downloads kept: ``folder`` keeps what URLs name, each of at most ``largest`` bytes that come within
-    ``timeout`` seconds."""
+    ``timeout`` seconds. ``access`` says which files and hosts rows may name."""
 
     folder: Path
     timeout: float
     offline: bool = False
     largest: int = LARGEST
+    access: Access = UNRESTRICTED
 
     def content(self, value: Any, root: Path) -> Content:
         """What ``value`` stands for; relative paths start from ``root``."""
         if isinstance(value, str):
             return self._named(value, root)
         if isinstance(value, os.PathLike):
-            return _file(root / value)
+            return self._file(root / value)
         if isinstance(value, bytes | bytearray | memoryview):
+            self._check_size(len(value))
             return _some(bytes(value))
         if isinstance(value, Image.Image | np.ndarray):
             return value
@@ -86,9 +91,9 @@ class Fetch:
             return Samples(np.asarray(value["array"]), int(value["sampling_rate"]))
         encoded = value.get("data") if value.get("data") is not None else value.get("base64")
         if encoded is not None:
-            return (
-                _decoded(encoded) if isinstance(encoded, str) and not encoded.startswith("data:") else self.content(encoded, root)
-            )
+            if isinstance(encoded, str) and not encoded.startswith("data:"):
+                return self._decoded(encoded)
+            return self.content(encoded, root)
         inside = nested(value)
         if inside is None:
             raise ValueError(f"neither bytes, path, url nor array in it; it has: {', '.join(map(str, value)) or 'nothing'}")
@@ -106,64 +111,82 @@ class Fetch:
 
     def _named(self, text: str, root: Path) -> Content:
         if text.startswith("data:"):
-            return _data_uri(text)
+            return self._data_uri(text)
         scheme = urlparse(text).scheme if "://" in text[:16] else ""
         if scheme in ("http", "https"):
             return self._download(text)
         if scheme == "file":
-            return _file(Path(unquote(text.removeprefix("file://").removeprefix("localhost"))))
+            return self._file(Path(unquote(text.removeprefix("file://").removeprefix("localhost"))))
         if scheme:
             raise ValueError(f"{shown(text)}: only http, https and file addresses can be read")
         path = root / Path(text).expanduser() if len(text) < 4096 else None
         if (path is None or not _is_file(path)) and _BASE64.fullmatch(text) and len(text) >= 64:
-            return _decoded(text)
+            return self._decoded(text)
         if path is None:
             raise ValueError(f"{shown(text)} is neither a path nor base64")
-        return _file(path)
+        return self._file(path)
 
     def _download(self, url: str) -> Path:
+        self.access.check_host(urlparse(url).hostname or "")
         name = blake2b(url.encode(), digest_size=16).hexdigest()
         path = self.folder / f"{name}{Path(urlparse(url).path).suffix[:8]}"
         if path.is_file():
             return path
         if self.offline:
-            raise ValueError(f"{url} has not been downloaded to {self.folder}, and data.media.offline is set")
+            raise ValueError(f"{public(url)} has not been downloaded to {self.folder}, and data.media.offline is set")
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             dir=self.folder, suffix=".part", delete=False
         ) as file:  # several workers may want the same one
             part = Path(file.name)
             try:
-                self._receive(url, file)
+                receive(url, file, Bounds(self.timeout, self.largest, self.access))
             except BaseException:
                 part.unlink()
                 raise
         part.replace(path)
         return path
 
-    def _receive(self, url: str, file: IO[bytes]) -> None:
-        """Write what ``url`` names to ``file``. Raises ``ValueError`` for what does not come, not in time, or is no media at a glance."""
-        import httpx
+    def _file(self, path: Path) -> Path:
+        path = self.access.check_file(path)
+        if not _is_file(path):
+            raise ValueError(f"there is no file {path}" + ("" if path.is_absolute() else f" (in {Path.cwd()})"))
+        if path.stat().st_size == 0:
+            raise ValueError(f"{path} is empty")
+        self._check_size(path.stat().st_size)
+        return path
 
-        began, size, first = time.monotonic(), 0, b""
-        refused = f"{url} cannot be downloaded"
-        late = f"{refused} within data.media.timeout = {self.timeout:g} s"
+    def _check_size(self, size: int) -> None:
+        if size > self.largest:
+            raise ValueError(f"it has {size} bytes, more than data.media.max_file_mb = {self.largest / 2**20:g}")
+
+    def _data_uri(self, text: str) -> bytes:
+        meta, comma, _ = text[:1000].partition(",")
+        if not comma:
+            raise ValueError("a data: address without a comma")
+        if meta.endswith(";base64"):
+            return self._decoded(text[len(meta) + 1 :])
+        self._check_size(len(text))
+        return _some(unquote_to_bytes(text[len(meta) + 1 :]))
+
+    def _decoded(self, text: str) -> bytes:
+        """The bytes of base64, in the alphabet of URLs too. White space does not count."""
+        self._check_size(len(text) // 4 * 3)
+        body = "".join(text.split()).replace("-", "+").replace("_", "/")
         try:
-            with httpx.stream("GET", url, timeout=self.timeout, follow_redirects=True) as response:
-                response.raise_for_status()
-                for data in response.iter_bytes():
-                    file.write(data)
-                    size, first = size + len(data), first or data.lstrip(_BLANK)[:1]
-                    if size > self.largest:
-                        raise ValueError(f"{refused}: it has more than the {self.largest} bytes that a download may have")
-                    if time.monotonic() - began > self.timeout:  # httpx bounds each wait for more, not all of them
-                        raise ValueError(late)
-        except httpx.TimeoutException as error:
-            raise ValueError(late) from error
-        except httpx.HTTPError as error:
-            raise ValueError(f"{refused}: {type(error).__name__}: {error}") from error
-        if first in (b"", b"<", b"{"):
-            raise ValueError(f"{refused}: what comes is {'a page of text, no media' if first else 'empty'}")
+            return _some(base64.b64decode(body + "=" * (-len(body) % 4), validate=True))
+        except binascii.Error as error:
+            raise ValueError(f"not base64: {error}") from None
+
+
+@cache
+def picture_formats() -> tuple[str, ...]:
+    """Return the formats of pictures that are read, of those that Pillow was built with.
+
+    Others are refused, such as EPS, which starts a PostScript interpreter.
+    """
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def nested(value: Mapping[str, Any]) -> Any:
@@ -286,14 +309,6 @@ def _feed_others(seen: Any, picture: Image.Image) -> None:
         picture.seek(at)
 
 
-def _file(path: Path) -> Path:
-    if not _is_file(path):
-        raise ValueError(f"there is no file {path}" + ("" if path.is_absolute() else f" (in {Path.cwd()})"))
-    if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty")
-    return path
-
-
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
@@ -305,18 +320,3 @@ def _some(data: bytes) -> bytes:
     if not data:
         raise ValueError("there are no bytes")
     return data
-
-
-def _data_uri(text: str) -> bytes:
-    meta, comma, body = text.partition(",")
-    if not comma:
-        raise ValueError("a data: address without a comma")
-    return _decoded(body) if meta.endswith(";base64") else _some(unquote_to_bytes(body))
-
-
-def _decoded(text: str) -> bytes:
-    body = "".join(text.split()).replace("-", "+").replace("_", "/")
-    try:
-        return _some(base64.b64decode(body + "=" * (-len(body) % 4), validate=True))
-    except binascii.Error as error:
-        raise ValueError(f"not base64: {error}") from None

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from lightrft.datasets.media.contents import Content, held, stream
+from lightrft.datasets.media.contents import Content, held, picture_formats, stream
 
 _ORIENTATION = 0x0112
 _UPRIGHT = {
@@ -46,7 +46,7 @@ def read_picture(content: Content, limit: int) -> np.ndarray:
 def to_rgb(picture: Image.Image) -> Image.Image:
     """``picture`` in RGB, transparent places white."""
     if picture.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255
-        return Image.fromarray((np.asarray(picture).astype(np.int64).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
+        return Image.fromarray((np.asarray(picture).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if picture.mode == "F":
         raise ValueError("a picture of floating-point numbers; save it with 8 or 16 bits")
     if picture.has_transparency_data:
@@ -62,7 +62,7 @@ def _opened(content: Content) -> Image.Image:
     if not isinstance(content, Path | bytes):
         raise ValueError(f"{type(content).__name__} is no picture")
     try:
-        return Image.open(stream(content))
+        return Image.open(stream(content), formats=picture_formats())
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"the picture is too large: {error}") from None
     except Image.UnidentifiedImageError:

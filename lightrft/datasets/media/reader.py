@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,17 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrft.datasets.media.access import Access
 from lightrft.datasets.media.attachments import attachment
 from lightrft.datasets.media.clips import Viewing, clip_extent, read_clip
 from lightrft.datasets.media.contents import Content, Fetch, digest, shown
 from lightrft.datasets.media.items import Item
 from lightrft.datasets.media.pictures import picture_size, read_picture
-from lightrft.datasets.media.sounds import Hearing, read_sound, sound_length
+from lightrft.datasets.media.sounds import SAMPLE_BYTES, Hearing, read_sound, sound_length
 from lightrft.datasets.media.workers import Workers
 from lightrft.datasets.rows import BadRow
 from lightrft.datasets.settings import MediaConfig
 from lightrft.types import Attachment, Extent, Media, Ragged
 from lightrft.utils.errors import UserError
+from lightrft.utils.files import human_bytes
 
 T = TypeVar("T")
 
@@ -53,7 +56,9 @@ class MediaReader:
         self.config = config
         self.processor = processor.limited(config.min_pixels, config.max_pixels)
         self.workers = Workers(config.workers)
-        self._fetch = Fetch(Path(config.downloads).expanduser(), config.timeout, config.offline)
+        access = Access(config.allow.roots, config.allow.hosts)
+        folder, largest = Path(config.downloads).expanduser(), round(config.max_file_mb * 2**20)
+        self._fetch = Fetch(folder, config.timeout, config.offline, largest, access)
         self._ready = _Recent(config.cache_mb << 20)
 
     @property
@@ -64,6 +69,15 @@ class MediaReader:
     def measured(self, items: Sequence[Item]) -> list[Extent | BadRow]:
         """The extent of each item, or why there is none; side by side."""
         return self.workers.map(self._measured, items)
+
+    def check_total(self, items: Sequence[Item], extents: Sequence[Extent], where: str) -> None:
+        """Raise ``BadRow`` when the items of one row together are more than ``max_row_mb``."""
+        total = sum(self._bytes(item.kind, extent) for item, extent in zip(items, extents, strict=True))
+        if total > self.config.max_row_mb * 2**20:
+            raise BadRow(
+                f"{where}: its {len(items)} pictures, videos and sounds take {human_bytes(total)} once they are decoded, more than "
+                f"data.media.max_row_mb = {self.config.max_row_mb:g}"
+            )
 
     def measure(self, item: Item) -> Extent:
         """How large an item is once decoded, from its header where that is enough."""
@@ -142,7 +156,7 @@ class MediaReader:
     def _measure(self, item: Item) -> Extent:
         content = self._fetch.content(item.value, item.root)
         if item.kind == "image":
-            return Extent(picture_size(content, self.config.max_source_pixels))
+            return Extent(self._picture_size(content))
         if item.kind == "video":
             return clip_extent(content, self._viewing(item))
         return Extent((sound_length(content, self._hearing(item)),))
@@ -161,20 +175,34 @@ class MediaReader:
         if item.kind == "video":
             return read_clip(content, self._viewing(item))
         if item.kind == "image":
+            self._picture_size(content)
             value = read_picture(content, self.config.max_source_pixels)
         else:
             value = read_sound(content, self._hearing(item))
         return value, Extent(value.shape)
 
+    def _picture_size(self, content: Content) -> tuple[int, int, int]:
+        size = picture_size(content, self.config.max_source_pixels)
+        if math.prod(size) > self.config.max_decoded_mb * 2**20:
+            raise ValueError(
+                f"the picture takes {human_bytes(math.prod(size))} once it is decoded, more than data.media.max_decoded_mb = "
+                f"{self.config.max_decoded_mb:g}"
+            )
+        return size
+
+    def _bytes(self, kind: str, extent: Extent) -> int:
+        return SAMPLE_BYTES * extent.shape[0] if kind == "audio" else math.prod(extent.shape)
+
     def _viewing(self, item: Item) -> Viewing:
         config = self.config
         least = getattr(self.parts[item.kind], "least", 1)  # only some parts for clips ask for so many frames
-        return Viewing(
-            config.fps if item.fps is None else item.fps, config.max_frames, config.max_seconds, config.max_source_pixels, least
-        )
+        fps = config.fps if item.fps is None else item.fps
+        most = config.max_decoded_mb * 2**20
+        return Viewing(fps, config.max_frames, config.max_seconds, config.max_source_pixels, least, most)
 
     def _hearing(self, item: Item) -> Hearing:
-        return Hearing(self.parts[item.kind].rate, self.config.resample, self.config.max_seconds)
+        config = self.config
+        return Hearing(self.parts[item.kind].rate, config.resample, config.max_seconds, config.max_decoded_mb * 2**20)
 
 
 def joined(ready: Sequence[Ready]) -> Media:

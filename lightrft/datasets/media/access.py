@@ -1,0 +1,107 @@
+"""The files and hosts that rows may name. Raises ``ValueError`` with the reason for all others."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+ANY = "*"
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The rules of ``data.media.allow``.
+
+    Args:
+        roots: folders whose files may be read, or ``*``.
+        hosts: host names, patterns such as ``*.example.org``, addresses or networks. ``*`` allows every public address.
+    """
+
+    roots: tuple[str, ...] = (ANY,)
+    hosts: tuple[str, ...] = (ANY,)
+
+    def check_file(self, path: Path) -> Path:
+        """Return where ``path`` leads, through all links, if that is below one of ``roots``."""
+        if ANY in self.roots:
+            return path
+        real = path.resolve()
+        if not any(real.is_relative_to(Path(root).expanduser().resolve()) for root in self.roots):
+            raise ValueError(f"{path} is in none of the folders of data.media.allow.roots")
+        return real
+
+    def check_host(self, host: str) -> None:
+        """Refuse a host by its name alone; ``addresses`` looks at where it leads."""
+        address = _literal(host)
+        if address is not None:
+            self._check_address(host, address)
+        elif ANY not in self.hosts and not self._is_named(host) and not self._networks():
+            raise ValueError(f"the host {host} is not in data.media.allow.hosts")
+
+    def addresses(self, host: str, port: int) -> list[str]:
+        """Look up ``host``. Return its addresses that may be connected to, at least one.
+
+        Connect to these and do not look up ``host`` again: it may lead elsewhere the next time.
+        """
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            raise ValueError(f"the host {host} cannot be found ({error})") from None
+        allowed, refused = [], ValueError(f"the host {host} has no address")
+        for text in dict.fromkeys(str(entry[4][0]) for entry in found):
+            try:
+                self._check_address(host, ipaddress.ip_address(text.partition("%")[0]))
+                allowed.append(text)
+            except ValueError as error:
+                refused = error
+        if not allowed:
+            raise refused
+        return allowed
+
+    def _check_address(self, host: str, address: Address) -> None:
+        if self._is_named(host) or any(address in network for network in self._networks()):
+            return
+        if ANY not in self.hosts:
+            raise ValueError(f"the host {host} is not in data.media.allow.hosts")
+        if not all(one.is_global and not one.is_multicast for one in _meant(address)):
+            raise ValueError(
+                f"the host {host} has the private address {address}; add the host to data.media.allow.hosts if rows may read it"
+            )
+
+    def _is_named(self, host: str) -> bool:
+        host = host.lower().rstrip(".")
+        return any(pattern != ANY and fnmatchcase(host, pattern.lower().rstrip(".")) for pattern in self.hosts)
+
+    def _networks(self) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
+        found = []
+        for entry in self.hosts:
+            with suppress(ValueError):  # a name
+                found.append(ipaddress.ip_network(entry, strict=False))
+        return found
+
+
+UNRESTRICTED = Access()
+"""Every file, and every host with a public address."""
+
+
+def _literal(host: str) -> Address | None:
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+
+
+def _meant(address: Address) -> Iterator[Address]:
+    """Yield ``address`` and the IPv4 addresses that an IPv6 one may stand for."""
+    yield address
+    if isinstance(address, ipaddress.IPv6Address):
+        inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+        if address in _NAT64:
+            inside.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        yield from (one for one in inside if one is not None)
