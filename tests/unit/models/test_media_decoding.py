@@ -6,13 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from lightrft.models.cached_decoding import CachedDecodeSession
 from lightrft.models.decoding import Decoder, Session
 from lightrft.models.embedding import own_inputs
 from lightrft.models.packing import pack
 from lightrft.models.tiny_media import MEDIA_FAMILIES
 from lightrft.strategy.engine.native import NativeEngine
 from lightrft.strategy.settings import EngineConfig, SamplingConfig
-from lightrft.types import Batch, Request, Segments
+from lightrft.types import Batch, Request, Rollout, Segments
 from tests.media_helpers import mixed_prompts, rig
 from tests.model_helpers import STORED
 
@@ -43,7 +44,9 @@ def plain_loop(r, prompt):
     return answer
 
 
-class CarefulSession(Session):
+class Banning:
+    """A session that gives ``banned`` tokens no probability."""
+
     banned: list[int]
 
     def prefill(self, *args, **kwargs):
@@ -57,6 +60,14 @@ class CarefulSession(Session):
         return logits
 
 
+class CarefulSession(Banning, Session):
+    """By plan."""
+
+
+class CarefulCachedSession(Banning, CachedDecodeSession):
+    """With the model's own cache."""
+
+
 class Careful(Decoder):
     """Draws none of ``banned``."""
 
@@ -68,8 +79,21 @@ class Careful(Decoder):
         return session
 
 
-def answers(r, prompts, samples, temperature=0.0):
-    decoder = Careful(r.actor.base)
+class CarefulCached(Careful):
+    """Draws none of ``banned``, with the model's own cache."""
+
+    def __init__(self, model):
+        super().__init__(model)
+        self.by_plan = False
+
+    def session(self):
+        session = CarefulCachedSession(self.model)
+        session.banned = self.banned
+        return session
+
+
+def answers(r, prompts, samples, temperature=0.0, decoder=Careful):
+    decoder = decoder(r.actor.base)
     decoder.banned = banned(r)
     engine = NativeEngine(decoder, r.tokenizer, EngineConfig())
     requests = [Request(p, seed=10 * i + s, sample=s) for i, p in enumerate(prompts) for s in range(samples)]
@@ -142,3 +166,33 @@ def test_a_tower_sees_the_media_of_a_prompt_once_whatever_the_number_of_answers(
             if x.values.is_floating_point() and x.values.dim() > 1
         )
         assert sum(n * torch.Size(shape).numel() for shape, n in first.items()) == held
+
+
+@pytest.mark.parametrize("family", MEDIA_FAMILIES)
+def test_the_models_own_cache_gives_the_answers_of_the_plan_where_media_are_read(family, tmp_path):
+    r = rig(family, tmp_path)
+    prompts = mixed_prompts(r)[:4]
+    by_plan, cached = (
+        {
+            key: (found.token_ids, found.logprobs)
+            for key, found in answers(r, prompts, 2, temperature=1.0, decoder=decoder).items()
+        }
+        for decoder in (Careful, CarefulCached)
+    )
+    assert by_plan.keys() == cached.keys()
+    for key, (tokens, logprobs) in by_plan.items():
+        assert cached[key][0] == tokens
+        assert cached[key][1] == pytest.approx(logprobs, abs=1e-5)
+
+
+def test_a_placeholder_that_was_sampled_stands_for_nothing_when_its_answer_is_resumed(tmp_path):
+    r = rig("qwen2_vl", tmp_path)
+    prompt = next(p for p in mixed_prompts(r) if p.media)
+    token = r.actor.family.reader.towers[0].token_id(r.actor.base.config)
+    engine = NativeEngine(Decoder(r.actor.base), r.tokenizer, EngineConfig())
+    begun = Rollout(prompt, [token, 40, 41], [True] * 3, [-1.0] * 3, [0] * 3, "abort", 7, 0)
+    (found,) = engine.generate([Request(prompt, 7, begun=begun)], SamplingConfig(max_new_tokens=6))
+    batch = Batch(Segments.of_prompts([prompt]), Segments.of([found.token_ids]), torch.tensor([0]))
+    with torch.no_grad():
+        expected = r.actor.score(batch).logprobs
+    assert found.logprobs[3:] == pytest.approx(expected[3:].tolist(), abs=1e-5)
