@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 MASTER, MOMENT = 4, 4
 """Bytes of a float32 master weight, and of each of the two moments of AdamW."""
@@ -117,6 +117,20 @@ def key_value_cache(tokens: int, widths: Sequence[int], itemsize: int) -> int:
 
     ``widths``: key heads x head width of each layer."""
     return tokens * 2 * sum(widths) * itemsize
+
+
+def recurrent_states(rows: int, fields: Mapping[str, Any]) -> int:
+    """Return the bytes of the recurrent states of ``rows``, where every layer of a config with ``fields`` has one.
+
+    mamba: rows x layers x inner width x state size x 4 bytes; rwkv: rows x layers x 5 x hidden size x 4 bytes. Hybrid models
+    are counted as if every layer had both keys and a state. Convolution states are left out: they are a few tokens long.
+    """
+    layers, hidden = fields.get("num_hidden_layers") or 0, fields.get("hidden_size") or 0
+    if fields.get("model_type") == "rwkv":
+        return rows * layers * 5 * hidden * 4
+    size = fields.get("state_size") or fields.get("mamba_d_state") or fields.get("ssm_state_size") or 0
+    inner = hidden * (fields.get("expand") or fields.get("mamba_expand") or 2)
+    return rows * layers * inner * size * 4
 
 
 def tokens_held(

@@ -13,6 +13,7 @@ from torch import nn
 from lightrft.config import RLConfig, SFTConfig
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.decoding import PREFILL_TOKENS
+from lightrft.models.decoding_kinds import decodes_by_plan
 from lightrft.models.reading import PIECE, put_together
 from lightrft.strategy.blocks import largest_block, outermost_blocks
 from lightrft.strategy.settings import StrategyConfig
@@ -36,6 +37,7 @@ from lightrft.trainer.memory import (
     made_whole,
     on_device,
     on_their_way,
+    recurrent_states,
     tokens_held,
 )
 from lightrft.trainer.parts import needs_of, needs_old_logprobs
@@ -156,13 +158,13 @@ def drawing_answers(place: Place, policy: Model, *, evaluating: bool = False) ->
             return
         answer = config.eval.sampling.max_new_tokens
         lengths = Lengths(config.eval.data.max_prompt_tokens, answer, config.eval.limit or engine.max_rows, config.eval.samples)
-    heads = text.num_attention_heads
-    width = getattr(text, "num_key_value_heads", None) or heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads, width = _heads(text)
     itemsize, answer = policy.model.base.dtype.itemsize, lengths.answer
-    groups = math.ceil(lengths.groups * shares.cut / place.among)
-    tokens, rows, slots = tokens_held(groups, lengths.samples, lengths.prompt, answer, engine.token_budget, engine.max_rows)
-    cache = key_value_cache(tokens, [width * head] * text.num_hidden_layers, itemsize)
+    groups, samples = math.ceil(lengths.groups * shares.cut / place.among), lengths.samples
+    if not decodes_by_plan(policy.model.base.config):  # each row has its own copy of its prompt
+        groups, samples = groups * samples, 1
+    tokens, rows, slots = tokens_held(groups, samples, lengths.prompt, answer, engine.token_budget, engine.max_rows)
+    cache = key_value_cache(tokens, [width] * text.num_hidden_layers, itemsize) + recurrent_states(rows, text.to_dict())
     at_once = max(1, min(slots, PREFILL_TOKENS // lengths.prompt))
     prefill = tracing.largest_batch(at_once, 1, lengths.prompt, 1, at_once * (lengths.prompt + 1), "packed")
     read = traced(place, policy, lambda: tracing.forward(policy.model, prefill), prefill, False)
@@ -300,13 +302,20 @@ def traced(place: Place, m: Model, trace: Callable[[], Traced], batch: Batch, tr
     return Traced(kept + inputs + logits + summed, summed)
 
 
+def _heads(text: Any) -> tuple[int, int]:
+    """Return the attention heads of a layer, and the width of its keys; both 0 for a model without attention."""
+    fields = text.to_dict()
+    heads = fields.get("num_attention_heads") or vars(text).get(text.attribute_map.get("num_attention_heads", "")) or 0
+    if not heads:
+        return 0, 0
+    head = fields.get("head_dim") or text.hidden_size // heads
+    return heads, head * (fields.get("num_key_value_heads") or heads)
+
+
 def _widths(text: Any) -> dict[str, int]:
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return {
-        "queries": head * text.num_attention_heads,
-        "keys": head * (getattr(text, "num_key_value_heads", None) or text.num_attention_heads),
-        "inner": _inner(text),
-    }
+    heads, keys = _heads(text)
+    head = getattr(text, "head_dim", None) or text.hidden_size // max(1, heads)
+    return {"queries": head * heads, "keys": keys, "inner": _inner(text)}
 
 
 def _inner(text: Any) -> int:

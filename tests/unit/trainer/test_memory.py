@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lightrft.models.tiny_families import TEXT_FAMILIES, family_config
+from lightrft.trainer import phases
 from lightrft.trainer.memory import (
     Held,
     Parameters,
@@ -21,6 +23,7 @@ from lightrft.trainer.memory import (
     on_device,
     on_their_way,
     peak,
+    recurrent_states,
     shown,
     size_of,
     tokens_held,
@@ -126,3 +129,20 @@ def test_sizes_are_read_and_written() -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"size|convert"):
         size_of(text)
+
+
+def test_the_recurrent_states_of_mamba_and_rwkv_are_counted_by_row() -> None:
+    mamba = {"model_type": "mamba", "num_hidden_layers": 3, "hidden_size": 32, "state_size": 16, "expand": 2}
+    assert recurrent_states(5, mamba) == 5 * 3 * 64 * 16 * 4
+    assert recurrent_states(5, {"model_type": "rwkv", "num_hidden_layers": 3, "hidden_size": 32}) == 5 * 3 * 5 * 32 * 4
+    assert recurrent_states(5, {"model_type": "qwen2", "num_hidden_layers": 3, "hidden_size": 32}) == 0
+
+
+def test_heads_are_found_in_the_config_of_every_text_family() -> None:
+    without = set()
+    for family in TEXT_FAMILIES:
+        heads, keys = phases._heads(family_config(family).get_text_config(decoder=True))
+        assert (heads > 0) == (keys > 0)
+        if not heads:
+            without.add(family)
+    assert without == {"falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm"} & set(TEXT_FAMILIES)
