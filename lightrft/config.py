@@ -18,6 +18,8 @@ class RewardTerm(Settings):
     """One term of a reward. ``function``: a registered name, ``package.module:function`` or ``file.py:function``;
     ``options`` are passed to it as keywords. The reward of an answer is the weighted sum of its terms, each logged by ``name``."""
 
+    functions: ClassVar[tuple[str, ...]] = ("function",)
+
     shorthand: ClassVar[str | None] = "function"
 
     function: str
@@ -60,6 +62,8 @@ class RunConfig(Settings):
     exists, a path goes on from that checkpoint. ``overwrite`` starts anew in a folder that exists. ``threads`` 0 leaves the
     number of CPU threads to the program.
     """
+
+    paths: ClassVar[tuple[str, ...]] = ("resume",)
 
     name: str = "run"
     dir: str = "runs"
@@ -198,6 +202,8 @@ class LogConfig(Settings):
 class Part(Settings):
     """A registered function (or ``package.module:function``) with keywords of its own."""
 
+    functions: ClassVar[tuple[str, ...]] = ("name",)
+
     shorthand: ClassVar[str | None] = "name"
 
     name: str
@@ -207,6 +213,8 @@ class Part(Settings):
 class AdvantageConfig(Settings):
     """Rewards to advantages. ``whiten`` standardises over the trained tokens of the global ``batch`` or of each ``group``; ``eps``
     guards a division by a standard deviation; ``gamma`` and ``lam`` are the discount and the trace of GAE (arXiv 1506.02438)."""
+
+    functions: ClassVar[tuple[str, ...]] = ("name",)
 
     shorthand: ClassVar[str | None] = "name"
 
@@ -222,6 +230,8 @@ class LossConfig(Settings):
     """The policy loss of a token. The ratio, of a ``token``, of the whole ``sequence`` (arXiv 2507.18071, eq. 7) or of the sequence
     with the gradient of the token (``sequence_token``, eq. 14), is clipped to ``[1 - clip_low, 1 + clip_high]``; ``dual_clip`` bounds
     the loss of negative advantages at that multiple (arXiv 1912.09729), ``ratio_cap`` their ratio (arXiv 2505.07291)."""
+
+    functions: ClassVar[tuple[str, ...]] = ("name",)
 
     shorthand: ClassVar[str | None] = "name"
 
@@ -242,6 +252,8 @@ class KLConfig(Settings):
     ``linear`` and ``cosine`` take it from ``coef`` to ``final`` in ``steps`` steps.
     Every ``refresh_every`` steps (0: never) the reference becomes ``refresh_decay`` times itself plus the rest of the policy.
     """
+
+    functions: ClassVar[tuple[str, ...]] = ("estimator",)
 
     where: Literal["none", "reward", "loss"] = "none"
     estimator: str = "k3"
@@ -326,6 +338,8 @@ class DriftConfig(Settings):
     """``coef`` times the distance of the policy from the old one, estimated from tokens of the old one (CPGD, arXiv 2505.12504). ``cap``
     bounds the pull of ``k3``, whose gradient is the ratio less 1, from above."""
 
+    functions: ClassVar[tuple[str, ...]] = ("estimator",)
+
     coef: float = Field(0.0, ge=0)
     estimator: str = "k3"
     cap: float | None = Field(None, gt=0)
@@ -383,6 +397,8 @@ class AlgorithmConfig(Settings):
     (its default is the longest answer that sampling allows).
     """
 
+    functions: ClassVar[tuple[str, ...]] = ("aggregation",)
+
     shorthand: ClassVar[str | None] = "preset"
 
     preset: str | None = "grpo"
@@ -439,6 +455,8 @@ def _full_parts(parts: Any, key: str = "name") -> Any:
 class TeacherConfig(Settings):
     """The frozen model of ``algorithm.distill``, with the tokenizer of the policy; all else is as in ``model``."""
 
+    paths: ClassVar[tuple[str, ...]] = ("path",)
+
     shorthand: ClassVar[str | None] = "path"
 
     path: str = ""
@@ -452,6 +470,8 @@ class CriticConfig(Settings):
     """The value model of ``gae``: starts from ``model`` unless it has a ``path``. The first ``warmup_steps`` steps train it alone, on
     answers of the frozen policy."""
 
+    paths: ClassVar[tuple[str, ...]] = ("path",)
+
     path: str = ""
     optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
     warmup_steps: int = Field(0, ge=0)
@@ -463,6 +483,8 @@ class ProcessConfig(Settings):
     It learns whether the reward of an answer reaches ``threshold``; its log-ratio to the reference, times ``beta``, is the reward of
     a token. ``forward``: ``single`` takes token rewards from the forward that it is trained by, ``double`` from one after that.
     """
+
+    paths: ClassVar[tuple[str, ...]] = ("path",)
 
     path: str = ""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
@@ -488,6 +510,8 @@ class CurriculumConfig(Settings):
     An answer passes when its reward reaches ``threshold``. The running pass rate of a prompt is its first one, then ``momentum``
     times itself plus the rest of the newest.
     """
+
+    functions: ClassVar[tuple[str, ...]] = ("name",)
 
     shorthand: ClassVar[str | None] = "name"
 
@@ -553,6 +577,8 @@ class EvalConfig(Settings):
 
 class RLConfig(Settings):
     """Everything that ``lightrft rl`` reads. ``reference`` is the model of the KL term, where that is not the start of training."""
+
+    paths: ClassVar[tuple[str, ...]] = ("reference",)
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -622,6 +648,8 @@ class GenerateConfig(Settings):
 
 class ChatConfig(Settings):
     """Everything that ``lightrft chat`` reads. The files that ``attach`` names go with the first message."""
+
+    paths: ClassVar[tuple[str, ...]] = ("attach",)
 
     run: RunConfig = RunConfig(name="chat")
     model: ModelConfig = ModelConfig()

@@ -6,10 +6,9 @@ import difflib
 import sys
 from collections.abc import Sequence
 from importlib import resources
-from pathlib import Path
 
 from lightrft.cli.common import memory_errors, set_threads, settings_of
-from lightrft.cli.show import closing_lines, exit_status, watching
+from lightrft.cli.show import closing_lines, exit_status, watching, with_report
 from lightrft.config import DemoConfig
 from lightrft.utils.errors import ConfigError
 
@@ -37,9 +36,7 @@ def run(arguments: Sequence[str]) -> int:
         summary = run_demo(config, observer)
     lines = closing_lines(config.run, summary)
     if summary["verb"] == "demo" and summary.get("finished"):
-        from lightrft.viewer.report import write_report
-
-        lines.insert(1, f"report: {write_report(Path(config.run.dir).expanduser() / config.run.name)}")
+        lines = with_report(config.run, lines)
     sys.stdout.write("\n".join(lines) + "\n")
     return exit_status(summary)
 

@@ -23,11 +23,24 @@ VERBS = {
     "generate": "answers to a file of prompts",
     "chat": "talk to a model",
     "export": "a Hugging Face folder from a run or a checkpoint",
+    "report": "a page about a run: its curves, groups, advantages and responses",
     "explain": "the objective that a preset or a config stands for",
     "doctor": "what a run needs and what is off, before it begins",
     "check": "whether a function of your own keeps the contract of its kind",
 }
 """Verb to what it does. Each is a module ``lightrft.cli.<verb>_verb`` with ``run(arguments) -> exit status``."""
+
+
+OTHER_VERBS = {
+    "rl": ("train", "grpo", "ppo", "dapo", "rloo", "reinforce", "rlhf", "train_rl", "train-rl"),
+    "sft": ("finetune", "fine-tune", "fine_tune", "train_sft", "train-sft"),
+    "eval": ("evaluate", "test", "validate", "benchmark"),
+    "generate": ("infer", "inference", "predict", "sample", "rollout"),
+    "chat": ("talk", "repl", "ask"),
+    "doctor": ("plan", "estimate", "diagnose", "dry-run"),
+    "explain": ("describe", "formula"),
+}
+"""Verb to what the same is called elsewhere."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     verb, *rest = words
     if verb not in VERBS:
-        near = difflib.get_close_matches(verb, VERBS, n=1)
+        near = [own for own, others in OTHER_VERBS.items() if verb.lower() in others] or difflib.get_close_matches(
+            verb, VERBS, n=1
+        )
         sys.stderr.write(f"lightrft: there is no verb {verb!r}{f'; did you mean {near[0]!r}?' if near else ''}\n\n{usage()}")
         return 2
     set_thread_policy()

@@ -7,14 +7,16 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from lightrft.config import RunConfig
+from lightrft.utils.errors import UserError, first_line
 from lightrft.utils.progress import Progress
 from lightrft.utils.ranks import first_rank
+from lightrft.viewer.report import write_report
 
 
 class Watch:
@@ -44,8 +46,22 @@ def watching(run: RunConfig) -> Generator[Watch]:
 def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:
     """Say where everything is, and what to type next; the exit status."""
     if first_rank():
-        sys.stdout.write("\n".join(closing_lines(run, summary)) + "\n")
+        sys.stdout.write("\n".join(with_report(run, closing_lines(run, summary))) + "\n")
     return exit_status(summary)
+
+
+def with_report(run: RunConfig, lines: Sequence[str]) -> list[str]:
+    """Write the report of a run that has ended. ``lines``, with one that says where it is before the commands.
+
+    A report that cannot be written is said to be missing: the run itself is safe, and ``lightrft report`` makes it again.
+    """
+    folder = Path(run.dir).expanduser() / run.name
+    try:
+        said = f"report: {write_report(folder)}"
+    except (UserError, OSError) as error:
+        said = f"report: not written ({first_line(error)}); lightrft report {folder} tries again"
+    commands = next((k for k, line in enumerate(lines) if line.startswith("  ")), len(lines))
+    return [*lines[:commands], said, *lines[commands:]]
 
 
 def exit_status(summary: Mapping[str, Any]) -> int:

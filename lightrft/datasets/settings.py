@@ -50,6 +50,8 @@ class MediaConfig(Settings):
     by side; ``cache_mb`` is what decoded media may take up in memory to be used again.
     """
 
+    paths: ClassVar[tuple[str, ...]] = ("root",)
+
     root: str = ""
     downloads: str = "~/.cache/lightrft/media"
     offline: bool = False
@@ -92,6 +94,9 @@ class SourceConfig(Settings):
     (a registered public data set, or ``module:function``) that takes ``reader_options`` as keywords. ``weight`` is the share of
     this source when several are blended. ``limit`` takes the first rows only. ``name`` is the data source of rows that name none.
     """
+
+    paths: ClassVar[tuple[str, ...]] = ("path",)
+    functions: ClassVar[tuple[str, ...]] = ("reader",)
 
     shorthand: ClassVar[str | None] = "path"
 

@@ -35,6 +35,8 @@ class ModelConfig(Settings):
     ``check_layout`` compares the layout with ``padded`` on a run's first batch and falls back, with a warning, where they differ.
     """
 
+    paths: ClassVar[tuple[str, ...]] = ("path", "tokenizer", "chat_template")
+
     shorthand: ClassVar[str | None] = "path"
 
     path: str = ""

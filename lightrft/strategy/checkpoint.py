@@ -241,8 +241,9 @@ class CheckpointStore:
         needed = max([reached, *last])
         free = shutil.disk_usage(self.folder if self.folder.exists() else final.anchor).free
         held = f"; {len(last)} earlier checkpoints there are intact" if last else ""
+        size = f"It needs {'about' if last else 'more than'} {human_bytes(needed)}, and " if needed else ""
         return DiskFullError(
-            f"{final} was not saved: the disk is full. It needs {'about' if last else 'more than'} {human_bytes(needed)}, and "
+            f"{final} was not saved: the disk is full. {size}"
             f"{human_bytes(free)} are free{held}. Free some space, put run.dir on another disk, or lower checkpoint.keep "
             f"(now {self.keep})",
             needed,

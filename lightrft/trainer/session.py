@@ -263,7 +263,7 @@ def next_commands(session: Session) -> list[str]:
     if tree["eval"]["data"]["sources"]:
         shared = {k: tree[k] for k in ("eval", "engine", "reward", "strategy")}
         run = {**tree["run"], "name": f"{session.path.name}-eval", "resume": "auto", "overwrite": False}
-        whole = {**tree["model"], "path": str(model), "tokenizer": None, "revision": None, "lora": None}
+        whole = {**tree["model"], "path": model.name, "tokenizer": None, "revision": None, "lora": None}
         file = session.path / "eval.yaml"
         write_atomic(file, to_yaml(build(EvaluateConfig, {**shared, "run": run, "model": whole})))
         commands.append(f"lightrft eval {file}")

@@ -17,9 +17,9 @@ from typing import Any
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".txt", ".yaml", ".py", ".safetensors")
 
 
-def looks_like_path(name: str) -> bool:
-    """Whether ``name`` can only be a file or folder of this machine, and not a name on the hub, also when it does not exist."""
-    path = Path(name).expanduser()
+def looks_like_path(name: str, folder: Path = Path()) -> bool:
+    """Whether ``name``, relative to ``folder``, can only be a file or folder, and not a name on the hub. It need not exist."""
+    path = folder / Path(name).expanduser()
     if name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
         return True
     if "/" in name and path.parent.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
 import importlib.util
@@ -72,6 +73,8 @@ class Registry(Generic[T]):
             return self._entries[name]
         if ":" in name:
             return resolve(name, self.kind)
+        if name.endswith(".py"):
+            raise ConfigError(f"{self.kind} {name!r} is a file, of which a function must be named: {_functions_of(name)}")
         near = difflib.get_close_matches(name, self._entries, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ConfigError(
@@ -104,6 +107,20 @@ def resolve(name: str, kind: str = "function") -> Any:
         near = difflib.get_close_matches(attribute, public, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"{kind} {name!r}: {where} has no {attribute!r}{hint}") from None
+
+
+def _functions_of(name: str) -> str:
+    """What to write instead of the file ``name`` alone."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        return f"write {name}:function (and there is no file {path.resolve()})"
+    try:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, UnicodeDecodeError, ValueError):
+        return f"write {name}:function"
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    return "write " + " or ".join(f"{name}:{function}" for function in found or ["function"])
 
 
 def _from_file(path: Path, name: str, kind: str) -> ModuleType:

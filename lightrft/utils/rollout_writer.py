@@ -100,7 +100,7 @@ class RolloutWriter:
             return
         waiting = f"{len(self._jobs)} batches of rollouts are not written yet, the first to {self._jobs[0].path}"
         if is_disk_full(error):
-            raise ResourceError(f"the disk is full: {waiting}; free some space, or set run.rollouts_every 0") from error
+            raise ResourceError(f"the disk is full: {waiting}; free some space, or set log.rollouts_every=0") from error
         raise RuntimeError(f"{waiting}: {type(error).__name__}: {error}") from error
 
     def _work(self) -> None:

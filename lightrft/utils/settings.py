@@ -15,17 +15,22 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from lightrft.utils.errors import ConfigError
+from lightrft.utils.other_names import own_name
+from lightrft.utils.setting_paths import branch_of, read_beside, written_beside
 
 Tree = dict[str, Any]
 
 
 class Settings(BaseModel):
-    """A branch of the tree. ``shorthand`` names the field that a bare string or number stands for."""
+    """A branch of the tree. ``shorthand`` names the field that a bare string or number stands for; for ``paths`` and ``functions``
+    see ``lightrft.utils.setting_paths``."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), ser_json_inf_nan="constants"
     )
     shorthand: ClassVar[str | None] = None
+    paths: ClassVar[tuple[str, ...]] = ()
+    functions: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -53,7 +58,7 @@ class Loaded(typing.Generic[S]):
 
 
 def load_settings(cls: type[S], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Loaded[S]:
-    """Read ``files`` in order, then ``key=value`` overrides, into a ``cls``.
+    """Read ``files`` in order, then ``key=value`` overrides, into a ``cls``. Paths in a file are relative to it.
 
     Raises ``ConfigError`` that lists every problem at once: unknown keys with the nearest name, wrong types, missing files.
     """
@@ -66,7 +71,8 @@ def load_settings(cls: type[S], files: Sequence[str | Path] = (), overrides: Seq
         except ConfigError as error:
             problems.append(str(error))
             continue
-        _merge(tree, expand_shorthand(cls, branch), str(file), sources)
+        branch = read_beside(cls, expand_shorthand(cls, branch), Path(file), problems)
+        _merge(tree, branch, str(file), sources)
     for override in overrides:
         try:
             branch = _parse_override(override)
@@ -93,6 +99,12 @@ def build(cls: type[S], tree: Tree, sources: Mapping[str, str] | None = None, pr
 def to_yaml(settings: Settings) -> str:
     """The resolved tree as YAML that ``load_settings`` reads back equal."""
     return yaml.dump(settings.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def to_yaml_in(settings: Settings, folder: Path) -> str:
+    """``to_yaml`` for a file in ``folder``: relative paths are relative to it."""
+    tree = written_beside(type(settings), settings.model_dump(mode="json"), folder)
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def parse_yaml(text: str) -> Any:
@@ -191,17 +203,21 @@ def _parse_override(text: str) -> Tree:
     return branch
 
 
-def _held(owner: type[Settings], part: str) -> type[Settings]:
-    """The ``Settings`` class that one more ``part`` of a path leads to; places in lists and keys of tables stay with theirs."""
-    if part not in owner.model_fields:
-        return owner
-    waiting = [owner.model_fields[part].annotation]
-    while waiting:
-        kind = waiting.pop(0)
-        if isinstance(kind, type) and issubclass(kind, Settings):
-            return kind
-        waiting += typing.get_args(kind)
-    return owner
+def _translated(cls: type[Settings], name: str, given: Any) -> str:
+    """Which settings of ``cls`` do what ``name``, or the names below it, do in other programs; empty where none is known."""
+    names = [key for key, _ in dotted(given, f"{name}.")] if isinstance(given, Mapping) and given else [name]
+    pairs = [(key, found) for key in names if (found := own_name(key)) is not None]
+    told = [f"{key} is {found} here" for key, found in pairs if _exists(cls, found.split(".")) and found != key]
+    return ", ".join(told)
+
+
+def _exists(cls: type[Settings], path: Sequence[str]) -> bool:
+    owner = cls
+    for part in path:
+        if part not in owner.model_fields:
+            return False
+        owner = branch_of(owner, part)
+    return True
 
 
 def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, str]) -> str:
@@ -212,8 +228,10 @@ def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, s
     if error["type"] == "extra_forbidden":
         owner = cls
         for part in path[:-1]:
-            owner = _held(owner, part)
+            owner = branch_of(owner, part)
         names = list(owner.model_fields)
+        if told := _translated(cls, name, error["input"]):
+            return f"unknown setting {name}{where}; {told}"
         near = difflib.get_close_matches(path[-1], names, n=1)
         hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"known here: {', '.join(names)}"
         return f"unknown setting {name}{where}; {hint}"

@@ -108,7 +108,7 @@ class Wandb:
             import wandb  # ty: ignore[import-not-found]
         except ImportError:
             raise ConfigError(
-                f"run.wandb = {project!r} needs the package wandb: pip install 'lightrft[wandb]', or leave run.wandb empty"
+                f"log.wandb = {project!r} needs the package wandb: pip install 'lightrft[wandb]', or leave log.wandb empty"
             ) from None
         known = folder / "wandb_id"
         if not known.exists():

@@ -14,6 +14,7 @@ import yaml
 
 from lightrft.utils.files import write_atomic
 from lightrft.viewer.answers import answers
+from lightrft.viewer.groups import groups
 from lightrft.viewer.plots import plots
 from lightrft.viewer.run_data import RunData, read_run
 from lightrft.viewer.svg import compact, percent, share_bar
@@ -32,7 +33,7 @@ def write_report(folder: Path) -> Path:
 def render(run: RunData) -> str:
     """The page. Every text of the run is escaped, and a content policy allows this page's own style and script only."""
     style, script = _asset("report.css"), _asset("report.js")
-    sections = [_header(run), _hero(run), _curves(run), answers(run), _settings(run), _next(run)]
+    sections = [_header(run), _hero(run), _curves(run), answers(run), groups(run.steps), _settings(run), _next(run)]
     given = f"img-src data:; media-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     policy = f"default-src 'none'; {given}; base-uri 'none'"
     return (

@@ -13,6 +13,7 @@ import yaml
 from lightrft.utils.errors import DataError
 from lightrft.utils.settings import dotted
 from lightrft.utils.trackers import read_rows
+from lightrft.viewer.groups import Step, read_steps
 
 Points = list[tuple[float, float]]
 
@@ -40,6 +41,7 @@ class RunData:
     config: Mapping[str, Any] = field(default_factory=dict)
     before: list[Answer] = field(default_factory=list)
     after: list[Answer] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
     media: Path = Path()
 
     def points(self, name: str, warm_up: bool = False) -> Points:
@@ -73,6 +75,7 @@ def read_run(folder: Path) -> RunData:
         config=dict(dotted(_mapping(_yaml(folder / "config.yaml"), folder / "config.yaml"))),
         before=before,
         after=after,
+        steps=read_steps(folder),
         media=folder / "media",
     )
 

@@ -115,6 +115,7 @@ NEED_NO_MODEL = (
     *((verb, "modle=1") for verb in ("sft", "eval", "generate", "chat", "doctor")),
     ("demo", "visoin"),
     ("check", "grpo", "--kind", "nope"),
+    ("report", "nowhere"),
 )
 
 

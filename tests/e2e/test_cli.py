@@ -32,14 +32,18 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
     outcome = command(capsys, verb, flag)
     assert outcome.status == 0
     assert f"lightrft {verb}" in outcome.out
-    assert {"explain": "presets:", "check": "kinds:", "doctor": "device_memory"}.get(verb, "run.name") in outcome.out
+    shown = {"explain": "presets:", "check": "kinds:", "doctor": "device_memory", "report": "run folder"}
+    assert shown.get(verb, "run.name") in outcome.out
 
 
 def test_help_wins_over_settings_that_are_wrong(capsys):
     assert command(capsys, "rl", "no.such=1", "--help").status == 0
 
 
-@pytest.mark.parametrize(("wrong", "near"), [("evla", "eval"), ("sfft", "sft"), ("generat", "generate")])
+@pytest.mark.parametrize(
+    ("wrong", "near"),
+    [("evla", "eval"), ("sfft", "sft"), ("generat", "generate"), ("train", "rl"), ("finetune", "sft"), ("Evaluate", "eval")],
+)
 def test_a_verb_that_does_not_exist_names_the_nearest(capsys, wrong, near):
     assert_refused(command(capsys, wrong), repr(wrong), f"did you mean '{near}'")
 
@@ -71,6 +75,8 @@ def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(model_
     assert [line.split(" · ")[0] for line in outcome.err.splitlines()] == ["rl 1/2", "rl 2/2"], outcome.err
     said = [line for line in outcome.out.splitlines() if not line.startswith("  source ")]  # where lightrft is not on the path
     assert said[0].startswith("finished at step 2") and "runs/run" in said[0]
+    assert "report: runs/run/report.html" in said and (tmp_path / "runs" / "run" / "report.html").is_file()
+    said.remove("report: runs/run/report.html")
     assert said[1:] == ["  lightrft chat model=runs/run/model", "  lightrft explain runs/run/config.yaml"]
 
 

@@ -23,7 +23,7 @@ from lightrft.config import (
 )
 from lightrft.strategy.settings import SamplingConfig
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.settings import Settings, build, load_settings, to_yaml
+from lightrft.utils.settings import Settings, build, load_settings, to_yaml_in
 
 CLASSES = [
     c
@@ -34,7 +34,7 @@ CLASSES = [
 
 def saved(settings: Settings, folder: Path) -> Path:
     path = folder / "config.yaml"
-    path.write_text(to_yaml(settings), encoding="utf-8")
+    path.write_text(to_yaml_in(settings, folder), encoding="utf-8")
     return path
 
 
@@ -64,11 +64,11 @@ def test_a_full_tree_that_was_saved_loads_back_equal(tmp_path: Path) -> None:
             "algorithm=ppo",
             "algorithm.shaping=[{name: overlong, options: {buffer: 8, penalty: 1e-3}}, reward_clip]",
             "algorithm.filters=[{name: reward_bounds, options: {high: .inf}}]",
-            "reward.terms=[math, {function: 'mine.py:f', weight: 0.5, options: {text: '1e-6'}}]",
+            "reward.terms=[math, {function: '/mine.py:f', weight: 0.5, options: {text: '1e-6'}}]",
             "reward.per_source={gsm8k: math, other: [a, b]}",
             "model.lora={rank: 8, targets: [q_proj, v_proj]}",
             r'sampling.stop=["\n\n", "</answer>", "yes"]',
-            "data.sources=[a.jsonl, {path: b.jsonl, limit: 3}]",
+            "data.sources=[/a.jsonl, {path: /b.jsonl, limit: 3}]",
             "optimizer.lr=1e-6",
             "run.name='1e-6'",
         ],

@@ -363,10 +363,11 @@ def test_a_disk_that_fills_at_any_moment_leaves_earlier_checkpoints(tmp_path, mo
             patch.setattr(manifest, "write_atomic", full)
         if place == "sync":
             patch.setattr(os, "fsync", full)
-        with pytest.raises(DiskFullError, match="was not saved"), store.writing(2) as path:
+        with pytest.raises(DiskFullError, match="was not saved") as error, store.writing(2) as path:
             (path / "w").write_bytes(b"x" * 5000)
             if place == "body":
                 full()
+    assert "more than 0 B" not in str(error.value)
     assert names(tmp_path) == ["step_000001"]
     assert verify(store.latest()).step == 1
     assert store.failures == 1
@@ -471,3 +472,9 @@ def test_state_saved_inside_a_checkpoint_comes_back(tmp_path):
     back = load_state(store.latest() / "trainer")
     assert torch.equal(back["moments"][0], tree["moments"][0])
     assert back[7] == [None, True]
+
+
+def test_a_disk_that_is_full_before_the_first_byte_is_not_said_to_need_more_than_nothing(tmp_path):
+    store = CheckpointStore(tmp_path, keep=1)
+    assert "needs" not in str(store._disk_full(tmp_path / "step_000001", 0))
+    assert "needs more than 5 B" in str(store._disk_full(tmp_path / "step_000001", 5))

@@ -127,3 +127,17 @@ def test_a_file_that_was_mended_is_read_again(tmp_path: Path) -> None:
         resolve(f"{file}:f")
     write(file, "def f():\n    return 'mended'\n")
     assert resolve(f"{file}:f")() == "mended"
+
+
+def test_a_file_without_a_function_is_answered_with_its_functions(tmp_path):
+    file = tmp_path / "rw.py"
+    with pytest.raises(ConfigError, match=r"rw\.py:function \(and there is no file"):
+        Registry("reward")[str(file)]
+    file.write_text("import torch_that_is_not_there\n\ndef _helper(): ...\n\ndef score(r): ...\n\nasync def judge(r): ...\n")
+    with pytest.raises(
+        ConfigError, match=r"is a file, of which a function must be named: write .*rw\.py:score or .*rw\.py:judge$"
+    ):
+        Registry("reward")[str(file)]
+    file.write_text("def (")
+    with pytest.raises(ConfigError, match=r"write .*rw\.py:function$"):
+        Registry("reward")[str(file)]

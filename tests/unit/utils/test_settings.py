@@ -226,3 +226,27 @@ def test_leaves_are_listed_and_merged() -> None:
     assert dict(dotted(tree)) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
     assert deep_merge(tree, {"a": {"b": 2}, "d": []}) == {"a": {"b": 2, "c": {}}, "d": []}
     assert tree["a"] == {"b": 1, "c": {}}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("num_generations=8", "num_generations is rollout.samples here"),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is rollout.samples here"),
+        ("rollout.n=8", "rollout.n is rollout.samples here"),
+        ("algorithm.clip_ratio_high=0.3", "algorithm.clip_ratio_high is algorithm.loss.clip_high here"),
+        ("n_samples_per_prompt=8", "n_samples_per_prompt is rollout.samples here"),
+        (
+            "trainer={total_epochs: 1, save_freq: 2}",
+            "trainer.total_epochs is train.epochs here, trainer.save_freq is checkpoint.every here",
+        ),
+        ("trainer={colour: 1}", "did you mean train?"),
+        ("rollout.sample=8", "did you mean rollout.samples?"),
+    ],
+)
+def test_a_name_of_another_program_is_answered_with_ours(given, said):
+    from lightrft.config import RLConfig
+
+    with pytest.raises(ConfigError) as raised:
+        load_settings(RLConfig, overrides=[given])
+    assert said in str(raised.value)

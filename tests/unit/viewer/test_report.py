@@ -191,7 +191,7 @@ def test_without_samples_the_sampled_answers_are_shown(tmp_path):
                     for _ in "ab"
                 ],
             )
-    text = page_of(tmp_path / "a").text
+    text = page_of(tmp_path / "a").text.partition("Groups and advantages")[0]
     assert text.count("say 1.0") == 1
     assert text.count("say 2.1") == 1
     assert "reward 0.5" in text
@@ -371,3 +371,62 @@ def test_the_browser_would_have_complained(tmp_path):
     dom, console = browse(report, tmp_path / "profile")
     assert len(console) >= 2
     assert "<title>owned" not in dom
+
+
+def with_groups(folder, steps=3, groups=2):
+    """A run with ``steps`` files of ``groups`` groups of two responses."""
+    run = RunFolder.open(folder, Config(), resume="auto", overwrite=False)
+    for step in range(1, steps + 1):
+        rollouts = []
+        for g in range(groups):
+            prompt = Prompt(id=f"{step}-{g}", token_ids=[1], text=f"<b>ask {g}</b>", label="7")
+            for reward in (0.0, 1.0):
+                told = f"says {step} {reward}"
+                rollouts.append(
+                    Rollout(
+                        prompt,
+                        [5, 6, 7],
+                        [True, False, True],
+                        [-1.0] * 3,
+                        [0] * 3,
+                        "stop",
+                        0,
+                        text=f"says {step} {reward}",
+                        reward=reward,
+                    )
+                )
+        run.write_rollouts(step, rollouts, advantages=[[4 * r.reward - 1, 99.0, 4 * r.reward - 3] for r in rollouts])
+        run.log({"step": step, "phase": "rl", "reward/mean": 0.5})
+    run.close()
+    return folder
+
+
+def test_the_groups_of_a_step_are_shown_with_rewards_and_advantages_of_what_was_sampled(tmp_path):
+    from lightrft.viewer.groups import read_steps
+
+    first, *_, last = read_steps(with_groups(tmp_path / "a"))
+    assert (first.step, last.step, first.count) == (1, 3, 2)
+    responses = first.groups[0].responses
+    assert [(r.reward, r.advantage, r.tokens, r.ended) for r in responses] == [(0.0, -2.0, 3, "stop"), (1.0, 2.0, 3, "stop")]
+    page = write_report(tmp_path / "a").read_text()
+    assert "Groups and advantages" in page and "Step 2" in page
+    assert '<td class="bad">−2</td>' in page or '<td class="bad">-2</td>' in page
+    assert "says 3 1.0" in page and "&lt;b&gt;ask 1&lt;/b&gt;" in page and "<b>ask" not in page
+
+
+def test_of_many_steps_and_groups_some_are_shown_and_it_is_said_of_how_many(tmp_path):
+    from lightrft.viewer.groups import GROUPS, STEPS, read_steps
+
+    steps = read_steps(with_groups(tmp_path / "a", steps=40, groups=9))
+    assert len(steps) == STEPS and (steps[0].step, steps[-1].step) == (1, 40)
+    assert all(len(step.groups) == GROUPS and step.count == 9 for step in steps)
+    assert f"({GROUPS} of 9 groups)" in write_report(tmp_path / "a").read_text()
+
+
+def test_a_run_without_rollouts_has_no_groups_and_a_file_that_holds_none_is_named(tmp_path):
+    folder = with_groups(tmp_path / "a", steps=1)
+    (folder / "rollouts" / "step_000001.jsonl").write_text('{"no": "prompt"}\n')
+    with pytest.raises(DataError, match=r"step_000001\.jsonl, line 1: not a rollout"):
+        write_report(folder)
+    (folder / "rollouts" / "step_000001.jsonl").unlink()
+    assert "Groups and advantages" not in write_report(folder).read_text()

@@ -1,0 +1,35 @@
+"""``lightrft report``."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lightrft.utils.errors import ConfigError
+from lightrft.viewer.report import write_report
+
+USAGE = "lightrft report <run folder or name> [...]"
+RUNS = Path("runs")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the report of each run, also of one that has not ended, and print where it is."""
+    if not arguments or {"-h", "--help"} & set(arguments):
+        sys.stdout.write(f"{USAGE}\n\nWrite report.html into the folder of a run, from what the run has written so far.\n")
+        return 0
+    for folder in [_folder_of(name) for name in arguments]:
+        sys.stdout.write(f"{write_report(folder)}\n")
+    return 0
+
+
+def _folder_of(name: str) -> Path:
+    """The folder of a run. Raises ``ConfigError`` with the nearest name when there is none."""
+    for path in (Path(name).expanduser(), RUNS / name):
+        if path.is_dir():
+            return path
+    known = [str(p) for folder in (RUNS, Path(name).parent) if folder.is_dir() for p in folder.iterdir() if p.is_dir()]
+    near = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(str(RUNS / name), known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise ConfigError(f"there is no run folder {name}{hint}")
