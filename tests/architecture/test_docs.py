@@ -132,8 +132,11 @@ def test_make_targets_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=by_name)
-def test_configs_in_documents_parse_as_the_verb_that_they_name(page: Path, tmp_path: Path) -> None:
-    """A YAML block says behind its fence which verb reads it: ``yaml rl``."""
+def test_configs_in_documents_parse_as_the_verb_that_they_name(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A YAML block says behind its fence which verb reads it: ``yaml rl``. It stands where it is used."""
+    monkeypatch.chdir(tmp_path)
     for block in blocks(page):
         kind, _, verb = block.kind.partition(" ")
         if kind == "yaml":

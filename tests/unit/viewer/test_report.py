@@ -381,7 +381,6 @@ def with_groups(folder, steps=3, groups=2):
         for g in range(groups):
             prompt = Prompt(id=f"{step}-{g}", token_ids=[1], text=f"<b>ask {g}</b>", label="7")
             for reward in (0.0, 1.0):
-                told = f"says {step} {reward}"
                 rollouts.append(
                     Rollout(
                         prompt,
