@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, positional, set_threads, settings_of
+from lightrft.cli.common import memory_errors, positional, quick_imports, set_threads, settings_of
 from lightrft.config import ChatConfig
 from lightrft.utils.errors import DataError
 
@@ -17,8 +17,9 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("chat", ChatConfig, positional(arguments, "model.path"), about)
     if config is None:
         return 0
-    set_threads(config.run.threads)
-    from lightrft.trainer.inference import Chat, attachable
+    with quick_imports():
+        set_threads(config.run.threads)
+        from lightrft.trainer.inference import Chat, attachable
 
     with memory_errors():
         chat = Chat(config)

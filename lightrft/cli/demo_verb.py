@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import resources
 
-from lightrft.cli.common import memory_errors, set_threads, settings_of
+from lightrft.cli.common import memory_errors, quick_imports, set_threads, settings_of
 from lightrft.cli.show import closing_lines, exit_status, watching, with_report
 from lightrft.config import DemoConfig
 from lightrft.utils.errors import ConfigError
@@ -29,8 +29,9 @@ def run(arguments: Sequence[str]) -> int:
         config = settings_of(f"demo [{' | '.join(DEMOS)}]", DemoConfig, arguments, about, [str(file)])
     if config is None:
         return 0
-    set_threads(config.run.threads)
-    from lightrft.trainer.demo import run_demo
+    with quick_imports():
+        set_threads(config.run.threads)
+        from lightrft.trainer.demo import run_demo
 
     with memory_errors(), watching(config.run) as observer:
         summary = run_demo(config, observer)

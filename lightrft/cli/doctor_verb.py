@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightrft.cli.common import memory_errors, parse, set_threads, show_help
+from lightrft.cli.common import memory_errors, parse, quick_imports, set_threads, show_help
 from lightrft.config import DoctorConfig, RLConfig, SFTConfig
 from lightrft.utils.errors import ConfigError
 
@@ -22,8 +22,9 @@ def run(arguments: Sequence[str]) -> int:
     own = [a.removeprefix(MARK) for a in arguments if a.startswith(MARK)]
     options = parse(DoctorConfig, own).settings
     config = config_of(options.verb, [a for a in arguments if not a.startswith(MARK)])
-    set_threads(config.run.threads)
-    from lightrft.trainer.doctor import examine, to_json, to_text
+    with quick_imports():
+        set_threads(config.run.threads)
+        from lightrft.trainer.doctor import examine, to_json, to_text
     from lightrft.utils.files import write_atomic
 
     with memory_errors():

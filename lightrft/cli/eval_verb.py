@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, positional, set_threads, settings_of
+from lightrft.cli.common import memory_errors, positional, quick_imports, set_threads, settings_of
 from lightrft.config import EvaluateConfig
 
 
@@ -17,8 +17,9 @@ def run(arguments: Sequence[str]) -> int:
     )
     if config is None:
         return 0
-    set_threads(config.run.threads)
-    from lightrft.trainer.inference import run_eval
+    with quick_imports():
+        set_threads(config.run.threads)
+        from lightrft.trainer.inference import run_eval
 
     with memory_errors():
         metrics = run_eval(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, positional, settings_of
+from lightrft.cli.common import memory_errors, positional, quick_imports, settings_of
 from lightrft.config import ExportConfig
 
 
@@ -15,7 +15,8 @@ def run(arguments: Sequence[str]) -> int:
     config = settings_of("export", ExportConfig, positional(arguments, "path"), about)
     if config is None:
         return 0
-    from lightrft.trainer.saved import run_export
+    with quick_imports():
+        from lightrft.trainer.saved import run_export
 
     with memory_errors():
         output, saved = run_export(config)

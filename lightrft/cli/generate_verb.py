@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.common import memory_errors, positional, set_threads, settings_of
+from lightrft.cli.common import memory_errors, positional, quick_imports, set_threads, settings_of
 from lightrft.config import GenerateConfig
 
 
@@ -16,8 +16,9 @@ def run(arguments: Sequence[str]) -> int:
     )
     if config is None:
         return 0
-    set_threads(config.run.threads)
-    from lightrft.trainer.inference import run_generate
+    with quick_imports():
+        set_threads(config.run.threads)
+        from lightrft.trainer.inference import run_generate
 
     with memory_errors():
         count = run_generate(config)

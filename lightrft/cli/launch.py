@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lightrft.cli.common import set_threads
+from lightrft.cli.common import quick_imports, set_threads
 from lightrft.cli.show import status_in
 from lightrft.cli.torchrun import run_processes
 from lightrft.config import RLConfig, SFTConfig
@@ -35,6 +35,7 @@ def program(path: str, config: RLConfig | SFTConfig) -> Callable[..., dict[str, 
         from lightrft.trainer.launch.ray import run_on_ray
 
         return partial(run_on_ray, path)
-    set_threads(config.run.threads)
     module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
+    with quick_imports():
+        set_threads(config.run.threads)
+        return getattr(importlib.import_module(module), name)

@@ -77,7 +77,8 @@ def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(model_
     assert said[0].startswith("finished at step 2") and "runs/run" in said[0]
     assert "report: runs/run/report.html" in said and (tmp_path / "runs" / "run" / "report.html").is_file()
     said.remove("report: runs/run/report.html")
-    assert said[1:] == ["  lightrft chat model=runs/run/model", "  lightrft explain runs/run/config.yaml"]
+    assert said[1].startswith("the checkpoint is of step 2")
+    assert said[2:] == ["  lightrft chat model=runs/run/model", "  lightrft explain runs/run/config.yaml"]
 
 
 @pytest.mark.slow
@@ -135,3 +136,39 @@ def test_ctrl_c_during_training_saves_and_the_same_command_goes_on(model_folder,
     outcome = process(*words, *small, f"train.steps={stopped + 1}", cwd=tmp_path)
     assert outcome.status == 0, outcome.err
     assert f"finished at step {stopped + 1}" in outcome.out
+
+
+FIRST = """
+import atexit, os, time
+import lightrft.cli.main
+def watch():
+    from lightrft.strategy.engine.native import NativeEngine
+    def generate(self, *args, **options):
+        late = {'datasets', 'peft', 'pandas', 'tensorboard', 'math_verify', 'wandb', 'ray'} & set(sys.modules)
+        print('first', time.process_time(), *sorted(late), flush=True)
+        os._exit(0)
+    NativeEngine.generate = generate
+import lightrft.cli.launch as launch
+real = launch.program
+def program(*args):
+    found = real(*args)
+    watch()
+    return found
+import lightrft.cli.rl_verb
+lightrft.cli.rl_verb.program = program
+"""
+
+
+@pytest.mark.slow
+def test_a_run_asks_for_its_first_token_within_six_seconds_of_a_processor(model_folder, data_folder, tmp_path):
+    """Most of it is the import of torch and transformers. What is only needed later is imported later."""
+    words = ["rl", f"model={model_folder}", f"data.sources={data_folder / 'train.jsonl'}", "reward.terms=[math]"]
+    found = []
+    for name in ("a", "b", "c"):
+        said = process(*words, f"run.name={name}", "train.steps=1", cwd=tmp_path, prelude=FIRST).out
+        seconds, *late = next(line for line in said.splitlines() if line.startswith("first ")).split()[1:]
+        assert late == []
+        found.append(float(seconds))
+        if found[-1] < 6:
+            break
+    assert min(found) < 6, found
