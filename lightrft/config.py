@@ -670,6 +670,8 @@ class ExportConfig(Settings):
     that is not where the run had it. ``overwrite`` replaces a model folder that exists.
     """
 
+    paths: ClassVar[tuple[str, ...]] = ("path", "base")
+
     path: str = ""
     """Run folder, or one folder of its ``checkpoints/``."""
     which: Literal["auto", "best", "last"] = "auto"

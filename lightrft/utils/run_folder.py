@@ -17,7 +17,7 @@ from lightrft.utils.errors import ConfigError
 from lightrft.utils.files import write_atomic, write_json
 from lightrft.utils.logs import FILE_ONLY, log_to_file, stop_logging
 from lightrft.utils.rollout_writer import Attached, RolloutWriter
-from lightrft.utils.settings import Settings, dotted, to_yaml_in
+from lightrft.utils.settings import Settings, dotted, to_resolved_yaml
 from lightrft.utils.trackers import JsonLines, Row, TensorBoard, Tracker, Wandb
 
 log = logging.getLogger(__name__)
@@ -247,7 +247,7 @@ def _settle(path: Path, config: Settings, resume: str, overwrite: bool, ignore: 
         _compare(saved, config, ignore)
     else:
         found = set()
-    write_atomic(saved, to_yaml_in(config, path))
+    write_atomic(saved, to_resolved_yaml(config))
     return overwrite or not found
 
 
@@ -262,7 +262,7 @@ def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
         old = dict(dotted(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise ConfigError(f"{saved} is not YAML: {error}; choose another run.name") from None
-    new = dict(dotted(yaml.safe_load(to_yaml_in(config, saved.parent))))
+    new = dict(dotted(yaml.safe_load(to_resolved_yaml(config))))
     missing = object()
     differing = [
         f"  {key}: {_shown(old.get(key, missing), missing)} in the folder, {_shown(new.get(key, missing), missing)} now"

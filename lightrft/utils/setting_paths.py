@@ -42,9 +42,9 @@ def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
     return _changed(cls, tree, change, folder)
 
 
-def written_beside(cls: Any, tree: Any, folder: Path) -> Any:
-    """``tree`` of ``cls`` for a file in ``folder``: ``read_beside`` of that file gives ``tree`` again."""
-    return _changed(cls, tree, lambda _, value: os.path.relpath(value, folder), Path())
+def made_absolute(cls: Any, tree: Any) -> Any:
+    """``tree`` of ``cls`` with absolute paths, which mean the same in any folder."""
+    return _changed(cls, tree, lambda _, value: os.path.abspath(value), Path())  # noqa: PTH100  ".." goes, links stay
 
 
 def branch_of(owner: Any, part: str) -> Any:

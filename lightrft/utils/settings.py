@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.other_names import own_name
-from lightrft.utils.setting_paths import branch_of, read_beside, written_beside
+from lightrft.utils.setting_paths import branch_of, made_absolute, read_beside
 
 Tree = dict[str, Any]
 
@@ -101,9 +101,9 @@ def to_yaml(settings: Settings) -> str:
     return yaml.dump(settings.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
-def to_yaml_in(settings: Settings, folder: Path) -> str:
-    """``to_yaml`` for a file in ``folder``: relative paths are relative to it."""
-    tree = written_beside(type(settings), settings.model_dump(mode="json"), folder)
+def to_resolved_yaml(settings: Settings) -> str:
+    """``to_yaml`` with absolute paths, for a file in any folder."""
+    tree = made_absolute(type(settings), settings.model_dump(mode="json"))
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 

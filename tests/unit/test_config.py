@@ -23,7 +23,7 @@ from lightrft.config import (
 )
 from lightrft.strategy.settings import SamplingConfig
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.settings import Settings, build, load_settings, to_yaml_in
+from lightrft.utils.settings import Settings, build, load_settings, to_resolved_yaml
 
 CLASSES = [
     c
@@ -34,7 +34,7 @@ CLASSES = [
 
 def saved(settings: Settings, folder: Path) -> Path:
     path = folder / "config.yaml"
-    path.write_text(to_yaml_in(settings, folder), encoding="utf-8")
+    path.write_text(to_resolved_yaml(settings), encoding="utf-8")
     return path
 
 
