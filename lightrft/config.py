@@ -11,7 +11,7 @@ from lightrft.datasets.settings import DataConfig, MediaConfig
 from lightrft.models.settings import DType, ModelConfig
 from lightrft.presets import PRESETS
 from lightrft.strategy.settings import EngineConfig, OptimizerConfig, SamplingConfig, StrategyConfig
-from lightrft.utils.settings import Settings, deep_merge
+from lightrft.utils.settings import NamedFunction, Settings, deep_merge
 
 
 class RewardTerm(Settings):
@@ -19,7 +19,6 @@ class RewardTerm(Settings):
     ``options`` are passed to it as keywords. The reward of an answer is the weighted sum of its terms, each logged by ``name``."""
 
     functions: ClassVar[tuple[str, ...]] = ("function",)
-
     shorthand: ClassVar[str | None] = "function"
 
     function: str
@@ -64,7 +63,6 @@ class RunConfig(Settings):
     """
 
     paths: ClassVar[tuple[str, ...]] = ("resume",)
-
     name: str = "run"
     dir: str = "runs"
     seed: int = Field(0, ge=0)
@@ -199,24 +197,16 @@ class LogConfig(Settings):
     entropy: bool = True
 
 
-class Part(Settings):
+class Part(NamedFunction):
     """A registered function (or ``package.module:function``) with keywords of its own."""
-
-    functions: ClassVar[tuple[str, ...]] = ("name",)
-
-    shorthand: ClassVar[str | None] = "name"
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class AdvantageConfig(Settings):
+class AdvantageConfig(NamedFunction):
     """Rewards to advantages. ``whiten`` standardises over the trained tokens of the global ``batch`` or of each ``group``; ``eps``
     guards a division by a standard deviation; ``gamma`` and ``lam`` are the discount and the trace of GAE (arXiv 1506.02438)."""
-
-    functions: ClassVar[tuple[str, ...]] = ("name",)
-
-    shorthand: ClassVar[str | None] = "name"
 
     name: str = "grpo"
     gamma: float = Field(1.0, ge=0, le=1)
@@ -226,14 +216,10 @@ class AdvantageConfig(Settings):
     options: dict[str, Any] = Field(default_factory=dict)
 
 
-class LossConfig(Settings):
+class LossConfig(NamedFunction):
     """The policy loss of a token. The ratio, of a ``token``, of the whole ``sequence`` (arXiv 2507.18071, eq. 7) or of the sequence
     with the gradient of the token (``sequence_token``, eq. 14), is clipped to ``[1 - clip_low, 1 + clip_high]``; ``dual_clip`` bounds
     the loss of negative advantages at that multiple (arXiv 1912.09729), ``ratio_cap`` their ratio (arXiv 2505.07291)."""
-
-    functions: ClassVar[tuple[str, ...]] = ("name",)
-
-    shorthand: ClassVar[str | None] = "name"
 
     name: str = "ppo_clip"
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
@@ -254,7 +240,6 @@ class KLConfig(Settings):
     """
 
     functions: ClassVar[tuple[str, ...]] = ("estimator",)
-
     where: Literal["none", "reward", "loss"] = "none"
     estimator: str = "k3"
     weighted: bool = False
@@ -339,7 +324,6 @@ class DriftConfig(Settings):
     bounds the pull of ``k3``, whose gradient is the ratio less 1, from above."""
 
     functions: ClassVar[tuple[str, ...]] = ("estimator",)
-
     coef: float = Field(0.0, ge=0)
     estimator: str = "k3"
     cap: float | None = Field(None, gt=0)
@@ -398,7 +382,6 @@ class AlgorithmConfig(Settings):
     """
 
     functions: ClassVar[tuple[str, ...]] = ("aggregation",)
-
     shorthand: ClassVar[str | None] = "preset"
 
     preset: str | None = "grpo"
@@ -456,7 +439,6 @@ class TeacherConfig(Settings):
     """The frozen model of ``algorithm.distill``, with the tokenizer of the policy; all else is as in ``model``."""
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
-
     shorthand: ClassVar[str | None] = "path"
 
     path: str = ""
@@ -471,7 +453,6 @@ class CriticConfig(Settings):
     answers of the frozen policy."""
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
-
     path: str = ""
     optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
     warmup_steps: int = Field(0, ge=0)
@@ -485,7 +466,6 @@ class ProcessConfig(Settings):
     """
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
-
     path: str = ""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
     beta: float = Field(0.05, gt=0)
@@ -504,16 +484,12 @@ class PtxConfig(Settings):
     max_tokens: int = Field(2048, ge=2)
 
 
-class CurriculumConfig(Settings):
+class CurriculumConfig(NamedFunction):
     """Prompts are drawn by weights that the function ``name`` makes of their pass rates, instead of each once an epoch.
 
     An answer passes when its reward reaches ``threshold``. The running pass rate of a prompt is its first one, then ``momentum``
     times itself plus the rest of the newest.
     """
-
-    functions: ClassVar[tuple[str, ...]] = ("name",)
-
-    shorthand: ClassVar[str | None] = "name"
 
     name: str
     threshold: float = 1.0
@@ -579,7 +555,6 @@ class RLConfig(Settings):
     """Everything that ``lightrft rl`` reads. ``reference`` is the model of the KL term, where that is not the start of training."""
 
     paths: ClassVar[tuple[str, ...]] = ("reference",)
-
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
     reference: str | None = None
@@ -650,7 +625,6 @@ class ChatConfig(Settings):
     """Everything that ``lightrft chat`` reads. The files that ``attach`` names go with the first message."""
 
     paths: ClassVar[tuple[str, ...]] = ("attach",)
-
     run: RunConfig = RunConfig(name="chat")
     model: ModelConfig = ModelConfig()
     system: str | None = None
@@ -671,7 +645,6 @@ class ExportConfig(Settings):
     """
 
     paths: ClassVar[tuple[str, ...]] = ("path", "base")
-
     path: str = ""
     """Run folder, or one folder of its ``checkpoints/``."""
     which: Literal["auto", "best", "last"] = "auto"

@@ -29,6 +29,8 @@ class Columns(Settings):
 class AllowConfig(Settings):
     """The files and hosts that rows may name; see ``docs/trust.md``. Restrict both when others can write the rows."""
 
+    paths: ClassVar[tuple[str, ...]] = ("roots",)
+
     roots: tuple[str, ...] = ("*",)
     """Folders whose files rows may name, also by way of links. ``*`` allows every file."""
     hosts: tuple[str, ...] = ("*",)

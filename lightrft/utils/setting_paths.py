@@ -86,7 +86,13 @@ def _changed(cls: Any, tree: Any, change: Change, folder: Path, key: str = "") -
 def _leaf(cls: Any, name: str, value: Any, change: Change, folder: Path, key: str) -> Any:
     if isinstance(value, list | tuple):
         return [_leaf(cls, name, v, change, folder, key) for v in value]
-    if not isinstance(value, str) or not value or value.startswith(("~", "/")) or "://" in value or re.search(r"[{<\n]", value):
+    if (
+        not isinstance(value, str)
+        or value in ("", "*")
+        or value.startswith(("~", "/"))
+        or "://" in value
+        or re.search(r"[{<\n]", value)
+    ):
         return value  # the last are templates, which may stand where a file's name may
     where, colon, function = value.rpartition(":")
     if colon and function.isidentifier() and where.endswith(".py"):

@@ -46,6 +46,13 @@ class Settings(BaseModel):
         return full
 
 
+class NamedFunction(Settings):
+    """A branch whose ``name`` is that of a registered function, ``package.module:function`` or ``file.py:function``."""
+
+    shorthand: ClassVar[str | None] = "name"
+    functions: ClassVar[tuple[str, ...]] = ("name",)
+
+
 S = TypeVar("S", bound=Settings)
 
 
