@@ -21,7 +21,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": {"name": "group_mean", "whiten": "batch"},
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": "token",
-        "kl": {"where": "loss", "estimator": "k2", "coef": 0.001},
+        "kl": {"where": "loss", "estimator": "k2", "coef": 1e-5},
     },
     "rloo": {
         "advantage": {"name": "rloo"},
@@ -30,10 +30,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.03},
     },
     "remax": {
-        "advantage": {"name": "remax"},
+        "advantage": {"name": "remax", "gamma": 0.99},
         "loss": {"name": "reinforce"},
         "aggregation": "sequence_sum",
-        "kl": {"where": "reward", "estimator": "k1", "coef": 0.1},
+        "kl": {"where": "reward", "estimator": "k1", "coef": 0.05},
     },
     "opo": {
         "advantage": {"name": "opo"},
@@ -132,12 +132,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token",
     },
     "cispo_cap": {
-        "advantage": {"name": "grpo"},
+        "advantage": {"name": "lite_ppo"},
         "loss": {"name": "cispo_cap", "options": {"cap": 5.0}},
-        "aggregation": "token",
+        "aggregation": "prompt",
     },
     "cpgd": {
-        "advantage": {"name": "group_mean"},
+        "advantage": {"name": "grpo"},
         "loss": {"name": "cpgd", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": "token",
         "drift": {"coef": 0.01, "estimator": "k3", "cap": 0.2},
@@ -154,10 +154,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token",
     },
     "dppo": {
-        "advantage": {"name": "grpo"},
+        "advantage": {"name": "group_mean"},
         "loss": {"name": "dppo", "options": {"low": 0.15, "high": 0.15}},
         "proximal": "behavior",
-        "aggregation": "token",
+        "aggregation": "constant",
     },
     "dppo_kl": {
         "advantage": {"name": "group_mean"},
@@ -189,17 +189,33 @@ PRESETS: dict[str, dict[str, Any]] = {
         "gates": [{"name": "m2po", "options": {"tau": 0.04}}],
         "aggregation": "token",
     },
+    "m2po_released": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "importance"},
+        "proximal": "behavior",
+        "gates": [{"name": "m2po_released", "options": {"tau": 0.04, "floor_low": 0.3, "floor_high": 0.5}}],
+        "aggregation": "token",
+    },
     "clip_cov": {
         "advantage": {"name": "grpo"},
-        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "loss": {"name": "ppo_clip", "clip_low": 1.0, "clip_high": 1.0},
         "gates": [{"name": "clip_cov", "options": {"share": 2e-4, "low": 1.0, "high": 5.0}}],
         "aggregation": "token",
+        "filters": [{"name": "zero_variance", "options": {}}],
     },
     "kl_cov": {
         "advantage": {"name": "grpo"},
         "loss": {"name": "importance"},
+        "gates": [{"name": "kl_cov", "options": {"share": 2e-3, "coef": 1.0}}],
+        "aggregation": "token",
+        "filters": [{"name": "zero_variance", "options": {}}],
+    },
+    "kl_cov_32b": {
+        "advantage": {"name": "grpo"},
+        "loss": {"name": "importance"},
         "gates": [{"name": "kl_cov", "options": {"share": 2e-4, "coef": 1.0}}],
         "aggregation": "token",
+        "filters": [{"name": "zero_variance", "options": {}}],
     },
     "high_entropy": {
         "advantage": {"name": "grpo"},
@@ -215,6 +231,16 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "token",
         "filters": [{"name": "reward_bounds", "options": {"low": 0.2, "high": 0.8}}],
     },
+    "prime_released": {
+        "advantage": {
+            "name": "prime_released",
+            "whiten": "batch",
+            "options": {"outcome_coef": 5.0, "process_coef": 5.0, "batch_norm": True},
+        },
+        "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
+        "aggregation": "token",
+        "filters": [{"name": "reward_bounds", "options": {"low": 0.2, "high": 0.8}}],
+    },
     "opd": {
         "advantage": {"name": "teacher"},
         "loss": {"name": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2},
@@ -226,9 +252,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 PAPERS: dict[str, str] = {
     "grpo": "DeepSeekMath, arXiv 2402.03300, eq. 3 and 21, section 4.2",
     "reinforce++": "REINFORCE++, arXiv 2501.03262, section 3",
-    "reinforce++_baseline": "REINFORCE++ with a baseline, arXiv 2501.03262, section 3; k2 and its coefficient as in the authors' scripts",
+    "reinforce++_baseline": "REINFORCE++ with a baseline, arXiv 2501.03262, section 3; k2 and its coefficient as in the authors' "
+    "script of 2026",
     "rloo": "Back to basics, arXiv 2402.14740, section 3: the policy gradient of whole answers; coefficient as there for TL;DR",
-    "remax": "ReMax, arXiv 2310.10505, algorithm 2; coefficient of the KL in the reward as in the authors' scripts",
+    "remax": "ReMax, arXiv 2310.10505, algorithm 2; discount and coefficient of the KL as in the authors' scripts",
     "opo": "OPO, arXiv 2505.23585: exact on-policy training, without KL or entropy",
     "pass_at_k": "Inference-time objectives, arXiv 2503.19595, section 3",
     "maxrl": "Maximum likelihood reinforcement learning, arXiv 2602.02710",
@@ -247,20 +274,102 @@ PAPERS: dict[str, str] = {
     "luspo": "LUSPO, arXiv 2602.05261, section 5.1: GSPO times the length of each answer",
     "gmpo": "GMPO, arXiv 2507.20673, section 4: bounds (e^-0.4, e^0.4)",
     "cispo": "MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound; the upper one is not printed, so that of DAPO",
-    "cispo_cap": "CISPO as in ScaleRL, arXiv 2510.13786, section 3.2: one bound, on the ratio itself",
-    "cpgd": "CPGD, arXiv 2505.12504, section 4; the numbers of the drift are those of the authors' code",
+    "cispo_cap": "CISPO as in ScaleRL, arXiv 2510.13786, sections 3.2 and 4: one bound, on the ratio itself; deviation of the "
+    "batch, mean over prompts",
+    "cpgd": "CPGD, arXiv 2505.12504, section 4; the deviation of the group and the numbers of the drift are those of the authors' code",
     "sapo": "SAPO, arXiv 2511.20347, section 5",
     "vespo": "VESPO, arXiv 2602.10693: weights against the sampler",
-    "dppo": "DPPO, binary total variation, arXiv 2602.04879: the trust region is around the sampler",
+    "dppo": "DPPO, binary total variation, arXiv 2602.04879: the trust region is around the sampler; advantage and "
+    "denominator of the authors' script",
     "dppo_kl": "DPPO, binary KL, arXiv 2602.04879: the trust region is around the sampler",
     "topr": "TOPR, arXiv 2503.14286, section 3: rewards of 1 and -1, no baseline",
     "kimi_k15": "Kimi k1.5, arXiv 2501.12599, section 2.3.2: mirror descent around the policy before the update",
     "otb": "the optimal token baseline, arXiv 2602.07078",
     "m2po": "M2PO, arXiv 2510.01161, section 5",
-    "clip_cov": "The entropy mechanism, arXiv 2505.22617, section 4.2",
-    "kl_cov": "The entropy mechanism, arXiv 2505.22617, section 4.3",
+    "m2po_released": "M2PO as in the authors' released code: the second moment of the tokens where clipping could act, and a clip that is "
+    "never narrower than its floors",
+    "clip_cov": "The entropy mechanism, arXiv 2505.22617, section 4.2; clip and filter as in the authors' scripts",
+    "kl_cov": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 7B models, and filter, as in the authors' scripts",
+    "kl_cov_32b": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 32B models, and filter, as in the authors' scripts",
     "high_entropy": "Beyond the 80/20 rule, arXiv 2506.01939, section 5: DAPO on the most uncertain fifth of the tokens",
     "prime": "PRIME, arXiv 2502.01456: no KL, only prompts of which between 0.2 and 0.8 of the answers are right; see also ``process``",
+    "prime_released": "PRIME as in the authors' released code: process scores over their largest return, whitened advantages",
     "opd": "On-policy distillation, arXiv 2306.13649, by the sampled token; distill: reverse_kl, forward_kl or jsd for whole vocabularies",
 }
 """Where each row is from, and what it takes from where if from several."""
+
+PPO_CLIP = "PPO's, arXiv 1707.06347, section 6.1"
+UNDISCOUNTED = "1: the reward of a response is not discounted"
+INSTRUCT = "InstructGPT, arXiv 2203.02155, appendix C.4"
+DAPO = "DAPO, arXiv 2503.14476, section 4.1"
+VERL_CLIP = "verl's default, actor.clip_ratio"
+ENTROPY = "PRIME-RL/Entropy-Mechanism-of-RL, recipe/dapo"
+DPPO_SCRIPT = "verl, examples/dppo_trainer/run_qwen3_30b_a3b_megatron.sh"
+M2PO_SCRIPT = "Infini-AI-Lab/M2PO, train-scripts/m2po-qwen-math-7b-s256.sh"
+PRIME_SCRIPT = "PRIME-RL/PRIME, training/examples/run_prime_main.sh"
+REMAX_SCRIPT = "liziniu/ReMax, step3_rlhf_finetuning/training_scripts/llama2/run_llama2_7b.sh"
+OPENRLHF = "OpenRLHF's default"
+
+SOURCES: dict[str, dict[str, str]] = {
+    "grpo": {"loss": PPO_CLIP, "kl.coef": "DeepSeekMath, arXiv 2402.03300, section 4.2"},
+    "reinforce++": {"advantage.gamma": UNDISCOUNTED, "loss": OPENRLHF, "kl.coef": OPENRLHF},
+    "reinforce++_baseline": {
+        "loss": OPENRLHF,
+        "kl.coef": "OpenRLHF, examples/scripts/train_reinforce_baseline_hybrid_engine.sh, 2026",
+    },
+    "rloo": {"kl.coef": "arXiv 2402.14740, for TL;DR"},
+    "remax": {"advantage.gamma": REMAX_SCRIPT, "kl.coef": REMAX_SCRIPT},
+    "rft": {"advantage.options.threshold": "1: the reward of a right answer; arXiv 2308.01825 keeps right answers"},
+    "dr_grpo": {"loss": PPO_CLIP},
+    "lite_ppo": {"loss": PPO_CLIP},
+    "gdpo": {"loss": PPO_CLIP},
+    "vapo": {
+        "advantage": "VAPO, arXiv 2504.05118, section 5.1",
+        "loss": "VAPO, arXiv 2504.05118, section 5.1",
+        "positive_nll": "VAPO, arXiv 2504.05118, section 5.1",
+    },
+    "ppo": {"advantage": INSTRUCT, "loss": INSTRUCT, "kl.coef": INSTRUCT, "value.clip": INSTRUCT},
+    "reinforce": {"advantage.gamma": UNDISCOUNTED},
+    "dapo": {"loss": DAPO, "shaping": f"{DAPO}: 4096 of 20480 tokens"},
+    "gspo": {"loss": "GSPO, arXiv 2507.18071, section 5.1"},
+    "gspo_token": {"loss": "GSPO, arXiv 2507.18071, section 5.1"},
+    "luspo": {"loss": "LUSPO, arXiv 2602.05261, section 5.1"},
+    "gmpo": {"loss": "GMPO, arXiv 2507.20673, section 4: (e^-0.4, e^0.4)"},
+    "cispo": {
+        "loss.clip_low": "MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound",
+        "loss.clip_high": f"{DAPO}; MiniMax-M1 prints none",
+    },
+    "cispo_cap": {"loss": "ScaleRL, arXiv 2510.13786, section 3.2"},
+    "cpgd": {"loss": PPO_CLIP, "drift": "the authors' code"},
+    "sapo": {"loss": "SAPO, arXiv 2511.20347, section 5"},
+    "vespo": {"loss": "VESPO, arXiv 2602.10693"},
+    "dppo": {"loss": DPPO_SCRIPT},
+    "dppo_kl": {"loss": DPPO_SCRIPT},
+    "topr": {"advantage.gamma": UNDISCOUNTED, "loss": "TOPR, arXiv 2503.14286, section 3"},
+    "kimi_k15": {"drift.coef": "chosen here: Kimi k1.5 prints none"},
+    "otb": {"advantage.eps": "verl, trainer/ppo/core_algos.py, compute_optimal_token_baseline_advantage", "loss": VERL_CLIP},
+    "m2po": {"gates": f"M2PO, arXiv 2510.01161, section 5; {M2PO_SCRIPT}"},
+    "m2po_released": {
+        "gates.0.options.tau": M2PO_SCRIPT,
+        "gates.0.options": "Infini-AI-Lab/M2PO, verl/trainer/ppo/core_algos.py, compute_m2po_policy_loss",
+    },
+    "clip_cov": {"loss": f"{ENTROPY}/7b_clip_cov.sh", "gates": f"{ENTROPY}/7b_clip_cov.sh"},
+    "kl_cov": {"gates": f"{ENTROPY}/7b_kl_cov.sh: 0.2 %"},
+    "kl_cov_32b": {"gates": f"{ENTROPY}/32b_kl_cov.sh: 0.02 %"},
+    "high_entropy": {"loss": DAPO, "gates": "arXiv 2506.01939, section 5", "shaping": f"{DAPO}: 4096 of 20480 tokens"},
+    "prime": {"advantage.gamma": PRIME_SCRIPT, "loss": VERL_CLIP, "filters": PRIME_SCRIPT},
+    "prime_released": {
+        "advantage.options": "PRIME-RL/Entropy-Mechanism-of-RL, recipe/prime/config/prime_trainer.yaml",
+        "loss": VERL_CLIP,
+        "filters": PRIME_SCRIPT,
+    },
+    "opd": {"loss": PPO_CLIP},
+}
+"""Where the numbers of each row are from, by setting; a branch stands for all numbers below it, unless one has its own."""
+
+
+def source_of(preset: str, key: str) -> str | None:
+    """Return the source of the number ``key`` of ``preset``, e.g. of ``loss.clip_low``; ``None`` where ``SOURCES`` has none."""
+    words, known = key.split("."), SOURCES.get(preset, {})
+    branches = (".".join(words[:n]) for n in range(len(words), 0, -1))
+    return next((known[branch] for branch in branches if branch in known), None)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from lightrft.config import AdvantageConfig
 from lightrft.trainer.groups import Groups
-from lightrft.trainer.rows import Rows, compact, group_sum, scatter
+from lightrft.trainer.rows import Rows, compact, group_sum, last_sampled, scatter
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy import Tensor, torch
@@ -218,18 +218,22 @@ def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) ->
 
 @ADVANTAGES.register(
     "remax",
-    formula="A_t = sum_{s>=t} r_s - R(greedy answer)",
-    latex=r"\hat A_t=\sum_{s\ge t}r_s-R(y^{greedy})",
-    paper="ReMax, arXiv 2310.10505, algorithm 2",
+    formula="A_t = sum_{s>=t} gamma^(s-t) r_s - gamma^(T-t) R(greedy answer),  T the last sampled token",
+    latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}r_s-\gamma^{T-t}R(y^{greedy})",
+    paper="ReMax, arXiv 2310.10505, algorithm 2; the discount is that of its authors' code",
     needs=["greedy"],
+    reads=["gamma"],
 )
 def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Return of each token, less the reward of the greedy answer to the same prompt: ``batch.baselines``."""
+    """Return of each token, less the reward of the greedy answer to the same prompt, ``batch.baselines``, which stands where the
+    answer's own reward does."""
     if batch.baselines is None:
         raise ValueError("remax needs batch.baselines")
-    returns, rows = returns_of(batch, token_rewards, 1.0), Rows.of(batch)
-    baseline = rows.spread(batch.baselines.to(returns.dtype))
-    return torch.where(rows.mask, returns - baseline, torch.zeros_like(returns)), returns
+    rows, returns = Rows.of(batch), returns_of(batch, token_rewards, settings.gamma)
+    placed = torch.zeros_like(token_rewards)
+    last = last_sampled(rows)
+    placed[last[last >= 0]] = batch.baselines.to(placed.dtype)[last >= 0]
+    return returns - returns_of(batch, placed, settings.gamma), returns
 
 
 @ADVANTAGES.register(
@@ -312,12 +316,23 @@ def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     formula="A_t = process_coef sum_{s>=t} (G p_s - sum_j mean_s p_js) / (G - 1) + outcome_coef (R_i - mean_{j != i} R_j)",
     latex=r"\hat A_t=c_p\sum_{s\ge t}\frac{G\,p_s-\sum_j\bar p_j}{G-1}+c_o\Big(R_i-\tfrac1{G-1}\sum_{j\ne i}R_j\Big)",
     paper="PRIME, arXiv 2502.01456, as its released code has it",
-    needs=["groups", "process"],
+    needs=["groups", "process", "batch"],
 )
 def prime_released(
-    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, outcome_coef: float = 1.0, process_coef: float = 1.0
+    batch: Batch,
+    token_rewards: Tensor,
+    settings: AdvantageConfig,
+    *,
+    outcome_coef: float = 1.0,
+    process_coef: float = 1.0,
+    batch_norm: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The mean of the whole group is taken off, the answer's own too. ``G`` counts answers that have sampled tokens."""
+    """The mean of the whole group is taken off, the answer's own too. ``G`` counts answers that have sampled tokens. ``batch_norm``
+    divides process rewards by the largest absolute return that they have in the batch."""
+    if batch_norm and batch.process_rewards is not None:
+        returns = returns_of(batch, batch.process_rewards.to(token_rewards.dtype), 1.0)
+        largest = returns.abs().max() if returns.numel() else returns.new_zeros(())
+        batch = batch.replace(process_rewards=batch.process_rewards / (largest + 1e-6).to(batch.process_rewards.dtype))
     process, others, count = process_means(batch, token_rewards.dtype)
     rows = Rows.of(batch)
     group = rows.spread(rows.mean(process) + others)

@@ -63,8 +63,8 @@ def _varies(algorithm: AlgorithmConfig) -> str:
         return f"advantage {name!r} has one for each token"
     if algorithm.distill.kind == "sampled":
         return "distill.kind: sampled adds to each token's advantage"
-    if name == "reinforce" and gamma < 1:
-        return f"advantage 'reinforce' discounts with gamma = {gamma}"
+    if name in ("reinforce", "remax") and gamma < 1:
+        return f"advantage {name!r} discounts with gamma = {gamma}"
     if name == "reinforce" and algorithm.kl.used and algorithm.kl.where == "reward":
         return "advantage 'reinforce' holds the KL penalty of each token (kl.where: reward)"
     return ""

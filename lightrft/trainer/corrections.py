@@ -2,7 +2,8 @@
 
 ``CORRECTIONS[name](logprobs [N], old [N], behavior [N], advantages [N], rows, **options) -> weights [N]``. All inputs are without
 gradient: ``logprobs`` of the policy now, ``old`` the ratio's denominator, ``behavior`` of the sampler. Rows are whole. One that
-weighs ``old`` against ``behavior`` says so with ``needs=["old", "behavior"]``.
+weighs ``old`` against ``behavior`` says so with ``needs=["old", "behavior"]``. One whose weights depend on the other responses of the
+mini-batch says so with ``"batch"`` and ``"current"``. A token of weight 0 stays in the denominator of the loss.
 """
 
 from __future__ import annotations

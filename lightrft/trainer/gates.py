@@ -114,6 +114,46 @@ def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau:
     return Gate(batch.mask & (moment < ordered[kept]))
 
 
+@GATES.register(
+    "m2po_released",
+    formula="leave out A_t > 0 with rho_t > max(1 + floor_high, e^c) and A_t < 0 with rho_t < min(1 - floor_low, e^-c),  rho_t = pi / "
+    "pi_sampler;  c^2 is the largest d_t^2 of the tokens with A_t d_t > 0, d_t = log rho_t, at which mean min(d_t^2, c^2) < tau over them; "
+    "none where their mean d_t^2 <= tau",
+    latex=r"\text{leave out }\hat A_t>0,\ \rho_t>\max(1+\epsilon_h,e^{c})\ \text{and}\ \hat A_t<0,\ \rho_t<\min(1-\epsilon_l,e^{-c}),\quad"
+    r"\operatorname{mean}_{\hat A_td_t>0}\min(d_t^2,c^2)<\tau",
+    paper="M2PO, arXiv 2510.01161, as its authors' released code has it",
+    needs=["current", "behavior"],
+)
+def m2po_released(
+    batch: Batch,
+    settings: LossConfig,
+    generator: torch.Generator,
+    *,
+    tau: float = 0.04,
+    floor_low: float = 0.3,
+    floor_high: float = 0.5,
+) -> Gate:
+    """A clip whose bounds bring the second moment to ``tau``, over the tokens where clipping could act, and never narrower than the
+    floors."""
+    gap = (_need(batch.logprobs) - _need(batch.behavior_logprobs)).double()
+    sign = _need(batch.advantages).double().sign()
+    acting = batch.mask & (sign * gap > 0)
+    ordered = gap[acting].square().sort().values
+    n = len(ordered)
+    if n == 0 or float(ordered.mean()) <= tau:
+        return Gate(batch.mask.clone())
+    rest = torch.arange(n - 1, -1, -1, device=ordered.device)
+    reached = int((ordered * rest + ordered.cumsum(0) < tau * n).sum())  # grows with the bound, so a count is a place
+    width = float(ordered[reached - 1].sqrt()) if reached else 0.0
+    held = (sign > 0) & (gap > max(width, math.log1p(floor_high))) | (sign < 0) & (gap < min(-width, _log_below(floor_low)))
+    return Gate(batch.mask & ~held)
+
+
+def _log_below(floor: float) -> float:
+    """``log(1 - floor)``; without a bound from 1 on."""
+    return math.log1p(-floor) if floor < 1 else -math.inf
+
+
 def gated(batch: Batch, parts: Sequence[Part], settings: LossConfig, generator: torch.Generator) -> Batch:
     """``batch``, a whole mini-batch, with the product of all gates and the sum of all pulls."""
     for part in parts:

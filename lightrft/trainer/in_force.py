@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config import PARTS, PRESETS, AlgorithmConfig, RLConfig
+from lightrft.presets import source_of
 from lightrft.trainer.curriculum import CURRICULA
 from lightrft.trainer.gates import GATES
 from lightrft.trainer.kinds import KINDS, Kind
@@ -41,7 +42,7 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[Number, ...]:
             continue
         full = f"algorithm.{key}"
         if key in given:
-            origin = _given(full, sources) or (f"preset {algorithm.preset}" if key in preset else "default")
+            origin = _given(full, sources) or (_of_preset(algorithm.preset or "", key, value) if key in preset else "default")
         else:
             origin = f"default of {_owner(key, algorithm)}"
         found.append(Number(full, value, origin))
@@ -149,6 +150,12 @@ def _owner(key: str, algorithm: AlgorithmConfig) -> str:
     for word in key.partition(".options.")[0].split("."):
         place = place[int(word)] if word.isdigit() else getattr(place, word)
     return place.name
+
+
+def _of_preset(preset: str, key: str, value: object) -> str:
+    """The preset, and for a number where that has it from."""
+    found = source_of(preset, key) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return f"preset {preset}: {found}" if found else f"preset {preset}"
 
 
 def _given(key: str, sources: Mapping[str, str]) -> str | None:

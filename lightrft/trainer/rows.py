@@ -42,6 +42,13 @@ class Rows:
         return x[self.row_of]
 
 
+def last_sampled(rows: Rows) -> Tensor:
+    """``[B]``: the place of each row's last token that counts; -1 for a row without any."""
+    place = torch.arange(rows.mask.numel(), device=rows.mask.device)
+    last = torch.full((len(rows),), -1, dtype=torch.long, device=place.device)
+    return last.scatter_reduce(0, rows.row_of, torch.where(rows.mask, place, -1), "amax")
+
+
 def group_sum(x: Tensor, group: Tensor, groups: int) -> Tensor:
     """``x [B]`` summed by ``group [B]`` to ``[groups]``."""
     return torch.zeros(groups, dtype=x.dtype, device=x.device).index_add(0, group, x)

@@ -11,7 +11,7 @@ from lightrft.config import AlgorithmConfig, Part
 from lightrft.trainer.groups import Groups
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.moments import RUNNING, Moments
-from lightrft.trainer.rows import Rows
+from lightrft.trainer.rows import Rows, last_sampled
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy import Tensor, torch
@@ -155,10 +155,8 @@ def token_rewards(batch: Batch, estimator: str, kl_coef: float) -> Tensor:
     if batch.rewards is None:
         raise ValueError("token rewards need batch.rewards")
     rows = Rows.of(batch)
-    place = torch.arange(rows.mask.numel(), device=rows.mask.device)
-    last = torch.full((len(rows),), -1, dtype=torch.long, device=place.device)
-    last = last.scatter_reduce(0, rows.row_of, torch.where(rows.mask, place, -1), "amax")
-    rewards = torch.zeros(rows.mask.numel(), dtype=batch.rewards.dtype, device=place.device)
+    last = last_sampled(rows)
+    rewards = torch.zeros(rows.mask.numel(), dtype=batch.rewards.dtype, device=last.device)
     rewards[last[last >= 0]] = batch.rewards[last >= 0]
     if kl_coef:
         if batch.old_logprobs is None or batch.ref_logprobs is None:

@@ -78,13 +78,14 @@ def rae(rewards: Sequence[float], role_of: Sequence[int], decay: float, start: d
 # Of single tokens
 
 
-def remax(case: Case, token_rewards: Rows, greedy: Sequence[float]) -> Rows:
-    """Sum of this and later rewards, minus the reward of the greedy answer to the same prompt, ``greedy [B]``.
-    ReMax, arXiv 2310.10505. It needs no group: a group of one has an advantage."""
-    rows = returns(case, token_rewards, gamma=1.0)
+def remax(case: Case, token_rewards: Rows, greedy: Sequence[float], gamma: float = 1.0) -> Rows:
+    """Discounted sum of this and later rewards, minus the reward of the greedy answer to the same prompt, ``greedy [B]``, discounted
+    from the last sampled token on. ReMax, arXiv 2310.10505; the discount is its authors'. It needs no group: a group of one has an
+    advantage."""
+    rows = returns(case, token_rewards, gamma=gamma)
     for i in range(len(case)):
-        for t in case.sampled(i):
-            rows[i][t] -= greedy[i]
+        for k, t in enumerate(case.sampled(i)):
+            rows[i][t] -= gamma ** (len(case.sampled(i)) - 1 - k) * greedy[i]
     return rows
 
 

@@ -130,3 +130,32 @@ def gigpo(
                 alike = [back[other] for other in back if state[other] == state[at]]
                 rows[i][t] = whole + omega * scaled(back[at], alike)
     return rows
+
+
+def m2po_released(case: Case, advantages: Rows, tau: float, floor_low: float, floor_high: float) -> list[list[bool]]:
+    """What the clip of the authors' released code leaves, https://github.com/Infini-AI-Lab/M2PO: bounds exp(-+c), not inside the floors;
+    c is the largest |log ratio| of a token where clipping could act such that, with all of those held to c, their mean square is
+    below tau. Tokens on the bound itself are kept here; that code, which takes 1e-12 off c^2, clips them."""
+
+    def gap(i: int, t: int) -> float:
+        return number(case.logprobs[i][t]) - case.behavior[i][t]
+
+    places = [(i, t) for i in range(len(case)) for t in case.sampled(i)]
+    acting = [gap(i, t) ** 2 for i, t in places if gap(i, t) * advantages[i][t] > 0]
+    width = float("inf")
+    if acting and mean(acting) > tau:
+        fitting = [c for c in acting if sum(min(x, c) for x in acting) < tau * len(acting)]
+        width = max(fitting, default=0.0) ** 0.5
+    kept = [[False] * length for length in case.lengths]
+    for i, t in places:
+        ratio, a = exp(gap(i, t)), advantages[i][t]
+        above = a > 0 and ratio > 1 + floor_high and gap(i, t) > width
+        below = a < 0 and ratio < 1 - floor_low and gap(i, t) < -width
+        kept[i][t] = not (above or below)
+    return kept
+
+
+def batch_normalised(case: Case, process: Rows) -> Rows:
+    """Process rewards over the largest absolute sum of this and later ones, plus 1e-6. PRIME's released code, ``prime_norm``."""
+    sums = [abs(sum(process[i][s] for s in case.sampled(i) if s >= t)) for i in range(len(case)) for t in case.sampled(i)]
+    return [[x / (max(sums, default=0.0) + 1e-6) for x in row] for row in process]

@@ -48,6 +48,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "clip_cov": {"share": [0.3], "low": [0.0]},
     "kl_cov": {"share": [0.3]},
     "m2po": {"tau": [0.5]},
+    "m2po_released": {"tau": [0.01], "floor_low": [0.0, 0.3], "floor_high": [0.0, 0.5]},
 }
 
 

@@ -31,6 +31,7 @@ def batch() -> Batch:
     n = torch.arange(plain.tokens)
     rewards = torch.stack([n[:5].double() / 4, (n[:5] % 2).double()], 1)
     return plain.replace(
+        energy=(n * 3 % 7).double() / 8,
         entropy=(n * 7 % 5).double() / 4,
         teacher_logprobs=-(n % 3).double() - 0.1,
         process_rewards=(n % 4).double() / 8,

@@ -95,14 +95,15 @@ def test_the_second_step_of_gdpo_standardises_over_responses(case: Case, seed: i
 
 
 @every_case()
-def test_remax_subtracts_the_reward_of_the_greedy_answer(case: Case, seed: int) -> None:
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_remax_subtracts_the_reward_of_the_greedy_answer(gamma: float, case: Case, seed: int) -> None:
     (token,) = rows_for(case, seed)
     rng = random.Random(seed)
     greedy = [rng.uniform(-2, 2) for _ in range(len(case))]
     batch = batch_of(case).replace(baselines=torch.tensor(greedy, dtype=torch.float64))
-    found, returns = ADVANTAGES["remax"](batch, tensor_of(token), AdvantageConfig(name="remax"))
-    assert_equal(found, oracles_advantages.remax(case, token, greedy))
-    assert_equal(returns, oracles.returns(case, token, 1.0))
+    found, returns = ADVANTAGES["remax"](batch, tensor_of(token), AdvantageConfig(name="remax", gamma=gamma))
+    assert_equal(found, oracles_advantages.remax(case, token, greedy, gamma))
+    assert_equal(returns, oracles.returns(case, token, gamma))
 
 
 @every_case()

@@ -216,4 +216,4 @@ def test_a_process_model_learns_from_the_tokens_that_are_finite() -> None:
 
 def test_every_advantage_is_among_those_of_the_presets_or_tried_elsewhere() -> None:
     named = {algorithm_of(preset).advantage.name for preset in ALL}
-    assert set(ADVANTAGES) - named <= {"prime_released", "gigpo"}
+    assert set(ADVANTAGES) - named <= {"gigpo"}

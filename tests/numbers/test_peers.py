@@ -16,6 +16,7 @@ from lightrft.models.tiny import tiny_model
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.controls import Controls
 from lightrft.trainer.corrections import CORRECTIONS
+from lightrft.trainer.gates import GATES
 from lightrft.trainer.kl import KL_ESTIMATORS
 from lightrft.trainer.parts import check_rollout
 from lightrft.trainer.policy_loss import POLICY_LOSSES
@@ -24,7 +25,7 @@ from lightrft.trainer.update import Objective, weighted
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.settings import build
-from tests.numbers import oracles, oracles_peers
+from tests.numbers import oracles, oracles_advantages, oracles_peers
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for, scores_for, tensor
 from tests.numbers.oracles import Case
 from tests.numbers.oracles_corrections import LEVELS
@@ -182,3 +183,41 @@ def test_an_advantage_of_steps_is_refused_at_the_start_while_nothing_names_state
     config = build(RLConfig, {"algorithm": {"preset": None, "advantage": {"name": "gigpo"}}, "rollout": {"samples": 4}})
     with pytest.raises(ConfigError, match="no environment of this version names states; take grpo"):
         check_rollout(config)
+
+
+@every_case(max_gap=1.0)
+@pytest.mark.parametrize(("tau", "low", "high"), [(0.04, 0.3, 0.5), (0.04, 0.0, 0.0), (0.3, 0.0, 0.1), (1e-9, 0.0, 0.0)])
+def test_the_clip_of_m2po_as_released(tau: float, low: float, high: float, case: Case, seed: int) -> None:
+    (advantages,) = rows_for(case, seed)
+    batch = batch_of(case).replace(logprobs=tensor_of(case.logprobs), advantages=tensor_of(advantages))
+    options = {"tau": tau, "floor_low": low, "floor_high": high}
+    gate = GATES["m2po_released"](batch, LossConfig(), torch.Generator(), **options)
+    expected = oracles_peers.m2po_released(case, advantages, tau, low, high)
+    assert gate.keep.tolist() == [k for row in expected for k in row]
+
+
+@every_case()
+def test_process_rewards_as_prime_releases_them(case: Case, seed: int) -> None:
+    (process,) = rows_for(case, seed)
+    batch = batch_of(case).replace(process_rewards=tensor_of(process))
+    rewards = tensor_of(oracles.token_rewards(case, case.rewards, 0.0, "k1"))
+    found, _ = ADVANTAGES["prime_released"](
+        batch, rewards, AdvantageConfig(), outcome_coef=5.0, process_coef=5.0, batch_norm=True
+    )
+    scaled = oracles_peers.batch_normalised(case, process)
+    assert_equal(found, oracles_advantages.prime_released(case, case.rewards, scaled, 5.0, 5.0), batch.mask)
+
+
+def test_rejected_tokens_stay_in_the_denominator() -> None:
+    algorithm = build(RLConfig, {"algorithm": {"preset": None, "corrections": [{"name": "icepop"}]}}).algorithm
+    batch = Batch(
+        Segments.of([[0]]),
+        Segments.of([[1, 2, 3, 4]]),
+        torch.tensor([0]),
+        behavior_logprobs=tensor([-1.0, -1.0, -9.0, -9.0]),
+        old_logprobs=tensor([-1.0] * 4),
+        advantages=tensor([1.0] * 4),
+    )
+    objective = Objective.of(algorithm, Controls.of(algorithm))
+    loss, _ = objective(weighted(batch, RLConfig(algorithm=algorithm)), Scores(tensor([-1.0] * 4)))
+    assert float(loss) == pytest.approx(-0.5)  # the two that are kept, over four

@@ -136,7 +136,7 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
         "gpg": {"std_eps": None},
         "otb": {"zero_tail": True},
         "pass_at_k": {"std_eps": None},
-        "prime_released": {"outcome_coef": 1.0, "process_coef": 1.0},
+        "prime_released": {"outcome_coef": 1.0, "process_coef": 1.0, "batch_norm": False},
         "rft": {"threshold": 1.0},
         "vapo": {"alpha": 0.05, "lam_critic": 1.0},
     },

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lightrft.config import PRESETS, RLConfig
-from lightrft.presets import PAPERS
+from lightrft.presets import PAPERS, SOURCES, source_of
 from lightrft.trainer.advantages import ADVANTAGES
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.explain import Explanation, explain, symbol_of, to_latex, to_text
@@ -41,7 +41,7 @@ def test_the_numbers_are_those_of_the_config_with_their_sources(preset: str) -> 
     own = [n for n in found.numbers if not is_default_option(n)]
     assert {n.key: n.value for n in own} == {n.key: value_of(config, n.key) for n in own}
     given = {f"algorithm.{key}": value for key, value in flat(PRESETS[preset]).items() if value != {}}
-    from_preset = {n.key: n.value for n in own if n.source == f"preset {preset}"}
+    from_preset = {n.key: n.value for n in own if n.source.partition(":")[0] == f"preset {preset}"}
     assert from_preset == {key: value for key, value in given.items() if key in shown}
     assert shown["algorithm.preset"].source == "command line"
     assert shown["train.updates"].source == "command line"
@@ -123,7 +123,7 @@ def test_what_stands_beside_a_preset_wins_and_names_its_file(tmp_path: Path) -> 
     numbers = {n.key: (n.value, n.source) for n in found.numbers}
     assert numbers["algorithm.kl.coef"] == (0.5, str(file))
     assert numbers["algorithm.advantage.lam"] == (0.9, "command line")
-    assert numbers["algorithm.advantage.gamma"] == (1.0, "preset ppo")
+    assert numbers["algorithm.advantage.gamma"] == (1.0, "preset ppo: InstructGPT, arXiv 2203.02155, appendix C.4")
     assert numbers["algorithm.kl.controller"] == ("fixed", "default")
     assert "algorithm.kl.target" not in numbers
 
@@ -191,7 +191,7 @@ def test_the_numbers_and_the_first_steps_of_a_critic_are_shown() -> None:
     _, found = explained("algorithm=vapo", "critic.warmup_steps=50")
     numbers = {n.key: (n.value, n.source) for n in found.numbers}
     assert numbers["critic.warmup_steps"] == (50, "command line")
-    assert numbers["algorithm.advantage.options.alpha"] == (0.05, "preset vapo")
+    assert numbers["algorithm.advantage.options.alpha"] == (0.05, "preset vapo: VAPO, arXiv 2504.05118, section 5.1")
     assert "In the first 50 steps it is trained alone: the policy that answers stays as it is." in found.gradient
     assert "critic.warmup_steps" not in {n.key for n in explained("algorithm=grpo")[1].numbers}
 
@@ -212,3 +212,21 @@ def test_what_is_kept_of_a_group_and_which_prompts_come_are_told_with_their_numb
 def test_every_preset_says_where_it_is_from() -> None:
     assert sorted(PAPERS) == sorted(PRESETS)
     assert PAPERS["gspo"] in to_text(explained("algorithm=gspo")[1])
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_every_number_of_a_preset_says_where_it_is_from(preset: str) -> None:
+    given = flat(PRESETS[preset])
+    counted = {key for key, value in given.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    assert {key for key in counted if not source_of(preset, key)} == set()
+    assert preset in SOURCES or not counted
+    used = {branch for branch in SOURCES.get(preset, {}) if any(f"{key}.".startswith(f"{branch}.") for key in counted)}
+    assert set(SOURCES.get(preset, {})) == used
+    shown = to_text(explained(f"algorithm={preset}")[1])
+    assert all(f"preset {preset}: {source_of(preset, key)}" in shown for key in counted)
+
+
+def test_the_source_of_one_number_comes_before_that_of_its_branch() -> None:
+    assert source_of("cispo", "loss.clip_low") != source_of("cispo", "loss.clip_high")
+    assert source_of("grpo", "loss.clip_low") == source_of("grpo", "loss.clip_high")
+    assert source_of("grpo", "entropy.coef") is None
