@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from logging import ERROR, WARNING
 
 from lightrft.utils.errors import UserError
+from lightrft.utils.files import disk_problem
 from lightrft.utils.last_words import tell
 from lightrft.utils.logs import log_to_terminal, stop_logging
 from lightrft.utils.ranks import first_rank
@@ -78,6 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except Exception as error:
+        if problem := disk_problem(error):
+            sys.stderr.write(
+                f"lightrft {verb}: a file cannot be written or read ({problem}); free some space, or choose another disk\n"
+            )
+            return 2
         tell(error)
         raise
     finally:

@@ -16,7 +16,7 @@ from lightrft.trainer.rl import run_rl
 from lightrft.trainer.session import Observer
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.files import write_atomic, write_json
+from lightrft.utils.files import disk_errors, write_atomic, write_json
 
 
 def run_demo(config: DemoConfig, observer: Observer | None = None) -> dict[str, Any]:
@@ -25,6 +25,11 @@ def run_demo(config: DemoConfig, observer: Observer | None = None) -> dict[str, 
     A demo that was interrupted goes on where it stopped: a phase that has finished is not run again.
     """
     base = Path(config.run.dir).expanduser() / config.run.name
+    with disk_errors(base, "free some space, or set run.overwrite=true to start over"):
+        return _run_phases(config, base, observer)
+
+
+def _run_phases(config: DemoConfig, base: Path, observer: Observer | None) -> dict[str, Any]:
     start = base / "start"
     if config.run.overwrite or not (start / "config.json").exists():
         make_start(config, start)
@@ -62,7 +67,10 @@ def finished(folder: Path, config: DemoConfig) -> dict[str, Any] | None:
     file = folder / "summary.json"
     if config.run.overwrite or not file.exists():
         return None
-    summary = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # damaged: the phase itself knows how far it is
+        return None
     return summary if summary.get("finished") else None
 
 
@@ -73,7 +81,8 @@ def _phase(config: DemoConfig, phase: Any, base: Path, name: str, model: Path) -
 
 def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
     """Join what both phases left, for the report; the headline is held-out accuracy after warm-up and after reinforcement learning."""
-    rows = [(base / name / "metrics.jsonl").read_text(encoding="utf-8") for name in ("sft", "rl")]
+    files = [base / name / "metrics.jsonl" for name in ("sft", "rl")]
+    rows = [file.read_text(encoding="utf-8") for file in files if file.exists()]
     write_atomic(base / "metrics.jsonl", "".join(rows))
     for file in ("samples.json", "config.yaml"):
         shutil.copyfile(base / "rl" / file, base / file)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -149,6 +151,8 @@ class Session:
                 def begin() -> Path:
                     if self.ranks.rank:
                         return self.path  # not used
+                    if not self.path.is_dir():  # a checkpoint alone would be taken for somebody else's folder
+                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
                     return stack.enter_context(self.store.writing(step, about, values.get(best), signs.give))
 
                 path = together(self.ranks, begin)[0]

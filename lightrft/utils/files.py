@@ -7,12 +7,15 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
+
+from lightrft.utils.errors import ResourceError, UserError
 
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".txt", ".yaml", ".py", ".safetensors")
 
@@ -126,11 +129,42 @@ def _as_mapping(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is not JSON: {value!r}")
 
 
+WITHOUT_ROOM = (errno.ENOSPC, errno.EDQUOT)
+UNUSABLE = (*WITHOUT_ROOM, errno.EROFS, errno.EIO)
+"""Errors that concern a disk, whatever is written to it."""
+
+
+@contextmanager
+def disk_errors(folder: Path, way_out: str) -> Generator[None]:
+    """Turn an error of the disk, or of a file below ``folder``, into ``ResourceError`` with the ``way_out``."""
+    try:
+        yield
+    except Exception as error:
+        if not (problem := disk_problem(error, folder)):
+            raise
+        raise ResourceError(f"{folder} cannot be used ({problem}); {way_out}") from error
+
+
+def disk_problem(error: BaseException, folder: Path | None = None) -> str:
+    """Why a file cannot be read or written, in words. Empty for a user's error, and for one that is neither of the disk nor of a
+    file below ``folder``. Some libraries give the number of the error in their text only."""
+    seen = None if isinstance(error, UserError) else error
+    while seen is not None:
+        told = re.search(r"os error (\d+)", str(seen))
+        number = seen.errno if isinstance(seen, OSError) else int(told[1]) if told else None
+        name = seen.filename if isinstance(seen, OSError) else None
+        inside = folder is not None and (told is not None if name is None else Path(os.fsdecode(name)).is_relative_to(folder))
+        if number is not None and (number in UNUSABLE or inside):
+            return os.strerror(number) + (f": {os.fsdecode(name)}" if name is not None else "")
+        seen = seen.__cause__ or seen.__context__
+    return ""
+
+
 def is_disk_full(error: BaseException) -> bool:
     """Whether ``error`` or a cause of it says that no space is left; some libraries put this in words only."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in (errno.ENOSPC, errno.EDQUOT):
+        if isinstance(seen, OSError) and seen.errno in WITHOUT_ROOM:
             return True
         if "No space left on device" in str(seen) or "os error 28" in str(seen):
             return True

@@ -12,12 +12,31 @@ FILE_ONLY = {"file_only": True}
 """``extra`` of a message that whoever runs the program is told in another way."""
 
 
-def log_to_file(path: Path) -> logging.Handler:
+class LogFile(logging.FileHandler):
+    """A log file. ``lost`` counts lines that could not be written, by a full disk say; the first one is said on standard error."""
+
+    lost = 0
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        self.lost += 1
+        if self.lost == 1:
+            sys.stderr.write(f"{self.baseFilename} cannot be written: {sys.exception()}\n")
+
+    def close(self) -> None:
+        """Close the file. Lines that are still buffered are lost if the disk is full."""
+        try:
+            super().close()
+        except OSError:
+            self.lost += 1
+
+
+def log_to_file(path: Path) -> LogFile:
     """Append everything of this package from INFO up to ``path``; undo with ``stop_logging``."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT))
     handler.setLevel(logging.INFO)
-    return _attach(handler)
+    _attach(handler)
+    return handler
 
 
 def log_to_terminal(level: int = logging.WARNING) -> logging.Handler:

@@ -133,6 +133,7 @@ def _write_attached(folder: Path, attached: Iterable[Attached]) -> None:
 
 def _write_file(job: _Job) -> None:
     temporary = job.path.with_name(f".{job.path.name}.tmp")
+    job.path.parent.mkdir(exist_ok=True)  # it may have been removed
     try:
         with temporary.open("w", encoding="utf-8") as file:
             for i, rollout in enumerate(job.rollouts):

@@ -14,7 +14,7 @@ from typing import Any, Self
 import yaml
 
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.files import write_atomic, write_json
+from lightrft.utils.files import disk_errors, write_atomic, write_json
 from lightrft.utils.logs import FILE_ONLY, log_to_file, stop_logging
 from lightrft.utils.rollout_writer import Attached, RolloutWriter
 from lightrft.utils.settings import Settings, dotted, to_resolved_yaml
@@ -23,6 +23,10 @@ from lightrft.utils.trackers import JsonLines, Row, TensorBoard, Tracker, Wandb
 log = logging.getLogger(__name__)
 
 LOCK = ".lock"
+AT_START = "free some space, or choose another run.dir"
+LATER = (
+    "free some space, or restore the folder and the right to write there; the same command then resumes from the last checkpoint"
+)
 SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
 OURS = (
     *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "wandb_id"),
@@ -78,13 +82,14 @@ class RunFolder:
         if checkpoint is not None and not checkpoint.is_dir():
             raise ConfigError(f"run.resume = {resume!r}: there is no such checkpoint; use auto, never, or a checkpoint's folder")
         _make(path)
-        lock = _take(path)
-        try:
-            fresh = _settle(path, config, resume, overwrite, ignore)
-            folder = cls(path, fresh=fresh, checkpoint=checkpoint, lock=lock)
-        except BaseException:
-            _release(lock)
-            raise
+        with disk_errors(path, AT_START):
+            lock = _take(path)
+            try:
+                fresh = _settle(path, config, resume, overwrite, ignore)
+                folder = cls(path, fresh=fresh, checkpoint=checkpoint, lock=lock)
+            except BaseException:
+                _release(lock)
+                raise
         try:
             folder._changed = dict(dotted(config.model_dump(mode="json", exclude_defaults=True)))
             folder._tensorboard = tensorboard
@@ -148,7 +153,9 @@ class RunFolder:
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write ``summary.json``: ``values``, and under ``changed`` the settings that are not at their default."""
-        write_json(self.path / "summary.json", {**values, "changed": self._changed})
+        rows = sum(tracker.lost for tracker in self._trackers if isinstance(tracker, TensorBoard))
+        lost = {name: n for name, n in (("log_lines_lost", self._log.lost), ("tensorboard_rows_lost", rows)) if n}
+        write_json(self.path / "summary.json", {**values, **lost, "changed": self._changed})
 
     def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
         """Write ``samples.json``: answers to the same prompts, each with ``prompt``, ``attachments`` (names of files in ``media/``),
@@ -158,6 +165,7 @@ class RunFolder:
     def flush(self) -> None:
         """Wait until every rollout is on disk. Raises what a write failed with."""
         self._writer.flush()
+        self.metrics.restore()
 
     def close(self) -> None:
         """Write what is queued and let go of the folder. Raises what a write failed with, after letting go."""
@@ -175,13 +183,16 @@ class RunFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
-            self.close()
+            with disk_errors(self.path, LATER):
+                self.close()
             return
         log.error("ended by %s: %s", type(error).__name__, error, extra=FILE_ONLY)
         try:
             self.close()
         except Exception as second:  # the first error is the one to show
             error.add_note(f"and while closing the run folder: {second}")
+        with disk_errors(self.path, LATER):
+            raise error
 
 
 class Elsewhere(RunFolder):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import threading
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,6 +46,15 @@ class JsonLines:
             return
         self.rows = self.rows[:cut]
         self._last = self.last_steps()
+        self._write_all()
+
+    def restore(self) -> None:
+        """Write all rows again if the file was removed."""
+        if not self.path.exists():
+            log.warning("%s was removed during the run: its %d rows are written again", self.path, len(self.rows))
+            self._write_all()
+
+    def _write_all(self) -> None:
         self._file.close()
         write_atomic(self.path, "".join(json_line(row) + "\n" for row in self.rows))
         self._file = self.path.open("a", encoding="utf-8")
@@ -64,6 +74,7 @@ class JsonLines:
         if odd:
             self._warned |= odd
             log.warning("step %s: not finite, written as null: %s", step, ", ".join(sorted(odd)))
+        self.restore()
         self._file.write(json_line(row) + "\n")
         self._file.flush()
         self.rows.append(dict(row))
@@ -74,7 +85,10 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files under ``folder``, one TensorBoard run per phase."""
+    """Event files under ``folder``, one TensorBoard run per phase.
+
+    ``lost`` counts rows that could not be written. After the first one no other is tried: ``metrics.jsonl`` has them all.
+    """
 
     def __init__(self, folder: Path, last: Mapping[str, int]) -> None:
         """``last``: the last step that counts, by phase; what an earlier process wrote after it is hidden."""
@@ -84,8 +98,25 @@ class TensorBoard:
         self._folder = folder
         self._last = dict(last)
         self._writers: dict[str, Any] = {}
+        self.lost = 0
+        self._hook = threading.excepthook
+        threading.excepthook = self._on_thread_error
+
+    def _on_thread_error(self, told: Any) -> None:
+        """Leave out the traceback of TensorBoard's own thread: its error is raised again by the next call."""
+        if not (isinstance(told.exc_value, OSError) and type(told.thread).__module__.startswith("tensorboard.")):
+            self._hook(told)
 
     def log(self, row: Row) -> None:
+        if not self.lost:
+            try:
+                self._log(row)
+                return
+            except OSError as error:
+                log.warning("TensorBoard events end before step %s (%s); metrics.jsonl has every step", row["step"], error)
+        self.lost += 1
+
+    def _log(self, row: Row) -> None:
         phase, step = str(row.get("phase", "")), int(row["step"])
         if phase not in self._writers:
             purge = self._last.get(phase, -1) + 1
@@ -96,7 +127,12 @@ class TensorBoard:
 
     def close(self) -> None:
         for writer in self._writers.values():
-            writer.close()
+            try:
+                writer.close()
+            except OSError as error:
+                log.warning("the last TensorBoard events are not written (%s); metrics.jsonl has every step", error)
+        if threading.excepthook == self._on_thread_error:
+            threading.excepthook = self._hook
 
 
 class Wandb:

@@ -309,7 +309,7 @@ class Driver:
             raise error.cause if isinstance(error.cause, UserError) else error from None
         except ray.exceptions.GetTimeoutError:
             raise RankLost(f"{len(actors)} ranks did not {what} within launch.ray.wait = {self.asked.wait:g} minutes") from None
-        except ray.exceptions.RayActorError as error:
+        except ray.exceptions.RayError as error:  # an actor that died, a node or a connection that is gone
             raise RankLost(f"a rank ended before it could {what} ({reason_of(error)})") from None
 
     def check_shared(self, actors: list[Any]) -> None:

@@ -15,6 +15,8 @@ from lightrft.trainer.launch.placement import Bundle, Layout, Slot
 from lightrft.utils.errors import ConfigError, RankError, ResourceError, first_line
 from lightrft.utils.signals import StopFlag
 
+log = logging.getLogger(__name__)
+
 INSTALL = "pip install 'lightrft[ray]'"
 
 
@@ -33,7 +35,7 @@ def package() -> Any:
 def cluster(config: RayConfig) -> Generator[None]:
     """Be connected to the cluster of ``config``. A program that has connected itself stays as it is.
 
-    Raises ``ConfigError`` when none is at ``address``.
+    Raises ``ConfigError`` when none is at ``address``, and ``ResourceError`` when one of this machine alone does not start in time.
     """
     if (config.address or "").startswith("ray://"):
         raise ConfigError(
@@ -46,19 +48,48 @@ def cluster(config: RayConfig) -> Generator[None]:
     if ray.is_initialized():
         yield
         return
-    own = {"include_dashboard": False} if config.address is None else {}
     with _token(ray) if config.address is None else nullcontext():
-        try:
-            ray.init(address=config.address or "local", log_to_driver=False, logging_level=logging.ERROR, **own)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ConfigError(
-                f"launch.ray.address = {config.address!r}: no Ray cluster could be joined or started ({first_line(error)}); start one "
-                "with ray start --head, or leave the address out for a cluster of this machine alone"
-            ) from error
+        if config.address is None:
+            _start(ray, config.wait)
+        else:
+            _join(ray, config.address)
         try:
             yield
         finally:
             ray.shutdown()
+
+
+def _join(ray: Any, address: str) -> None:
+    """Connect to the cluster at ``address``. Raises ``ConfigError``."""
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises plain ``Exception`` too, and errors of its connection
+        ray.shutdown()
+        raise ConfigError(
+            f"launch.ray.address = {address!r}: no Ray cluster could be joined ({first_line(error)}); start one with ray start --head, or "
+            "leave the address out for a cluster of this machine alone"
+        ) from error
+
+
+def _start(ray: Any, minutes: float) -> None:
+    """Start a cluster of this machine alone. Ray gives a node 30 s to start, which a busy machine may exceed: then it is started
+    again, until ``minutes`` are over. Raises ``ResourceError``."""
+    until = time.monotonic() + 60 * minutes
+    while True:
+        try:
+            ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+            return
+        except Exception as error:  # of a node that is late Ray raises plain ``Exception``
+            ray.shutdown()
+            late = isinstance(error, TimeoutError) or "timed out" in str(error)
+            if late and time.monotonic() < until:
+                log.warning("Ray did not start in time (%s); it is started again", first_line(error))
+                continue
+            limit = f" within launch.ray.wait = {minutes:g} minutes" if late else ""
+            raise ResourceError(
+                f"launch.kind = 'ray': Ray did not start on this machine{limit} ({first_line(error)}); free processors and memory, raise "
+                "launch.ray.wait, or start it with ray start --head and set launch.ray.address=auto"
+            ) from error
 
 
 @contextmanager

@@ -54,6 +54,65 @@ def test_a_remote_client_is_refused_with_the_way_to_start_on_the_cluster() -> No
         pass
 
 
+class LateRay:
+    """Ray whose ``init`` raises ``errors``, one a call, and then starts."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors, self.calls = list(errors), []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **options: Any) -> None:
+        self.calls.append("init")
+        if self.errors:
+            raise self.errors.pop(0)
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+LATE = "The current node timed out during startup. This could happen because some of the raylet failed to startup"
+
+
+@pytest.fixture
+def late_ray(monkeypatch: pytest.MonkeyPatch) -> Any:
+    def of(*errors: Exception) -> LateRay:
+        ray = LateRay(*errors)
+        monkeypatch.setattr(ray_cluster, "package", lambda: ray)
+        monkeypatch.setattr(ray_cluster, "_token", lambda _: nullcontext())
+        return ray
+
+    return of
+
+
+def test_a_ray_that_is_late_is_started_again_and_what_it_left_is_ended_first(late_ray, caplog) -> None:
+    ray = late_ray(Exception(LATE), TimeoutError("the GCS"))
+    with cluster(build(LaunchConfig, {"kind": "ray"}).ray):
+        pass
+    assert ray.calls == ["init", "shutdown", "init", "shutdown", "init", "shutdown"]
+    assert caplog.text.count("Ray did not start in time") == 2
+
+
+@pytest.mark.parametrize("error", [Exception(LATE), TimeoutError("the GCS timed out")])
+def test_a_ray_that_does_not_start_in_time_is_an_error_that_says_what_to_do(late_ray, error) -> None:
+    ray = late_ray(error)
+    launch = build(LaunchConfig, {"kind": "ray", "ray": {"wait": 1e-12}})
+    with pytest.raises(ResourceError, match=r"within launch\.ray\.wait = 1e-12 minutes \(.*timed out.*raise launch\.ray\.wait"):
+        cluster(launch.ray).__enter__()
+    assert ray.calls == ["init", "shutdown"]
+
+
+def test_a_ray_that_cannot_start_or_be_joined_is_not_tried_again(late_ray) -> None:
+    ray = late_ray(Exception("no such file: raylet"))
+    with pytest.raises(ResourceError, match="did not start on this machine \\(no such file: raylet"):
+        cluster(build(LaunchConfig, {"kind": "ray"}).ray).__enter__()
+    assert ray.calls == ["init", "shutdown"]
+    late_ray(Exception(LATE))
+    with pytest.raises(ConfigError, match=r"launch\.ray\.address = 'auto': no Ray cluster could be joined"):
+        cluster(build(LaunchConfig, {"kind": "ray", "ray": {"address": "auto"}}).ray).__enter__()
+
+
 def test_devices_on_processors_and_workers_of_supervised_training_are_refused() -> None:
     cpu = {"strategy": {"device": "cpu"}, "launch": {"kind": "ray", "ray": {"devices": 0.5}}}
     with pytest.raises(ConfigError, match=r"launch\.ray\.devices = 0\.5 changes nothing: strategy\.device is cpu"):
@@ -102,7 +161,7 @@ def test_the_token_of_a_cluster_of_its_own_is_forgotten_with_it(
 
     ray = SimpleNamespace(is_initialized=lambda: False, init=init, shutdown=lambda: None, _raylet=package()._raylet)
     monkeypatch.setattr(ray_cluster, "package", lambda: ray)
-    with nullcontext() if starts else pytest.raises(ConfigError, match="no room"):
+    with nullcontext() if starts else pytest.raises(ResourceError, match="no room"):
         for _ in range(2):
             with cluster(build(LaunchConfig, {"kind": "ray"}).ray):
                 pass
