@@ -47,6 +47,7 @@ class Compared:
     """``n`` sampled tokens: the trainer's ``logits [n, V]``, the ``tokens [n]``, and the log-probs ``reported [n]`` for them.
 
     ``seen [n, V]`` marks the tokens before each, for the repetition penalty. ``greedy [n]`` tokens were the likeliest ones.
+    ``dtype`` is the coarsest type of the states and weights, as a call sees them.
     """
 
     logits: Tensor
@@ -54,7 +55,7 @@ class Compared:
     reported: Tensor
     greedy: Tensor
     seen: Tensor | None
-    half: bool
+    dtype: torch.dtype
 
     def gap(self, sampling: SamplingConfig) -> float:
         """Return the difference in nats if the engine sampled by ``sampling``: the largest, or in half precision the mean.
@@ -74,7 +75,7 @@ class Compared:
         removed = gaps.isinf()
         if removed.float().mean() <= REMOVED:
             gaps = gaps[~removed]
-        return float(gaps.mean() if self.half else gaps.max()) if len(gaps) else 0.0
+        return float(gaps.mean() if self.dtype in HALF else gaps.max()) if len(gaps) else 0.0
 
 
 @torch.no_grad()
@@ -103,7 +104,9 @@ def compared(actor: Actor, batch: Batch, sampling: SamplingConfig, version: int 
     greedy |= sums[few.row_of[places]] == 0
     seen = _seen(few, places, logits.shape[1]) if sampling.repetition_penalty != 1 else None
     tokens, reported = few.responses.tokens[places], few.behavior_logprobs[places].float()
-    return Compared(logits, tokens, reported, greedy, seen, states.dtype in HALF)
+    # Sharded weights are float32 outside of a call, whatever the call computes in.
+    kinds = {states.dtype, torch.float32, *(p.dtype for p in actor.model.parameters() if p.dtype in ROUNDING)}
+    return Compared(logits, tokens, reported, greedy, seen, max(kinds, key=ROUNDING.__getitem__))
 
 
 def _comparable(batch: Batch, sampling: SamplingConfig, version: int | None) -> Tensor:
@@ -145,9 +148,7 @@ def refuse_gap(actor: Actor, found: Compared | None, sampling: SamplingConfig, u
     """
     if found is None:
         return
-    kinds = {p.dtype for p in actor.model.parameters() if p.dtype in ROUNDING}
-    dtype = max((*kinds, torch.float32), key=ROUNDING.__getitem__)
-    found.half = found.half or dtype in HALF
+    dtype = found.dtype
     bound, gap = gap_bound(dtype, actor.text_config.num_hidden_layers), found.gap(sampling)
     if gap <= bound:
         return

@@ -181,6 +181,18 @@ def test_the_comparison_leaves_model_and_random_generator_as_they_were() -> None
     assert all(torch.equal(p, w) and p.grad is None for p, w in zip(actor.parameters(), weights))
 
 
+def test_the_type_of_a_call_counts_where_sharded_weights_are_float32_outside_of_it() -> None:
+    actor, sampling = actor_of(dtype=torch.bfloat16), SAMPLINGS[0]
+    found = compared(actor, batch_of(sampled(actor, sampling)), sampling, None)
+    assert found is not None and found.dtype == torch.bfloat16
+    actor.float()
+    found.reported -= 0.01  # rounding of bfloat16, not of float32
+    refuse_gap(actor, found, sampling, lambda: "")
+    found.dtype = torch.float32
+    with pytest.raises(ModelError, match="rounding in float32"):
+        refuse_gap(actor, found, sampling, lambda: "")
+
+
 def test_the_bound_grows_with_the_root_of_the_depth_and_with_the_roundoff() -> None:
     assert gap_bound(torch.bfloat16, 4) == pytest.approx(2 * 2**-8 * 3)
     assert gap_bound(torch.float32, 12) == pytest.approx(2 * 2**-11 * 5)
