@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lightrft.utils.lazy import Tensor, torch
+from lightrft.utils.transfer import to_device
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -32,7 +33,7 @@ class Ragged:
         return Ragged(self.values[rows_of(self.lengths, index)], self.lengths[index])
 
     def to(self, device: torch.device | str) -> Ragged:
-        return Ragged(self.values.to(device), self.lengths.to(device))
+        return Ragged(to_device(self.values, device), to_device(self.lengths, device))
 
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
@@ -137,6 +138,26 @@ class Request:
         return len(self.begun) if self.begun is not None else 0
 
 
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """The ``numbers`` of one integer tensor, ``of_tensor``, for code on the host that would wait for a device to read it."""
+
+    of_tensor: Tensor
+    numbers: list[int]
+
+    @staticmethod
+    def of(tensor: Tensor, known: HostCopy | None) -> HostCopy:
+        """Return ``known`` if it is of this very ``tensor``, else read the tensor."""
+        return known if known is not None and known.of_tensor is tensor else HostCopy(tensor, tensor.tolist())
+
+    @staticmethod
+    def moved(tensor: Tensor, known: HostCopy | None, to: Tensor) -> HostCopy | None:
+        """Return the copy for ``to``, the same numbers on another device: ``None`` where nothing is known without waiting."""
+        if tensor.device.type != "cpu" and (known is None or known.of_tensor is not tensor):
+            return None
+        return HostCopy(to, HostCopy.of(tensor, known).numbers)
+
+
 @dataclass(slots=True)
 class Segments:
     """Flat token runs: ``tokens [N]``, ``lengths [S]``, and the media of each run."""
@@ -144,9 +165,16 @@ class Segments:
     tokens: Tensor
     lengths: Tensor
     media: Media = field(default_factory=dict)
+    _sizes: Any = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.lengths.numel())
+
+    @property
+    def sizes(self) -> list[int]:
+        """``lengths`` on the host. Reading them does not wait for a device that ``to`` moved the runs to."""
+        self._sizes = HostCopy.of(self.lengths, self._sizes)
+        return self._sizes.numbers
 
     @staticmethod
     def of(rows: Sequence[Sequence[int]], media: Media | None = None) -> Segments:
@@ -165,7 +193,9 @@ class Segments:
         )
 
     def to(self, device: torch.device | str) -> Segments:
-        return Segments(self.tokens.to(device), self.lengths.to(device), {k: r.to(device) for k, r in self.media.items()})
+        lengths = to_device(self.lengths, device)
+        known = HostCopy.moved(self.lengths, self._sizes, lengths)
+        return Segments(to_device(self.tokens, device), lengths, {k: r.to(device) for k, r in self.media.items()}, known)
 
     @staticmethod
     def cat(parts: Sequence[Segments]) -> Segments:
@@ -233,6 +263,7 @@ class Batch:
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
+    _groups: Any = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return int(self.prompt_of.numel())
@@ -257,7 +288,14 @@ class Batch:
     @property
     def row_of(self) -> Tensor:
         """``[N]`` the response that each token belongs to."""
-        return torch.repeat_interleave(torch.arange(len(self), device=self.lengths.device), self.lengths)
+        rows = torch.arange(len(self), device=self.lengths.device)
+        return torch.repeat_interleave(rows, self.lengths, output_size=self.tokens)
+
+    @property
+    def groups(self) -> list[int]:
+        """``prompt_of`` on the host. Reading it does not wait for a device that ``to`` moved the batch to."""
+        self._groups = HostCopy.of(self.prompt_of, self._groups)
+        return self._groups.numbers
 
     def columns(self, axis: str) -> dict[str, Tensor]:
         """The columns of one axis (``"token"`` or ``"sample"``) that are filled in."""
@@ -285,8 +323,10 @@ class Batch:
         return [self.select(index) for index in parts]
 
     def to(self, device: torch.device | str) -> Batch:
-        moved = {k: v.to(device) for axis in ("token", "sample") for k, v in self.columns(axis).items()}
-        return Batch(self.prompts.to(device), self.responses.to(device), self.prompt_of.to(device), **moved)
+        moved = {k: to_device(v, device) for axis in ("token", "sample") for k, v in self.columns(axis).items()}
+        prompt_of = to_device(self.prompt_of, device)
+        known = HostCopy.moved(self.prompt_of, self._groups, prompt_of)
+        return Batch(self.prompts.to(device), self.responses.to(device), prompt_of, **moved, _groups=known)
 
     @staticmethod
     def cat(parts: Sequence[Batch]) -> Batch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 NAME = "lightrft"
 
@@ -57,6 +57,9 @@ def attention(
 
 
 def register() -> None:
-    """Make ``NAME`` known to transformers, with no mask of its own."""
+    """Make ``NAME`` known to transformers.
+
+    It has no mask function, so transformers makes no mask for it. With one, transformers would first read the positions for
+    packed samples, and the host would wait for the device in every call of the model.
+    """
     AttentionInterface.register(NAME, attention)
-    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)

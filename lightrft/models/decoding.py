@@ -26,6 +26,7 @@ from lightrft.models.lora import base_model
 from lightrft.models.segment_attention import Run, SegmentPlan
 from lightrft.types import Prompt, Segments
 from lightrft.utils.errors import DataError, ModelError
+from lightrft.utils.transfer import to_device
 
 PREFILL_TOKENS = 8192
 """Prompt tokens (padded) that go through the model in one call; bounds the activations of a prefill."""
@@ -212,7 +213,7 @@ class Session:
             slot_of = {handle: slot for slot, handle in enumerate(self._handles)}
             slots = np.array([slot_of[h] for h in self._handle_of.tolist()], dtype=np.int64)
             self._rows = _Rows(slots, self._prompt_lengths, self._lengths, self._device)
-            self._shift = torch.from_numpy(self._shifts[slots]).to(self._device) if self._shifts.any() else None
+            self._shift = to_device(torch.from_numpy(self._shifts[slots]), self._device) if self._shifts.any() else None
         plan = _StepPlan(self._prompts, self._answers, self._rows)
         positions = self._rows.positions if self._shift is None else self._rows.positions + self._shift
         logits = self._logits({"input_ids": tokens[None], "position_ids": positions[None]}, plan)
@@ -295,7 +296,7 @@ class _Rectangle:
         for pair in self._layers.values():
             for x in pair:
                 used = x[:, :, :used_columns]
-                used[torch.from_numpy(dst).to(x.device)] = used[torch.from_numpy(src).to(x.device)]
+                used[to_device(torch.from_numpy(dst), x.device)] = used[to_device(torch.from_numpy(src), x.device)]
 
 
 def _resized(old: Tensor, rows: int, columns: int, used_rows: int, used_columns: int) -> Tensor:
@@ -315,11 +316,12 @@ class _PrefillPlan:
         columns = np.arange(self._columns)
         inside = columns < lengths[:, None]
         gather = np.where(inside, (ends - lengths)[:, None] + columns, 0).reshape(-1)
-        self._gather = torch.from_numpy(gather).to(device)  # place in the rectangle -> token
-        self.positions = torch.from_numpy(np.broadcast_to(columns, inside.shape)[inside]).to(device).unsqueeze(0)
-        self.last = torch.from_numpy(ends - 1).to(device)
+        self._gather = to_device(torch.from_numpy(gather), device)  # place in the rectangle -> token
+        places = torch.from_numpy(np.broadcast_to(columns, inside.shape)[inside])
+        self.positions = to_device(places, device).unsqueeze(0)
+        self.last = to_device(torch.from_numpy(ends - 1), device)
         runs = list(zip((ends - lengths).tolist(), lengths.tolist()))
-        self._plan = SegmentPlan(runs, [], self.positions[0], spans=spans)
+        self._plan = SegmentPlan(runs, [], self.positions[0], spans=spans, places=places)
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
@@ -348,8 +350,8 @@ class _Rows:
         self._slot, self._lane = slots, lane
         own_prompt = prompt_lengths[slots]
         self.prompt_columns, self.longest = int(prompt_lengths.max()), int(lengths.max())
-        self.prompt_end = torch.from_numpy(own_prompt).to(device)
-        self.positions = torch.from_numpy(own_prompt + lengths).to(device)
+        self.prompt_end = to_device(torch.from_numpy(own_prompt), device)
+        self.positions = to_device(torch.from_numpy(own_prompt + lengths), device)
         self._ragged = bool((own_prompt != self.prompt_columns).any() or (lengths != self.longest).any())
         self._last = int((own_prompt + lengths).max())
         self._maps: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
@@ -371,7 +373,8 @@ class _Rows:
             from_lane = np.zeros(self.slots * kv_heads * self.lanes, dtype=np.int64)
             from_lane[to_lane.reshape(-1)] = np.arange(self.count * kv_heads)
             index = np.arange(self.count * kv_heads)
-            there, back, place = (torch.from_numpy(x).to(self.device) for x in (to_lane.reshape(-1), from_lane, index))
+            arrays = to_lane.reshape(-1), from_lane, index
+            there, back, place = (to_device(torch.from_numpy(x), self.device) for x in arrays)
             found = self._maps[kv_heads] = (there, back, place)
         return found
 

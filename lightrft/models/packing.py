@@ -15,6 +15,7 @@ from torch import Tensor
 from lightrft.models.segment_attention import Run, SegmentPlan
 from lightrft.models.settings import Layout
 from lightrft.types import Batch
+from lightrft.utils.transfer import to_device
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ def pack(batch: Batch, layout: Layout, *, final: bool = False, pad: int = 0, axe
 
 
 def _rows(batch: Batch, final: bool) -> _Rows:
-    prompts, answers, prompt_of = batch.prompts.lengths.tolist(), batch.lengths.tolist(), batch.prompt_of.tolist()
+    prompts, answers, prompt_of = batch.prompts.sizes, batch.responses.sizes, batch.groups
     run = [n if final else max(0, n - 1) for n in answers]
     needed = [b for b, n in enumerate(answers) if n or final]
     return _Rows(prompts, answers, run, prompt_of, needed)
@@ -181,12 +182,14 @@ def _flat_row(
     device = batch.responses.tokens.device
     length = torch.tensor(flat.length)
     within = torch.arange(int(length.sum())) - torch.repeat_interleave(length.cumsum(0) - length, length)
-    source = (torch.repeat_interleave(torch.tensor(flat.source), length) + within).to(device)
-    positions = (torch.repeat_interleave(torch.tensor(flat.first), length) + within).to(device)
+    source = to_device(torch.repeat_interleave(torch.tensor(flat.source), length) + within, device)
+    places = torch.repeat_interleave(torch.tensor(flat.first), length) + within
+    positions = to_device(places, device)
     tokens = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source]
-    plan = SegmentPlan(runs, shared, positions, heads)
+    plan = SegmentPlan(runs, shared, positions, heads, places=places)
     gather, after = _reads(rows, torch.tensor(last), torch.tensor(start))
-    return Packed(tokens[None], positions[None], plan, gather.to(device), after.to(device) if final else None, source)
+    last_states = to_device(after, device) if final else None
+    return Packed(tokens[None], positions[None], plan, to_device(gather, device), last_states, source)
 
 
 def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
@@ -201,11 +204,12 @@ def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
         source[s, :n] = torch.arange(p, p + n)
         source[s, n : n + rows.run[b]] = torch.arange(answer_at[b], answer_at[b] + rows.run[b])
         last[b], start[b] = s * width + n - 1, s * width + n
-    source = source.to(device)
+    source = to_device(source, device)
     ids = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source].masked_fill(source < 0, pad)
     gather, after = _reads(rows, last, start)
     positions = torch.arange(width, device=device).expand(len(rows.needed), -1)
-    return Packed(ids, positions, None, gather.to(device), after.to(device) if final else None, source.flatten())
+    last_states = to_device(after, device) if final else None
+    return Packed(ids, positions, None, to_device(gather, device), last_states, source.flatten())
 
 
 def _reads(rows: _Rows, last: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:

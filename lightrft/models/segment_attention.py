@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightrft.models import varlen
+from lightrft.utils.transfer import to_device
 
 Run = tuple[int, int]
 """Start and length of tokens that lie side by side in the row."""
@@ -29,12 +30,25 @@ class Own:
 
     ``index [G * L]`` are their positions, filled up to the longest by repeating position 0; ``real [G, L]`` tells them apart
     and is ``None`` when nothing was filled up. ``index`` is ``None`` for a single run, ``start`` long ``length``.
+    ``kept [n]`` are the places of ``real`` in ``index``, and ``places [n]`` the positions there: to select by ``real`` itself
+    would make the host wait for the device, which alone knows how many there are.
     """
 
     start: int
     length: int
     index: Tensor | None
     real: Tensor | None
+    kept: Tensor | None = None
+    places: Tensor | None = None
+
+    @staticmethod
+    def filled(index: Tensor, real: Tensor | None, device: torch.device) -> Own:
+        """Runs whose positions on the host are ``index [G, L]``, with ``real [G, L]``, on ``device``."""
+        flat, length = index.reshape(-1), index.shape[1]
+        if real is None:
+            return Own(0, length, to_device(flat, device), None)
+        kept = real.reshape(-1).nonzero()[:, 0]
+        return Own(0, length, *(to_device(x, device) for x in (flat, real, kept, flat[kept])))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +81,8 @@ class Parts:
 class SegmentPlan:
     """``runs`` attend to themselves; in ``shared``, several runs (side by side) also see all of an earlier one.
 
-    ``shared`` holds pairs of the key run and the query runs. ``positions [T]`` are the tokens' places in their own sequence.
+    ``shared`` holds pairs of the key run and the query runs. ``positions [T]`` are the tokens' places in their own sequence;
+    ``places`` are the same numbers on the host, where they are known there.
     Of the runs in ``heads`` only the last token's final state is read: in ``last_layer`` no other of their queries is computed.
     Tokens of one of ``spans``, each inside a run, also see those that come after them in it, however far.
     """
@@ -78,6 +93,7 @@ class SegmentPlan:
     heads: Sequence[Run] = ()
     last_layer: int | None = None
     spans: Sequence[Run] = ()
+    places: Tensor | None = None
     _parts: dict[tuple[int | None, bool], Parts] = field(default_factory=dict)
     _varlen: dict[str, varlen.Keys] = field(default_factory=dict)
 
@@ -123,13 +139,17 @@ class SegmentPlan:
             for (k, m), (q, n) in itertools.pairwise(pieces):
                 before.append(self._masked(slice(q, q + min(n, reach)), slice(k, k + m), window))
         for (k, m), runs in self.shared:
-            firsts = [torch.arange(q, q + min(n, reach), device=self.positions.device) for q, n in runs]
+            where = self.positions.device if self.places is None else self.places.device
+            firsts = [torch.arange(q, q + min(n, reach), device=where) for q, n in runs]
             before.append(self._masked(torch.cat(firsts), slice(k + max(0, m - reach), k + m), window))
         return [b for b in before if b.mask is None or b.mask.numel()]
 
     def _masked(self, query: slice | Tensor, key: slice, window: int) -> Before:
-        seen = self.positions[key][None, :] > self.positions[query][:, None] - window
-        return Before(query, key, None if bool(seen.all()) and seen.numel() else seen)
+        at = self.positions if self.places is None else self.places
+        seen = at[key][None, :] > at[query][:, None] - window
+        device = self.positions.device
+        rows = to_device(query, device) if isinstance(query, Tensor) else query
+        return Before(rows, key, None if bool(seen.all()) and seen.numel() else to_device(seen, device))
 
 
 def _chunks(run: Run, window: int | None) -> Iterator[Run]:
@@ -155,24 +175,22 @@ def _own(runs: Sequence[Run], device: torch.device) -> Own:
     if len(runs) == 1:
         return Own(*runs[0], None, None)
     longest = runs[-1][1]
-    starts = torch.tensor([s for s, _ in runs], device=device)
-    lengths = torch.tensor([n for _, n in runs], device=device)
-    steps = torch.arange(longest, device=device)
+    starts, lengths = torch.tensor(runs).unbind(1)
+    steps = torch.arange(longest)
     real = steps[None, :] < lengths[:, None]
     index = torch.where(real, starts[:, None] + steps[None, :], 0)
-    return Own(0, longest, index.reshape(-1), None if runs[0][1] == longest else real)
+    return Own.filled(index, None if runs[0][1] == longest else real, device)
 
 
 def _ahead(spans: Sequence[Run], device: torch.device) -> Ahead:
     """All but the last token of each span as queries, all but the first as keys."""
     longest = spans[-1][1] - 1
-    starts = torch.tensor([s for s, _ in spans], device=device)
-    lengths = torch.tensor([n - 1 for _, n in spans], device=device)
-    steps = torch.arange(longest, device=device)
+    starts, lengths = torch.tensor([(s, n - 1) for s, n in spans]).unbind(1)
+    steps = torch.arange(longest)
     real = steps[None, :] < lengths[:, None]
-    index = torch.where(real, (starts + lengths)[:, None] - 1 - steps[None, :], 0).reshape(-1)
+    index = torch.where(real, (starts + lengths)[:, None] - 1 - steps[None, :], 0)
     kept = None if spans[0][1] - 1 == longest else real
-    return Ahead(Own(0, longest, index, kept), Own(0, longest, index + 1, kept))
+    return Ahead(Own.filled(index, kept, device), Own.filled(index + 1, kept, device))
 
 
 class _Joined(torch.autograd.Function):
@@ -264,10 +282,7 @@ def _put(x: Tensor, part: Own, rows: Tensor) -> None:
         x[:, part.start : part.start + part.length] = rows[0]
     else:
         flat = rows.transpose(0, 1).reshape(x.shape[0], -1, x.shape[-1])
-        at, flat = (
-            (part.index, flat) if part.real is None else (part.index[part.real.reshape(-1)], flat[:, part.real.reshape(-1)])
-        )
-        x[:, at] = flat
+        x[:, part.index if part.places is None else part.places] = flat if part.kept is None else flat[:, part.kept]
 
 
 def _add(x: Tensor, part: Own, rows: Tensor) -> None:
@@ -300,11 +315,16 @@ def _tile(mask: Tensor | None, times: int) -> Tensor | None:
     return mask if mask is None or times == 1 else mask.repeat(times, 1)
 
 
+def _fused(q: Tensor, v: Tensor, softcap: float | None) -> bool:
+    """Return whether the CPU's fused kernel computes a part."""
+    return softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Output ``[G, H, n, d]`` and log denominators ``[G, H, n]`` of one part."""
-    if softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+    if _fused(q, v, softcap):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
         )
@@ -326,7 +346,7 @@ def _backward(
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one part, given the joined output and log denominators."""
-    if softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]:
+    if _fused(q, v, softcap):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, log, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
         )

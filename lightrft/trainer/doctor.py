@@ -109,14 +109,23 @@ def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
             return Device(kind, size_of(options.device_memory), processes, _kernel())
         except ValueError as error:
             raise ConfigError(f"doctor.device_memory = {error}") from None
-    if kind == "cuda" and torch.cuda.is_available():
-        return Device(kind, torch.cuda.mem_get_info()[0], processes, _kernel())
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None and kind == accelerator.type:
+        return Device(kind, _free_on_device(), processes, _kernel())
     return Device(kind, _free_memory() // processes if kind == "cpu" else 0, processes, _kernel())
 
 
 def _kernel() -> bool:
     """Whether torch has the kernel that takes sequences of several lengths on a GPU."""
     return varlen.kernel() is not None
+
+
+def _free_on_device() -> int:
+    """Bytes that are free on the current accelerator; 0 where torch cannot tell."""
+    try:
+        return torch.accelerator.get_memory_info()[0]
+    except (NotImplementedError, RuntimeError):  # not every backend says
+        return 0
 
 
 def _free_memory() -> int:
@@ -184,15 +193,15 @@ def _devices(config: RLConfig | SFTConfig, options: DoctorConfig, device: Device
     if options.device_memory != "auto" or options.device != "auto":
         yield Finding("settings", "ok", "device", f"{device.processes} x {device.kind}, computed: another machine may have it")
         return
-    asked, there = config.strategy.device, torch.cuda.device_count()
+    asked, there = config.strategy.device, torch.accelerator.device_count()
     way = "for a machine that is not here set doctor.device=cuda and doctor.device_memory, e.g. 80GiB"
     try:
         SingleStrategy(config.strategy)
     except ConfigError as error:
         yield Finding("settings", "bad", "strategy.device", f"{error}; {way}")
         return
-    if device.kind == "cuda" and device.processes > there:
-        says = f"= {device.processes}, and this machine has {there} GPUs; lower it, or {way}"
+    if device.kind != "cpu" and device.processes > there:
+        says = f"= {device.processes}, and this machine has {there} {device.kind} devices; lower it, or {way}"
         yield Finding("settings", "bad", "launch.processes", says)
     else:
         yield Finding("settings", "ok", "device", f"{device.processes} x {device.kind} ({asked})")

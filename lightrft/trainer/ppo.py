@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lightrft.config import RLConfig
@@ -27,7 +26,7 @@ from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.refresh import refresh
 from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.rollout import Source, collect
-from lightrft.trainer.scoring import by_parts, logprobs_by_parts, sampling_temperature
+from lightrft.trainer.scoring import Parts, by_parts, logprobs_by_parts, sampling_temperature
 from lightrft.trainer.shaping import token_rewards, with_rewards
 from lightrft.trainer.update import actor_frozen, update
 from lightrft.types import Batch, rows_of
@@ -109,7 +108,7 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     """Old log-probs, and the policy's entropy or energy, when something reads them."""
     if config.algorithm.proximal == "behavior":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
-    wanted = {name: torch.zeros(batch.tokens) for name in ("entropy", "energy") if name in needs_of(config.algorithm)}
+    wanted = {name: Parts() for name in ("entropy", "energy") if name in needs_of(config.algorithm)}
     if not wanted and not needs_old_logprobs(config):
         return batch
 
@@ -118,12 +117,12 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     def score(part: Batch, index: Tensor) -> Tensor:
         scores = roles.actor.score(part, temperature=sampling_temperature(config), **asked)
         for name, column in wanted.items():
-            column[rows_of(batch.lengths, index)] = getattr(scores, name).float().cpu()
+            column.put(rows_of(batch.lengths, index), getattr(scores, name))
         return scores.logprobs
 
     logprobs = by_parts(batch, score, roles, config)
     old = logprobs if config.algorithm.proximal == "policy" else batch.old_logprobs
-    columns = {name: roles.strategy.teams.sum(column) for name, column in wanted.items()}
+    columns = {name: roles.strategy.teams.sum(column.column(batch.tokens)) for name, column in wanted.items()}
     return batch.replace(old_logprobs=old, **columns)
 
 
@@ -140,15 +139,15 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls
     critic = roles.value_model
     if critic is None:
         return batch
-    final = torch.zeros(len(batch))
+    final = Parts()
 
     def score(part: Batch, index: Tensor) -> Tensor:
         values, after = critic.values(part, final=True)
-        final[index] = controls.values(after).float().cpu()
+        final.put(index, controls.values(after))
         return controls.values(values)
 
     values = by_parts(batch, score, roles, config, critic)
-    return batch.replace(values=values, final_values=roles.strategy.teams.sum(final))
+    return batch.replace(values=values, final_values=roles.strategy.teams.sum(final.column(len(batch))))
 
 
 def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:

@@ -15,7 +15,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.trainer.batching import my_micro_batches
 from lightrft.trainer.roles import Roles, Trained
 from lightrft.trainer.rows import Rows
-from lightrft.trainer.scoring import logprobs_by_parts, sampling_temperature
+from lightrft.trainer.scoring import Parts, logprobs_by_parts, sampling_temperature
 from lightrft.trainer.update import optimizer_step
 from lightrft.types import Batch, rows_of
 from lightrft.utils.metrics import Mean, Metrics
@@ -49,19 +49,19 @@ def process_step(strategy: Strategy, process: Trained, batch: Batch, config: RLC
         logprobs = process.model.score(part, temperature=sampling_temperature(config)).logprobs
         before.append(logprobs.detach())
         losses, right = outcome_losses(logprobs, part, settings.beta, settings.threshold)
-        found = Metrics({"process/accuracy": Mean(float(right.sum()), len(right))}) if len(right) else Metrics()
-        return losses.sum() * share, found
+        judged = (Rows.of(part).count() > 0).sum()
+        return losses.sum() * share, Metrics({"process/accuracy": Mean(right.sum(), judged)})
 
     loss, metrics = optimizer_step("process", strategy, process, batch, budget, loss_of)
     metrics.add("process/loss", Mean(loss))
-    column, teams = torch.zeros(batch.tokens), strategy.teams
+    parts, teams = Parts(), strategy.teams
     for index, values in zip(my_micro_batches(batch, budget, process.model.layout, teams), before, strict=True):
-        column[rows_of(batch.lengths, index)] = values.float().cpu()
-    return teams.sum(column), metrics
+        parts.put(rows_of(batch.lengths, index), values)
+    return teams.sum(parts.column(batch.tokens)), metrics
 
 
 def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float) -> tuple[Tensor, Tensor]:
-    """``[K]`` over the answers that have sampled tokens: the cross-entropy of each, and whether its outcome was foretold."""
+    """The cross-entropy ``[B]`` of each response, and whether its outcome was foretold ``[B]``: 0 and ``False`` without sampled tokens."""
     if batch.rewards is None:
         raise ValueError("the outcome of an answer needs batch.rewards")
     rows = Rows.of(batch)
@@ -70,9 +70,10 @@ def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float
     finite = torch.isfinite(gap.detach())  # one infinite token must not decide, or spoil, the whole answer
     now = torch.where(finite, logprobs, torch.zeros_like(logprobs))
     ref = torch.where(finite, _reference(batch).to(logprobs), torch.zeros_like(logprobs))
-    logit = beta * rows.sum(now - ref)[some]
-    outcome = batch.rewards[some] >= threshold
-    return F.softplus(torch.where(outcome, -logit, logit)), (logit > 0) == outcome
+    logit = beta * rows.sum(now - ref)
+    outcome = batch.rewards >= threshold
+    losses = F.softplus(torch.where(outcome, -logit, logit))
+    return torch.where(some, losses, torch.zeros_like(losses)), ((logit > 0) == outcome) & some
 
 
 def _reference(batch: Batch) -> Tensor:

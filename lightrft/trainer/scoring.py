@@ -21,12 +21,12 @@ def by_parts(
     it asks a ``model`` that others run, several at one time in threads, or all of them on the first rank, as that wants it."""
     at_one_time, of_all = (model.in_flight, model.of_all) if isinstance(model, Distant) else (1, False)
     ranks = roles.strategy.ranks if of_all else roles.strategy.teams
-    column = torch.zeros(batch.tokens)
+    parts_of_column = Parts()
 
     @torch.no_grad()
     def one(index: Tensor) -> None:
         values = score(batch.select(index).to(roles.device), index)
-        column[rows_of(batch.lengths, index)] = values.float().cpu()
+        parts_of_column.put(rows_of(batch.lengths, index), values)
 
     budget, layout = config.train.micro_batch_tokens, roles.actor.layout
     if of_all:
@@ -39,7 +39,26 @@ def by_parts(
     else:
         with ThreadPoolExecutor(at_one_time) as threads:
             list(threads.map(one, parts))
-    return ranks.sum(column)
+    return ranks.sum(parts_of_column.column(batch.tokens))
+
+
+class Parts:
+    """Parts of a float32 column, kept where they were computed and copied to the host together: a copy waits for the device."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[Tensor, Tensor]] = []
+
+    def put(self, places: Tensor, values: Tensor) -> None:
+        """Keep ``values [n]`` for the ``places [n]`` of the column. Threads may put parts at one time."""
+        self._parts.append((places, values.detach().float()))
+
+    def column(self, size: int) -> Tensor:
+        """Return the column ``[size]`` on the host, 0 where no part was put."""
+        column = torch.zeros(size)
+        if self._parts:
+            places, values = (torch.cat(side) for side in zip(*self._parts))
+            column[places] = values.cpu()
+        return column
 
 
 def logprobs_by_parts(model: Reference, batch: Batch, roles: Roles, config: RLConfig) -> Tensor:

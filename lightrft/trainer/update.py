@@ -324,7 +324,8 @@ def weighted_sum(losses: Tensor, batch: Batch, weights: Tensor | None = None) ->
     Tokens of weight 0 are left out, not multiplied: what stands there may be anything."""
     weights = _need(batch.loss_weights) if weights is None else weights
     kept = weights != 0
-    return (losses[kept] * weights[kept].to(losses.dtype)).sum()
+    zero = losses.new_zeros(())
+    return (losses.where(kept, zero) * weights.to(losses.dtype)).sum()
 
 
 def _need(column: Tensor | None) -> Tensor:

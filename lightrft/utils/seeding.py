@@ -14,6 +14,8 @@ from lightrft.utils.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
+_PARTS = ("python", "numpy", "torch", "mps")
+"""Parts of a state that every process has, and that of Apple's GPUs, whose generator takes no device."""
 
 
 def seed_everything(seed: int) -> None:
@@ -32,11 +34,16 @@ def capture_rng(device: torch.device = HOST) -> dict[str, Any]:
         "numpy": [str(kind), [int(k) for k in keys], int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
     }
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if _has_generator(device):
+        state[device.type] = torch.get_device_module(device).get_rng_state(device)
     if torch.backends.mps.is_available():
         state["mps"] = torch.mps.get_rng_state()
     return state
+
+
+def _has_generator(device: torch.device) -> bool:
+    """Return whether ``device`` draws from a generator of its own that torch addresses by device."""
+    return device.type not in ("cpu", "mps", "meta")
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
@@ -53,13 +60,14 @@ def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
         torch.set_rng_state(state["torch"])
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(f"the random generators' state is malformed: {type(error).__name__}: {error}") from error
-    saved = state.get("cuda")
+    kind = next((name for name in state if name not in _PARTS), None)
+    saved = state.get(device.type) if _has_generator(device) else None
     if isinstance(saved, list):  # as it was saved once: of every device that the process saw
         saved = dict(enumerate(saved)).get(device.index or 0)
-    if device.type == "cuda" and saved is not None:
-        torch.cuda.set_rng_state(saved, device)
-    elif device.type == "cuda" or saved is not None:
-        there = "no CUDA device" if saved is None else "a CUDA device"
+    if saved is not None:
+        torch.get_device_module(device).set_rng_state(saved, device)
+    elif kind is not None or _has_generator(device):
+        there = "no accelerator" if kind is None else f"a {kind} device"
         log.warning("the random state of %s was saved, and this run is on %s: what it draws there will differ", there, device)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])

@@ -61,8 +61,9 @@ def queued_is_done() -> None:
     """Wait for what this thread has queued on an accelerator, where one is in use."""
     import torch
 
-    if torch.cuda.is_initialized():
-        torch.cuda.current_stream().synchronize()  # not of the device: another thread may draw answers on it meanwhile
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
+        torch.accelerator.current_stream().synchronize()  # not of the device: another thread may draw answers on it meanwhile
 
 
 def tokens_per_second(tokens: float, seconds: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterable, Iterator
 
@@ -26,6 +27,8 @@ HEAVY = {
     *("peft", "datasets", "tensorboard", "math_verify", "fastapi", "uvicorn"),
     *("soundfile", "av", "torchvision"),
 }
+KERNELS = {("models", "varlen"), ("models", "logprobs")}
+"""They ask whether a tensor is where a CUDA kernel runs."""
 MODALITY = re.compile(r"\b\w*(?:pixel_values|image|video|audio)\w*\b", re.I)
 
 
@@ -121,3 +124,20 @@ def test_what_composes_and_what_trains_never_speaks_of_a_modality() -> None:
     assert silent
     spoken = {m.where: sorted(set(MODALITY.findall(m.text))) for m in silent}
     assert {where: words for where, words in spoken.items() if words} == {}
+
+
+def lines_on_cuda(module: Module) -> list[str]:
+    """Uses of ``torch.cuda`` and ``is_cuda`` outside of what wraps a device: strategies, engines and kernels."""
+    if module.part == "strategy" or module.name in KERNELS:
+        return []
+    return [
+        f"{module.where}:{node.lineno} uses {ast.unparse(node)}: use torch.accelerator"
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.Attribute) and (ast.unparse(node) == "torch.cuda" or node.attr == "is_cuda")
+    ]
+
+
+def test_only_strategies_engines_and_kernels_speak_of_cuda() -> None:
+    assert all_of(map(lines_on_cuda, modules())) == []
+    assert lines_on_cuda(fake("import torch\nfree = torch.cuda.mem_get_info()[0]", "trainer", "x")) != []
+    assert lines_on_cuda(fake("import torch\nfree = torch.cuda.mem_get_info()[0]", "strategy", "x")) == []

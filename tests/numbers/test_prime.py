@@ -42,11 +42,13 @@ def test_the_process_model_learns_the_cross_entropy_of_outcomes(case: Case, seed
     expected = oracles_losses.implicit_prm_loss(slow, 0.4, [float(r >= 0.5) for r in case.rewards])
     leaf = tensor_of(case.logprobs).requires_grad_()
     losses, right = outcome_losses(leaf, batch_of(case), 0.4, 0.5)
-    total = losses.sum() / max(1, len(losses))
+    judged = [bool(case.sampled(i)) for i in range(len(case))]
+    total = losses.sum() / max(1, sum(judged))
     assert total.item() == pytest.approx(number(expected), rel=1e-9, abs=1e-9)
     assert_equal(gradient(total, leaf), gradients(expected, slow.logprobs))
     assert right.dtype == torch.bool
-    assert len(right) == sum(1 for i in range(len(case)) if case.sampled(i))
+    assert not (right & ~torch.tensor(judged, dtype=torch.bool)).any()
+    assert losses[~torch.tensor(judged, dtype=torch.bool)].tolist() == [0.0] * (len(case) - sum(judged))
 
 
 def test_a_small_case_by_hand() -> None:

@@ -152,7 +152,7 @@ def test_batches_with_different_columns_are_not_joined() -> None:
 
 def test_every_column_declares_an_axis_and_follows_a_selection() -> None:
     batch = batch_of(plain_case([[True, False], [], [True]], [0, 1, 1]))
-    named = {f.name for f in dataclasses.fields(Batch)} - {"prompts", "responses", "prompt_of"}
+    named = {f.name for f in dataclasses.fields(Batch)} - {"prompts", "responses", "prompt_of", "_groups"}
     full = batch.replace(**{n: torch.ones(3) for n in named - set(batch.columns("token")) - set(batch.columns("sample"))})
     assert set(full.columns("token")) | set(full.columns("sample")) == named
     found = full.select(torch.tensor([0]))
@@ -181,3 +181,15 @@ def test_without_a_column_of_sampled_every_token_counts() -> None:
     assert batch.mask.tolist() == [True, False, True]
     assert batch.replace(sampled=None).mask.tolist() == [True, True, True]
     assert batch.row_of.tolist() == [0, 0, 1]
+
+
+def test_lengths_and_groups_on_the_host_follow_the_batch() -> None:
+    batch = batch_of(plain_case([[True, False], [], [True]], [0, 1, 1]))
+    assert batch.responses.sizes == [2, 0, 1]
+    assert batch.groups == [0, 1, 1]
+    moved = batch.to("meta")  # numbers there cannot be read at all
+    assert (moved.responses.sizes, moved.groups) == ([2, 0, 1], [0, 1, 1])
+    assert moved.prompts.sizes == batch.prompts.lengths.tolist()
+    other = moved.replace(prompt_of=torch.tensor([1, 0, 0]))
+    assert other.groups == [1, 0, 0]
+    assert batch.select(torch.tensor([2, 0])).responses.sizes == [1, 2]

@@ -20,6 +20,7 @@ from lightrft.strategy.settings import EngineConfig, SamplingConfig
 from lightrft.types import FinishReason, Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, ResourceError
 from lightrft.utils.threads import threads_for
+from lightrft.utils.transfer import index_on, to_device
 
 
 class Session(Protocol):
@@ -134,7 +135,7 @@ class NativeEngine:
         if not self.shared:
             self.decoder.load(weights)
         self.version = version
-        return {name: checksum(tensor) for name, tensor in self.decoder.parameters()}
+        return checksums(self.decoder.parameters())
 
     def sleep(self, level: int) -> None:
         """Nothing is held between calls, at either level; open iterators raise ``RuntimeError`` when next asked."""
@@ -228,12 +229,29 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(tensor: Tensor) -> str:
     """Type, shape and two sums over the raw bits, exact on any device: one over all, one over a sample weighted by place."""
-    tensor = getattr(tensor, "to_local", lambda: tensor)()  # what is spread over ranks: this one's shard
-    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    sampled = bits[:: max(1, bits.numel() // 4096)].cpu()
-    # In parts: a sum in another type first converts its input, which for a whole embedding is twice its size.
-    total = sum(int(part.sum(dtype=torch.int64)) for part in bits.split(CHECKSUM_PART))
-    return f"{tensor.dtype}{list(tensor.shape)}:{total:x}:{zlib.crc32(sampled.numpy().tobytes()):x}"
+    return checksums([("", tensor)])[""]
+
+
+def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
+    """The ``checksum`` of each of the named ``tensors``. The host waits once for each device, not once for each tensor."""
+    made: dict[torch.device, list[tuple[str, str, Tensor, Tensor]]] = {}
+    for name, tensor in tensors:
+        tensor = getattr(tensor, "to_local", lambda t=tensor: t)()  # of a tensor spread over ranks: this rank's shard
+        bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+        # In parts: a sum in another type first converts its input, which for a whole embedding is twice its size.
+        sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(CHECKSUM_PART)])
+        sampled = bits[:: max(1, bits.numel() // 4096)].contiguous()
+        made.setdefault(tensor.device, []).append((name, f"{tensor.dtype}{list(tensor.shape)}", sums, sampled))
+    found: Fingerprint = {}
+    for rows in made.values():
+        raw = torch.cat([x.view(torch.uint8) for _, _, *both in rows for x in both]).cpu().numpy()
+        start = 0
+        for name, about, sums, sampled in rows:
+            middle, end = start + sums.nbytes, start + sums.nbytes + sampled.nbytes
+            total = sum(raw[start:middle].view(np.int64).tolist())
+            found[name] = f"{about}:{total:x}:{zlib.crc32(raw[middle:end].tobytes()):x}"
+            start = end
+    return found
 
 
 @dataclass(slots=True, eq=False)
@@ -329,6 +347,13 @@ def _columns(rollout: Rollout) -> tuple[list[int], list[float], list[int]]:
     return rollout.token_ids, rollout.logprobs, rollout.versions
 
 
+def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Copy ``tokens [R]`` and ``logprobs [R]`` to the host in one transfer: each transfer waits for the device."""
+    bits = logprobs.view(_INTEGERS[logprobs.element_size()])
+    both = torch.stack([tokens, bits.long()]).cpu()
+    return both[0].numpy(), both[1].to(bits.dtype).view(logprobs.dtype).numpy()
+
+
 class _Run:
     """One ``generate`` call: who waits, who grows, and the cache. ``advance`` adds one token to every row."""
 
@@ -373,7 +398,7 @@ class _Run:
             parts.append(torch.stack(admitted))
         logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         self._last, logprobs = self._draw(logits)
-        host_tokens, host_logprobs = self._last.cpu().numpy(), logprobs.cpu().numpy()
+        host_tokens, host_logprobs = _to_host(self._last, logprobs)
         if np.isnan(host_logprobs).any():
             bad = self._rows.requests[int(np.flatnonzero(np.isnan(host_logprobs))[0])]
             raise ModelError(
@@ -394,14 +419,14 @@ class _Run:
         if sampling.min_new_tokens and len(self._ends) and (early := rows.steps < sampling.min_new_tokens).any():
             mask = np.zeros(tuple(logits.shape), dtype=bool)
             mask[np.ix_(early, self._ends)] = True
-            suppress = torch.from_numpy(mask).to(self._device)
+            suppress = to_device(torch.from_numpy(mask), self._device)
         if sampling.temperature == 0 or rows.greedy.all():
             tokens, logprobs = draws.greedy(draws.process(logits, self._likeliest, self._seen, suppress))
         else:
-            u = torch.from_numpy(draws.uniforms(rows.keys, rows.steps)).to(self._device)
+            u = to_device(torch.from_numpy(draws.uniforms(rows.keys, rows.steps)), self._device)
             tokens, logprobs = draws.draw(draws.process(logits, sampling, self._seen, suppress), u)
             if rows.greedy.any():
-                at = torch.from_numpy(np.flatnonzero(rows.greedy)).to(self._device)
+                at = to_device(torch.from_numpy(np.flatnonzero(rows.greedy)), self._device)
                 part = [None if mask is None else mask[at] for mask in (self._seen, suppress)]
                 tokens[at], logprobs[at] = draws.greedy(draws.process(logits[at], self._likeliest, *part))
         if self._seen is not None:
@@ -453,7 +478,7 @@ class _Run:
         if self._sampling.repetition_penalty != 1:
             seen = torch.zeros(len(groups), logits[0].shape[0], dtype=torch.bool, device=self._device)
             for row, group in zip(seen, groups):
-                row[torch.tensor(group.prompt.token_ids, device=self._device)] = True
+                row[index_on(self._device, group.prompt.token_ids)] = True
             self._seen = seen if self._seen is None else torch.cat([self._seen, seen])
         for group in groups:
             group.rows += 1
@@ -514,7 +539,7 @@ class _Run:
         self._rows.evict(moves, kept)
         left = np.arange(kept)
         left[[dst for dst, _ in moves]] = [src for _, src in moves]
-        index = torch.from_numpy(left).to(self._device)
+        index = to_device(torch.from_numpy(left), self._device)
         self._last = self._last[index]
         self._seen = None if self._seen is None else self._seen[index]
         for group in groups.values():

@@ -19,7 +19,7 @@ from lightrft.models.decoding import Decoder
 from lightrft.models.loading import load_tokenizer
 from lightrft.models.settings import ModelConfig
 from lightrft.strategy.engine.base import Fingerprint, never
-from lightrft.strategy.engine.native import Drawing, NativeEngine, check_requests, checksum
+from lightrft.strategy.engine.native import Drawing, NativeEngine, check_requests, checksums
 from lightrft.strategy.engine.transfer import Inbox
 from lightrft.strategy.settings import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.strategy.single import SingleStrategy
@@ -70,7 +70,7 @@ class EngineHost(Receiver):
 
     def fingerprint(self) -> Fingerprint:
         """Of the weights as they are."""
-        return {name: checksum(tensor) for name, tensor in self.engine.decoder.parameters()}
+        return checksums(self.engine.decoder.parameters())
 
     def settle(self, version: int) -> Fingerprint:
         """All weights of ``version`` are there."""

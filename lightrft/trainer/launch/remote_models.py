@@ -14,7 +14,7 @@ from lightrft.models.families import head_transform
 from lightrft.models.settings import ModelConfig
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.engine.base import Fingerprint
-from lightrft.strategy.engine.native import checksum
+from lightrft.strategy.engine.native import checksums
 from lightrft.strategy.engine.transfer import Inbox
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import SingleStrategy
@@ -168,7 +168,7 @@ class FollowerHost(ModelHost, Receiver):
         self._own = dict(role.model.named_parameters())
 
     def fingerprint(self) -> Fingerprint:
-        return {name: checksum(tensor) for name, tensor in self._own.items()}
+        return checksums(self._own.items())
 
     def settle(self, version: int) -> Fingerprint:
         return self.fingerprint()

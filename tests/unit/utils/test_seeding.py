@@ -79,6 +79,6 @@ def test_every_rank_takes_up_the_state_of_the_device_that_the_first_drew_on(monk
 
 def test_a_state_of_another_kind_of_device_is_left_out_with_a_warning(caplog):
     restore_rng({**capture_rng(), "cuda": torch.tensor([1])}, torch.device("cpu"))
-    assert "the random state of a CUDA device was saved, and this run is on cpu" in caplog.text
+    assert "the random state of a cuda device was saved, and this run is on cpu" in caplog.text
     restore_rng(capture_rng(), torch.device("cuda"))
-    assert "the random state of no CUDA device was saved, and this run is on cuda" in caplog.text
+    assert "the random state of no accelerator was saved, and this run is on cuda" in caplog.text
