@@ -89,9 +89,9 @@ def gradients(actor: Actor, batch: Batch, **options: Any) -> tuple[torch.Tensor,
     """Log-probs, and the gradient of a fixed weighting of them (and of entropies, if asked for) in every parameter."""
     actor.zero_grad()
     scores = actor.score(batch, **options)
-    loss = (scores.logprobs * weights(len(scores.logprobs), scores.logprobs.dtype)).sum()
+    loss = (scores.logprobs * weights(len(scores.logprobs), scores.logprobs.dtype).to(scores.logprobs.device)).sum()
     if scores.entropy is not None:
-        loss = loss + (scores.entropy * weights(len(scores.entropy), scores.entropy.dtype).flip(0)).sum()
+        loss = loss + (scores.entropy * weights(len(scores.entropy), scores.entropy.dtype).flip(0).to(loss.device)).sum()
     loss.backward()
     found = {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
     return scores.logprobs.detach(), found

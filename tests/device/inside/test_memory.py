@@ -1,0 +1,115 @@
+"""Bytes on the device, phase by phase: what sleeping and offloading free, and what ``doctor`` computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from lightrft.config import RLConfig
+from lightrft.models.actor import Actor
+from lightrft.models.critic import Critic
+from lightrft.strategy.engine.native import NativeEngine
+from lightrft.trainer import update
+from lightrft.trainer.needs import needs
+from lightrft.trainer.phases import Device, Lengths
+from lightrft.trainer.rl import run_rl
+from lightrft.utils.settings import build, deep_merge
+from tests.device.counting_device import NAME, Counts, allocated, counted
+from tests.device.inside.test_equality import varied
+from tests.e2e.conftest import data_folder, model_folder, rl_tree  # noqa: F401
+
+LENGTHS = Lengths(4, 40, 3, 4)
+BUFFERS = 64
+"""Bytes of a model's rotary frequencies."""
+ROLES = {"algorithm": {"preset": "ppo", "kl": {"where": "reward", "coef": 0.1}}}
+"""A policy, a critic and a reference."""
+
+
+@dataclass
+class Measured:
+    """Bytes at the start of each call of the engine, and counts of each optimizer step."""
+
+    generating: list[int] = field(default_factory=list)
+    updates: list[Counts] = field(default_factory=list)
+    peak: int = 0
+
+
+def measure(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **more: Any) -> Measured:
+    """Two steps of a run; those of the second are what a run repeats."""
+    measured = Measured()
+    generate, step = NativeEngine.generate, update.optimizer_step
+
+    def generating(*arguments: Any) -> Any:
+        measured.generating.append(allocated())
+        return generate(*arguments)
+
+    def stepping(*arguments: Any) -> Any:
+        with counted(where=False) as counts:
+            result = step(*arguments)
+        measured.updates.append(counts)
+        return result
+
+    before = allocated()
+    tree = varied(tree)
+    with monkeypatch.context() as patch:
+        patch.setattr(NativeEngine, "generate", generating)
+        patch.setattr(update, "optimizer_step", stepping)
+        run_rl(build(RLConfig, deep_merge(deep_merge(tree, {"train": {"steps": 2}}), more)))
+    for count in measured.updates:
+        count.before, count.peak_bytes, count.after = (n - before for n in (count.before, count.peak_bytes, count.after))
+    measured.generating = [size - before for size in measured.generating]
+    return measured
+
+
+def sizes(tree: dict[str, Any]) -> tuple[int, int]:
+    """Bytes of the policy's and of the critic's float32 weights that are trained."""
+    config = build(RLConfig, tree).model
+    models = Actor.load(config), Critic.load(config)
+    trained = (sum(p.numel() * 4 for p in m.parameters() if p.requires_grad) for m in models)
+    return tuple(trained)
+
+
+def test_sleeping_frees_optimizer_states_and_frozen_models_while_responses_are_generated(
+    rl_tree: dict[str, Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = deep_merge(rl_tree, ROLES)
+    policy, critic = sizes(tree)
+    awake = measure(tree, monkeypatch, run={"name": "awake"})
+    asleep = measure(tree, monkeypatch, run={"name": "asleep"}, strategy={"sleep": True})
+    moments, frozen = 2 * (policy + critic), policy + BUFFERS  # the reference is as large as the policy
+    assert awake.generating[1] - asleep.generating[1] == moments + frozen
+    assert awake.generating[0] - asleep.generating[0] == frozen  # no optimizer has a state yet
+    computed = needs(build(RLConfig, deep_merge(tree, {"strategy": {"sleep": True}})), LENGTHS, Device(NAME, 0))
+    assert abs(computed.host["asleep while answers are drawn"] - moments - frozen) <= BUFFERS
+    assert [u.after - u.before for u in asleep.updates[:2]] == [u.after - u.before for u in awake.updates[:2]]
+
+
+def test_offloaded_activations_leave_the_device_until_the_backward_pass(
+    rl_tree: dict[str, Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = deep_merge(rl_tree, {"sampling": {"max_new_tokens": 40, "min_new_tokens": 40}})
+    kept = measure(tree, monkeypatch, run={"name": "kept"})
+    offloaded = measure(tree, monkeypatch, run={"name": "offloaded"}, strategy={"offload_activations": True})
+    policy, _ = sizes(tree)
+    used = [m.updates[1].peak_bytes - 4 * policy for m in (kept, offloaded)]  # beside weights, moments and gradients
+    assert used[1] < 0.5 * used[0]
+
+
+@pytest.mark.parametrize("sleep", [False, True])
+def test_the_peak_that_doctor_computes_bounds_what_is_allocated(
+    rl_tree: dict[str, Any],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    sleep: bool,
+) -> None:
+    long = {"sampling": {"max_new_tokens": 40, "min_new_tokens": 40}, "strategy": {"sleep": sleep}}
+    tree = deep_merge(deep_merge(rl_tree, ROLES), long)
+    computed = needs(build(RLConfig, tree), LENGTHS, Device(NAME, 0))
+    measured = measure(tree, monkeypatch)
+    highest = max(count.peak_bytes for count in measured.updates)
+    assert abs(computed.peak - highest) <= 0.05 * highest  # indices of tokens are left out of what is computed
+    holds = sum(model.total for model in computed.models.values())
+    assert abs(measured.updates[-1].after - holds) < 0.05 * holds
