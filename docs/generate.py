@@ -1,7 +1,7 @@
 """Write the reference pages that the code knows best: ``python docs/generate.py``, or ``make docs``.
 
-``configuration.md`` is made from the settings classes, ``parts.md`` from the registries, ``families.md`` and ``readers.md`` from their
-tables, ``algorithms.md`` from the presets, and ``algorithms/*.md`` from what ``lightrft explain`` says of each.
+``configuration.md`` is made from the settings classes, ``parts.md`` from the registries, ``readers.md`` from its table,
+``families.md`` from its table and the verdicts of ``benchmarks/families.py``, ``algorithms.md`` from the presets, and ``algorithms/*.md`` from what ``lightrft explain`` says of each.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import json
 import json
 import types
 import typing
@@ -21,7 +22,6 @@ from pydantic.fields import FieldInfo
 from lightrft import config
 from lightrft.datasets.sources import READERS
 from lightrft.models.families import FAMILIES, Family
-from lightrft.models.settings import Layout
 from lightrft.presets import PAPERS
 from lightrft.trainer.explain import Line, explain, symbol_of, to_latex
 from lightrft.trainer.kinds import KINDS, Kind
@@ -47,7 +47,7 @@ VERBS: dict[str, type[Settings]] = {
     "doctor": Examined,
     "demo": config.DemoConfig,
 }
-LAYOUTS = typing.get_args(Layout)
+FAMILY_PROOFS = DOCS.parent / "benchmarks" / "results" / "families.json"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
@@ -125,22 +125,35 @@ def _parts_of(kind: Kind, title: str) -> str:
 
 
 def families_page() -> str:
-    """Model families: what each reads, in which layouts it runs, and what its parts are called."""
-    texts = {layout: [f"`{n}`" for n, f in FAMILIES.items() if f.reader is None and f.layout == layout] for layout in LAYOUTS}
+    """The page of model families: the verdicts of ``benchmarks/families.py``, and the parts of families that read media."""
+    result = json.loads(FAMILY_PROOFS.read_text(encoding="utf-8"))
+    texts = [row for row in result["families"] if row["family"] in FAMILIES and FAMILIES[row["family"]].reader is None]
+    right = [row for row in texts if row["verdict"] == "right"]
+    kinds = dict.fromkeys((row["layout"], row["decoding"]) for row in right)
+    groups = [(kind, [f"`{r['family']}`" for r in right if (r["layout"], r["decoding"]) == kind]) for kind in sorted(kinds)]
     return "\n".join(
         [
             "# Families\n",
             MADE_BY,
-            "What a model reads is decided by its family, the `model_type` of its `config.json`. A family that is not listed is taken for",
-            "a language model, and the check of the layout on a run's first batch says whether that was right.\n",
+            "The family of a model is the `model_type` of its `config.json`. `benchmarks/families.py` proves each family on a tiny model,",
+            f"with transformers {result['transformers']}: it loads, the three layouts give the log-probs and gradients of its own",
+            "forward in float64, sampled tokens have the log-probs of that forward, and a step moves the model towards a response.\n",
+            f"{len(right)} text families are right, and {len(texts) - len(right)} are refused. A family that is not listed is refused",
+            "at start. `model.unproved_family=allow` loads a language model of such a family: it then runs by its own forward in",
+            "padded rows. If your model is a renamed copy of a listed family, set `model_type` in its `config.json` instead.\n",
             "## That read media\n",
             "`tower` and `projector` are parts that [can be frozen, adapted and trained at a rate of their own](media.md#what-is-trained);",
             "here stand the prefixes of their parameters' names. [How a family is added](media.md#a-family-of-your-own).\n",
             "| model type | class in transformers | reads | positions | layout | `tower` | `projector` |\n|---|---|---|---|---|---|---|",
             *(_family(name, family) for name, family in FAMILIES.items() if family.reader is not None),
             "\n## That read text\n",
-            "| layout | model types |\n|---|---|",
-            *(f"| `{layout}` | {', '.join(names)} |" for layout, names in texts.items() if names),
+            "`layout` is the leanest layout that is right: a leaner `model.layout` is replaced by it. `decoding` is how the native engine",
+            "samples: by an attention plan, or with the model's own cache, which is slower.\n",
+            "| layout | decoding | model types |\n|---|---|---|",
+            *(f"| `{layout}` | {decoding} | {', '.join(names)} |" for (layout, decoding), names in groups),
+            "\n## That are refused\n",
+            "| model type | why |\n|---|---|",
+            *(f"| `{row['family']}` | {FAMILIES[row['family']].refused} |" for row in texts if row["verdict"] == "refused"),
             "",
         ]
     )

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+from transformers import TrOCRConfig
 
 from lightrft.models.actor import Actor
 from lightrft.models.settings import ModelConfig
-from lightrft.models.tiny import tiny_model
+from lightrft.models.tiny import PRINTABLE, drawn_model, tiny_model
 from lightrft.types import Batch, Segments
 
 STORED = 2**-23  # relative: a rollout keeps its log-probs in float32, whatever the model computes in
@@ -25,7 +26,7 @@ class Float64(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         first = args[0] if args else None
         asked = any(a is torch.float32 for a in args[1:]) or kwargs.get("dtype") is torch.float32
-        if func is torch.Tensor.float or (func is torch.Tensor.to and asked):
+        if func is torch.Tensor.float or (func in (torch.Tensor.to, torch.Tensor.type) and asked):
             return first.double()  # positions and frequencies too, which some versions multiply with each other as they are
         if isinstance(first, torch.Tensor) and first.dtype == torch.float64 and asked and "dtype" in kwargs:
             kwargs["dtype"] = torch.float64
@@ -41,6 +42,14 @@ def small_model(family: str, dtype: torch.dtype = torch.float32, **overrides: An
     if family == "qwen3_moe" and dtype == torch.float64:
         model.set_experts_implementation("eager")  # the grouped kernel knows no float64
     return model
+
+
+def unproved_model() -> Any:
+    """A causal model of a family that has no row: the decoder of an encoder-decoder, alone."""
+    sizes = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 64}
+    tokens = {"pad_token_id": 0, "eos_token_id": 3, "bos_token_id": 1, "decoder_start_token_id": 1}
+    config = TrOCRConfig(vocab_size=len(PRINTABLE) + 4, max_position_embeddings=256, **sizes, **tokens)
+    return drawn_model(config, seed=0).eval()
 
 
 def small_actor(family: str, dtype: torch.dtype = torch.float32, layout: str = "prefix_shared", **overrides: Any) -> Actor:
@@ -95,6 +104,19 @@ def gradients(actor: Actor, batch: Batch, **options: Any) -> tuple[torch.Tensor,
     loss.backward()
     found = {name: p.grad.clone() for name, p in actor.named_parameters() if p.grad is not None}
     return scores.logprobs.detach(), found
+
+
+def plain_rows(actor: Actor, batch: Batch) -> torch.Tensor:
+    """The oracle: each row alone through the model's own forward, all logits, plain log-softmax, loops."""
+    actor.use_attention("padded")
+    out = []
+    prompts = batch.prompts.tokens.split(batch.prompts.lengths.tolist())
+    for row, answer in enumerate(batch.responses.tokens.split(batch.lengths.tolist())):
+        prompt = prompts[int(batch.prompt_of[row])]
+        if len(answer):
+            logp = actor.base(input_ids=torch.cat([prompt, answer])[None], use_cache=False).logits[0].log_softmax(-1)
+            out += [logp[len(prompt) + t - 1, token] for t, token in enumerate(answer)]
+    return torch.stack(out)
 
 
 def gap(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lightrft.models import attention
 from lightrft.models.divergence import Target, token_divergence
 from lightrft.models.embedding import Seen, misread, own_inputs, see
-from lightrft.models.families import decoder_of, family_of, head_transform
+from lightrft.models.families import attention_reach, context_length, decoder_of, family_of, head_transform
 from lightrft.models.logprobs import bend_logits, logit_energy, token_logprobs
 from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.packing import Packed, pack
@@ -22,12 +22,21 @@ from lightrft.models.parts import LANGUAGE, part_of, parts_of
 from lightrft.models.reading import Unread, made
 from lightrft.models.sequence_parallel import Exchanged, Part, Row, check_heads
 from lightrft.models.settings import Layout, ModelConfig
-from lightrft.types import Batch
+from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
 from lightrft.utils.ranks import Team
 from lightrft.utils.shards import Holding, held_of
 
 attention.register()
+
+LONG_ROW = 8192
+"""Tokens at most of a row that ``check_layout`` makes to reach beyond a window. A longer window is not checked in a run."""
+
+LONG_ROW_MARGIN = 64
+"""Tokens of such a row beyond the window."""
+
+LONG_ROW_BYTES = 2 * 2**30
+"""Attention scores at most of such a row by an implementation that makes all of them. Larger models are not checked by it."""
 
 _ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
 
@@ -58,10 +67,14 @@ class Backbone(nn.Module):
         self.config = config or ModelConfig()
         self.model = model
         self.family = family_of(self.base.config)
+        loaded = self.text_config._attn_implementation
+        self._own_attention = None if loaded == attention.NAME else loaded
         self._layout: Layout = max(self.config.layout, self.family.layout, key=_ORDER.index)
         self._run_towers: bool | None = None
         self._team = Team(0, 1)
         self.unread: Unread | None = None
+        self.longest_row: int | None = None
+        """Tokens of the longest row that the run allows, if known. ``check_layout`` tries no longer row."""
 
     def read_weights(self, held: Holding = held_of) -> None:
         """Fill weights that were left on the meta device and have memory by now, each whole or what is ``held`` of it. Raises
@@ -184,8 +197,8 @@ class Backbone(nn.Module):
 
     def use_attention(self, kind: str) -> None:
         """``flat``: attention by plan; ``padded``: transformers' own. Towers keep theirs."""
-        wanted = attention.NAME if kind == "flat" else (self.config.attention or self.family.padded_attention)
-        self.text_config._attn_implementation = wanted
+        own = self.config.attention or self.family.padded_attention or self._own_attention
+        self.text_config._attn_implementation = attention.NAME if kind == "flat" else own
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
         """Recompute layers in the backward pass. transformers does so only while the model is in training mode."""
@@ -215,6 +228,8 @@ class Actor(Backbone):
         model, unread = made(config, device, dtype)
         actor = cls(model, config)
         actor.unread = unread
+        if unread is None and actor.device.type != "meta":
+            actor.check_head()
         if config.gradient_checkpointing:
             actor.gradient_checkpointing_enable()
         return actor
@@ -304,22 +319,60 @@ class Actor(Backbone):
         return merged_state(self.model) if self.has_adapters else dict(self.base.state_dict())
 
     @torch.no_grad()
-    def check_layout(self, batch: Batch) -> str:
-        """Compare the layout with the model's own padded forward on a few rows of ``batch``, and fall back until they agree.
+    def check_head(self) -> None:
+        """Compare the head with the model's own forward on four tokens, which costs one call of the model.
 
-        Returns why it fell back, or nothing when it did not. Raises ``ModelError`` when even ``padded`` disagrees: then this
-        family's head does something that is not known here.
+        Raises ``ModelError`` when the model makes its logits in another way: scaled, capped or cut by a field that is not known.
+        """
+        if self.base.dtype == torch.float64:  # no setting asks for it, and the experts' fused kernels do not know it
+            return
+        ids = torch.arange(4, 8, device=self.device)[None] % self.text_config.vocab_size
+        self.use_attention("padded")
+        states: list[Tensor] = []
+        hook = self.decoder.register_forward_hook(lambda module, given, out: states.append(out[0]))
+        try:
+            expected = self.base(input_ids=ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        if not expected.isfinite().all():  # such weights fail elsewhere, with a message of their own
+            return
+        kind = self.base.config.model_type
+        if not states:
+            raise ModelError(f"model type {kind!r} cannot be scored: its own forward does not call {type(self.decoder).__name__}")
+        found = self.logits(states[-1])
+        bound = 1e-3 if self._exact else 0.1
+        if found.shape != expected.shape:
+            raise ModelError(
+                f"model type {kind!r} cannot be scored: its head gives {found.shape[-1]} logits, its own forward {expected.shape[-1]}"
+            )
+        gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+        if gap > bound:
+            raise ModelError(
+                f"model type {kind!r} cannot be scored: its own logits differ from its head's by {gap:.2g} of the largest. It scales or "
+                "caps them in a way that is not known here"
+            )
+
+    @property
+    def _exact(self) -> bool:
+        return self.base.dtype in (torch.float32, torch.float64)
+
+    @torch.no_grad()
+    def check_layout(self, batch: Batch) -> str:
+        """Compare the layout with the model's own padded forward, and fall back until they agree.
+
+        Checks a few rows of ``batch``. If the config bounds how far attention reaches, also checks one group of two rows that are
+        longer: up to ``longest_row``, and at most ``LONG_ROW`` tokens. Returns why it fell back, or nothing when it did not.
+        Raises ``ModelError`` when even ``padded`` disagrees: then this family's head does something that is not known here.
         """
         batch = batch.to(self.device)
         few = _few(batch, misread(self.base, self.family, batch))
-        at = self._compared(few)
         training = self.training
         self.eval()
         reasons = []
         try:
-            truth = self.own_logprobs(few, at)
+            checks = [(rows, at := self._compared(rows), self.own_logprobs(rows, at)) for rows in (few, *self._long_rows(few))]
             for layout in _ORDER[_ORDER.index(self._layout) :]:
-                why = self._differs(few, layout, at, truth)
+                why = next(filter(None, (self._differs(rows, layout, at, truth) for rows, at, truth in checks)), "")
                 if not why:
                     self._layout = layout
                     return "; ".join([*reasons, f"using {layout} instead"]) if reasons else ""
@@ -327,6 +380,19 @@ class Actor(Backbone):
         finally:
             self.train(training)
         raise ModelError(f"model type {self.base.config.model_type!r} cannot be scored: {'; '.join(reasons)}")
+
+    def _long_rows(self, batch: Batch) -> list[Batch]:
+        """A group of two rows that reach beyond every window of the model, made of tokens of ``batch``; none if there is no window."""
+        reach = attention_reach(self.text_config, LONG_ROW - LONG_ROW_MARGIN)
+        tokens = batch.responses.tokens
+        length = min(reach + LONG_ROW_MARGIN, self.longest_row or LONG_ROW, context_length(self.base.config) or LONG_ROW)
+        scores = 4 * self.text_config.num_attention_heads * length**2
+        eager = (self.config.attention or self.family.padded_attention or self._own_attention) == "eager"
+        if not reach or not len(tokens) or length < 16 or (eager and scores > LONG_ROW_BYTES):
+            return []
+        row = tokens.repeat(length // len(tokens) + 1)[:length]
+        prompts, responses = Segments.of([row[8:].tolist()]), Segments.of([row[:8].tolist(), row[4:8].tolist()])
+        return [Batch(prompts, responses, torch.zeros(2, dtype=torch.long)).to(self.device)]
 
     def _compared(self, batch: Batch) -> Tensor:
         """Places among the answers' tokens, from the first to the last, whose logits fit into ``logits_mb`` together."""
@@ -339,14 +405,13 @@ class Actor(Backbone):
         before, self._layout = self._layout, layout
         try:
             found = self.score(batch).logprobs[at]
-        except (RuntimeError, TypeError, ValueError, IndexError, ModelError) as error:
+        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ModelError) as error:
             return f"failed with {type(error).__name__}: {error}"
         finally:
             self._layout = before
         gap = (found - truth).abs()
-        exact = self.base.dtype in (torch.float32, torch.float64)
-        worst = float((gap.max() if exact else gap.mean()) if gap.numel() else 0.0)
-        return "" if worst <= (1e-3 if exact else 0.03) else f"differs from the model's own log-probs by {worst:.2g}"
+        worst = float((gap.max() if self._exact else gap.mean()) if gap.numel() else 0.0)
+        return "" if worst <= (1e-3 if self._exact else 0.03) else f"differs from the model's own log-probs by {worst:.2g}"
 
     def own_logprobs(self, batch: Batch, at: Tensor | None = None) -> Tensor:
         """By the model's own forward, head included, on padded rows: log-probs of the answers' tokens, or of those ``at`` places among

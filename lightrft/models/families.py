@@ -1,9 +1,12 @@
-"""What differs between model families, one row each. A family that is not listed starts from the generic row, and the check of
-the layout on a run's first batch says whether that was right."""
+"""How each model family is loaded, scored and decoded: one row each, proved by a test over a tiny model of the family.
+
+``benchmarks/families.py`` and ``tests/unit/models/test_families.py`` prove the rows. A family without a row is refused at start.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,54 +14,91 @@ from transformers import PreTrainedConfig
 
 from lightrft.models import towers, towers_audio, towers_tiles
 from lightrft.models.settings import Layout
+from lightrft.utils.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``loader`` names the transformers class, where it is not the one for causal language models, and ``reader`` says how the
-    family reads what is not text.
+    """How one family differs from a plain transformer decoder.
 
-    ``decoder``: path of the module that yields last hidden states. ``softcap``, ``multiplier`` and ``divisor`` name config
-    fields that bend and scale the head's output. ``layout`` is the leanest layout that can be right; ``padded_attention`` is the
-    implementation of transformers that honours everything the family's attention does."""
+    ``decoder``: path of the module that yields last hidden states; empty for the one that the model names.
+    ``softcap``, ``multiplier``, ``divisor``: config fields that cap and scale the output of the head.
+    ``layout``: the leanest layout that is right.
+    ``padded_attention``: the transformers implementation that honours all of the family's attention; ``None`` is its own choice.
+    ``loader``: the transformers class, if it is not the one for causal language models.
+    ``reader``: how the family reads media.
+    ``refused``: why no model of the family can be trained."""
 
     decoder: str = "model"
     softcap: str = "final_logit_softcapping"
     multiplier: str | None = None
     divisor: str | None = None
     layout: Layout = "prefix_shared"
-    padded_attention: str = "sdpa"
+    padded_attention: str | None = "sdpa"
     loader: str = "AutoModelForCausalLM"
     reader: towers.Reader | None = None
+    refused: str | None = None
 
 
 _LANGUAGE = "model.language_model"
 
-# A state that is carried from token to token cannot branch at the end of a prompt, nor restart in the middle of a row.
-_RECURRENT = Family(layout="padded")
+_PLAIN = (
+    "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cwm", "dbrx",
+    "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
+    "flex_olmo", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
+    "glm4_moe", "glm4_moe_lite", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+    "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama", "longcat_flash", "mellum",
+    "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo",
+    "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
+    "seed_oss", "smollm3", "solar_open", "starcoder2",
+)
+"""Every layer attends through transformers' attention interface, with at most a sliding window or a soft-cap."""
+
+_OWN_ATTENTION = (
+    "axk2", "bailing_hybrid", "bamba", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa",
+    "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "minimax", "nemotron", "nemotron_h",
+    "olmo_hybrid", "phimoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "stablelm",
+    "zamba", "zamba2", "zaya",
+)
+"""Some layer carries a state, selects keys, or attends past the interface: only rows of their own are right."""
+
+_OWN_EAGER_ATTENTION = (
+    "deepseek_v4", "flint", "gpt_oss", "hy_v4", "mimo_v2_flash",
+)
+"""As ``_OWN_ATTENTION``, where only the eager implementation is right: learned sinks, biases of positions."""
+
+_PADDED = Family(layout="padded")
+_EAGER = Family(layout="padded", padded_attention="eager")
+_GPT = Family(decoder="transformer")
+_MAMBA = replace(_EAGER, decoder="backbone")
+_GRANITE = Family(divisor="logits_scaling")
 
 FAMILIES: dict[str, Family] = {
-    "qwen2": Family(),
-    "qwen3": Family(),
-    "qwen3_moe": Family(),
-    "llama": Family(),
-    "mistral": Family(),
-    "gemma2": Family(padded_attention="eager"),  # scores are soft-capped
-    "gemma3_text": Family(),
-    "phi3": Family(),
-    "olmo2": Family(),
-    "cohere": Family(multiplier="logit_scale"),
-    "cohere2": Family(multiplier="logit_scale"),
-    "granite": Family(divisor="logits_scaling"),
-    "granitemoe": Family(divisor="logits_scaling"),
-    "gpt2": Family(decoder="transformer"),
-    "gpt_oss": Family(layout="padded", padded_attention="eager"),  # learned attention sinks
-    "qwen3_next": _RECURRENT,
-    "qwen3_5_text": _RECURRENT,
-    "mamba": Family(decoder="backbone", layout="padded"),
-    "mamba2": Family(decoder="backbone", layout="padded"),
-    "falcon_h1": _RECURRENT,
-    "recurrent_gemma": _RECURRENT,
+    **dict.fromkeys(_PLAIN, Family()),
+    **dict.fromkeys(_OWN_ATTENTION, _PADDED),
+    **dict.fromkeys(_OWN_EAGER_ATTENTION, _EAGER),
+    **dict.fromkeys(("gemma2", "vaultgemma"), Family(padded_attention="eager")),  # scores are soft-capped
+    **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "ctrl"), _GPT),
+    **dict.fromkeys(("bloom", "codegen", "gpt_neo", "gptj", "mpt", "openai-gpt"), replace(_EAGER, decoder="transformer")),
+    **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _MAMBA),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _GRANITE),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), replace(_EAGER, divisor="logits_scaling")),
+    **dict.fromkeys(("cohere", "cohere2", "cohere2_moe"), Family(multiplier="logit_scale")),
+    "falcon_h1": replace(_PADDED, multiplier="lm_head_multiplier"),
+    "gpt_neox": Family(decoder="gpt_neox"),
+    "gpt_neox_japanese": replace(_EAGER, decoder="gpt_neox_japanese"),
+    "granitemoehybrid": replace(_PADDED, divisor="logits_scaling"),
+    "hyperclovax": Family(multiplier="logits_scaling"),
+    "inkling_text": replace(_EAGER, divisor="logits_mup_width_multiplier"),
+    "inkling2_text": _EAGER,
+    "minicpm3": Family(divisor="logits_scaling"),
+    "modernbert-decoder": Family(refused="its head has layers of its own before the last"),
+    "opt": Family(decoder="model.decoder"),
+    "recurrent_gemma": replace(_PADDED, softcap="logits_soft_cap"),
+    "rwkv": Family(refused="transformers changes its weights in place between training and evaluation"),
+    "xglm": _EAGER,
+    "youtu": Family(refused="transformers sets the embedding of its pad token to zero whenever it loads the model"),
+    "xlstm": replace(_MAMBA, softcap="output_logit_soft_cap"),
     "qwen2_vl": Family(decoder=_LANGUAGE, loader="Qwen2VLForConditionalGeneration", reader=towers.QWEN2_VL),
     "qwen2_5_vl": Family(decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN2_5_VL),
     "qwen3_vl": Family(decoder=_LANGUAGE, loader="Qwen3VLForConditionalGeneration", reader=towers.QWEN3_VL),
@@ -74,9 +114,6 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
-_KNOWN_LAYERS = {"full_attention", "sliding_attention"}
-
-
 def context_length(config: PreTrainedConfig) -> int | None:
     """Tokens that a model of ``config`` was made for, with rotary scaling; ``None`` where it sets no bound."""
     fields = config.get_text_config(decoder=True).to_dict()
@@ -90,22 +127,63 @@ def context_length(config: PreTrainedConfig) -> int | None:
     return None if bound is None else max(bound, *scaled) if scaled else bound
 
 
+_REACHES = re.compile(r"window|chunk|local_attention|block_size|topk|extent|floor|original_max_position")
+
+
+def attention_reach(config: PreTrainedConfig, most: int) -> int:
+    """Return the longest length, up to ``most``, at which ``config`` says that attention changes; 0 where it names none.
+
+    Such lengths are windows, chunks, the number of keys that an index keeps, and the context before rotary scaling.
+    """
+    fields = config.to_dict()
+    parts = [fields, *(part for part in fields.values() if isinstance(part, dict))]
+    parts += [inner for part in parts[1:] for inner in part.values() if isinstance(inner, dict)]
+    named = [value for part in parts for name, value in part.items() if _REACHES.search(str(name))]
+    return max((value for value in named if type(value) is int and 1 < value <= most), default=0)
+
+
 def family_of(config: PreTrainedConfig) -> Family:
-    """The row of ``config.model_type``, or the generic one: padded where some layer is not plain or sliding attention."""
-    known = FAMILIES.get(config.model_type)
-    if known is not None:
-        return known
-    kinds = set(_field(config, "layer_types") or ())
-    capped = _field(config, "attn_logit_softcapping") is not None
-    return Family(layout="prefix_shared" if kinds <= _KNOWN_LAYERS else "padded", padded_attention="eager" if capped else "sdpa")
+    """Return the row of ``config.model_type``, or for a family without a row the model's own forward in rows of their own."""
+    return FAMILIES.get(config.model_type, _UNPROVED)
+
+
+def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) -> None:
+    """Refuse a family that no test proves. ``where`` is the beginning of the message, such as ``model.path = 'x'``.
+
+    ``allow_unproved`` lets language models without a row pass.
+    Raises ``ModelError``: a family without a row, one that reads media without a row, one whose models cannot be trained.
+    """
+    kind, row = config.model_type, FAMILIES.get(config.model_type)
+    if row is not None and row.refused is not None:
+        raise ModelError(f"{where}: models of type {kind!r} are not supported: {row.refused}")
+    if row is not None:
+        return
+    if config.get_text_config(decoder=True) is not config:
+        known = ", ".join(name for name, family in FAMILIES.items() if family.reader is not None)
+        raise ModelError(
+            f"{where}: the family {kind!r} is not known. It has parts besides a language model, which would be left out. "
+            f"Families that read media: {known}"
+        )
+    if not allow_unproved:
+        known = ", ".join(sorted(name for name, family in FAMILIES.items() if family.reader is None and not family.refused))
+        raise ModelError(
+            f"{where}: the family {kind!r} is not known, so no test shows that it is trained and sampled right. Set "
+            "model.unproved_family=allow to use it by its own forward and cache. If it is a renamed copy of a known family, "
+            f"set model_type in its config.json to that family instead. Known families: {known}"
+        )
 
 
 def decoder_of(model: nn.Module, family: Family) -> nn.Module:
     """The module of ``model`` that yields last hidden states."""
     try:
-        return model.get_submodule(family.decoder)
+        if family.decoder:
+            return model.get_submodule(family.decoder)
     except AttributeError:
-        return model.get_decoder()  # ty: ignore[not-callable]
+        pass
+    return model.get_decoder()  # ty: ignore[not-callable]
+
+
+_UNPROVED = Family(decoder="", layout="padded", padded_attention=None)
 
 
 def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | None, float | None]:
@@ -117,5 +195,5 @@ def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | No
 
 
 def _field(config: PreTrainedConfig, name: str | None) -> Any:
-    """Configs of some families have no such field at all: for them it means nothing."""
-    return vars(config).get(name) if name else None
+    """The value of a field or property of ``config``. A family without it has nothing to cap or to scale."""
+    return getattr(config, name, None) if name else None

@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
-from lightrft.models.families import family_of
+from lightrft.models.families import check_family, family_of
 from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.parts import PARTS, check_parts, part_of
 from lightrft.models.quiet import quiet
@@ -54,8 +54,9 @@ def load_model(
 
     A folder of adapters gives its base model with those adapters, trainable.
 
-    ``dtype`` wins over ``config.dtype``. Raises ``ModelError``: no such folder and no hub, not a model folder, damaged or
-    missing weights, quantisation without bitsandbytes, a frozen part or prefix that names nothing.
+    ``dtype`` wins over ``config.dtype``. Raises ``ModelError``: no such folder and no hub, not a model folder, a family that is
+    not known, an attention that its class lacks, damaged or missing weights, quantisation without bitsandbytes, a frozen part or
+    prefix that names nothing.
     """
     if (found := saved_adapters(config)) is not None:
         model = load_model(config.model_copy(update={"path": found[0]}), device=device, dtype=dtype)
@@ -63,7 +64,7 @@ def load_model(
     options = _options(config, device, dtype)
     if device_map is not None:
         options["device_map"] = device_map
-    settings = model_settings(config)
+    settings = known_settings(config)
     family = family_of(settings)
     implementation = config.attention or family.padded_attention
     where = where_of(config)
@@ -76,6 +77,7 @@ def load_model(
     except ImportError as error:
         raise ModelError(f"model.attention = {implementation!r}: {first_line(error)}") from error
     except BROKEN as error:
+        check_class(config, settings)
         raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({first_line(error)})") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         lacking = sorted(str(k) for k in (*info["missing_keys"], *info["mismatched_keys"]))
@@ -84,6 +86,35 @@ def load_model(
         model = model.to(device)
     freeze(model, config.freeze)
     return model.eval()
+
+
+def known_settings(config: ModelConfig) -> PreTrainedConfig:
+    """Return ``model_settings`` of a family that can be trained. Raises ``ModelError`` as ``check_family`` does too."""
+    settings = model_settings(config)
+    check_family(settings, f"model.path = {config.path!r}", allow_unproved=config.unproved_family == "allow")
+    return settings
+
+
+def from_settings(settings: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Make a model of ``settings`` by transformers, on the device that is torch's default."""
+    loader: Any = getattr(transformers, family_of(settings).loader)
+    make = getattr(loader, "from_config", None) or loader._from_config
+    with quiet(local=True):
+        return make(settings, dtype=dtype, **options)
+
+
+def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
+    """Raise ``ModelError`` if the class of ``settings`` cannot be made at all, so that weights are not to blame."""
+    implementation = config.attention or family_of(settings).padded_attention
+    options: dict[str, Any] = {"trust_remote_code": True} if config.trust_remote_code else {}
+    try:
+        with torch.device("meta"):
+            from_settings(settings, torch.float32, attn_implementation=implementation, **options)
+    except (*BROKEN, AttributeError, ImportError, TypeError) as error:
+        name = f"model.path = {config.path!r}"
+        if config.attention is not None:
+            name = f"model.attention = {config.attention!r} with {name}"
+        raise ModelError(f"{name}: no model can be made of its config ({first_line(error)})") from error
 
 
 def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:

@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig
 
-from lightrft.models.families import family_of
-from lightrft.models.loading import freeze, model_settings
+from lightrft.models.loading import freeze, from_settings, known_settings, model_settings
 from lightrft.models.lora import add_adapters, base_model
 from lightrft.models.quiet import quiet
 from lightrft.models.settings import ModelConfig
@@ -28,7 +26,7 @@ def meta_model(config: ModelConfig) -> nn.Module:
     if adapters.is_file():
         base = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
         return _with_saved_adapters(meta_model(config.model_copy(update={"path": base, "lora": None})), adapters.parent)
-    settings = model_settings(config)
+    settings = known_settings(config)
     try:
         with torch.device("meta"), quiet(local=True):
             model = from_settings(settings, dtype_of(config, settings))
@@ -37,14 +35,6 @@ def meta_model(config: ModelConfig) -> nn.Module:
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
         raise ModelError(f"model.path = {config.path!r}: no model can be made of its config ({error})") from error
     return model.eval()
-
-
-def from_settings(settings: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """A model that transformers makes of ``settings``, on the device that is torch's default."""
-    loader: Any = getattr(transformers, family_of(settings).loader)
-    make = getattr(loader, "from_config", None) or loader._from_config
-    with quiet(local=True):
-        return make(settings, dtype=dtype, **options)
 
 
 def _with_saved_adapters(model: nn.Module, folder: Path) -> nn.Module:

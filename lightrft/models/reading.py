@@ -25,9 +25,18 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils import cached_file
 
 from lightrft.models.families import family_of
-from lightrft.models.loading import BROKEN, freeze, load_model, model_settings, saved_adapters, where_of, with_saved_adapters
+from lightrft.models.loading import (
+    BROKEN,
+    freeze,
+    from_settings,
+    known_settings,
+    load_model,
+    saved_adapters,
+    where_of,
+    with_saved_adapters,
+)
 from lightrft.models.lora import add_adapters, base_model, is_adapted, plain_name
-from lightrft.models.meta import dtype_of, from_settings
+from lightrft.models.meta import dtype_of
 from lightrft.models.settings import ModelConfig
 from lightrft.utils.errors import ModelError
 from lightrft.utils.modules import exchange
@@ -195,7 +204,7 @@ def shell(config: ModelConfig, dtype: torch.dtype | None = None) -> tuple[nn.Mod
 
 
 def _settings(config: ModelConfig) -> PreTrainedConfig:
-    settings = model_settings(config)
+    settings = known_settings(config)
     if config.load_in_4bit or vars(settings).get("quantization_config") is not None:
         raise ModelError(
             f"model.path = {config.path!r}: quantised weights cannot be spread over processes; set launch.processes=1, or take a model "

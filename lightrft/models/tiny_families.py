@@ -50,7 +50,7 @@ _SIZES: dict[str, Any] = {
     "v_head_dim": 12,
     "index_topk": 8,
     "index_head_dim": 16,
-    "index_n_heads": 2,
+    "index_n_heads": 32,
     # recurrent layers
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -71,7 +71,7 @@ _SIZES: dict[str, Any] = {
 _GRANITE = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
 _SLIDING = ["sliding_attention", "full_attention"]
 _LINEAR = ["linear_attention", "full_attention"]
-_INDEXED = {"layer_types": ["indexed_attention"] * 2, "mlp_layer_types": ["dense", "sparse"]}
+_INDEXED = {"mlp_layer_types": ["dense", "sparse"]}
 _DEEPSEEK = {"first_k_dense_replace": 1, "num_key_value_heads": 4, "n_group": 2}
 _WINDOWED = {"sliding_window": WINDOW, "layer_types": _SLIDING}
 _SCALED = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
@@ -214,7 +214,7 @@ _ROWS: dict[str, dict[str, Any]] = {
         "sliding_window_size": WINDOW,
         "d_rel": 4,
         "rel_extent": 16,
-        "unpadded_vocab_size": 99,
+        "unpadded_vocab_size": _SIZES["vocab_size"],
         "final_logit_softcapping": 3.0,
         "log_scaling_n_floor": 8,
     },
@@ -227,7 +227,6 @@ _ROWS: dict[str, dict[str, Any]] = {
         "sliding_window_size": WINDOW,
         "d_rel": 4,
         "rel_extent": 16,
-        "unpadded_vocab_size": 99,
         "log_scaling_n_floor": 8,
     },
     "internlm3": {},
@@ -312,7 +311,7 @@ _ROWS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
     "qwen3_next": {"layer_types": _LINEAR},
     "qwen4_exp_text": {
-        "layer_types": ["linear_attention", "indexed_attention"],
+        "num_hidden_layers": 4,
         "hc_count": 2,
         "hc_lowrank": 8,
         "indexer_n_heads": 2,

@@ -21,6 +21,7 @@ def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str
     """
     check_bound(actor.base.config, longest, sampling, key, data)
     context = context_length(actor.base.config)
+    actor.longest_row = max(actor.longest_row or 0, longest + sampling.max_new_tokens)
     if context is None or longest + sampling.max_new_tokens <= context:
         return
     room = context - longest
@@ -57,6 +58,7 @@ def check_examples(actor: Actor, longest: int, max_tokens: int, key: str = "max_
     """Raises ``ConfigError`` when an example of ``longest`` tokens is more than the model was made for. ``key`` is the setting of
     ``max_tokens``."""
     context = context_length(actor.base.config)
+    actor.longest_row = max(actor.longest_row or 0, longest)
     if context is not None and longest > context:
         raise ConfigError(
             f"{key} = {max_tokens}: there is an example of {longest} tokens, and the model's max_position_embeddings = {context}; "

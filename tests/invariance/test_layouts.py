@@ -9,24 +9,21 @@ from transformers.modeling_outputs import BaseModelOutput
 from lightrft.models.packing import pack
 from lightrft.models.tiny import FAMILIES
 from lightrft.types import Batch, Segments
-from tests.model_helpers import Float64, float32_bound, gap, gradients, hard_batch, ragged_batch, small_actor, weights
+from tests.model_helpers import (
+    Float64,
+    float32_bound,
+    gap,
+    gradients,
+    hard_batch,
+    plain_rows,
+    ragged_batch,
+    small_actor,
+    weights,
+)
 
 SLIDING = ("mistral", "gemma2", "gemma3")
 FLAT = ("packed", "prefix_shared")
 ALL = (*FLAT, "padded")
-
-
-def plain_rows(actor, batch):
-    """The oracle: each row alone through the model's own forward, all logits, plain log-softmax, loops."""
-    actor.use_attention("padded")
-    out = []
-    prompts = batch.prompts.tokens.split(batch.prompts.lengths.tolist())
-    for row, answer in enumerate(batch.responses.tokens.split(batch.lengths.tolist())):
-        prompt = prompts[int(batch.prompt_of[row])]
-        if len(answer):
-            logp = actor.base(input_ids=torch.cat([prompt, answer])[None]).logits[0].log_softmax(-1)
-            out += [logp[len(prompt) + t - 1, token] for t, token in enumerate(answer)]
-    return torch.stack(out)
 
 
 def check_agreement(actor, batch, layouts, tolerance, **options):

@@ -195,6 +195,7 @@ FLIPS: dict[str, Flip] = {
     "model.attention": Flip("eager", "loaded", {"model": {"layout": "padded"}}),
     "model.layout": Flip("padded", "loaded"),
     "model.check_layout": Flip(False, "run"),
+    "model.unproved_family": Flip("allow", "loaded", {"model": {"path": "{root}/unproved"}}, refused=True),
     "model.lora.rank": Flip(2, "loaded", ADAPTERS),
     "model.lora.alpha": Flip(16.0, "loaded", ADAPTERS),
     "model.lora.dropout": Flip(0.5, "loaded", ADAPTERS),

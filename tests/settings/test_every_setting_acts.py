@@ -16,6 +16,7 @@ from lightrft.config import RLConfig
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
 from lightrft.models.tiny_media import save_tiny_media
 from lightrft.utils.settings import Settings, build, deep_merge
+from tests.model_helpers import unproved_model
 from tests.settings.flips import FLIPS, INERT, ROWS
 from tests.settings.probes import PROBES, refusal
 from tests.unit.datasets.media_files import picture, sound
@@ -103,6 +104,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         model = tiny_model("qwen2", seed=seed + 1, hidden_size=32, intermediate_size=64, vocab_size=len(tokenizer))
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    unproved_model().save_pretrained(folder / "unproved")
     backwards.save_pretrained(folder / "backwards")
     save_tiny_media("qwen2_5_vl", folder / "reader")
     rows = [

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3NextConfig, StableLmConfig
+from transformers import AutoModelForCausalLM, Qwen3NextConfig, TrOCRConfig
 
 from lightrft.models import attention
 from lightrft.models.actor import Actor
@@ -141,12 +141,9 @@ def test_the_layout_check_refuses_a_head_it_does_not_know(monkeypatch):
         actor.check_layout(hard_batch())
 
 
-def test_a_recurrent_family_starts_padded_and_an_unknown_one_shared():
+def test_a_recurrent_family_and_one_that_is_not_known_start_padded():
     assert family_of(Qwen3NextConfig()).layout == "padded"
-    assert family_of(StableLmConfig()).layout == "prefix_shared"
-    unknown = StableLmConfig()
-    unknown.layer_types = ["full_attention", "chunked_attention"]
-    assert family_of(unknown).layout == "padded"
+    assert family_of(TrOCRConfig()).layout == "padded"
 
 
 def test_values_are_read_before_each_token_and_after_the_last():
