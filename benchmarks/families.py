@@ -79,7 +79,9 @@ def prove(family: str, folder: Path, *, sampling: bool = True) -> Proof:
         actor, batch, expected = _media(family, folder) if family in MEDIA_FAMILIES else _text(family, folder)
         with precise(actor):
             check_layouts(actor, batch, *expected)
-            if sampling and family in TEXT_FAMILIES:  # sampling from media needs banned tokens: tests/unit/models/test_media_decoding.py
+            if (
+                sampling and family in TEXT_FAMILIES
+            ):  # sampling from media needs banned tokens: tests/unit/models/test_media_decoding.py
                 check_sampling(actor)
             check_step(actor, batch)
     except ModelError as error:
@@ -204,7 +206,9 @@ def stored() -> list[Proof]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=(*TEXT_FAMILIES, *MEDIA_FAMILIES), default=[*TEXT_FAMILIES, *MEDIA_FAMILIES])
+    parser.add_argument(
+        "--families", nargs="+", choices=(*TEXT_FAMILIES, *MEDIA_FAMILIES), default=[*TEXT_FAMILIES, *MEDIA_FAMILIES]
+    )
     parser.add_argument("--no-sampling", action="store_true", help="leave out the check of the engine")
     parser.add_argument("--write", action="store_true", help=f"store the verdicts in {RESULT.relative_to(ROOT)}")
     options = parser.parse_args()

@@ -1,7 +1,8 @@
 """Write the reference pages that the code knows best: ``python docs/generate.py``, or ``make docs``.
 
 ``configuration.md`` is made from the settings classes, ``parts.md`` from the registries, ``readers.md`` from its table,
-``families.md`` from its table and the verdicts of ``benchmarks/families.py``, ``algorithms.md`` from the presets, and ``algorithms/*.md`` from what ``lightrft explain`` says of each.
+``families.md`` from its table and the verdicts of ``benchmarks/families.py``, ``algorithms.md`` from the presets, and
+``algorithms/*.md`` from what ``lightrft explain`` says of each.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
-import json
 import json
 import types
 import typing

@@ -43,28 +43,27 @@ class Family:
 _LANGUAGE = "model.language_model"
 
 _PLAIN = (
-    "afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cwm", "dbrx",
-    "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4", "exaone_moe",
-    "flex_olmo", "gemma", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4",
-    "glm4_moe", "glm4_moe_lite", "helium", "hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
-    "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "llama", "longcat_flash", "mellum",
-    "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo",
-    "olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe",
-    "seed_oss", "smollm3", "solar_open", "starcoder2",
+    *("afmoe", "apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cwm"),
+    *("dbrx", "deepseek_v2", "deepseek_v3", "diffllama", "dots1", "ernie4_5", "ernie4_5_moe"),
+    *("exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma3_text", "gemma3n_text"),
+    *("gemma4_text", "gemma4_unified_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "helium"),
+    *("hrm_text", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3", "iquestcoder"),
+    *("jais2", "jetmoe", "kolibri1", "laguna", "llama", "longcat_flash", "mellum", "minimax_m2"),
+    *("minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo"),
+    *("olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+    *("qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2"),
 )
 """Every layer attends through transformers' attention interface, with at most a sliding window or a soft-cap."""
 
 _OWN_ATTENTION = (
-    "axk2", "bailing_hybrid", "bamba", "deepseek_v32", "doge", "dots3_note_text", "falcon", "glm_moe_dsa",
-    "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama4_text", "minimax", "nemotron", "nemotron_h",
-    "olmo_hybrid", "phimoe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text", "stablelm",
-    "zamba", "zamba2", "zaya",
+    *("axk2", "bailing_hybrid", "bamba", "deepseek_v32", "doge", "dots3_note_text", "falcon"),
+    *("glm_moe_dsa", "jamba", "kimi_linear", "lfm2", "lfm2_moe", "lfm3", "llama4_text"),
+    *("minimax", "nemotron", "nemotron_h", "olmo_hybrid", "phimoe", "qwen3_5_moe_text"),
+    *("qwen3_5_text", "qwen3_next", "qwen4_exp_text", "stablelm", "zamba", "zamba2", "zaya"),
 )
 """Some layer carries a state, selects keys, or attends past the interface: only rows of their own are right."""
 
-_OWN_EAGER_ATTENTION = (
-    "deepseek_v4", "flint", "gpt_oss", "hy_v4", "mimo_v2_flash",
-)
+_OWN_EAGER_ATTENTION = (*("deepseek_v4", "flint", "gpt_oss", "hy_v4", "mimo_v2_flash"),)
 """As ``_OWN_ATTENTION``, where only the eager implementation is right: learned sinks, biases of positions."""
 
 _PADDED = Family(layout="padded")
@@ -113,6 +112,7 @@ FAMILIES: dict[str, Family] = {
         decoder=_LANGUAGE, loader="Qwen2_5OmniThinkerForConditionalGeneration", reader=towers_audio.OMNI
     ),
 }
+
 
 def context_length(config: PreTrainedConfig) -> int | None:
     """Tokens that a model of ``config`` was made for, with rotary scaling; ``None`` where it sets no bound."""

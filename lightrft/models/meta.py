@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
 
 from lightrft.models.loading import freeze, from_settings, known_settings, model_settings
 from lightrft.models.lora import add_adapters, base_model

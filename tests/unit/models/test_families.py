@@ -86,7 +86,7 @@ def test_weights_that_are_damaged_are_blamed_themselves(tmp_path):
 
 def test_a_head_that_cuts_its_logits_is_refused_when_the_model_is_loaded(tmp_path):
     family_model("inkling_text", unpadded_vocab_size=90).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="'inkling_text' cannot be scored: its head gives .* its own forward 90"):
+    with pytest.raises(ModelError, match=r"'inkling_text' cannot be scored: its head gives .* its own forward 90"):
         Actor.load(ModelConfig(path=str(tmp_path)))
 
 
