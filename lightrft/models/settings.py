@@ -53,7 +53,7 @@ class ModelConfig(Settings):
     logits_mb: int = Field(64, ge=1)
     trust_remote_code: bool = False
     unproved_family: Literal["refuse", "allow"] = "refuse"
-    """Whether to load a language model of a family that no test proves.
+    """Load a language model of a family that no test proves, or refuse it.
 
     ``refuse`` stops at start. ``allow`` runs the model by its own forward, in padded rows, and by its own cache. Allow it for
     custom code and for new families, and watch ``policy/sampler_gap``.
