@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+from pathlib import PurePath
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from lightrft.datasets.settings import DataConfig, MediaConfig
 from lightrft.models.settings import DType, ModelConfig
@@ -70,6 +71,16 @@ class RunConfig(Settings):
     overwrite: bool = False
     threads: int = Field(0, ge=0)
     progress: bool = True
+
+    @field_validator("name")
+    @classmethod
+    def _below_dir(cls, name: str) -> str:
+        path = PurePath(name)
+        if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
+            raise ValueError(
+                f"{name!r} is no folder below run.dir; give a name such as 'first' or 'trials/first', and set run.dir"
+            )
+        return name
 
 
 WORKERS = {

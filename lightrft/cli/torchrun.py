@@ -7,11 +7,14 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 from uuid import uuid4
 
 from lightrft.utils.last_words import SPEAKER
+from lightrft.utils.local_store import LOOPBACK, loopback_store
 
+BACKEND = "one-machine"
 GO_ON = "the same command goes on from the last checkpoint"
 
 
@@ -20,9 +23,11 @@ def run_processes(name: str, program: Sequence[str], processes: int, minutes: fl
     fails, 128 and the signal's number after one to this process, which is passed on: they have ``minutes`` to stop."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # a wall of text, with no more in it than the line below
+    rendezvous_handler_registry.register(BACKEND, one_machine)
     forced = Forced()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(30, round(60 * minutes))))
@@ -32,8 +37,7 @@ def run_processes(name: str, program: Sequence[str], processes: int, minutes: fl
         max_nodes=1,
         nproc_per_node=processes,
         max_restarts=0,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_backend=BACKEND,
         run_id=uuid4().hex,
     )
     try:
@@ -45,6 +49,47 @@ def run_processes(name: str, program: Sequence[str], processes: int, minutes: fl
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
+
+
+class OneMachine:
+    """Torch's ``RendezvousHandler`` for one launcher, whose store listens on the loopback interface alone."""
+
+    use_agent_store = True
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.store: Any = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self.run_id
+
+    def next_rendezvous(self) -> Any:
+        from torch.distributed import PrefixStore
+        from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+        if self.store is None:
+            self.store = loopback_store(0, timedelta(minutes=10))
+        return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def one_machine(parameters: Any) -> Any:
+    """Make the handler that torch's launcher asks for by the name ``BACKEND``."""
+    return OneMachine(parameters.run_id)
 
 
 class Forced(logging.Handler):

@@ -37,11 +37,16 @@ def nearest_name(path: Path) -> str:
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
-def write_atomic(path: Path, data: str | bytes) -> None:
-    """Replace ``path`` by ``data``: whoever reads it, even after a crash, sees the old content or the new, never a part."""
+def write_atomic(path: Path, data: str | bytes, *, private: bool = False) -> None:
+    """Replace ``path`` by ``data``: whoever reads it, even after a crash, sees the old content or the new, never a part.
+
+    With ``private``, only this user may read it.
+    """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
+            if private and hasattr(os, "fchmod"):  # not on Windows
+                os.fchmod(file.fileno(), 0o600)
             file.write(data.encode("utf-8") if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
@@ -52,9 +57,9 @@ def write_atomic(path: Path, data: str | bytes) -> None:
     sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """``value`` as indented JSON, atomically; numbers that are not finite become ``null``."""
-    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n")
+def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+    """``value`` as indented JSON, atomically; numbers that are not finite become ``null``. ``private``: see ``write_atomic``."""
+    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n", private=private)
 
 
 @contextmanager

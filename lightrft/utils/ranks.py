@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lightrft.utils.errors import ConfigError, LostRankError, RankError, first_line
+from lightrft.utils.local_store import is_loopback, keep_gloo_local, loopback_store
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -249,7 +250,7 @@ def _meeting(minutes: float) -> tuple[Any, int, int]:
     )
     try:
         if place not in _stores:
-            _stores[place] = next(dist.rendezvous("env://", timeout=limit))
+            _stores[place] = _store_at(address, port, limit)
         store, rank, count = _stores[place]
         store.set_timeout(limit)
         return _room(store, rank, count, limit), rank, count
@@ -259,6 +260,17 @@ def _meeting(minutes: float) -> tuple[Any, int, int]:
             f"{size} processes were to meet at {address}:{port} (MASTER_ADDR, MASTER_PORT) and have not within strategy.timeout = "
             f"{minutes:g} minutes ({first_line(error)}); see that all were started and can reach that address"
         ) from error
+
+
+def _store_at(address: str, port: str, limit: timedelta) -> tuple[Any, int, int]:
+    """The store of the environment, this rank and how many there are. Where all are on this machine, nobody else can reach it."""
+    import torch.distributed as dist
+
+    if is_loopback(address):
+        keep_gloo_local()
+        if os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            return loopback_store(int(port), limit), 0, int(os.environ["WORLD_SIZE"])
+    return next(dist.rendezvous("env://", timeout=limit))
 
 
 def _room(store: Any, rank: int, size: int, limit: timedelta) -> Any:

@@ -16,8 +16,9 @@ import yaml
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.files import disk_errors, write_atomic, write_json
 from lightrft.utils.logs import FILE_ONLY, log_to_file, stop_logging
+from lightrft.utils.redaction import MARK, check_complete, redacted
 from lightrft.utils.rollout_writer import Attached, RolloutWriter
-from lightrft.utils.settings import Settings, dotted, to_resolved_yaml
+from lightrft.utils.settings import Settings, dotted, made_absolute, tree_to_yaml
 from lightrft.utils.trackers import JsonLines, Row, TensorBoard, Tracker, Wandb
 
 log = logging.getLogger(__name__)
@@ -78,6 +79,7 @@ class RunFolder:
         Raises ``ConfigError`` for a folder that is not a run's, is in use, may not be resumed, or has another config (the
         differing keys are listed).
         """
+        check_complete(config)
         checkpoint = None if resume in ("auto", "never") else Path(resume).expanduser()
         if checkpoint is not None and not checkpoint.is_dir():
             raise ConfigError(f"run.resume = {resume!r}: there is no such checkpoint; use auto, never, or a checkpoint's folder")
@@ -91,10 +93,10 @@ class RunFolder:
                 _release(lock)
                 raise
         try:
-            folder._changed = dict(dotted(config.model_dump(mode="json", exclude_defaults=True)))
+            folder._changed = dict(dotted(redacted(config, exclude_defaults=True)))
             folder._tensorboard = tensorboard
             if wandb:
-                folder._trackers.append(Wandb(wandb, path, path.name, config.model_dump(mode="json")))
+                folder._trackers.append(Wandb(wandb, path, path.name, redacted(config)))
         except BaseException:
             folder.close()
             raise
@@ -155,7 +157,7 @@ class RunFolder:
         """Write ``summary.json``: ``values``, and under ``changed`` the settings that are not at their default."""
         rows = sum(tracker.lost for tracker in self._trackers if isinstance(tracker, TensorBoard))
         lost = {name: n for name, n in (("log_lines_lost", self._log.lost), ("tensorboard_rows_lost", rows)) if n}
-        write_json(self.path / "summary.json", {**values, **lost, "changed": self._changed})
+        write_json(self.path / "summary.json", {**values, **lost, "changed": self._changed}, private=MARK in str(self._changed))
 
     def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
         """Write ``samples.json``: answers to the same prompts, each with ``prompt``, ``attachments`` (names of files in ``media/``),
@@ -258,8 +260,14 @@ def _settle(path: Path, config: Settings, resume: str, overwrite: bool, ignore: 
         _compare(saved, config, ignore)
     else:
         found = set()
-    write_atomic(saved, to_resolved_yaml(config))
+    text = _saved_yaml(config)
+    write_atomic(saved, text, private=MARK in text)
     return overwrite or not found
+
+
+def _saved_yaml(config: Settings) -> str:
+    """The text of ``config.yaml``: paths are absolute, secrets are redacted."""
+    return tree_to_yaml(made_absolute(type(config), redacted(config)))
 
 
 def _has_begun(path: Path) -> bool:
@@ -273,7 +281,7 @@ def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
         old = dict(dotted(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
     except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
         raise ConfigError(f"{saved} is not YAML: {error}; choose another run.name") from None
-    new = dict(dotted(yaml.safe_load(to_resolved_yaml(config))))
+    new = dict(dotted(yaml.safe_load(_saved_yaml(config))))
     missing = object()
     differing = [
         f"  {key}: {_shown(old.get(key, missing), missing)} in the folder, {_shown(new.get(key, missing), missing)} now"

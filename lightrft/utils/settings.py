@@ -105,13 +105,17 @@ def build(cls: type[S], tree: Tree, sources: Mapping[str, str] | None = None, pr
 
 def to_yaml(settings: Settings) -> str:
     """The resolved tree as YAML that ``load_settings`` reads back equal."""
-    return yaml.dump(settings.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return tree_to_yaml(settings.model_dump(mode="json"))
+
+
+def tree_to_yaml(tree: Tree) -> str:
+    """A tree of plain values as YAML that ``parse_yaml`` reads back equal."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def to_resolved_yaml(settings: Settings) -> str:
     """``to_yaml`` with absolute paths, for a file in any folder."""
-    tree = made_absolute(type(settings), settings.model_dump(mode="json"))
-    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return tree_to_yaml(made_absolute(type(settings), settings.model_dump(mode="json")))
 
 
 def parse_yaml(text: str) -> Any:
@@ -245,5 +249,5 @@ def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, s
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         message += f"; to give it as text, put quotes inside the quotes: {name}='\"...\"'"
-    given = "" if error["type"] in {"missing", "value_error"} else f" = {error['input']!r}"
+    given = "" if error["type"] in {"missing", "value_error"} or "environment" in path else f" = {error['input']!r}"
     return f"{name or 'config'}{given}{where}: {message}"

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from lightrft.strategy.engine.base import never
+from lightrft.utils.local_store import is_loopback, loopback_store
 from lightrft.utils.ranks import for_one_attempt
 from lightrft.utils.workers import Worker
 
@@ -197,7 +198,11 @@ class Broadcast(Carrier):
     def __init__(self, workers: Sequence[Worker], size: int, device: torch.device, seconds: float, host: str) -> None:
         super().__init__(workers, size, device, seconds)
         patience, members = timedelta(seconds=seconds), len(self.workers) + 1
-        self._store = dist.TCPStore(host, 0, members, is_master=True, timeout=patience, wait_for_workers=False)
+        self._store = (
+            loopback_store(0, patience)
+            if is_loopback(host)
+            else dist.TCPStore(host, 0, members, is_master=True, timeout=patience, wait_for_workers=False)
+        )
         bucket, port = self.slots[0].numel(), self._store.port
         joining = [
             worker.call("weights", "join", host, port, rank, members, bucket, device.type, seconds)

@@ -28,6 +28,7 @@ from lightrft.utils import errors
 from lightrft.utils.errors import ConfigError, RankError, UserError, WorkerError
 from lightrft.utils.last_words import heard_by
 from lightrft.utils.logs import ROOT
+from lightrft.utils.redaction import check_complete
 from lightrft.utils.settings import build, parse_yaml, to_yaml
 from lightrft.utils.signals import StopFlag
 
@@ -57,6 +58,7 @@ def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> d
 
 def check_launch(config: RLConfig | SFTConfig) -> None:
     """Raises ``ConfigError`` where something is asked for that this config does not use."""
+    check_complete(config)
     asked = config.launch.ray
     if config.strategy.device == "cpu":
         for name in ("devices", "engine_devices", "model_devices"):
