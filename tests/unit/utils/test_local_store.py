@@ -96,6 +96,7 @@ with joined(2.0) as all_ranks:
 @pytest.mark.slow
 def test_ranks_that_a_launcher_starts_here_and_the_launcher_listen_on_loopback_alone(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    launch = f"from lightrft.cli.torchrun import run_processes; raise SystemExit(run_processes('x', [{str(tmp_path / 'program.py')!r}], 2, 2.0))"
+    program = str(tmp_path / "program.py")
+    launch = f"from lightrft.cli.torchrun import run_processes; raise SystemExit(run_processes('x', [{program!r}], 2, 2.0))"
     done = subprocess.run([sys.executable, "-c", launch], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
