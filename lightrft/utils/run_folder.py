@@ -18,7 +18,8 @@ from lightrft.utils.files import disk_errors, write_atomic, write_json
 from lightrft.utils.logs import FILE_ONLY, log_to_file, stop_logging
 from lightrft.utils.redaction import MARK, check_complete, redacted
 from lightrft.utils.rollout_writer import Attached, RolloutWriter
-from lightrft.utils.settings import Settings, dotted, made_absolute, tree_to_yaml
+from lightrft.utils.setting_paths import made_absolute
+from lightrft.utils.settings import Settings, dotted, tree_to_yaml
 from lightrft.utils.trackers import JsonLines, Row, TensorBoard, Tracker, Wandb
 
 log = logging.getLogger(__name__)
