@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import resources
 
 from lightrft.cli.common import memory_errors, quick_imports, set_threads, settings_of
-from lightrft.cli.show import closing_lines, exit_status, watching, with_report
+from lightrft.cli.show import check_trained, closing_lines, exit_status, watching, with_report
 from lightrft.config import DemoConfig
 from lightrft.utils.errors import ConfigError
 
@@ -39,6 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     if summary["verb"] == "demo" and summary.get("finished"):
         lines = with_report(config.run, lines)
     sys.stdout.write("\n".join(lines) + "\n")
+    check_trained(summary)
     return exit_status(summary)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config import RunConfig
-from lightrft.utils.errors import UserError, first_line
+from lightrft.utils.errors import NothingTrained, UserError, first_line
 from lightrft.utils.progress import Progress
 from lightrft.utils.ranks import first_rank
 from lightrft.viewer.report import write_report
@@ -44,9 +44,10 @@ def watching(run: RunConfig) -> Generator[Watch]:
 
 
 def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:
-    """Say where everything is, and what to type next; the exit status."""
+    """Say where everything is, and what to type next; the exit status. Raises ``NothingTrained``."""
     if first_rank():
         sys.stdout.write("\n".join(with_report(run, closing_lines(run, summary))) + "\n")
+    check_trained(summary)
     return exit_status(summary)
 
 
@@ -84,11 +85,22 @@ def status_in(run: RunConfig) -> int:
         return 0
 
 
+def check_trained(summary: Mapping[str, Any]) -> None:
+    """Raises ``NothingTrained`` for a run that came to its end and learned nothing in any step."""
+    if summary.get("finished") and summary["steps"] and summary.get("steps_trained") == 0:
+        raise NothingTrained(
+            f"nothing was trained (steps: {summary['steps']}): no response had an advantage, or no optimizer step was taken; "
+            "the warnings above and in log.txt say why"
+        )
+
+
 def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
     """Headline numbers and where they are from."""
     lines = []
-    if "heldout_after" in summary:
-        lines.append(f"held-out accuracy {summary['heldout_before']:.1%} -> {summary['heldout_after']:.1%}")
+    measured = [summary[name] for name in ("heldout_before", "heldout_after") if name in summary]
+    if measured:
+        when = "" if len(measured) == 2 else " before training" if "heldout_before" in summary else " after training"
+        lines.append(f"held-out accuracy{when} " + " -> ".join(f"{value:.1%}" for value in measured))
     state = "finished" if summary.get("finished") else "stopped; the same command goes on"
     lines.append(f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in {run.dir}/{run.name}")
     if "most_unsaved_steps" in summary:

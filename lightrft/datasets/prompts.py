@@ -12,6 +12,7 @@ import numpy as np
 
 from lightrft.datasets.blending import blend, generator
 from lightrft.datasets.cache_key import stamps, token_cache_of
+from lightrft.datasets.doubts import UnknownText, first_place, note_label, note_text
 from lightrft.datasets.encoding import Encoder
 from lightrft.datasets.fetching import Fetcher
 from lightrft.datasets.media import NOTHING, Reads
@@ -50,6 +51,10 @@ class Sources:
         """Row ``row`` of source ``source``. Raises ``BadRow``."""
         rows = self.rows[source]
         return read_record(rows[row], self.config.columns, rows.where(row), self.reads, self._roots[source])
+
+    def where(self, source: int, row: int) -> str:
+        """Return the place of row ``row`` of source ``source``, for messages."""
+        return self.rows[source].where(row)
 
     def chunks(self, source: int) -> Iterator[list[tuple[int, Record]]]:
         """Numbered records of a source, some at a time; bad rows are errors or counted, as set."""
@@ -200,6 +205,7 @@ class PromptDataset:
         self.encoder = Encoder(config, tokenizer, processor)
         self._sources = Sources(config, self.encoder.reads)
         self._fetcher = Fetcher(self.prompt, self.encoder.media)
+        self._unknown = UnknownText(tokenizer)
         self.counts = self._sources.counts
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
         cache = token_cache_of(config, tokenizer, "prompts", {}) if processor is None else None
@@ -275,6 +281,10 @@ class PromptDataset:
         """Why the first row that was left out was; empty when none was."""
         return self._sources.first_problem
 
+    def first_with(self, doubt: str) -> str:
+        """Return where the first row is that was counted under ``doubt`` (see ``datasets.doubts``)."""
+        return self._sources.where(*first_place(self.counts, doubt))
+
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
@@ -309,6 +319,10 @@ class PromptDataset:
             kept["row"].append(row)
             self._sources.data_sources.add(record.data_source or self._sources.names[source])
             names.append(record.id or f"{self._sources.names[source]}/{row}")
+            note_text(self.counts, self._unknown.count(text, ids), len(ids), source, row)
+            reference = record.reference if record.reference is not None else record.answer
+            gold = record.label if record.label is not None else reference
+            note_label(self.counts, record.data_source or self._sources.names[source], gold, source, row)
         return names
 
     def _truncate(self, record: Record, ids: list[int]) -> tuple[int, list[int]] | None:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lightrft.datasets.cache_key import token_cache_of
+from lightrft.datasets.doubts import UnknownText, first_place, note_text
 from lightrft.datasets.encoding import Encoder, check_template, prefix_error
 from lightrft.datasets.fetching import Fetcher
 from lightrft.datasets.media.items import marks
@@ -79,6 +80,7 @@ class SFTDataset:
         self._kept: Columns = {name: array(kind) for name, kind in COLUMNS.items()}
         self._media: dict[int, tuple[int, int, tuple[int, ...]]] = {}
         self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
+        self._unknown = UnknownText(tokenizer)
         options = {"max_tokens": max_tokens}
         cache = token_cache_of(config, tokenizer, "examples", options) if processor is None else None
         self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
@@ -123,6 +125,10 @@ class SFTDataset:
     def first_problem(self) -> str:
         """Why the first row that was left out was; empty when none was."""
         return self._sources.first_problem
+
+    def first_with(self, doubt: str) -> str:
+        """Return where the first row is that was counted under ``doubt`` (see ``datasets.doubts``)."""
+        return self._sources.where(*first_place(self.counts, doubt))
 
     @property
     def longest(self) -> int:
@@ -182,6 +188,8 @@ class SFTDataset:
         kept["tokens"].extend(ids)
         kept["trained"].extend(trained)
         kept["ends"].append(len(kept["tokens"]))
+        text = "".join(t for turn in part.turns for t in turn)
+        note_text(self.counts, self._unknown.count(text, ids), len(ids), source, part.row)
         return True
 
     def _parts(self, row: int, record: Record) -> list[_Part]:

@@ -8,6 +8,9 @@ from pydantic import Field, model_validator
 
 from lightrft.utils.settings import Settings
 
+LARGEST_LR = 1.0
+"""Learning rate above which one step of AdamW replaces every weight."""
+
 
 class OptimizerConfig(Settings):
     """AdamW (arXiv 1711.05101) with float32 master weights.
@@ -27,6 +30,16 @@ class OptimizerConfig(Settings):
     warmup: float = Field(0.0, ge=0)
     min_lr: float = Field(0.1, ge=0, le=1)
     max_grad_norm: float | None = Field(1.0, gt=0)
+
+    @model_validator(mode="after")
+    def _destroys_no_model(self) -> OptimizerConfig:
+        for name, value in {"lr": self.lr, **{f"lr_of.{part}": rate for part, rate in self.lr_of.items()}}.items():
+            if value > LARGEST_LR:
+                raise ValueError(
+                    f"{name} = {value:g}: AdamW moves each weight by about {name} in a step, and weights are about 0.02, so the "
+                    f"model would be lost in the first step; lower it to {LARGEST_LR:g} at most (usual: 1e-6 to 1e-3)"
+                )
+        return self
 
 
 SHARDING = ("shard", "reshard", "offload")

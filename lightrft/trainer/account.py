@@ -12,7 +12,7 @@ from lightrft.trainer.filters import drop_reason
 from lightrft.trainer.rewards.values import UNGRADED
 from lightrft.trainer.selection import selected
 from lightrft.types import Rollout
-from lightrft.utils.metrics import Last, Max, Mean, Metrics, Sum
+from lightrft.utils.metrics import Last, Max, Mean, Metrics, Min, Sum
 
 GREEDY = -1
 """``Rollout.sample`` of the greedy answer that is drawn beside a group for its reward alone."""
@@ -62,6 +62,7 @@ class Collected:
     that of the dropped group, ``not_selected`` or ``baseline``. ``dropped`` counts groups by reason, ``failures`` answers by reason.
     ``finished`` holds the scored answers of each group that was not cut short, ``carried`` the groups for the next step, ``begun`` those
     with answers that go on then; all are empty once that has been settled. ``curriculum`` has what a curriculum then knows.
+    ``compared`` counts, before any filter, ``groups`` with two or more scored responses, and those of ``zero_std``: equal rewards.
     """
 
     groups: list[list[Rollout]] = field(default_factory=list)
@@ -73,6 +74,7 @@ class Collected:
     filtered: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
     failures: Counter[str] = field(default_factory=Counter)
+    compared: Counter[str] = field(default_factory=Counter)
     rounds: int = 0
     curriculum: dict[str, float] = field(default_factory=dict)
 
@@ -128,11 +130,19 @@ class Collected:
         self.tokens["sampled"] += tokens_of(group)
         self.tokens["carried_out"] += tokens_of(group)
 
+    def _compare(self, scored: Sequence[Rollout]) -> None:
+        """Count a group whose rewards can be compared."""
+        if len(scored) > 1:
+            self.compared["groups"] += 1
+            self.compared["zero_std"] += len({r.reward for r in scored}) == 1
+
     def _count(self, group: Sequence[Rollout], verdict: Verdict) -> None:
         self.rollouts += [r for r in group if len(r) or r.finish_reason != "abort"]
         self.tokens["sampled"] += tokens_of(group)
         if all(r.finish_reason != "abort" for r in group):
-            self.finished.append([r for r in group if r.sample != GREEDY and not r.failed])
+            scored = [r for r in group if r.sample != GREEDY and not r.failed]
+            self.finished.append(scored)
+            self._compare(scored)
         kept = {id(r) for r in verdict.kept}
         for rollout in group:
             if rollout.failed:
@@ -160,6 +170,11 @@ def rollout_metrics(collected: Collected) -> Metrics:
         metrics.add("reward/mean", Mean(sum(rewards), len(rewards)))
         metrics.add("reward/std", Mean((sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5))
         metrics.add("reward/max", Max(max(rewards)))
+        metrics.add("reward/min", Min(min(rewards)))
+    if drawn:
+        metrics.add("rollout/frac_reward_failed", Mean(sum(bool(r.failed) for r in drawn), len(drawn)))
+    if groups := collected.compared["groups"]:
+        metrics.add("rollout/frac_reward_zero_std", Mean(collected.compared["zero_std"], groups))
     for rollout in scored:
         for name, value in rollout.terms.items():
             if not name.endswith(f"/{UNGRADED}"):  # only answers that cannot be graded have it, so its mean says nothing
@@ -170,7 +185,7 @@ def rollout_metrics(collected: Collected) -> Metrics:
     for rollout in drawn:
         metrics.add("response/length", Mean(len(rollout)))
         metrics.add("response/max_length", Max(len(rollout)))
-        metrics.add("response/truncated", Mean(float(rollout.finish_reason == "length")))
+        metrics.add("response/clip_ratio", Mean(float(rollout.finish_reason == "length")))
     metrics.merge(_account(collected))
     for name, value in collected.curriculum.items():
         metrics.add(f"curriculum/{name}", Last(value))

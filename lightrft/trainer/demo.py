@@ -87,7 +87,8 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
     for file in ("samples.json", "config.yaml"):
         shutil.copyfile(base / "rl" / file, base / file)
     model = base / "rl" / "model"
-    answers = json.loads((base / "samples.json").read_text(encoding="utf-8"))["before"]
+    samples = json.loads((base / "samples.json").read_text(encoding="utf-8"))
+    answers = samples["before"] or samples["after"]
     keep_attached(base, [name for answer in answers for name in answer["attachments"]])
     given = f"give it a file of {base / 'media'} and " if answers[0]["attachments"] else ""
     changed = json.loads((base / "rl" / "summary.json").read_text(encoding="utf-8")).get("changed", {})

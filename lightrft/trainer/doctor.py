@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 
 from lightrft.config import DoctorConfig, LaunchConfig, RLConfig, SFTConfig
+from lightrft.datasets.doubts import TOKENS, UNKNOWN
 from lightrft.datasets.encoding import Encoder, check_template
 from lightrft.datasets.prompts import PromptDataset
 from lightrft.datasets.sft import SFTDataset
@@ -31,18 +32,18 @@ from lightrft.trainer.memory import shown, size_of
 from lightrft.trainer.needs import ROLES, Needs, needs, workers
 from lightrft.trainer.phases import Device, Lengths
 from lightrft.trainer.reward import Scorer
+from lightrft.trainer.reward_check import answer_of, answered
 from lightrft.trainer.rl import check
+from lightrft.trainer.row_check import MOST_UNKNOWN
 from lightrft.trainer.spread import shares_of
-from lightrft.types import Prompt, Rollout
+from lightrft.types import Rollout
 from lightrft.utils.errors import ConfigError, UserError
 
 Verdict = Literal["ok", "warn", "bad"]
 SHARDED = ("fsdp2", "deepspeed")
 ROOM = 0.85
 """The share of a device's memory up to which a prediction that may be off by 15 % fits."""
-MANY_OVERLONG, MANY_UNKNOWN = 0.05, 0.01
-LOOKED_AT = 50
-"""Prompts whose tokens are looked at one by one."""
+MANY_OVERLONG = 0.05
 ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 KEPT = 2.5
 """The most that a run was seen to take, in units of what is in use (docs/verbs/doctor.md)."""
@@ -241,7 +242,7 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     prompts = PromptDataset(config.data, tokenizer, seed=config.run.seed, processor=processor)
     found.append(_overlong(prompts.counts, "prompts", "data.max_prompt_tokens"))
     found += _unwritten(prompts.encoder)
-    found += _unknown(prompts, tokenizer)
+    found += _unknown(prompts)
     found.append(_context(config, prompts.longest))
     bounds = _bounds(config)
     return _Data(tokenizer, Lengths(prompts.longest, bounds.answer, bounds.groups, bounds.samples), prompts)
@@ -265,15 +266,13 @@ def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
         yield Finding("data", "warn", "tokenizer", says)
 
 
-def _unknown(prompts: PromptDataset, tokenizer: Any) -> Iterator[Finding]:
+def _unknown(prompts: PromptDataset) -> Iterator[Finding]:
     """Whether the tokenizer can write what rows say."""
-    some = [prompts.prompt(i, media=False).token_ids for i in range(min(LOOKED_AT, len(prompts)))]
-    unknown = sum(ids.count(tokenizer.unk_token_id) for ids in some) if tokenizer.unk_token_id is not None else 0
-    if unknown > MANY_UNKNOWN * sum(map(len, some)):
-        says = (
-            f"{unknown} of {sum(map(len, some))} tokens of prompts are unknown to it: it is not the tokenizer of this text; set "
-        )
-        yield Finding("data", "warn", "tokenizer", f"{says}model.tokenizer, or mend the rows")
+    unknown, tokens = prompts.counts[UNKNOWN], prompts.counts[TOKENS]
+    if unknown:
+        says = f"{unknown} of {tokens} tokens of prompts are unknown to it, the first in {prompts.first_with(UNKNOWN)}; set "
+        verdict = "bad" if unknown > MOST_UNKNOWN * tokens else "warn"
+        yield Finding("data", verdict, "tokenizer", f"{says}model.tokenizer, or mend the rows")
 
 
 def _bounds(config: RLConfig | SFTConfig) -> Lengths:
@@ -470,7 +469,7 @@ def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[F
                 continue
             began = time.perf_counter()
             for prompt, text in pairs:
-                scorer.submit(_answered(prompt, text, data.tokenizer))
+                scorer.submit(answered(prompt, text, data.tokenizer))
             scored = list(scorer.results(wait=True))
             each = (time.perf_counter() - began) / len(pairs)
             yield _scores(name, scored, each)
@@ -478,18 +477,6 @@ def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[F
     if len(means) == 2 and means["own answer"] <= means["empty answer"]:
         says = "rows' own answers score no more than empty ones: the reward may not read them, or the label is not an answer"
         yield Finding("reward", "warn", "order", says)
-
-
-def answer_of(prompt: Prompt) -> str | None:
-    """The answer that a row has itself: its reference, else its label."""
-    own = prompt.reference if isinstance(prompt.reference, str) else prompt.label
-    return None if own is None or isinstance(own, dict | list) else str(own)
-
-
-def _answered(prompt: Prompt, text: str, tokenizer: Any) -> Rollout:
-    tokens = tokenizer.encode(text, add_special_tokens=False)
-    zeros = [0.0] * len(tokens)
-    return Rollout(prompt, tokens, [True] * len(tokens), zeros, [0] * len(tokens), "stop", seed=0, text=text)
 
 
 def _scores(name: str, scored: list[Rollout], each: float) -> Finding:

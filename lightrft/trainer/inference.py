@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import mimetypes
+from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,12 @@ from lightrft.models.decoding_kinds import length_bound
 from lightrft.models.families import FAMILIES, context_length
 from lightrft.models.processing import load_processor
 from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.health import Health
 from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_lengths, longest
 from lightrft.trainer.logprob_check import CheckedEngine
 from lightrft.trainer.prompts import held_out, in_parts
+from lightrft.trainer.reward_check import check_rewards
 from lightrft.trainer.rollout import attached, check_scored, request_seed, requests_for
 from lightrft.trainer.saved import resolved
 from lightrft.types import Request, Rollout
@@ -44,7 +47,8 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
     with folder:
         tokenizer = local_tokenizer(model)
         processor = load_processor(model, tokenizer)
-        prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor)
+        prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
+        check_rewards(config.reward, prompts, tokenizer)
         with closing(local_scorer(config.reward)) as scorer:
             weights = None if saved is None else saved.weights
             _, actor, engine = local_policy(model, config.strategy, config.engine, tokenizer, weights=weights)
@@ -52,6 +56,10 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
             with closing(CheckedEngine(engine, actor, config.engine)) as checked:
                 found = evaluate(checked, scorer, prompts, config.eval, config.run.seed)
         metrics = found.metrics.compute()
+        health = Health()
+        health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))
+        for message in health.warnings(metrics):
+            log.warning("%s", message)
         folder.rewind(0)
         folder.write_rollouts(0, found.rollouts, name="eval", attached=attached(found.rollouts))
         folder.flush()
@@ -69,7 +77,11 @@ def run_generate(config: GenerateConfig) -> int:
         raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
     model, saved = resolved(config.model)
     tokenizer = local_tokenizer(model)
-    prompts = held_out(config.data, tokenizer, config.run.seed, None, load_processor(model, tokenizer))
+    processor = load_processor(model, tokenizer)
+    reward = config.reward if config.reward.terms or config.reward.per_source else None
+    prompts = held_out(config.data, tokenizer, config.run.seed, None, processor, reward=reward, key="data.sources")
+    if reward is not None:
+        check_rewards(reward, prompts, tokenizer)
     rollouts: list[Rollout] = []
     with closing(local_scorer(config.reward)) as scorer:
         weights = None if saved is None else saved.weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,9 @@ from lightrft.models.actor import Actor
 from lightrft.models.loading import save_model
 from lightrft.strategy.manifest import load_manifest
 from lightrft.trainer.evaluate import evaluate, reached
+from lightrft.trainer.health import Health
 from lightrft.trainer.lengths import check_lengths, longest
+from lightrft.trainer.preflight import check_best
 from lightrft.trainer.roles import Kept, Roles
 from lightrft.trainer.rollout import Interrupted, attached, check_scored
 from lightrft.trainer.saved import POLICY, write_policy
@@ -22,7 +25,7 @@ from lightrft.trainer.session import Session, close_session
 from lightrft.types import Prompt
 from lightrft.utils.errors import RewardError
 from lightrft.utils.files import whole_folder
-from lightrft.utils.metrics import Metrics
+from lightrft.utils.metrics import Last, Metrics
 from lightrft.utils.ranks import patiently, together
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,7 @@ class Training(ABC):
     steps: int
     step: int = 0
     values: dict[str, Any] = field(default_factory=dict)
+    health: Health = field(default_factory=Health)
 
     @abstractmethod
     def advance(self) -> Metrics:
@@ -77,6 +81,7 @@ def take_up(run: Training) -> None:
         run.roles.scorer.check_sources(prompt.data_source for prompt in run.held_out)
         check_lengths(run.roles.actor, longest(run.held_out), run.eval.sampling, "eval.sampling", "eval.data")
     run.step, state, run.values = run.session.resume(run.roles.strategy, run.trained)
+    run.health.resume(run.values)
     if state:
         run.load_state(state)
     run.roles.publish(run.step)
@@ -89,7 +94,9 @@ def run_steps(run: Training) -> dict[str, Any]:
     values = run.values
     if run.step == 0 and run.eval.at_start and run.held_out and not values:
         values = session.record(0, evaluation(run))
+        warn(run, values)
     run.begin()
+    first = run.step + 1
     while run.step < run.steps and not session.stopping() and not reached(run.eval, values):
         try:
             metrics = run.advance()
@@ -99,6 +106,8 @@ def run_steps(run: Training) -> dict[str, Any]:
         except RewardError as error:
             raise RewardError(f"{error}{keep(run, values)}") from None
         run.step += 1
+        if run.step == first:
+            check_best(session.checkpoint.best, metrics.compute())
         values = finish_step(run, metrics)
     finished = run.step >= run.steps or reached(run.eval, values)
     written = {"model_step": export(run)} if finished else {}
@@ -162,10 +171,19 @@ def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
             kept = keep(run, metrics.compute())
             session.record(run.step, metrics)
             raise RewardError(f"{error}{kept}") from None
+    for name, count in run.health.count(metrics.compute()).items():
+        metrics.add(name, Last(count))
     values = metrics.compute()
+    warn(run, values)
     last = last or reached(run.eval, values)
     metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state, values))
     return session.record(run.step, metrics)
+
+
+def warn(run: Training, values: dict[str, Any]) -> None:
+    """Log what the metrics of the step say about a run that learns nothing, or less."""
+    for message in run.health.warnings(values):
+        log.warning("step %d: %s", run.step, message)
 
 
 def keep(run: Training, values: dict[str, Any]) -> str:
@@ -183,4 +201,5 @@ def evaluation(run: Training) -> Metrics:
         found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed, ranks=run.roles.strategy.ranks)
     run.session.folder.write_rollouts(run.step, found.rollouts, name="eval", attached=attached(found.rollouts))
     check_scored(found.rollouts, f"to the held-out prompts at step {run.step}")
+    run.health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))
     return found.metrics

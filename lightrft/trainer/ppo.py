@@ -26,12 +26,16 @@ from lightrft.trainer.process_model import with_process_rewards
 from lightrft.trainer.refresh import refresh
 from lightrft.trainer.roles import Roles, settle_layouts
 from lightrft.trainer.rollout import Source, collect
+from lightrft.trainer.rows import Rows
 from lightrft.trainer.scoring import Parts, by_parts, logprobs_by_parts, sampling_temperature
 from lightrft.trainer.shaping import token_rewards, with_rewards
 from lightrft.trainer.update import actor_frozen, update
 from lightrft.types import Batch, rows_of
-from lightrft.utils.metrics import Metrics, Sum
+from lightrft.utils.metrics import Mean, Metrics, Sum
 from lightrft.utils.timers import Timers
+
+ROUNDING = 1e-8
+"""Advantage up to which equal rewards may seem to differ: their mean is rounded."""
 
 
 @dataclass(slots=True)
@@ -85,6 +89,7 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
             return _nothing_learned(roles, step, collected, timers)
         batch = advantages_from(batch, config, controls)
     metrics.merge(rollout_metrics(collected))
+    metrics.add("policy/frac_rows_with_advantage", Mean(rows_with_advantage(batch), len(batch)))
     with timers("update"):
         metrics.merge(update(roles, batch, config, controls, step))
     metrics.merge(controls.steer(batch, frozen=actor_frozen(roles, config, step)))
@@ -96,6 +101,13 @@ def _nothing_learned(roles: Roles, step: int, collected: Collected, timers: Time
     """The step of a batch without a response to train on: the same weights under the next version, since a version counts steps."""
     publish(roles, step + 1, timers)
     return StepResult(collected, None, rollout_metrics(collected))
+
+
+def rows_with_advantage(batch: Batch) -> int:
+    """Count the rows of ``batch`` that have an advantage at some token, beyond rounding."""
+    if batch.advantages is None:
+        return 0
+    return int((Rows.of(batch).sum((batch.advantages.abs() > ROUNDING).long()) > 0).sum())
 
 
 def publish(roles: Roles, version: int, timers: Timers) -> None:

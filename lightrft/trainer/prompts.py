@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 from logging import INFO, WARNING, getLogger
 from typing import Any, Protocol, TypeVar, overload
 
-from lightrft.config import CurriculumConfig, DataConfig
+from lightrft.config import CurriculumConfig, DataConfig, RewardConfig
+from lightrft.datasets.doubts import is_plain
 from lightrft.datasets.prompts import PromptDataset, PromptSampler
 from lightrft.datasets.rows import BadRow
 from lightrft.trainer.account import Collected
 from lightrft.trainer.curriculum import Curriculum
 from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollouts
+from lightrft.trainer.row_check import check_labels, check_text
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
 from lightrft.utils.ranks import ALONE, Ranks
@@ -42,9 +44,15 @@ class PromptStream:
     ) -> PromptStream:
         dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
         report("data", dataset.counts, dataset.first_problem)
+        check_text(dataset, "data.sources")
         if curriculum is None:
             return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
         return PromptStream(dataset, Curriculum(curriculum, dataset.ids, seed))
+
+    @property
+    def bare(self) -> Sequence[Prompt]:
+        """The prompts in the order of the data set, without their media."""
+        return Bare(self.dataset)
 
     def draw(self, count: int) -> list[Prompt]:
         before = self.dataset.counts["unreadable"]
@@ -94,12 +102,48 @@ class PromptStream:
         )
 
 
-def held_out(config: DataConfig, tokenizer: Any, seed: int, limit: int | None, processor: Any = None) -> Sequence[Prompt]:
-    """Every prompt of ``config``, or the first ``limit``; empty when it names no source."""
+@dataclass(frozen=True, slots=True)
+class Bare(Sequence[Prompt]):
+    """The prompts of ``dataset`` without their media, each read when it is asked for."""
+
+    dataset: PromptDataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @overload
+    def __getitem__(self, i: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, i: int | slice) -> Prompt | Sequence[Prompt]:
+        if isinstance(i, slice):
+            return [self.dataset.prompt(k, media=False) for k in range(*i.indices(len(self)))]
+        return self.dataset.prompt(i, media=False)
+
+
+def held_out(
+    config: DataConfig,
+    tokenizer: Any,
+    seed: int,
+    limit: int | None,
+    processor: Any = None,
+    *,
+    reward: RewardConfig | None = None,
+    key: str = "eval.data.sources",
+) -> Sequence[Prompt]:
+    """Return every prompt of ``config``, or the first ``limit``; none when it names no source.
+
+    Raises ``DataError`` for rows that ``reward`` could not score. ``key`` is the setting that names the rows.
+    """
     if not config.sources:
         return []
     dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
     report("held out", dataset.counts, dataset.first_problem)
+    check_text(dataset, key)
+    if reward is not None:
+        check_labels(dataset, reward, key)
     return HeldOut(dataset, min(len(dataset), limit or len(dataset)))
 
 
@@ -194,6 +238,6 @@ def _kept(dataset: Drawable[T], fetched: Sequence[T | BadRow]) -> list[T]:
 
 def report(what: str, counts: Mapping[str, int], first: str = "") -> None:
     """Log what was read of a data set; that rows were left out, or cut, is a warning."""
-    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count and is_plain(name))
     lost = sum(counts.get(name, 0) for name in ("malformed", "overlong", "truncated"))
     log.log(WARNING if lost else INFO, "%s: %s%s", what, said, f"; the first left out: {first}" if first else "")

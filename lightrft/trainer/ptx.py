@@ -13,6 +13,7 @@ from lightrft.datasets.sft import SFTDataset
 from lightrft.models.actor import Actor
 from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.prompts import draw, report
+from lightrft.trainer.row_check import check_text
 from lightrft.trainer.rows import Rows
 from lightrft.trainer.supervised import examples_to_batch
 from lightrft.trainer.update import LossOf, weighted_sum
@@ -35,6 +36,7 @@ class Ptx:
             return None
         dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=seed, processor=processor)
         report("ptx", dataset.counts, dataset.first_problem)
+        check_text(dataset, "ptx.data.sources")
         return Ptx(config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle))
 
     def term(self, actor: Actor) -> tuple[Batch, LossOf]:

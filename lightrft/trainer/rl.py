@@ -11,6 +11,7 @@ from lightrft.models.processing import load_processor
 from lightrft.trainer.account import tokens_of
 from lightrft.trainer.asynchronous import Ahead, staleness_metrics
 from lightrft.trainer.controls import Controls
+from lightrft.trainer.health import Health
 from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
 from lightrft.trainer.launch.ray_workers import office_here
 from lightrft.trainer.launch.remote_roles import check_workers, remote_roles
@@ -18,18 +19,21 @@ from lightrft.trainer.lengths import check_examples, check_lengths
 from lightrft.trainer.loop import Training, run_steps, take_up
 from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward, trusts_sampler
 from lightrft.trainer.ppo import StepResult, learn, rl_step
+from lightrft.trainer.preflight import check_enough, check_learning
 from lightrft.trainer.prompts import PromptStream, held_out
 from lightrft.trainer.ptx import Ptx
 from lightrft.trainer.refresh import load_refreshed, refreshed_state
 from lightrft.trainer.replay import with_outcomes
 from lightrft.trainer.replay_buffer import save_batch
+from lightrft.trainer.reward_check import check_rewards
 from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import attached
+from lightrft.trainer.row_check import check_labels
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.trainer.update import merged
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
-from lightrft.utils.ranks import Ranks, joined, tell_others
+from lightrft.utils.ranks import Ranks, joined, tell_others, together
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +62,7 @@ class RLRun(Training):
         result = self.learn_next() if self.ahead is None else self.learn_drawn(self.ahead)
         done = self.step + 1
         result.metrics.merge(merged(self.roles.counts(), session.ranks))
+        self.health.blame("rollout/frac_reward_failed", result.collected.failures)
         for reason, count in result.collected.failures.most_common(3):
             log.info("step %d: %d answers were not scored: %s", done, count, reason)
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
@@ -147,6 +152,7 @@ def check(config: RLConfig) -> None:
             f"coefficient could turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
+    check_learning(config)
     check_rollout(config)
     check_roles(config)
     check_workers(config)
@@ -223,9 +229,14 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
+    check_enough("rollout.prompts", config.rollout.prompts, len(stream.dataset), "prompts")
     steps = rollout_steps(config, len(stream.dataset))
-    prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor)
+    check_labels(stream.dataset, config.reward, "data.sources")
+    prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
     controls = Controls.of(config.algorithm)
+    if not config.launch.ray.scorers:  # else reward functions are called elsewhere, and may be found only there
+        first = session.ranks.rank == 0
+        together(session.ranks, lambda: check_rewards(config.reward, stream.bare, tokenizer) if first else None)
     roles = roles_of(config, tokenizer, steps, processor, session.ranks)  # last: what follows must not leave workers behind
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
@@ -238,6 +249,7 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
         config=config,
         stream=stream,
         controls=controls,
+        health=Health(needs_of(config.algorithm)),
         ahead=Ahead(roles, config, stream, steps, stopped) if config.rollout.staleness else None,
     )
 

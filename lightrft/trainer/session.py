@@ -228,7 +228,8 @@ class Session:
         values = metrics.compute()
         tokens = values.get("rollout/sampled", values.get("sft/tokens", 0.0))
         row = {"step": step, "phase": self.phase, "seconds": self.seconds, **values, **more}
-        row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))
+        if tokens:  # an evaluation before the first step has no throughput
+            row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))
         self.folder.log(row)
         self.observer.update(row)
         return row
@@ -241,7 +242,7 @@ def close_session(session: Session, threshold: float, about: Mapping[str, Any], 
     """Write ``samples.json`` and ``summary.json`` from what the folder holds; returns the latter's content."""
     session.folder.flush()
     before, after = samples(session.path, threshold)
-    if before:
+    if before or after:
         session.folder.write_samples(before, after)
     summary = {"verb": session.phase, "steps": step, "seconds": session.seconds, **about, **headline(session.path, session.phase)}
     seconds, steps = session.at_risk

@@ -13,13 +13,16 @@ from lightrft.models.processing import load_processor
 from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
 from lightrft.trainer.lengths import check_examples
 from lightrft.trainer.loop import Training, run_steps, take_up
+from lightrft.trainer.preflight import check_enough, check_evaluation
 from lightrft.trainer.prompts import draw, held_out, report
+from lightrft.trainer.reward_check import check_rewards
 from lightrft.trainer.roles import Roles, Trained
+from lightrft.trainer.row_check import check_text
 from lightrft.trainer.session import Nobody, Observer, Session, open_session
 from lightrft.trainer.supervised import examples_to_batch, sft_step
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.metrics import Metrics
-from lightrft.utils.ranks import joined
+from lightrft.utils.ranks import joined, together
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,6 +49,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
     """Train as ``config`` says, into its run folder; returns what ``summary.json`` holds."""
     if not config.data.sources:
         raise ConfigError("data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]")
+    check_evaluation(config)
     if config.eval.data.sources and not config.reward.terms and not config.reward.per_source:
         raise ConfigError("eval.data has sources but reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
     with (
@@ -68,12 +72,17 @@ def prepare(config: SFTConfig, session: Session) -> SFTRun:
     processor = load_processor(config.model, tokenizer)
     dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
     report("data", dataset.counts, dataset.first_problem)
+    check_text(dataset, "data.sources")
+    check_enough("batch_size", config.batch_size, len(dataset), "examples")
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(dataset) / config.batch_size))
+    prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
+    first = session.ranks.rank == 0
+    together(session.ranks, lambda: check_rewards(config.reward, prompts, tokenizer) if first and prompts else None)
     strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, session.ranks)
     return SFTRun(
         session=session,
         eval=config.eval,
-        held_out=held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor),
+        held_out=prompts,
         roles=Roles(
             strategy=strategy,
             policy=Trained(actor, strategy.prepare(actor, config.optimizer, steps)),

@@ -8,19 +8,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lightrft.trainer.health import is_not_trained
 from lightrft.utils.trackers import read_rows
 
 SHOWN, GALLERY = 5, 40
 
 
 def headline(path: Path, phase: str) -> dict[str, Any]:
-    """First, last and best held-out accuracy, and the account of tokens, over the rows of ``phase`` in ``metrics.jsonl``. Tokens are
-    ``waiting`` that were carried over to a step that never came."""
+    """Held-out accuracy, steps that learned something and the account of tokens, over the rows of ``phase`` in ``metrics.jsonl``.
+
+    ``heldout_before`` is of an evaluation at step 0, ``heldout_after`` of the last one after a step: each only if there was one. Tokens
+    are ``waiting`` that were carried over to a step that never came."""
     rows = [r for r in read_rows(path / "metrics.jsonl") if r.get("phase") == phase]
     found: dict[str, Any] = {}
-    accuracy = [r["eval/accuracy"] for r in rows if "eval/accuracy" in r]
+    accuracy = {r["step"]: r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
     if accuracy:
-        found |= {"heldout_before": accuracy[0], "heldout_after": accuracy[-1], "heldout_best": max(accuracy)}
+        found["heldout_best"] = max(accuracy.values())
+        if 0 in accuracy:
+            found["heldout_before"] = accuracy[0]
+        if last := max(accuracy):
+            found["heldout_after"] = accuracy[last]
+    found["steps_trained"] = sum(is_not_trained(row) is False for row in rows)
     for kind in ("sampled", "trained", "filtered", "failed"):
         if any(f"rollout/{kind}" in r for r in rows):
             found[f"tokens_{kind}"] = int(sum(r.get(f"rollout/{kind}", 0) for r in rows))
@@ -33,6 +41,8 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
 def samples(path: Path, threshold: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Answers to the same held-out prompts at the first and at the last evaluation; those that changed to right come first.
 
+    After a single evaluation one of the two is empty: there is no before, or no after.
+
     Prompts with attachments are seen at a glance: of those there are more, evenly over all."""
     files = sorted((path / "rollouts").glob("eval_*.jsonl"))
     if not files:
@@ -44,7 +54,14 @@ def samples(path: Path, threshold: float) -> tuple[list[dict[str, Any]], list[di
     else:
         shared.sort(key=lambda k: (before[k]["correct"], not after[k]["correct"]))
         picked = _spread(shared, before, after)
-    return [before[k] for k in picked], [after[k] for k in picked]
+    sides = [before[k] for k in picked], [after[k] for k in picked]
+    if len(files) > 1:
+        return sides
+    return (sides[0], []) if _step_of(files[0]) == 0 else ([], sides[1])
+
+
+def _step_of(file: Path) -> int:
+    return int(file.stem.rpartition("_")[2])
 
 
 def _spread(keys: Sequence[str], before: dict[str, Any], after: dict[str, Any]) -> list[str]:

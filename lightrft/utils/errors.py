@@ -43,6 +43,10 @@ class WorkerError(UserError):
     """A process that a role of the run lives in cannot be kept alive."""
 
 
+class NothingTrained(UserError):
+    """A run has ended and learned nothing in any of its steps."""
+
+
 class ResourceError(UserError):
     """Memory or disk ran out; the message says what to lower or free."""
 

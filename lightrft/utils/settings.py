@@ -154,7 +154,23 @@ def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads ``1e-6`` as text; people mean the number."""
+    """YAML 1.1 reads ``1e-6`` as text; people mean the number. A key that is given twice is an error, as YAML 1.2 has it."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                line = key.start_mark.line + 1
+                if key.value in first:
+                    where = f"lines {first[key.value]} and {line}" if first[key.value] != line else f"line {line}"
+                    raise DuplicateKeyError(f"the key {key.value!r} is given twice ({where}); leave one of them out")
+                first[key.value] = line
+        return node
+
+
+class DuplicateKeyError(yaml.YAMLError):
+    """A mapping has the same key twice."""
 
 
 class _Dumper(yaml.SafeDumper):

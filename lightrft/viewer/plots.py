@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 
-from lightrft.viewer.run_data import Points, RunData
+from lightrft.viewer.run_data import Points, RunData, mean_at_end
 from lightrft.viewer.svg import Series, compact, line_plot, percent, smooth, stacked_bars
 
 NOISY = 40  # with more points than this, a smoothed line goes over the raw one
@@ -27,7 +27,7 @@ class Plot:
 
 PLAIN = (
     Plot("response/length", "Answer length", "tokens, mean of a step", zero=True, color=7),
-    Plot("response/truncated", "Cut answers", "share that reached the length limit", percent, zero=True, color=4),
+    Plot("response/clip_ratio", "Cut answers", "share that reached the length limit", percent, zero=True, color=4),
     Plot("policy/kl", "KL to the reference", "nats per token", color=3),
     Plot("policy/entropy", "Entropy", "nats per token", zero=True, color=2),
     Plot("policy/clip_fraction", "Clipped tokens", "share of tokens outside the trust region", percent, zero=True, color=6),
@@ -58,14 +58,14 @@ def _reward(run: RunData) -> str:
     points = run.points("reward/mean")
     if not points:
         return ""
-    terms = [n for n in run.names("reward/") if n not in ("reward/mean", "reward/std")]
+    terms = [n for n in run.names("reward/") if n not in ("reward/mean", "reward/std", "reward/max", "reward/min")]
     series = _lines("reward", points, 0)
     if len(terms) > 1:  # one term alone is the reward itself, up to its weight
         for i, name in enumerate(terms[:6]):
             points_of = run.points(name)
             trend = smooth(points_of) if len(points_of) > NOISY else points_of
             series.append(Series(name.removeprefix("reward/"), trend, i + 1))
-    return _figure("Reward", "mean of a step", line_plot("Reward", series), compact(points[-1][1]), series)
+    return _figure("Reward", "mean of a step", line_plot("Reward", series), compact(mean_at_end(points)), series)
 
 
 def _accuracy(run: RunData) -> str:
@@ -89,7 +89,7 @@ def _plain(plot: Plot, points: Points) -> str:
     if plot.form is percent and not any(y for _, y in points):
         return ""  # nothing was ever cut or clipped: no news
     svg = line_plot(plot.title, _lines(plot.title.lower(), points, plot.color), y_format=plot.form, zero=plot.zero)
-    return _figure(plot.title, plot.note, svg, plot.form(points[-1][1]))
+    return _figure(plot.title, plot.note, svg, plot.form(mean_at_end(points)))
 
 
 def _lines(name: str, points: Points, color: int) -> list[Series]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +16,7 @@ from lightrft.utils.files import write_atomic
 from lightrft.viewer.answers import answers
 from lightrft.viewer.groups import groups
 from lightrft.viewer.plots import plots
-from lightrft.viewer.run_data import RunData, read_run
+from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
 from lightrft.viewer.svg import compact, percent, share_bar
 
 
@@ -78,12 +78,16 @@ def _hero(run: RunData) -> str:
 
 
 def _headline(run: RunData) -> str:
-    """Held-out accuracy, before and after."""
-    measured = run.points("eval/accuracy")
-    before = run.summary.get("heldout_before", measured[0][1] if len(measured) > 1 else None)
-    after = run.summary.get("heldout_after", measured[-1][1] if measured else None)
-    if after is None:
+    """Held-out accuracy: before and after, or the one that was measured."""
+    measured = dict(run.points("eval/accuracy"))
+    before = run.summary.get("heldout_before", measured.get(0))
+    last = max(measured, default=0)
+    after = run.summary.get("heldout_after", measured[last] if last else None)
+    if after is None and before is None:
         return ""
+    when = ", before and after" if before is not None else ""
+    if after is None:
+        after, before, when = before, None, ", before training"
     value = f'<span class="to">{percent(after)}</span>'
     delta = ""
     if before is not None:
@@ -91,10 +95,7 @@ def _headline(run: RunData) -> str:
         points = (after - before) * 100
         css = "good" if points > 0 else "bad" if points < 0 else ""
         delta = f'<p class="delta {css}">{points:+.1f} points</p>'.replace("-", "−", 1)
-    return (
-        f'<div class="headline card"><p class="label">Held-out accuracy{", before and after" if before is not None else ""}</p>'
-        f'<p class="value">{value}</p>{delta}</div>'
-    )
+    return f'<div class="headline card"><p class="label">Held-out accuracy{when}</p><p class="value">{value}</p>{delta}</div>'
 
 
 def _facts(run: RunData) -> list[tuple[str, str, str]]:
@@ -126,15 +127,12 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
     return facts
 
 
-def _first_and_last(
-    label: str, points: Sequence[tuple[float, float]], form: Callable[[float], str]
-) -> list[tuple[str, str, str]]:
+def _first_and_last(label: str, points: Points, form: Callable[[float], str]) -> list[tuple[str, str, str]]:
     """A value averaged over the last tenth of the run, and what it was over the first."""
     if not points:
         return []
-    few = max(1, len(points) // 10)
-    first, last = (sum(y for _, y in part) / few for part in (points[:few], points[-few:]))
-    return [(label, form(last), f"{form(first)} at the start" if len(points) > 1 else "")]
+    first = f"{form(mean_at_start(points))} at the start" if len(points) > 1 else ""
+    return [(label, form(mean_at_end(points)), first)]
 
 
 def _curves(run: RunData) -> str:

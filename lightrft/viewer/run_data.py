@@ -143,5 +143,23 @@ def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
     return value or {}
 
 
+def mean_at_end(points: Points) -> float:
+    """Return the mean over the last tenth of ``points``, at least one: the one number that a page gives for a curve."""
+    return _mean(points[-_tenth(points) :])
+
+
+def mean_at_start(points: Points) -> float:
+    """Return the mean over the first tenth of ``points``, at least one."""
+    return _mean(points[: _tenth(points)])
+
+
+def _tenth(points: Points) -> int:
+    return max(1, len(points) // 10)
+
+
+def _mean(points: Points) -> float:
+    return sum(y for _, y in points) / len(points)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

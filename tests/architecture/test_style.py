@@ -24,7 +24,8 @@ RUNS_DATA = {
     "shelve.open",
 }
 # Where data is executed all the same, and why that is safe.
-OURS = {("trainer", "rewards", "worker"): "pickle.loads"}  # frames that the process which started this one wrote
+# The two processes that call rewards read frames that the process which started them wrote.
+OURS = {("trainer", "rewards", "worker"): "pickle.loads", ("trainer", "rewards", "trial"): "pickle.loads"}
 
 
 def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:

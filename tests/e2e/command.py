@@ -51,6 +51,7 @@ def assert_refused(outcome: Outcome, *said: str) -> None:
     """The command ended with status 2 and a message, without traceback, in which every one of ``said`` occurs."""
     assert outcome.status == 2, outcome
     assert "Traceback" not in outcome.err, outcome.err
-    assert outcome.err.startswith(("lightrft ", "lightrft:")), outcome.err
+    lines = outcome.err.splitlines()  # warnings may come before
+    assert any(line.startswith(("lightrft ", "lightrft:")) for line in lines), outcome.err
     missing = [s for s in said if s not in outcome.err]
     assert not missing, f"{missing} not in: {outcome.err}"

@@ -28,7 +28,7 @@ def rl(capsys, monkeypatch, model_folder, data_folder, tmp_path) -> Rl:
         given = {
             "model": model_folder,
             "data.sources": data_folder / "train.jsonl",
-            "reward.terms": "[math]",
+            "reward.terms": f"[{data_folder / 'rewards.py'}:varied]",
             "rollout.prompts": 2,
             "rollout.samples": 2,
             "sampling.max_new_tokens": 4,
@@ -139,7 +139,7 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted_or_an_error_as_set(rl, t
     assert_refused(
         rl(limit, "data.overlong=error", data__sources=data), "long.jsonl, line 2", "data.max_prompt_tokens = 100", "overlong"
     )
-    assert rl(limit, data__sources=data).status == 0
+    assert rl(limit, "rollout.prompts=1", data__sources=data).status == 0
     log = (tmp_path / "runs" / "run" / "log.txt").read_text()
     assert "1 overlong" in log and "long.jsonl, line 2" in log
     only = jsonl(tmp_path / "only.jsonl", [{"prompt": "9" * 500, "label": "2"}])
@@ -153,7 +153,7 @@ def test_rows_without_an_answer_cannot_be_learned_from(rl, tmp_path):
 
 def test_a_label_that_a_reward_needs_and_a_row_lacks_is_said(rl, tmp_path):
     data = jsonl(tmp_path / "bare.jsonl", [{"prompt": "1+1="}, {"prompt": "2+2="}])
-    assert_refused(rl(data__sources=data), "every answer", "label")
+    assert_refused(rl(data__sources=data, reward__terms="[math]"), "bare.jsonl, line 1", "no label", "'math'")
 
 
 # models
@@ -230,7 +230,10 @@ def test_lengths_beyond_what_the_model_was_made_for_are_refused_at_the_start(rl,
     )
     long = jsonl(tmp_path / "long.jsonl", [{"prompt": "1+1=", "response": "2" * 3000}])
     assert_refused(
-        rl("max_tokens=4000", verb="sft", data__sources=long, reward__terms=None), "max_tokens = 4000", "2048", "lower max_tokens"
+        rl("max_tokens=4000", "batch_size=1", verb="sft", data__sources=long, reward__terms=None),
+        "max_tokens = 4000",
+        "2048",
+        "lower max_tokens",
     )
 
 
@@ -248,7 +251,8 @@ def pair(rollout): return [1.0, 2.0]
 def nothing(rollout): return None
 def raises(rollout): raise KeyError("no such key")
 def dies(rollout): os._exit(3)
-def half_nan(rollout): return math.nan if rollout.seed % 2 else 1.0
+def half_nan(rollout): return math.nan if rollout.seed % 2 else sum(rollout.token_ids) % 7 / 7
+def breaks_later(rollout): return float(rollout.text) if rollout.seed > 100 else 1.0
 """
 
 
@@ -267,11 +271,17 @@ def rewards(tmp_path) -> Path:
         ("pair", "returned list, not a number"),
         ("nothing", "returned NoneType, not a number"),
         ("raises", "no such key"),
-        ("dies", "ended its process with status 3"),
+        ("dies", "ended its process (status 3)"),
     ],
 )
-def test_a_reward_that_fails_every_answer_of_a_step_ends_the_run_and_says_why(rl, rewards, tmp_path, function, said):
-    assert_refused(rl(reward__terms=f"[{rewards}:{function}]"), "every answer", "step 1", said)
+def test_a_reward_that_fails_every_made_up_response_is_refused_before_training(rl, rewards, tmp_path, function, said):
+    assert_refused(rl(reward__terms=f"[{rewards}:{function}]"), "made-up responses", said)
+    assert not (tmp_path / "runs" / "run" / "model").exists()
+
+
+def test_a_reward_that_fails_every_answer_of_a_step_ends_the_run_and_says_why(rl, rewards, tmp_path):
+    said = ["every answer", "step 1", "could not convert string to float"]
+    assert_refused(rl(reward__terms=f"[{rewards}:breaks_later]"), *said)
     assert not (tmp_path / "runs" / "run" / "model").exists()
 
 
@@ -289,7 +299,7 @@ def test_an_evaluation_in_which_every_answer_fails_is_no_accuracy_of_zero(rl, re
     words |= {"train__steps": None, "log__tensorboard": None, "reward__terms": f"[{rewards}:raises]"}
     assert_refused(
         rl(f"eval.data.sources={data_folder / 'train.jsonl'}", "eval.sampling.max_new_tokens=4", verb="eval", **words),
-        "every answer",
+        "made-up responses",
         "no such key",
     )
 
@@ -302,7 +312,7 @@ def test_steps_taken_before_the_reward_broke_are_not_lost(rl, tmp_path):
         "def score(rollout):\n"
         "    calls.touch()\n"
         "    with calls.open('a') as f: f.write('x')\n"
-        "    if len(calls.read_text()) > 8 and not broken.exists(): raise OSError('the judge is down')\n"
+        "    if len(calls.read_text()) > 10 + 8 and not broken.exists(): raise OSError('the judge is down')\n"
         "    return float(rollout.seed % 2)\n"
     )
     words = {"reward__terms": f"[{file}:score]", "train__steps": 4}

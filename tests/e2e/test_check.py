@@ -110,3 +110,65 @@ def test_what_cannot_be_checked_is_refused_with_the_way_out(capsys, mine, words,
 
 def test_every_kind_has_checks():
     assert set(CHECKS) <= set(KINDS)
+
+
+REWARD = """
+import itertools, time
+
+def good(rollout, *, bonus=0.0):
+    return float("42" in rollout.text) + bonus
+
+def batched(rollouts):
+    return [float(len(r.text)) for r in rollouts]
+
+def hangs(rollout):
+    while len(rollout.text) > 1000:
+        time.sleep(0.01)
+    return 0.0
+
+def last_word(rollout):
+    return float(rollout.text.split()[-1] == "42")
+
+def says_it(rollout):
+    return "good"
+
+counter = itertools.count()
+
+def fickle(rollout):
+    return float(next(counter))
+"""
+
+
+@pytest.fixture
+def rewards(tmp_path, monkeypatch):
+    (tmp_path / "my_rewards.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    return "my_rewards.py"
+
+
+@pytest.mark.parametrize("words", [["{}:good", "bonus=0.5"], ["{}:batched"], ["exact_match"]])
+def test_a_reward_that_keeps_its_contract_passes_every_check(capsys, rewards, words):
+    outcome = command(capsys, "check", *(word.format(rewards) for word in words))
+    assert outcome.status == 0, outcome
+    assert " as reward" in outcome.out and "all 5 checks hold" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("name", "check", "said"),
+    [
+        ("hangs", "long response", ["took longer than the limit of 0.5 s", "my_rewards.py", "in hangs"]),
+        ("last_word", "empty response", ["raised IndexError", "on the response ''", "my_rewards.py"]),
+        ("says_it", "number", ["returned str, not a number", "line 18"]),
+        ("fickle", "repeatable", ["gave 0, then 3"]),
+    ],
+)
+def test_a_reward_that_fails_shows_where_within_its_time_limit(capsys, rewards, name, check, said):
+    outcome = command(capsys, "check", f"{rewards}:{name}", "--limit", "0.5")
+    assert outcome.status == 1
+    assert f"  FAIL  {check} " in outcome.out
+    assert all(text in outcome.out for text in said), outcome.out
+
+
+def test_a_time_limit_that_means_nothing_is_refused(capsys, rewards):
+    assert_refused(command(capsys, "check", f"{rewards}:good", "--limit", "soon"), "--limit soon", "seconds")
+    assert_refused(command(capsys, "check", "ppo_clip", "--limit", "3"), "--limit 3 is for rewards")

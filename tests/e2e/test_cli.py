@@ -68,8 +68,13 @@ def test_the_settings_and_files_may_come_in_any_order(capsys, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["model.lora.rank=2", "model.gradient_checkpointing=true", "model.dtype=bfloat16"]])
 def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(model_folder, data_folder, tmp_path, more):
-    words = ["rl", f"model={model_folder}", f"data.sources={data_folder / 'train.jsonl'}", "reward.terms=[math]"]
-    small = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=4", "train.steps=2", "log.tensorboard=false"]
+    words = [
+        "rl",
+        f"model={model_folder}",
+        f"data.sources={data_folder / 'train.jsonl'}",
+        f"reward.terms=[{data_folder}/rewards.py:varied]",
+    ]
+    small = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=600", "train.steps=2", "log.tensorboard=false"]
     outcome = process(*words, *small, *more, cwd=tmp_path)
     assert outcome.status == 0, outcome.err
     assert [line.split(" · ")[0] for line in outcome.err.splitlines()] == ["rl 1/2", "rl 2/2"], outcome.err
@@ -85,7 +90,8 @@ def test_a_run_writes_its_progress_and_what_to_type_next_and_nothing_else(model_
 def test_what_a_run_says_to_type_next_works(capsys, monkeypatch, model_folder, data_folder, tmp_path):
     monkeypatch.chdir(tmp_path)
     data = f"[{data_folder / 'train.jsonl'}]"
-    words = [f"model={model_folder}", f"data.sources={data}", f"eval.data.sources={data}", "reward.terms=[math]"]
+    words = [f"model={model_folder}", f"data.sources={data}", f"eval.data.sources={data}"]
+    words.append(f"reward.terms=[{data_folder}/rewards.py:varied]")
     small = ["train.steps=1", "eval.sampling.max_new_tokens=4", "log.tensorboard=false", "run.progress=false"]
     only_rl = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=4"]
     for verb, more in (("rl", only_rl), ("sft", ["batch_size=2"])):
@@ -113,7 +119,12 @@ def _interrupting(module: str, name: str) -> str:
 
 @pytest.mark.slow
 def test_ctrl_c_during_training_saves_and_the_same_command_goes_on(model_folder, data_folder, tmp_path):
-    words = ["rl", f"model={model_folder}", f"data.sources={data_folder / 'train.jsonl'}", "reward.terms=[math]"]
+    words = [
+        "rl",
+        f"model={model_folder}",
+        f"data.sources={data_folder / 'train.jsonl'}",
+        f"reward.terms=[{data_folder}/rewards.py:varied]",
+    ]
     small = ["rollout.prompts=2", "rollout.samples=2", "sampling.max_new_tokens=4", "log.tensorboard=false", "run.progress=false"]
     running = subprocess.Popen(
         [sys.executable, "-m", "lightrft", *words, *small, "train.steps=2000"],

@@ -172,7 +172,7 @@ def test_a_rank_that_fails_while_the_others_draw_ends_them_at_once(tree, tmp_pat
     over = {
         "rollout": {"staleness": 2},
         "algorithm": {"proximal": "behavior"},
-        "eval": {"data": {"sources": []}},
+        "eval": {"data": {"sources": []}, "every": 0},
         "train": {"steps": 4},
     }
     file = config_file(deep_merge(tree, over), tmp_path, "broken")

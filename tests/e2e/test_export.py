@@ -57,7 +57,7 @@ def runs(tmp_path_factory, model_folder, data_folder) -> Path:
     more = {
         "whole": {"model": {"dtype": "bfloat16"}},
         "adapted": {"model": LORA},
-        "best": {"checkpoint": {"best": "step_is_one"}},
+        "best": {"checkpoint": {"best": "rollout/step_is_one"}},
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lightrft.trainer.rl.merged", lambda metrics, ranks: metrics)
@@ -71,7 +71,7 @@ def runs(tmp_path_factory, model_folder, data_folder) -> Path:
 def best_at_one() -> Any:
     """In place of what counts events: a metric that is best after the first step."""
     values = iter([3.0, 1.0, 2.0])
-    return lambda metrics, ranks: Metrics({"step_is_one": Sum(next(values))})
+    return lambda metrics, ranks: Metrics({"rollout/step_is_one": Sum(next(values))})
 
 
 @pytest.fixture

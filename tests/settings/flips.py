@@ -252,7 +252,7 @@ FLIPS: dict[str, Flip] = {
         for k, (v, c) in SAMPLING.items()
     },
     "eval.threshold": Flip(0.0, "run", HELD),
-    "eval.stop_at": Flip(0.0, "run", {**HELD, **LONG}),
+    "eval.stop_at": Flip(0.0, "run", deep_merge(HELD, {"eval": {"every": 1}, **LONG})),
     **{f"sampling.{k}": Flip(v, "run", nested("sampling", c)) for k, (v, c) in SAMPLING.items()},
     "rollout.prompts": Flip(3, "run"),
     "rollout.samples": Flip(3, "run"),

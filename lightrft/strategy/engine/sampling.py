@@ -88,9 +88,13 @@ def process(logits: Tensor, sampling: SamplingConfig, seen: Tensor | None = None
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest token of each row, and 0.0: the log-prob under the point mass that it was drawn from. NaN stays NaN."""
+    """Return the likeliest token of each row and its log-prob at temperature 1, both ``[R]``. NaN stays NaN.
+
+    Under the point mass that it comes from, the log-prob would be 0 for every token, which says nothing. Training scores greedy
+    responses at temperature 1 too.
+    """
     best, tokens = logits.max(-1)
-    return tokens, best * 0
+    return tokens, best - torch.logsumexp(logits, -1)
 
 
 def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:

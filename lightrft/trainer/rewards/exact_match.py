@@ -13,7 +13,7 @@ from lightrft.trainer.rewards.view import RolloutView
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-@REWARDS.register("exact_match")
+@REWARDS.register("exact_match", needs={"label"})
 def exact_match(
     rollout: RolloutView,
     *,

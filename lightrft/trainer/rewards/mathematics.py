@@ -30,7 +30,7 @@ _SAID = re.compile(
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|-?\.\d+")
 
 
-@REWARDS.register("math")
+@REWARDS.register("math", needs={"label"})
 @ungraded_beyond(CPU_SECONDS)
 def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | dict[str, float]:
     """1 when the final answer equals the prompt's label (or, without one, its reference), else 0.

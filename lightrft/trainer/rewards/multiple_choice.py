@@ -9,7 +9,7 @@ from lightrft.trainer.rewards.registry import REWARDS
 from lightrft.trainer.rewards.view import RolloutView
 
 
-@REWARDS.register("multiple_choice")
+@REWARDS.register("multiple_choice", needs={"label"})
 def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
     """1 when the answer picks the label's letter, else 0.
 

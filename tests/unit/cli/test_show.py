@@ -5,8 +5,9 @@ import json
 import pytest
 
 from lightrft.cli.launch import started
-from lightrft.cli.show import closing_lines, exit_status
+from lightrft.cli.show import check_trained, closing_lines, exit_status
 from lightrft.config import RLConfig, RunConfig
+from lightrft.utils.errors import NothingTrained
 from lightrft.utils.settings import build
 
 SUMMARY = {"finished": True, "steps": 3, "seconds": 2.4, "next": ["lightrft chat model=m"]}
@@ -56,3 +57,22 @@ def test_the_launcher_of_ranks_gives_the_status_that_they_may_not(monkeypatch, t
 def test_the_last_lines_state_the_work_that_a_kill_would_have_lost(saved, said) -> None:
     lines = closing_lines(RunConfig(), {**SUMMARY, "saved_step": saved, "most_unsaved_steps": 1, "most_unsaved_seconds": 61.7})
     assert lines[1] == f"{said}; a kill would have lost at most 1 step (62 s)"
+
+
+@pytest.mark.parametrize(
+    ("measured", "line"),
+    [
+        ({"heldout_before": 0.25}, "held-out accuracy before training 25.0%"),
+        ({"heldout_after": 0.5}, "held-out accuracy after training 50.0%"),
+    ],
+)
+def test_an_accuracy_that_was_not_measured_is_not_given(measured, line) -> None:
+    assert closing_lines(RunConfig(), {**SUMMARY, **measured})[0] == line
+
+
+def test_a_run_that_ended_without_a_step_that_learned_is_an_error() -> None:
+    with pytest.raises(NothingTrained, match="steps: 3"):
+        check_trained({**SUMMARY, "steps_trained": 0})
+    check_trained({**SUMMARY, "steps_trained": 1})
+    check_trained({**SUMMARY, "steps": 0, "steps_trained": 0})
+    check_trained({**SUMMARY, "finished": False, "steps_trained": 0})

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.trainer.summary import question, samples
+from lightrft.trainer.summary import headline, question, samples
 
 
 def test_of_a_chat_prompt_the_last_message_of_the_user_is_shown() -> None:
@@ -55,3 +55,24 @@ def test_of_prompts_of_text_alone_few_are_shown_and_one_that_is_still_wrong(tmp_
     before, after = samples(tmp_path, 1.0)
     assert [row["correct"] for row in after] == [True] * 4 + [False]
     assert not any(row["correct"] for row in before)
+
+
+@pytest.mark.parametrize(
+    ("steps", "found"),
+    [
+        ((0,), {"heldout_best": 0.0, "heldout_before": 0.0}),
+        ((4, 8), {"heldout_best": 0.8, "heldout_after": 0.8}),
+        ((0, 8), {"heldout_best": 0.8, "heldout_before": 0.0, "heldout_after": 0.8}),
+    ],
+)
+def test_an_accuracy_before_or_after_training_is_given_only_where_it_was_measured(tmp_path: Path, steps, found) -> None:
+    rows = [{"phase": "rl", "step": step, "eval/accuracy": step / 10} for step in steps]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert {name: value for name, value in headline(tmp_path, "rl").items() if name.startswith("heldout")} == found
+
+
+@pytest.mark.parametrize(("step", "empty"), [(0, 1), (9, 0)])
+def test_after_a_single_evaluation_there_are_no_answers_before_and_after(tmp_path: Path, step, empty) -> None:
+    write_eval(tmp_path, step, 7, attached=False)
+    sides = samples(tmp_path, 1.0)
+    assert not sides[empty] and len(sides[1 - empty]) == 5

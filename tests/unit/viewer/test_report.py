@@ -40,7 +40,7 @@ def rl_row(step, steps=60):
         "reward/correct": share,
         "reward/format": 0.9,
         "response/length": 30 - 10 * share,
-        "response/truncated": 0.0,
+        "response/clip_ratio": 0.0,
         "policy/kl": 0.1 * share,
         "policy/entropy": 0.8 - 0.5 * share,
         "rollout/tokens": 150,
@@ -429,3 +429,27 @@ def test_a_run_without_rollouts_has_no_groups_and_a_file_that_holds_none_is_name
         write_report(folder)
     (folder / "rollouts" / "step_000001.jsonl").unlink()
     assert "Groups and advantages" not in write_report(folder).read_text()
+
+
+def test_a_tile_and_the_curve_of_the_same_metric_give_the_same_number(tmp_path):
+    with RunFolder.open(tmp_path / "run", Config(), resume="auto", overwrite=False) as folder:
+        for step in range(1, 41):
+            row = {"tokens_per_second": 1000.0 + 10 * step, "reward/mean": step / 100, "response/length": 100.0 + step}
+            folder.log({"phase": "rl", "step": step, **row})
+    html = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    for label, title, value in (
+        ("Tokens per second", "Tokens per second", "1,385"),
+        ("Reward", "Reward", "0.385"),
+        ("Answer length", "Answer length", "138"),
+    ):
+        assert f"<dt>{label}</dt><dd>{value}" in html, html[html.index(f"<dt>{label}") :][:80]
+        assert f'<span class="now">{value}</span><h3>{title}</h3>' in html
+
+
+@pytest.mark.parametrize(("step", "label"), [(0, "Held-out accuracy, before training"), (9, "Held-out accuracy")])
+def test_a_single_evaluation_is_not_shown_as_before_and_after(tmp_path, step, label):
+    with RunFolder.open(tmp_path / "run", Config(), resume="auto", overwrite=False) as folder:
+        folder.log({"phase": "rl", "step": step, "eval/accuracy": 0.024})
+        folder.write_summary({"heldout_before" if step == 0 else "heldout_after": 0.024, "steps": step, "seconds": 1.0})
+    html = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    assert f'<p class="label">{label}</p>' in html and 'class="from"' not in html and "2.4%" in html

@@ -96,10 +96,13 @@ def test_greedy_answers_equal_those_of_transformers_generate(family: str) -> Non
     for prompt in prompts:
         ids = torch.tensor([prompt.token_ids])
         want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=45, pad_token_id=0)
+        with torch.no_grad():
+            logits = model(want).logits[0, ids.shape[1] - 1 : -1].double()
+        scored = logits.log_softmax(-1).gather(-1, want[0, ids.shape[1] :, None])[:, 0].tolist()
         for sample in range(2):
             rollout = got[prompt.id, sample]
             assert rollout.token_ids == want[0, ids.shape[1] :].tolist()
-            assert rollout.logprobs == [0.0] * 45
+            assert rollout.logprobs == pytest.approx(scored, abs=1e-4)
             assert rollout.finish_reason == "length"
 
 
@@ -469,7 +472,7 @@ def test_a_greedy_request_among_sampled_ones_is_answered_as_at_temperature_0(pen
         mixed = by_key(engine_of(model, max_rows=max_rows).generate(marked, sampling))
         for key, rollout in mixed.items():
             assert rollout.token_ids == (want if key[1] == 1 else drawn)[key].token_ids
-        assert mixed["0", 1].logprobs == [0.0] * 20
+        assert mixed["0", 1].logprobs == pytest.approx(want["0", 1].logprobs, abs=1e-5)
 
 
 def test_when_stopped_every_request_that_is_not_finished_comes_out_as_it_is() -> None:

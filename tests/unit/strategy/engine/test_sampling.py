@@ -136,10 +136,10 @@ def test_uniform_numbers_depend_on_seed_and_step_only_and_are_even() -> None:
     assert abs(np.corrcoef(stream, neighbour)[0, 1]) < 0.01
 
 
-def test_greedy_takes_the_largest_with_log_prob_zero_and_keeps_nan_visible() -> None:
+def test_greedy_takes_the_largest_with_its_log_prob_at_temperature_1_and_keeps_nan_visible() -> None:
     tokens, logprobs = draws.greedy(torch.tensor([[1.0, 3.0, 2.0], [float("nan"), 0.0, 0.0]]))
     assert tokens[0] == 1
-    assert logprobs[0] == 0
+    assert logprobs[0].item() == pytest.approx(-math.log(1 + math.exp(-1) + math.exp(-2)))
     assert torch.isnan(logprobs[1])
 
 

@@ -1,0 +1,180 @@
+"""Warnings of a run that learns nothing, or less than it seems to: one row per rule over the metrics of a step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+Values = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Warn where a metric is above a bound.
+
+    Args:
+        metric: name of the metric.
+        above: the largest value that needs no warning.
+        message: what to say; ``{value}`` is the metric, ``{reward}`` the mean reward of the step.
+        needs: the rule holds only for algorithms with this need (see ``parts.needs_of``); empty means all.
+    """
+
+    metric: str
+    above: float
+    message: str
+    needs: str = ""
+
+
+RULES = (
+    Rule(
+        "rollout/frac_reward_failed",
+        0.0,
+        "{value:.1%} of responses got no reward; they are not trained on. Mend what reward.terms names",
+    ),
+    Rule(
+        "rollout/ungraded_answers",
+        0,
+        "{value:.0f} responses were counted as wrong, since grading them takes too long",
+    ),
+    Rule(
+        "rollout/frac_reward_zero_std",
+        0.5,
+        "{value:.0%} of groups have equal rewards (mean {reward:.3g}); such a group has no gradient. "
+        "The prompts are too easy or too hard for the policy, or the reward is constant",
+        needs="groups",
+    ),
+    Rule(
+        "response/clip_ratio",
+        0.25,
+        "{value:.0%} of responses were cut at sampling.max_new_tokens, so most of them have no answer; raise it",
+    ),
+    Rule(
+        "rollout/steps_reward_zero",
+        2,
+        "every reward was 0 in the last {value:.0f} steps; look at rollouts/ in the run folder: can the policy reach a reward?",
+    ),
+    Rule(
+        "rollout/steps_not_trained",
+        0,
+        "steps in a row that learned nothing: {value:.0f}; no response had an advantage, or no optimizer step was taken. "
+        "Look at rollout/frac_reward_zero_std and rollout/dropped/... in metrics.jsonl",
+    ),
+    Rule(
+        "policy/skipped_steps",
+        0,
+        "{value:.0f} optimizer steps were skipped, since the gradient was not finite; lower optimizer.lr",
+    ),
+    Rule(
+        "policy/nonfinite_tokens",
+        0,
+        "{value:.0f} tokens have a log-prob that is not finite; they are not trained on",
+    ),
+    Rule(
+        "policy/old_kl",
+        1.0,
+        "one update moved the policy by {value:.3g} nats per token; lower optimizer.lr or train.updates",
+    ),
+    Rule(
+        "policy/kl",
+        10.0,
+        "the policy is {value:.3g} nats per token away from the reference; lower optimizer.lr, or raise algorithm.kl.coef",
+    ),
+    Rule(
+        "eval/failed",
+        0,
+        "{value:.0f} held-out responses got no reward; they count as wrong. Mend what reward.terms names",
+    ),
+    Rule(
+        "eval/truncated",
+        0.25,
+        "{value:.0%} of held-out responses were cut at eval.sampling.max_new_tokens; raise it",
+    ),
+)
+"""The rules, in the order in which they are reported."""
+
+
+def reward_is_zero(values: Values) -> bool | None:
+    """Return whether every reward of a step is 0; None for a step without rewards."""
+    if "reward/max" not in values:
+        return None
+    return values["reward/max"] == 0 and values["reward/min"] == 0
+
+
+def is_not_trained(values: Values) -> bool | None:
+    """Return whether nothing was learned in a step; None for an evaluation before the first step.
+
+    That is a step without an optimizer step, or one without any gradient. It is also one in which no response had an advantage,
+    unless something else than rewards teaches (``OTHER_LESSONS``): the rest of the loss only holds the policy where it is.
+    """
+    if "rollout/sampled" not in values and "sft/tokens" not in values:
+        return None
+    if not sum(value for name, value in values.items() if name.endswith("/optimizer_steps")):
+        return True
+    if not any(value for name, value in values.items() if name.endswith("/grad_norm")):
+        return True
+    return values.get("policy/frac_rows_with_advantage", 1.0) == 0 and not any(name in values for name in OTHER_LESSONS)
+
+
+OTHER_LESSONS = ("policy/divergence", "policy/positive_nll", "ptx/nll", "critic/optimizer_steps")
+"""Metrics of what is learned from besides the rewards of responses."""
+
+
+STREAKS: Mapping[str, Callable[[Values], bool | None]] = {
+    "rollout/steps_reward_zero": reward_is_zero,
+    "rollout/steps_not_trained": is_not_trained,
+}
+"""Metrics that count the newest steps in a row for which a condition holds."""
+
+
+@dataclass(slots=True)
+class Health:
+    """What has been warned of so far in a run.
+
+    ``needs`` are those of the algorithm. ``reasons`` gives a metric's warning the most common cause.
+    """
+
+    needs: frozenset[str] = frozenset()
+    reasons: dict[str, str] = field(default_factory=dict)
+    _streaks: dict[str, int] = field(default_factory=dict)
+    _warned: dict[str, float] = field(default_factory=dict)
+
+    def resume(self, row: Values) -> None:
+        """Continue the streaks of a run whose newest metrics are ``row``."""
+        self._streaks = {name: int(row.get(name, 0)) for name in STREAKS}
+
+    def blame(self, metric: str, causes: Counter[str]) -> None:
+        """Remember the most common of ``causes`` for the next warning of ``metric``."""
+        if causes:
+            self.reasons[metric] = causes.most_common(1)[0][0]
+
+    def count(self, values: Values) -> dict[str, int]:
+        """Count the step with the metrics ``values``; return the streak metrics that apply to it."""
+        found = {name: holds(values) for name, holds in STREAKS.items()}
+        for name, held in found.items():
+            if held is not None:
+                self._streaks[name] = self._streaks.get(name, 0) + 1 if held else 0
+        return {name: self._streaks[name] for name, held in found.items() if held is not None}
+
+    def warnings(self, values: Values) -> list[str]:
+        """Return the messages that ``values`` call for.
+
+        A rule speaks the first time that its metric is above the bound, and then each time that the value has doubled.
+        """
+        return [self._message(rule, values) for rule in self._due(values)]
+
+    def _due(self, values: Values) -> Iterable[Rule]:
+        for rule in RULES:
+            value = values.get(rule.metric, 0.0)
+            value = math.inf if math.isnan(value) else value
+            last = self._warned.get(rule.metric, 0.0)
+            applies = not rule.needs or rule.needs in self.needs
+            if applies and value > rule.above and value >= 2 * last < math.inf:
+                self._warned[rule.metric] = value
+                yield rule
+
+    def _message(self, rule: Rule, values: Values) -> str:
+        text = rule.message.format(value=values[rule.metric], reward=values.get("reward/mean", 0.0))
+        reason = self.reasons.get(rule.metric)
+        return f"{text} ({rule.metric})" + (f". Most common cause: {reason}" if reason else "")

@@ -1,0 +1,140 @@
+"""Settings with which a run would learn nothing, or less than it says: refused before anything is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+from lightrft.config import EvalConfig, RewardConfig, RLConfig, SFTConfig
+from lightrft.strategy.settings import SamplingConfig
+from lightrft.trainer.parts import needs_of
+from lightrft.utils.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+EVAL_METRICS = ("accuracy", "pass", "failed", "length", "truncated", "reward", "unreadable")
+"""What an evaluation reports, under ``eval/`` or ``eval/<data source>/``."""
+NAMESPACES = ("reward", "response", "rollout", "policy", "critic", "process", "ptx", "staleness", "curriculum", "sft", "time")
+"""What the names of the other metrics begin with."""
+BARE = ("loss", "seconds", "tokens_per_second")
+"""Metrics without a namespace."""
+
+
+def check_learning(config: RLConfig) -> None:
+    """Raises ``ConfigError`` with every setting of ``config`` that keeps the policy from learning."""
+    _raise([*_sampling(config), *_weights(config.reward), *evaluation_problems(config)])
+    if not config.optimizer.lr and not any(config.optimizer.lr_of.values()):
+        log.warning("optimizer.lr = %g: the policy does not change", config.optimizer.lr)
+
+
+def check_evaluation(config: RLConfig | SFTConfig) -> None:
+    """Raises ``ConfigError`` with every setting about evaluations and the best checkpoint that nothing could follow."""
+    _raise(evaluation_problems(config))
+
+
+def evaluation_problems(config: RLConfig | SFTConfig) -> list[str]:
+    """Return the problems of ``eval`` and ``checkpoint.best``."""
+    return [*_without_data(config.eval), *_stop_at(config.eval), *_best(config)]
+
+
+def check_best(best: str | None, values: Mapping[str, float]) -> None:
+    """Raises ``ConfigError`` where ``checkpoint.best`` names a metric that a step does not report in ``values``."""
+    name = (best or "").lstrip("-")
+    if not name or name in values or name.startswith("eval/"):
+        return
+    near = difflib.get_close_matches(name, values, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"it reports {', '.join(sorted(values))}"
+    raise ConfigError(f"checkpoint.best = {best!r}: the first step reports no such metric; {hint}")
+
+
+def check_enough(setting: str, wanted: int, found: int, what: str) -> None:
+    """Raises ``ConfigError`` where a step takes more distinct ``what`` than there are."""
+    if found < wanted:
+        raise ConfigError(
+            f"{setting} = {wanted}, and the data has {found} {what}: a step would take some of them twice; "
+            f"lower {setting} to {found} or less, or add data"
+        )
+
+
+def _raise(problems: Sequence[str]) -> None:
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _sampling(config: RLConfig) -> Iterator[str]:
+    """Find sampling that gives each prompt the same response every time."""
+    why = greedy_setting(config.sampling)
+    if not why:
+        return
+    if "groups" in needs_of(config.algorithm):
+        name = config.algorithm.advantage.name
+        yield (
+            f"{why}: all responses of a group are the same, and advantage {name!r} compares them, so nothing would be learned; "
+            "sample, e.g. with sampling.temperature=1"
+        )
+    elif config.rollout.samples > 1:
+        log.warning("%s: the %d responses to a prompt are all the same", why, config.rollout.samples)
+
+
+def greedy_setting(sampling: SamplingConfig) -> str:
+    """Return the setting that makes sampling greedy, as ``name = value``; empty where nothing does."""
+    greedy = {"temperature": sampling.temperature == 0, "top_k": sampling.top_k == 1, "min_p": sampling.min_p == 1}
+    values = sampling.model_dump()
+    return next((f"sampling.{name} = {values[name]:g}" for name, holds in greedy.items() if holds), "")
+
+
+def _weights(reward: RewardConfig) -> Iterator[str]:
+    """Find lists of terms whose weighted sum is always 0."""
+    lists = {"reward.terms": reward.terms, **{f"reward.per_source.{name}": terms for name, terms in reward.per_source.items()}}
+    for name, terms in lists.items():
+        if terms and not any(term.weight for term in terms):
+            yield f"{name}: every weight is 0, so every reward is; give one of them a weight"
+
+
+def _without_data(settings: EvalConfig) -> Iterator[str]:
+    """Find settings that ask for an evaluation where no data is held out."""
+    if settings.data.sources:
+        return
+    given = settings.model_dump()
+    for name in ("every", "stop_at", "limit", "samples"):
+        if given[name] != EvalConfig.model_fields[name].default:
+            yield (
+                f"eval.{name} = {given[name]} changes nothing: eval.data.sources is empty; name what is held out, "
+                "e.g. eval.data.sources=[test.jsonl]"
+            )
+
+
+def _stop_at(settings: EvalConfig) -> Iterator[str]:
+    if settings.stop_at is not None and settings.data.sources and not settings.every:
+        yield (
+            f"eval.stop_at = {settings.stop_at} needs eval.every, which is 0: without it, accuracy is only measured before the "
+            "first step and after the last; set eval.every, e.g. to 10"
+        )
+
+
+def _best(config: RLConfig | SFTConfig) -> Iterator[str]:
+    """Find a ``checkpoint.best`` that no step reports."""
+    best, settings = config.checkpoint.best, config.eval
+    name = (best or "").lstrip("-")
+    head, _, rest = name.partition("/")
+    if not name:
+        return
+    if head != "eval":
+        known = head in NAMESPACES if rest else name in BARE
+        if not known:
+            yield f"checkpoint.best = {best!r} is not a metric; take e.g. eval/accuracy, -eval/length or reward/mean"
+    elif not settings.data.sources:
+        yield f"checkpoint.best = {best!r} is never measured: eval.data.sources is empty; name what is held out"
+    elif (leaf := name.rpartition("/")[2]) not in EVAL_METRICS:
+        near = difflib.get_close_matches(leaf, EVAL_METRICS, n=1, cutoff=0.5)
+        names = ", ".join(f"eval/{metric}" for metric in EVAL_METRICS)
+        hint = f"did you mean eval/{near[0]}?" if near else f"an evaluation reports {names}"
+        yield f"checkpoint.best = {best!r} is not a metric; {hint}"
+    elif leaf == "pass" and settings.samples == 1:
+        yield f"checkpoint.best = {best!r} is only measured with eval.samples above 1; take eval/accuracy"
+    elif not settings.every:
+        yield (
+            f"checkpoint.best = {best!r} needs eval.every, which is 0: only the last checkpoint would have it; "
+            "set eval.every, e.g. to 10"
+        )

@@ -1,0 +1,120 @@
+"""Settings with which a run would learn nothing are refused, with the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lightrft.config import EvalConfig, RLConfig, SFTConfig
+from lightrft.trainer.evaluate import evaluate
+from lightrft.trainer.preflight import BARE, EVAL_METRICS, NAMESPACES, check_best, check_enough, check_evaluation, check_learning
+from lightrft.trainer.rl import check
+from lightrft.types import Prompt, Rollout
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.settings import build
+
+HELD = {"data": {"sources": ["test.jsonl"]}}
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"sampling": {"temperature": 0}}, "sampling.temperature = 0: all responses of a group are the same"),
+        ({"sampling": {"top_k": 1}}, "sampling.top_k = 1"),
+        ({"sampling": {"min_p": 1.0}}, "sampling.min_p = 1"),
+        ({"reward": {"terms": [{"function": "math", "weight": 0}]}}, "reward.terms: every weight is 0"),
+        ({"reward": {"per_source": {"a": [{"function": "math", "weight": 0}]}}}, "reward.per_source.a: every weight is 0"),
+        ({"eval": {"every": 5}}, "eval.every = 5 changes nothing: eval.data.sources is empty"),
+        ({"eval": {"stop_at": 0.9}}, "eval.stop_at = 0.9 changes nothing"),
+        ({"eval": {"limit": 9}}, "eval.limit = 9 changes nothing"),
+        ({"eval": {"samples": 4}}, "eval.samples = 4 changes nothing"),
+        ({"eval": {**HELD, "stop_at": 0.9}}, "eval.stop_at = 0.9 needs eval.every"),
+        ({"eval": {**HELD, "every": 1}, "checkpoint": {"best": "eval/acc"}}, "did you mean eval/accuracy?"),
+        ({"eval": {**HELD, "every": 1}, "checkpoint": {"best": "-eval/nonsense"}}, "an evaluation reports eval/accuracy"),
+        ({"eval": {**HELD, "every": 1}, "checkpoint": {"best": "eval/pass"}}, "eval.samples above 1"),
+        ({"eval": HELD, "checkpoint": {"best": "eval/accuracy"}}, "needs eval.every"),
+        ({"checkpoint": {"best": "eval/accuracy"}}, "is never measured: eval.data.sources is empty"),
+        ({"checkpoint": {"best": "accuracy"}}, "checkpoint.best = 'accuracy' is not a metric"),
+        ({"checkpoint": {"best": "evl/accuracy"}}, "checkpoint.best = 'evl/accuracy' is not a metric"),
+    ],
+)
+def test_a_setting_that_teaches_nothing_is_refused(tree, said) -> None:
+    base = {"data": {"sources": ["train.jsonl"]}, "reward": {"terms": ["math"]}}
+    config = build(RLConfig, {**base, **tree})
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(").replace("?", r"\?")):
+        check_learning(config)
+    with pytest.raises(ConfigError):
+        check(config)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {},
+        {"sampling": {"temperature": 0}, "algorithm": {"preset": "ppo"}},
+        {"eval": {**HELD, "every": 1, "stop_at": 1.0}, "checkpoint": {"best": "-eval/length"}},
+        {"eval": {**HELD, "every": 1}, "checkpoint": {"best": "eval/some source/accuracy"}},
+        {"checkpoint": {"best": "reward/mean"}},
+        {"checkpoint": {"best": "-policy/kl"}},
+    ],
+)
+def test_a_setting_that_means_something_passes(tree) -> None:
+    check_learning(build(RLConfig, tree))
+
+
+def test_supervised_training_refuses_what_asks_for_an_evaluation_without_data() -> None:
+    with pytest.raises(ConfigError, match=r"eval\.every = 2"):
+        check_evaluation(build(SFTConfig, {"eval": {"every": 2}}))
+
+
+@pytest.mark.parametrize("key", ["lr", "lr_of"])
+def test_a_learning_rate_that_replaces_every_weight_is_refused(key) -> None:
+    value: Any = 1000.0 if key == "lr" else {"language": 1000.0}
+    with pytest.raises(ConfigError, match="AdamW moves each weight by about lr"):
+        build(RLConfig, {"optimizer": {key: value}})
+
+
+def test_a_metric_that_the_first_step_does_not_report_is_refused_then() -> None:
+    check_best(None, {})
+    check_best("-reward/mean", {"reward/mean": 0.5})
+    check_best("eval/accuracy", {"reward/mean": 0.5})
+    with pytest.raises(ConfigError, match="did you mean reward/mean"):
+        check_best("reward/maen", {"reward/mean": 0.5})
+
+
+def test_fewer_rows_than_a_step_takes_are_refused() -> None:
+    check_enough("rollout.prompts", 8, 8, "prompts")
+    with pytest.raises(ConfigError, match=r"rollout\.prompts = 8, and the data has 7 prompts"):
+        check_enough("rollout.prompts", 8, 7, "prompts")
+
+
+class Echo:
+    """Gives every request one response, and every response a reward."""
+
+    of_all, together = False, 1
+
+    def __init__(self) -> None:
+        self.waiting: list[Rollout] = []
+
+    def generate(self, requests, sampling, stopped=None):
+        for request in requests:
+            yield Rollout(request.prompt, [1], [True], [0.0], [0], "stop", seed=request.seed, sample=request.sample)
+
+    def submit(self, rollout):
+        rollout.reward = 1.0
+        self.waiting.append(rollout)
+
+    def results(self, wait):
+        while self.waiting:
+            yield self.waiting.pop()
+
+
+def test_the_names_of_an_evaluations_metrics_are_known() -> None:
+    echo: Any = Echo()
+    found = evaluate(echo, echo, [Prompt("a", [1], data_source="x"), Prompt("b", [1])], EvalConfig(samples=2), seed=0)
+    assert {name.rpartition("/")[2] for name in found.metrics} == set(EVAL_METRICS)
+
+
+def test_no_namespace_is_named_twice() -> None:
+    assert len({*NAMESPACES, *BARE, "eval"}) == len(NAMESPACES) + len(BARE) + 1
