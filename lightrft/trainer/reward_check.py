@@ -76,7 +76,7 @@ def _trials(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[Trial
 def made_up(prompts: Sequence[Prompt], tokenizer: Any) -> list[Rollout]:
     """Return a response to each of ``prompts``: its row's own answer, nothing, and a wrong number in turn."""
     texts = (lambda p: answer_of(p) or "42", lambda _: "", lambda _: "I think that the answer is \\boxed{-17}.")
-    return [answered(prompt, texts[i % len(texts)](prompt), tokenizer, i) for i, prompt in enumerate(prompts)]
+    return [answered(prompt, texts[i % len(texts)](prompt), tokenizer, i + 1) for i, prompt in enumerate(prompts)]
 
 
 def answer_of(prompt: Prompt) -> str | None:
