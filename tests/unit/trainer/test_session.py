@@ -57,6 +57,7 @@ def saves(
     ranks: Any, path: Path, asked: CheckpointConfig, times: list[float], clock: Clock, values: list[Any]
 ) -> tuple[Any, ...]:
     """The steps that a run saves whose steps end at ``times``, and the session."""
+    path.mkdir(exist_ok=True)
     clock.set(100.0 * ranks.rank)
     folder = Elsewhere(path, fresh=True, checkpoint=None)
     session = Session(
