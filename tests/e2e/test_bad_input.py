@@ -361,7 +361,7 @@ def test_a_checkpoint_that_is_cut_short_is_refused_and_kept(rl, tmp_path):
     state = tmp_path / "runs" / "run" / "checkpoints" / "step_000001" / "policy" / "state.safetensors"
     whole = state.read_bytes()
     state.write_bytes(whole[:-1000])
-    assert_refused(rl("train.steps=2"), "step_000001", "state.safetensors", "earlier checkpoint")
+    assert_refused(rl("train.steps=2"), "step_000001", "state.safetensors", "run.overwrite=true")
     assert state.exists()
     state.write_bytes(whole)
     assert rl("train.steps=2").status == 0
