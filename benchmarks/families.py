@@ -223,7 +223,9 @@ def main() -> int:
         counts = Counter(proof.verdict for proof in found if proof.family in names)
         print(f"{kind}: {counts['right']} right, {counts['refused']} refused, {counts['wrong']} wrong")
     if options.write:
-        result = {"transformers": transformers.__version__, "families": [asdict(proof) for proof in found]}
+        newest = {proof.family: proof for proof in (*stored(), *found)}  # families that were left out keep their verdicts
+        rows = [asdict(newest[family]) for family in (*TEXT_FAMILIES, *MEDIA_FAMILIES) if family in newest]
+        result = {"transformers": transformers.__version__, "families": rows}
         RESULT.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     return int(any(proof.verdict == "wrong" for proof in found))
 

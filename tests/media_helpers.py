@@ -79,6 +79,12 @@ def rig_in(path: Path, dtype: torch.dtype = torch.float32) -> Rig:
     return Rig(actor, tokenizer, processor, path)
 
 
+def layouts_of(actor: Actor) -> tuple[str, ...]:
+    """Return the layouts that the family's row allows: a layer that carries a state takes rows of their own."""
+    layouts = ("prefix_shared", "packed", "padded")
+    return layouts[layouts.index(actor.family.layout) :]
+
+
 def mixed_prompts(rig: Rig) -> list[Prompt]:
     """Sizes that differ, several in a prompt, every kind that the family takes, and a prompt without any."""
     pictures, clips, sounds = (kind in rig.kinds for kind in ("image", "video", "audio"))

@@ -102,6 +102,8 @@ FAMILIES: dict[str, Family] = {
     "qwen2_5_vl": Family(decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN2_5_VL),
     "qwen3_vl": Family(decoder=_LANGUAGE, loader="Qwen3VLForConditionalGeneration", reader=towers.QWEN3_VL),
     "qwen3_vl_moe": Family(decoder=_LANGUAGE, loader="Qwen3VLMoeForConditionalGeneration", reader=towers.QWEN3_VL),
+    "qwen3_5": replace(_PADDED, decoder=_LANGUAGE, loader="Qwen3_5ForConditionalGeneration", reader=towers.QWEN3_5),
+    "qwen3_5_moe": replace(_PADDED, decoder=_LANGUAGE, loader="Qwen3_5MoeForConditionalGeneration", reader=towers.QWEN3_5),
     "internvl": Family(decoder=_LANGUAGE, loader="InternVLForConditionalGeneration", reader=towers_tiles.INTERNVL),
     "llava_onevision": Family(decoder=_LANGUAGE, loader="LlavaOnevisionForConditionalGeneration", reader=towers_tiles.ONEVISION),
     "qwen2_audio": Family(decoder=_LANGUAGE, loader="Qwen2AudioForConditionalGeneration", reader=towers_audio.QWEN2_AUDIO),

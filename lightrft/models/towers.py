@@ -139,6 +139,7 @@ _QWEN3_PARTS = {**_QWEN_PARTS, "projector": ("model.visual.merger.", "model.visu
 QWEN2_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS)
 QWEN2_5_VL = Reader((IMAGE, TIMED_VIDEO), rope_index, _QWEN_PARTS)
 QWEN3_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN3_PARTS)
+QWEN3_5 = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS)
 
 
 PIXELS = Tower("image", ("pixel_values",), "image_token_id", "get_image_features", blank=picture_blank)

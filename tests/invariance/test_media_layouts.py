@@ -7,10 +7,8 @@ import torch
 
 from lightrft.models.tiny_media import MEDIA_FAMILIES
 from lightrft.utils.errors import ModelError
-from tests.media_helpers import mixed_batch, mixed_prompts, rig
+from tests.media_helpers import layouts_of, mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, float32_bound, gap, gradients, weights
-
-LAYOUTS = ("prefix_shared", "packed", "padded")
 
 
 def own_gradients(actor, batch):
@@ -28,7 +26,7 @@ def test_media_layouts_agree_with_the_models_own_forward_in_float64_towers_inclu
     with Float64():
         expected, expected_grads = own_gradients(r.actor, batch)
         assert any("visual" in n or "tower" in n or "vision" in n for n in expected_grads)
-        for layout in LAYOUTS:
+        for layout in layouts_of(r.actor):
             r.actor.layout = layout
             found, grads = gradients(r.actor, batch)
             assert (found - expected).abs().max() < 1e-9 * expected.abs().max()
@@ -40,7 +38,7 @@ def test_media_layouts_agree_in_float32(family, tmp_path):
     r = rig(family, tmp_path)
     batch = mixed_batch(mixed_prompts(r))
     expected, expected_grads = own_gradients(r.actor, batch)
-    for layout in LAYOUTS:
+    for layout in layouts_of(r.actor):
         r.actor.layout = layout
         found, grads = gradients(r.actor, batch)
         assert (found - expected).abs().max() < float32_bound(r.actor) * expected.abs().max()
@@ -75,7 +73,7 @@ def test_the_check_of_the_layout_reads_media_and_leaves_out_answers_with_sampled
         r.actor, "own_logprobs", lambda few, at=None: checked.append(few) or type(r.actor).own_logprobs(r.actor, few, at)
     )
     assert r.actor.check_layout(batch) == ""
-    assert r.actor.layout == "prefix_shared"
+    assert r.actor.layout == r.actor.family.layout
     few = checked[0]
     assert len(few) == 4
     assert sum(int(rows.lengths[few.prompt_of[0]]) for rows in few.prompts.media.values())

@@ -10,6 +10,8 @@ BUILD: dict[str, Build] = {
     "qwen2_5_vl": qwen.build,
     "qwen3_vl": qwen.build,
     "qwen3_vl_moe": qwen.build,
+    "qwen3_5": qwen.build,
+    "qwen3_5_moe": qwen.build,
     "internvl": tiles.internvl,
     "llava_onevision": tiles.onevision,
     "qwen2_audio": audio.qwen2_audio,

@@ -101,9 +101,40 @@ def _qwen3_vl_moe(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, A
     return transformers.Qwen3VLMoeConfig(text_config={**experts, **_qwen3_text(sizes)}, vision_config=vision, **_ids(ids))
 
 
+def _qwen3_5_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the tower's config: that of Qwen3-VL without features for deeper layers."""
+    return {name: value for name, value in _qwen3_vision(sizes, tower).items() if name != "deepstack_visual_indexes"}
+
+
+def _qwen3_5_text(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a text config whose layers carry a state, but for the last, which attends."""
+    states = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    layers = ["linear_attention"] * (sizes["num_hidden_layers"] - 1) + ["full_attention"]
+    return {**states, **_qwen3_text(sizes), "layer_types": layers}
+
+
+def _qwen3_5(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    vision = _qwen3_5_vision(sizes, tower)
+    return transformers.Qwen3_5Config(text_config=_qwen3_5_text(sizes), vision_config=vision, **_ids(ids))
+
+
+def _qwen3_5_moe(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    width = sizes["hidden_size"] // 2
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": width,
+        "shared_expert_intermediate_size": width,
+    }
+    vision = _qwen3_5_vision(sizes, tower)
+    return transformers.Qwen3_5MoeConfig(text_config={**experts, **_qwen3_5_text(sizes)}, vision_config=vision, **_ids(ids))
+
+
 FAMILIES = {
     "qwen2_vl": Tiny(_SPECIAL, _WRITTEN, _qwen2_vl, processor),
     "qwen2_5_vl": Tiny(_SPECIAL, _WRITTEN, _qwen2_5_vl, processor),
     "qwen3_vl": Tiny(_SPECIAL, _WRITTEN, _qwen3_vl, processor),
     "qwen3_vl_moe": Tiny(_SPECIAL, _WRITTEN, _qwen3_vl_moe, processor),
+    "qwen3_5": Tiny(_SPECIAL, _WRITTEN, _qwen3_5, processor),
+    "qwen3_5_moe": Tiny(_SPECIAL, _WRITTEN, _qwen3_5_moe, processor),
 }

@@ -70,8 +70,8 @@ def by_hand(reader: Rig, *pieces: str | np.ndarray) -> tuple[list[int], dict[str
 
 
 def by_template(reader: Rig, kind: str) -> str:
-    """What the family's chat template writes for one item; not for clips of Qwen3-VL, whose pairs of frames bring marks of their own."""
-    if (kind, reader.actor.model.config.model_type[:8]) == ("video", "qwen3_vl"):
+    """What the family's chat template writes for one item; not for clips of Qwen3, whose pairs of frames bring marks of their own."""
+    if kind == "video" and reader.actor.model.config.model_type.startswith(("qwen3_vl", "qwen3_5")):
         return "<|video_pad|>"
     text = reader.tokenizer.apply_chat_template([{"role": "user", "content": [{"type": kind}]}], tokenize=False)
     return text.removeprefix("<|im_start|>user\n").removesuffix("<|im_end|>\n")

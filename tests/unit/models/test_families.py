@@ -61,7 +61,7 @@ def test_a_family_without_a_row_is_refused_with_the_setting_that_allows_it(tmp_p
     assert actor.layout == "padded"
 
 
-@pytest.mark.parametrize("family", ["llama4", "qwen3_5", "llava", "paligemma", "mistral3", "idefics3", "glm4v", "aya_vision"])
+@pytest.mark.parametrize("family", ["llama4", "llava", "paligemma", "mistral3", "idefics3", "glm4v", "aya_vision"])
 @pytest.mark.parametrize("allowed", ["refuse", "allow"])
 def test_an_unknown_family_with_parts_besides_text_is_refused_and_never_loaded_in_part(family, allowed, tmp_path):
     AutoConfig.for_model(family).save_pretrained(tmp_path)

@@ -19,7 +19,7 @@ from lightrft.models.settings import ModelConfig
 from lightrft.models.tiny_media import MEDIA_FAMILIES, qwen, save_tiny_media, tiles
 from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
 from lightrft.utils.errors import ModelError
-from tests.media_helpers import mixed_batch, mixed_prompts, random_media, rig
+from tests.media_helpers import layouts_of, mixed_batch, mixed_prompts, random_media, rig
 from tests.model_helpers import Float64
 
 QWEN = tuple(qwen.FAMILIES)
@@ -30,6 +30,8 @@ OWN = {
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
     "qwen3_vl_moe": "Qwen3VLProcessor",
+    "qwen3_5": "Qwen3VLProcessor",
+    "qwen3_5_moe": "Qwen3VLProcessor",
     "internvl": "InternVLProcessor",
     "llava_onevision": "LlavaOnevisionProcessor",
 }
@@ -178,7 +180,7 @@ def test_answers_to_a_long_clip_go_on_where_the_models_own_forward_does(family, 
     batch = Batch(Segments.of_prompts([prompt]), Segments.of([[5, 6, 7], [8, 9]]), torch.tensor([0, 0]))
     with Float64(), torch.no_grad():
         expected = r.actor.own_logprobs(batch)
-        for layout in ("prefix_shared", "packed", "padded"):
+        for layout in layouts_of(r.actor):
             r.actor.layout = layout
             assert (r.actor.score(batch).logprobs - expected).abs().max() < 1e-9 * expected.abs().max()
 

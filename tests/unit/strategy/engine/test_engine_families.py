@@ -91,7 +91,7 @@ def test_sampled_log_probs_are_those_of_the_models_own_forward(family: str) -> N
 
 def test_every_family_that_decodes_by_plan_is_proved_by_a_tiny_model() -> None:
     media = [tiny_media_model(family).config for family in MEDIA_FAMILIES]
-    assert all(decodes_by_plan(config) for config in media)
+    assert {config.model_type for config in media if not decodes_by_plan(config)} == {"qwen3_5", "qwen3_5_moe"}
     proved = {kind for config in media for kind in (config.model_type, config.get_text_config(decoder=True).model_type)}
     assert proved | set(TEXT_FAMILIES) >= PLAN_FAMILIES
 
