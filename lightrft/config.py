@@ -176,11 +176,7 @@ class LaunchConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """When a run saves a checkpoint, and which ones stay. It also saves at its end and when it is stopped.
-
-    ``every`` counts steps, ``every_minutes`` minutes; 0 turns either off. The ``keep`` newest ones stay, and the best by the
-    metric ``best``. A step that is better than all checkpoints is saved too, and ``model/`` holds the best one at the end.
-    """
+    """When a run saves a checkpoint, and which ones stay. It also saves at its end and when it is stopped."""
 
     every: int = Field(0, ge=0)
     """Save after every so many steps; 0 leaves it to ``every_minutes``. Set it to resume from, or export, certain steps."""
@@ -647,23 +643,17 @@ class ChatConfig(Settings):
 
 
 class ExportConfig(Settings):
-    """Everything that ``lightrft export`` reads. ``path``, which may stand without its key, is a run folder or a checkpoint.
-
-    ``which`` checkpoint of a run is written: the ``best`` by its ``checkpoint.best``, the ``last``, or (``auto``) the best if the
-    run names a metric and else the last; ``step`` names another. ``output`` is the folder to write (``null``: ``export/`` of the
-    run). ``adapters`` are merged into the weights, or kept, as a PEFT adapter. ``base`` is the folder of the start model, where
-    that is not where the run had it. ``overwrite`` replaces a model folder that exists.
-    """
+    """Everything that ``lightrft export`` reads. ``path`` may stand without its key."""
 
     paths: ClassVar[tuple[str, ...]] = ("path", "base")
     path: str = ""
     """Run folder, or one folder of its ``checkpoints/``."""
     which: Literal["auto", "best", "last"] = "auto"
-    """Checkpoint of a run. Set ``last`` to write the newest weights of a run that names a metric."""
+    """Checkpoint of a run: the best by its ``checkpoint.best``, or the last. ``auto`` takes the best if the run names a metric."""
     step: int | None = Field(None, ge=0)
     """Step of the checkpoint, instead of ``which``."""
     output: str | None = None
-    """Folder to write. It must not exist, unless ``overwrite`` is set."""
+    """Folder to write; ``null`` is ``export/`` of the run. It must not exist, unless ``overwrite`` is set."""
     adapters: Literal["merge", "keep"] = "merge"
     """``keep`` writes low-rank adapters alone, for PEFT. Set it to share them, or where the model is quantised."""
     base: str | None = None

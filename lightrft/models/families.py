@@ -178,11 +178,9 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
 def decoder_of(model: nn.Module, family: Family) -> nn.Module:
     """The module of ``model`` that yields last hidden states."""
     try:
-        if family.decoder:
-            return model.get_submodule(family.decoder)
-    except AttributeError:
-        pass
-    return model.get_decoder()  # ty: ignore[not-callable]
+        return model.get_submodule(family.decoder) if family.decoder else model.get_decoder()  # ty: ignore[not-callable]
+    except AttributeError:  # another class of the family calls it otherwise
+        return model.get_decoder()  # ty: ignore[not-callable]
 
 
 _UNPROVED = Family(decoder="", layout="padded", padded_attention=None)
@@ -198,4 +196,4 @@ def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | No
 
 def _field(config: PreTrainedConfig, name: str | None) -> Any:
     """The value of a field or property of ``config``. A family without it has nothing to cap or to scale."""
-    return getattr(config, name, None) if name else None
+    return getattr(config, name) if name and hasattr(config, name) else None
