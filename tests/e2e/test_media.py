@@ -199,13 +199,14 @@ class Calls:
 def test_with_eight_answers_a_prompt_a_tower_sees_each_picture_once_in_generation_and_once_in_each_pass(
     tree, root, tmp_path, monkeypatch
 ):
-    """Passes: old log-probs, the reference and the update; the check of the layout is left out."""
+    """Passes: old log-probs, the reference and the update; the checks of the layout and of the engine's log-probs are left out."""
     calls = Calls(monkeypatch)
     pictures = [json.dumps({"prompt": "which?", "images": [f"p{i}.png"], "label": "1"}) for i in range(3)]
     (root / "three.jsonl").write_text("\n".join(pictures) + "\n")
     kl = {"where": "loss", "estimator": "k3", "coef": 0.1}
     once = {
         "model": {"check_layout": False},
+        "engine": {"check_logprobs": False},
         "data": {"sources": [str(root / "three.jsonl")]},
         "rollout": {"prompts": 3, "samples": 8},
         "algorithm": {"preset": "grpo", "kl": kl, "shaping": [], "filters": []},

@@ -132,7 +132,7 @@ def test_supervised_training(rl_tree: dict[str, Any]) -> None:  # noqa: F811
     ends = []
     for name, kind in (("there", "auto"), ("here", "cpu")):
         tree = {key: rl_tree[key] for key in ("model", "data", "optimizer", "log")}
-        more = {"run": {**rl_tree["run"], "name": name}, "strategy": {"device": kind}, "train": {"steps": 2}}
+        more = {"run": {**rl_tree["run"], "name": name}, "strategy": {"device": kind}, "train": {"steps": 2}, "batch_size": 5}
         run_sft(build(SFTConfig, deep_merge(tree, more)))
         ends.append(Path(rl_tree["run"]["dir"]) / name)
     assert numbers(ends[0]) == numbers(ends[1])
