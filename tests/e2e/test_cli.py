@@ -32,7 +32,7 @@ def test_every_verb_says_what_it_takes(capsys, verb, flag):
     outcome = command(capsys, verb, flag)
     assert outcome.status == 0
     assert f"lightrft {verb}" in outcome.out
-    shown = {"explain": "presets:", "check": "kinds:", "doctor": "device_memory", "report": "run folder"}
+    shown = {"explain": "presets:", "check": "kinds:", "doctor": "device_memory", "report": "run folder", "export": "adapters"}
     assert shown.get(verb, "run.name") in outcome.out
 
 
@@ -170,16 +170,31 @@ lightrft.cli.rl_verb.program = program
 """
 
 
+def importing() -> float:
+    """CPU seconds that torch and the models of transformers take to import, now and here."""
+    code = "import time, torch, transformers.masking_utils; print(time.process_time())"
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
 @pytest.mark.slow
 def test_a_run_asks_for_its_first_token_within_six_seconds_of_a_processor(model_folder, data_folder, tmp_path):
-    """Most of it is the import of torch and transformers. What is only needed later is imported later."""
-    words = ["rl", f"model={model_folder}", f"data.sources={data_folder / 'train.jsonl'}", "reward.terms=[math]"]
+    """Of one that imports torch and transformers, which is most of it, in four; in proportion on a slower or a shared one.
+
+    What is only needed later is imported later.
+    """
+    words = [
+        "rl",
+        f"model={model_folder}",
+        f"data.sources={data_folder / 'train.jsonl'}",
+        "reward.terms=[math]",
+        "rollout.prompts=4",
+    ]
     found = []
     for name in ("a", "b", "c"):
         said = process(*words, f"run.name={name}", "train.steps=1", cwd=tmp_path, prelude=FIRST).out
         seconds, *late = next(line for line in said.splitlines() if line.startswith("first ")).split()[1:]
         assert late == []
-        found.append(float(seconds))
+        found.append(float(seconds) * min(1.0, 4 / importing()))
         if found[-1] < 6:
             break
     assert min(found) < 6, found

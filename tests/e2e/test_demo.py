@@ -29,8 +29,16 @@ FEW = [
 ]
 
 
+def parity(folder: Path) -> str:
+    """A reward by which responses differ, so that a few steps train something: a run that learns nothing ends with 2."""
+    file = folder / "parity.py"
+    file.write_text("def parity(rollout):\n    return float(sum(rollout.token_ids) % 2)\n")
+    return f"rl.reward.terms=[{file}:parity]"
+
+
 def command(folder: Path, steps: int) -> list[str]:
-    return [sys.executable, "-m", "lightrft", "demo", f"run.dir={folder}", "run.name=demo", f"rl.train.steps={steps}", *SHORT]
+    words = [f"run.dir={folder}", "run.name=demo", f"rl.train.steps={steps}", parity(folder)]
+    return [sys.executable, "-m", "lightrft", "demo", *words, *SHORT]
 
 
 @pytest.mark.slow
@@ -77,7 +85,7 @@ def demo(kind: str, folder: Path, *settings: str) -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "element"), [("vision", '<img src="data:image/png'), ("audio", "<audio controls")])
 def test_a_demo_of_media_ends_with_a_report_that_holds_the_pictures_or_clips(tmp_path: Path, kind: str, element: str) -> None:
-    summary = demo(kind, tmp_path, *FEW)
+    summary = demo(kind, tmp_path, *FEW, parity(tmp_path))
     assert {"heldout_before", "heldout_after", "seconds"} <= summary.keys()
     samples = json.loads((tmp_path / "demo" / "samples.json").read_text())
     names = [name for row in samples["before"] for name in row["attachments"]]

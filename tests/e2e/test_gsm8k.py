@@ -34,7 +34,8 @@ def recipe(capsys, monkeypatch, tmp_path):
 
     def run(verb: str, *words: str | Path) -> Outcome:
         outcome = command(capsys, verb, *words, f"run.dir={tmp_path}", "run.progress=false")
-        assert outcome.status == 0, outcome.err
+        # A model with random weights may get no reward at all, and a run that learns nothing ends with 2.
+        assert outcome.status == 0 or "nothing was trained" in outcome.err, outcome.err
         return outcome
 
     return run
