@@ -50,6 +50,7 @@ def test_a_step_makes_the_passes_that_are_shown(rl_config, teacher: Path, tmp_pa
     (tmp_path / "reward.py").write_text("def reward(rollout):\n    return sum(rollout.token_ids) % 7 / 6\n")
     tree = {
         "model": {"check_layout": False},
+        "engine": {"check_logprobs": False},
         "algorithm": {"preset": preset},
         "reward": {"terms": [f"{tmp_path}/reward.py:reward"]},
         "train": {"steps": 1, "updates": updates},
