@@ -10,7 +10,7 @@ import torch
 from lightrft.config import AdvantageConfig
 from lightrft.trainer.advantages import ADVANTAGES, whiten
 from lightrft.trainer.rows import Rows
-from lightrft.types import Batch
+from lightrft.types import Batch, Segments
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, rows_for
 from tests.numbers.oracles import Case
@@ -100,9 +100,8 @@ def test_tokens_that_were_not_sampled_are_no_steps(name: str, case: Case, seed: 
     batch = batch_of(case)
     with_holes = ADVANTAGES[name](batch, tensor_of(rewards), settings)
     kept = batch.mask
-    compacted = batch.replace(values=batch.values[kept], sampled=None)  # type: ignore[index]
-    compacted.responses.tokens = batch.responses.tokens[kept]
-    compacted.responses.lengths = Rows.of(batch).count()
+    responses = Segments(batch.responses.tokens[kept], Rows.of(batch).count())
+    compacted = batch.replace(responses=responses, values=batch.values[kept], sampled=None)  # type: ignore[index]
     without = ADVANTAGES[name](compacted, tensor_of(rewards)[kept], settings)
     for a, b in zip(with_holes, without, strict=True):
         assert_equal(a[kept], b.tolist(), tolerance=1e-12)
