@@ -14,7 +14,6 @@ from lightrft.datasets.settings import DataConfig
 from lightrft.datasets.sources import files_of
 from lightrft.datasets.token_cache import TokenCache
 
-CHUNK_BYTES = 1 << 22
 MIB = 2**20
 IRRELEVANT = {"shuffle", "blend", "media", "token_cache", "token_cache_min_mb"}
 """Settings of the data that change no token of a row."""
@@ -58,11 +57,8 @@ def token_cache_of(config: DataConfig, tokenizer: Any, purpose: str, options: Ma
 
 def digest_of_file(path: Path) -> str:
     """A digest of what ``path`` holds."""
-    digest = hashlib.blake2b(digest_size=32)
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
 def stamps(config: DataConfig) -> Sequence[tuple[str, int, int]]:

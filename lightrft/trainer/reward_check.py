@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightrft.config import RewardConfig, RewardTerm
 from lightrft.trainer.rewards.registry import load_reward
-from lightrft.trainer.rewards.trial import Call, Outcome, try_rewards
-from lightrft.trainer.rewards.view import view_of
+from lightrft.trainer.rewards.trial import Outcome, calls_on, try_rewards
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import RewardError
 
@@ -60,8 +58,7 @@ def tried(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[tuple[T
     """Yield each term with the outcomes of its calls on the ``rollouts`` that it scores."""
     for trial in _trials(config, rollouts):
         reward = load_reward(trial.term.function, trial.term.options)
-        views = [pickle.dumps(view_of(r), protocol=pickle.HIGHEST_PROTOCOL) for r in trial.rollouts]
-        calls = [Call(0, views)] if reward.batched else [Call(0, [view]) for view in views]
+        calls = calls_on(reward, trial.rollouts)
         yield trial, try_rewards([(reward.name, dict(reward.options))], calls, config.deadline)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from lightrft.trainer.contracts.verdicts import Verdict
 from lightrft.trainer.rewards.registry import REWARDS, Reward, load_reward
-from lightrft.trainer.rewards.trial import Call, try_rewards
-from lightrft.trainer.rewards.view import view_of
+from lightrft.trainer.rewards.trial import calls_on, try_rewards
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
 
@@ -61,7 +59,7 @@ def reward_verdicts(name: str, options: Mapping[str, Any], limit: float) -> list
 
 def _broken(reward: Reward, case: Case, limit: float) -> str:
     """Return what is broken; empty where the check holds."""
-    calls = _calls(reward, [_rollout(text) for text in case.texts])
+    calls = calls_on(reward, [_rollout(text) for text in case.texts])
     outcomes = try_rewards([(reward.name, dict(reward.options))], calls * (1 + case.same), limit)
     for outcome in outcomes:
         if outcome.problem:
@@ -75,12 +73,6 @@ def _broken(reward: Reward, case: Case, limit: float) -> str:
         if one.values != other.values:
             return f"gave {_shown(one.values)}, then {_shown(other.values)}: a run could not be repeated"
     return ""
-
-
-def _calls(reward: Reward, rollouts: Sequence[Rollout]) -> list[Call]:
-    pack: Callable[[Rollout], bytes] = lambda r: pickle.dumps(view_of(r), protocol=pickle.HIGHEST_PROTOCOL)  # noqa: E731
-    views = [pack(rollout) for rollout in rollouts]
-    return [Call(0, views)] if reward.batched else [Call(0, [view]) for view in views]
 
 
 def _rollout(text: str) -> Rollout:

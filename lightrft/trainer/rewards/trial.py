@@ -25,8 +25,10 @@ from typing import Any
 from lightrft.trainer.rewards.guardian import become_guardian
 from lightrft.trainer.rewards.registry import Reward, load_reward
 from lightrft.trainer.rewards.values import NotAReward, rows_of, terms_of
+from lightrft.trainer.rewards.view import view_of
 from lightrft.trainer.rewards.worker import _warm_up as warm_up
 from lightrft.trainer.rewards.worker import describe
+from lightrft.types import Rollout
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -57,6 +59,12 @@ class Outcome:
     values: tuple[float, ...] = ()
     problem: str = ""
     trace: str = ""
+
+
+def calls_on(reward: Reward, rollouts: Sequence[Rollout]) -> list[Call]:
+    """Return one call for each of ``rollouts``, or one for all where ``reward`` is batched."""
+    views = [pickle.dumps(view_of(rollout), protocol=pickle.HIGHEST_PROTOCOL) for rollout in rollouts]
+    return [Call(0, views)] if reward.batched else [Call(0, [view]) for view in views]
 
 
 def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[Call], deadline: float) -> list[Outcome]:

@@ -145,7 +145,8 @@ def socket_number():
     """The descriptor of the worker's socket."""
     import stat
 
-    return next(n for n in range(3, 100) if _is_open(n) and stat.S_ISSOCK(os.fstat(n).st_mode))
+    most = os.sysconf("SC_OPEN_MAX")  # a run that has many files open passes on a high number
+    return next(n for n in range(3, most) if _is_open(n) and stat.S_ISSOCK(os.fstat(n).st_mode))
 
 
 def _is_open(number):
