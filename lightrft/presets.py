@@ -35,6 +35,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "aggregation": "sequence_sum",
         "kl": {"where": "reward", "estimator": "k1", "coef": 0.05},
     },
+    "remax_released": {
+        "advantage": {"name": "remax", "gamma": 0.99},
+        "loss": {"name": "reinforce"},
+        "aggregation": "token",
+        "kl": {"where": "loss", "estimator": "k2", "coef": 0.05},
+    },
     "opo": {
         "advantage": {"name": "opo"},
         "loss": {"name": "reinforce"},
@@ -140,7 +146,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "advantage": {"name": "grpo"},
         "loss": {"name": "cpgd", "clip_low": 0.2, "clip_high": 0.2},
         "aggregation": "token",
-        "drift": {"coef": 0.01, "estimator": "k3", "cap": 0.2},
+        "drift": {"coef": 0.01, "estimator": "k3", "cap": 2.0},
     },
     "sapo": {
         "advantage": {"name": "grpo"},
@@ -256,6 +262,7 @@ PAPERS: dict[str, str] = {
     "script of 2026",
     "rloo": "Back to basics, arXiv 2402.14740, section 3: the policy gradient of whole answers; coefficient as there for TL;DR",
     "remax": "ReMax, arXiv 2310.10505, algorithm 2; discount and coefficient of the KL as in the authors' scripts",
+    "remax_released": "ReMax as in the authors' released code: each token bears its own KL alone, and the mean is over tokens",
     "opo": "OPO, arXiv 2505.23585: exact on-policy training, without KL or entropy",
     "pass_at_k": "Inference-time objectives, arXiv 2503.19595, section 3",
     "maxrl": "Maximum likelihood reinforcement learning, arXiv 2602.02710",
@@ -275,8 +282,9 @@ PAPERS: dict[str, str] = {
     "gmpo": "GMPO, arXiv 2507.20673, section 4: bounds (e^-0.4, e^0.4)",
     "cispo": "MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound; the upper one is not printed, so that of DAPO",
     "cispo_cap": "CISPO as in ScaleRL, arXiv 2510.13786, sections 3.2 and 4: one bound, on the ratio itself; deviation of the "
-    "batch, mean over prompts",
-    "cpgd": "CPGD, arXiv 2505.12504, section 4; the deviation of the group and the numbers of the drift are those of the authors' code",
+    "batch, mean over prompts. Its filter of groups with equal rewards and its curriculum are settings of their own",
+    "cpgd": "CPGD, arXiv 2505.12504, section 4; the deviation of the group and the numbers of the drift are those of the authors' "
+    "code, whose ratio less 1 pulls by at most 2",
     "sapo": "SAPO, arXiv 2511.20347, section 5",
     "vespo": "VESPO, arXiv 2602.10693: weights against the sampler",
     "dppo": "DPPO, binary total variation, arXiv 2602.04879: the trust region is around the sampler; advantage and "
@@ -307,6 +315,7 @@ ENTROPY = "PRIME-RL/Entropy-Mechanism-of-RL, recipe/dapo"
 DPPO_SCRIPT = "verl, examples/dppo_trainer/run_qwen3_30b_a3b_megatron.sh"
 M2PO_SCRIPT = "Infini-AI-Lab/M2PO, train-scripts/m2po-qwen-math-7b-s256.sh"
 PRIME_SCRIPT = "PRIME-RL/PRIME, training/examples/run_prime_main.sh"
+CPGD_SCRIPT = "ModalMinds/MM-EUREKA, branch qwen, examples/scripts/train_cpgd_qwen_7b_single_node.sh"
 REMAX_SCRIPT = "liziniu/ReMax, step3_rlhf_finetuning/training_scripts/llama2/run_llama2_7b.sh"
 OPENRLHF = "OpenRLHF's default"
 
@@ -319,6 +328,7 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "rloo": {"kl.coef": "arXiv 2402.14740, for TL;DR"},
     "remax": {"advantage.gamma": REMAX_SCRIPT, "kl.coef": REMAX_SCRIPT},
+    "remax_released": {"advantage.gamma": REMAX_SCRIPT, "kl.coef": REMAX_SCRIPT},
     "rft": {"advantage.options.threshold": "1: the reward of a right answer; arXiv 2308.01825 keeps right answers"},
     "dr_grpo": {"loss": PPO_CLIP},
     "lite_ppo": {"loss": PPO_CLIP},
@@ -340,7 +350,11 @@ SOURCES: dict[str, dict[str, str]] = {
         "loss.clip_high": f"{DAPO}; MiniMax-M1 prints none",
     },
     "cispo_cap": {"loss": "ScaleRL, arXiv 2510.13786, section 3.2"},
-    "cpgd": {"loss": PPO_CLIP, "drift": "the authors' code"},
+    "cpgd": {
+        "loss": f"{CPGD_SCRIPT}: the default of eps_clip",
+        "drift.coef": CPGD_SCRIPT,
+        "drift.cap": f"{CPGD_SCRIPT}: the default of policy_drift_clip_eps",
+    },
     "sapo": {"loss": "SAPO, arXiv 2511.20347, section 5"},
     "vespo": {"loss": "VESPO, arXiv 2602.10693"},
     "dppo": {"loss": DPPO_SCRIPT},

@@ -54,6 +54,17 @@ def mirror_descent(case: Case, rewards: Sequence[float], tau: float) -> Scalar:
     return mean(each) if each else 0.0
 
 
+def released_remax(case: Case, scores: Sequence[float], coef: float) -> Scalar:
+    """The mean over sampled tokens of -(A_i - coef (log pi - log pi_ref)) log pi, where the factor carries no gradient: the loss of the
+    authors' code, in which the KL of a token is no part of the return of the tokens before it. ReMax, arXiv 2310.10505."""
+    each = []
+    for i in range(len(case)):
+        for t in case.sampled(i):
+            now = case.logprobs[i][t]
+            each.append(-(scores[i] - coef * detach(now - case.ref[i][t])) * now)
+    return mean(each) if each else 0.0
+
+
 def straight_through_k3(logprob: Scalar, ref: Scalar) -> Scalar:
     """The value of k3 and the gradient of k2, d = log pi - log pi_ref."""
     d = logprob - ref

@@ -82,6 +82,18 @@ def test_the_preset_of_kimi_k15_has_the_gradient_of_its_squared_loss(tau: float,
     assert_equal(gradient(loss, logprobs), gradients(expected, leafs.logprobs))
 
 
+@every_case(examples=40)
+def test_the_released_remax_gives_each_token_its_own_kl_and_not_that_of_later_ones(case: Case, seed: int) -> None:
+    algorithm = build(RLConfig, {"algorithm": {"preset": "remax_released"}}).algorithm
+    scores, leafs = scores_for(case, seed), case.with_leaves("logprobs")
+    advantages = tensor_of(oracles.on_sampled(case, scores))
+    batch = batch_of(case).replace(advantages=advantages, ref_logprobs=tensor_of(case.ref))
+    logprobs = tensor_of(case.logprobs).requires_grad_()
+    loss, _ = Objective.of(algorithm, Controls.of(algorithm))(weighted(batch, RLConfig(algorithm=algorithm)), Scores(logprobs))
+    expected = oracles_peers.released_remax(leafs, scores, 0.05)
+    assert_equal(gradient(loss, logprobs), gradients(expected, leafs.logprobs))
+
+
 @every_case()
 def test_straight_through_k3_has_the_value_of_k3_and_the_gradient_of_k2(case: Case, seed: int) -> None:
     leafs = case.with_leaves("logprobs")
