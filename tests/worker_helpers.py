@@ -68,11 +68,14 @@ class ProcessWorker:
         self._begin()
 
     def close(self) -> None:
-        self.signal(signal.SIGKILL)
-        self._process.join()
-        self._outbox.put(None)
-        for thread in self._threads:
-            thread.join()
+        if self._threads:
+            self.signal(signal.SIGKILL)
+            self._process.join()
+            self._outbox.put(None)
+            for thread in self._threads:
+                thread.join()
+            self._threads = []
+            self._connection.close()
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is there."""
@@ -85,6 +88,7 @@ class ProcessWorker:
         self._process = _SERVER.Process(target=serve, args=(self._made, theirs), daemon=True)
         self._process.start()
         theirs.close()
+        self._connection = ours
         self.starts += 1
         with self._lock:  # others may call meanwhile
             self._gone, self._number = False, 0

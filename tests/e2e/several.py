@@ -6,8 +6,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import pytest
 from benchmarks.parity import CASES, LIMIT, Tree, compared, rows_of_pictures
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
 from lightrft.utils.settings import deep_merge
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -79,8 +78,8 @@ def config_file(tree: Tree, folder: Path, name: str) -> Path:
 def train(tree: Tree, folder: Path, name: str, processes: int, *more: str) -> Path:
     """``lightrft rl`` with ``tree`` in as many processes; the run's folder."""
     file = config_file(tree, folder, name)
-    command = [sys.executable, "-m", "lightrft", "rl", str(file), f"launch.processes={processes}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
+    words = ["-m", "lightrft", "rl", file, f"launch.processes={processes}", *more]
+    done = warm.run(words, env=ENVIRONMENT, seats=processes if processes > 1 else 0)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / name
 

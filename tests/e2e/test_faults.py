@@ -19,6 +19,7 @@ import pytest
 
 from lightrft.utils.settings import deep_merge
 from lightrft.utils.trackers import read_rows
+from tests import warm
 from tests.e2e.several import ENVIRONMENT, check_equal, config_file, train
 
 KILLING = Path(__file__).with_name("killing.py")
@@ -33,6 +34,8 @@ END = 120.0
 a busy machine it is more; one that waits for the rank that is gone takes ten minutes."""
 TIMEOUT = 16.0
 """Seconds of ``strategy.timeout`` where a process is stopped."""
+GRACE = 15
+"""Seconds that a stopped process has to end by itself, which it never does. A launcher gives it a minute or more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,9 @@ def whole(tree, whole_runs, tmp_path_factory) -> Path:
 
 def run_until(file: Path, where: str, nth: int, rank: int, how: str) -> Ended:
     """Two processes of the run of ``file``; on ``rank`` something happens."""
-    words = [str(KILLING), str(file), where, str(nth), str(rank), how]
-    command = [sys.executable, "-c", LAUNCH, *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
+    words = ["-c", LAUNCH, KILLING, file, where, str(nth), str(rank), how]
+    limits = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE)} if how == "stop" else {}
+    done = warm.run(words, env=ENVIRONMENT | limits, seats=2)
     happened = file.with_name("happened")
     assert happened.exists() or where == "never", done.stderr
     since = time.time() - float(happened.read_text()) if happened.exists() else 0.0
@@ -240,8 +243,7 @@ def test_what_a_rank_alone_fails_with_is_the_last_line_and_told_once(tree, tmp_p
     )
     tree = deep_merge(tree, {"algorithm": {"loss": {"name": f"{trap}:at_rank_one"}}})
     file = config_file(tree, tmp_path, "run")
-    command = [sys.executable, "-m", "lightrft", "rl", str(file), "launch.processes=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
+    done = warm.run(["-m", "lightrft", "rl", file, "launch.processes=2"], env=ENVIRONMENT, seats=2)
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode != 0
     assert last.startswith("lightrft rl: rank 1") and "ZeroDivisionError: the second rank alone" in last, done.stderr
@@ -251,8 +253,7 @@ def test_what_a_rank_alone_fails_with_is_the_last_line_and_told_once(tree, tmp_p
 @pytest.mark.slow
 def test_a_mistake_that_every_rank_finds_is_said_once(tree, tmp_path):
     file = config_file(deep_merge(tree, {"strategy": {"kind": "single"}}), tmp_path, "run")
-    command = [sys.executable, "-m", "lightrft", "rl", str(file), "launch.processes=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=ENVIRONMENT)
+    done = warm.run(["-m", "lightrft", "rl", file, "launch.processes=2"], env=ENVIRONMENT, seats=2)
     assert done.returncode == 2
     assert done.stderr.count("strategy.kind = 'single' is for one process") == 1, done.stderr
     assert "Traceback" not in done.stderr

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from lightrft.config import RLConfig
 from lightrft.strategy.checkpoint import load_state
 from lightrft.utils.settings import build, deep_merge, to_yaml
+from tests import warm
 
 KILLING = Path(__file__).with_name("killing.py")
 ROOT = Path(__file__).parents[2]
@@ -27,13 +27,8 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     file = tmp_path / f"{name}.yaml"
     file.write_text(to_yaml(build(RLConfig, deep_merge(tree, {"run": {"name": name}}))))
-    return subprocess.run(
-        [sys.executable, str(KILLING), str(file), where, str(nth), "0", how],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return warm.run([KILLING, file, where, str(nth), "0", how], env=env)
 
 
 def assert_same_end(one: Path, other: Path, step: int) -> None:
