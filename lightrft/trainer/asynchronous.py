@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,15 +21,15 @@ from torch import Tensor
 
 from lightrft.config import RLConfig
 from lightrft.trainer.account import Collected
-from lightrft.trainer.logprob_check import refuse_weights
 from lightrft.trainer.own_share import OwnShares, Share, goes_on_alone
 from lightrft.trainer.prompts import PromptStream
 from lightrft.trainer.replay_buffer import pack_collected, unpack_collected
 from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import Interrupted, collect
-from lightrft.types import Batch
+from lightrft.trainer.weight_probe import WeightProbe, load_checked
+from lightrft.types import Batch, Rollout
 from lightrft.utils.metrics import Max, Mean, Metrics, Sum
-from lightrft.utils.ranks import another_fails
+from lightrft.utils.ranks import another_fails, patiently, together
 from lightrft.utils.timers import Timers, queued_is_done
 
 log = logging.getLogger(__name__)
@@ -39,16 +39,19 @@ Weights = dict[str, Tensor]
 
 @dataclass(slots=True)
 class Drawn:
-    """What one batch came to, and ``time/ahead/...``: the seconds of the drawing thread, which overlap those of training."""
+    """What one batch came to, and ``time/ahead/...``: the seconds of the drawing thread, which overlap those of training. ``probe`` is
+    of the policy as it was when the batch was taken."""
 
     collected: Collected
     metrics: Metrics = field(default_factory=Metrics)
+    probe: WeightProbe | None = None
 
 
 @dataclass(slots=True)
 class _Job:
     version: int
     future: Future[Drawn]
+    probe: WeightProbe | None = None
 
 
 class Ahead:
@@ -92,6 +95,7 @@ class Ahead:
         """The batch of ``step``; then the policy as it is now, which is version ``step``, is handed over for a later batch."""
         with timers("wait"):
             drawn = self._jobs[step].future.result()
+        self._refuse([self._jobs[step]])
         newest = max((v for r in drawn.collected.rollouts for v in r.versions), default=step)
         if step - newest > self._staleness:
             raise RuntimeError(
@@ -101,7 +105,7 @@ class Ahead:
         del self._jobs[step]
         with timers("weights"):
             if step + self._staleness < self._steps:
-                self._submit(step + self._staleness, step)
+                drawn.probe = self._submit(step + self._staleness, step, drawn.collected.groups)
             needed = {job.version for job in self._jobs.values()}
             self._snapshots = {v: weights for v, weights in self._snapshots.items() if v in needed}
         return drawn
@@ -113,9 +117,11 @@ class Ahead:
     def state_dict(self, step: int) -> dict[str, Any]:
         """What is drawn and not trained on yet, and the weights that what is missing is to be drawn by, as plain data and tensors.
 
-        Waits for batches under way; a run that was asked to stop gives them up, and draws them again when it goes on.
+        Waits for batches under way; a run that was asked to stop gives them up, and draws them again when it goes on. Raises
+        ``ModelError`` where the engine did not draw them by the weights that it was given.
         """
         self.rest()
+        self._refuse(self._jobs.values())
         ready = [job.future.result().collected for job in self._jobs.values() if job.future.exception() is None]
         missing = {job.version for job in self._jobs.values() if job.future.exception() is not None}
         weights = {version: self._snapshots[version] for version in sorted(missing - {step})}
@@ -128,8 +134,9 @@ class Ahead:
         if self._own is not None:
             self._own.close()
 
-    def _submit(self, batch: int, step: int) -> None:
-        """Queue ``batch``, to be drawn by the version that it is due, or by the policy of now where that one is not kept."""
+    def _submit(self, batch: int, step: int, groups: Sequence[Sequence[Rollout]] = ()) -> WeightProbe | None:
+        """Queue ``batch``, to be drawn by the version that it is due, or by the policy of now where that one is not kept. Returns the
+        probe made of ``groups`` that goes with the policy of now."""
         version = max(0, batch - self._staleness)
         if version not in self._snapshots:
             version = step
@@ -137,40 +144,57 @@ class Ahead:
                 kept = self._trained if not self._engine.of_all or self._ranks.rank == 0 else ()
                 self._snapshots[version] = {n: w.detach().clone() for n, w in self._weights() if n in kept}
         weights = self._snapshots[version]
-        share = None if self._own is None else self._own.ask(batch, version, weights)
-        future = self._worker.submit(self._draw, batch, version, weights, share)
-        self._jobs[batch] = _Job(version, future)
+        checked = self._config.engine.check_logprobs and version == step
+        probe = WeightProbe.of(groups, self._config.sampling, version) if checked else None
+        share = None if self._own is None else self._own.ask(batch, version, weights, probe)
+        future = self._worker.submit(self._draw, batch, version, weights, share, probe)
+        self._jobs[batch] = _Job(version, future, probe)
+        return probe
+
+    def _refuse(self, jobs: Collection[_Job]) -> None:
+        """Raises ``ModelError`` where the engine drew ``jobs``, which are over, by other weights than it was given. A call of all
+        ranks."""
+        probes = [job.probe for job in jobs if job.probe is not None]
+        if probes:
+            together(self._roles.strategy.ranks, lambda: [probe.refuse(self._roles) for probe in probes])
+            for job in jobs:
+                job.probe = None
 
     def _over(self) -> bool:
         """Whether nothing is to be drawn any more. A rank that ends waits for what all draw."""
         return self._halted or self._closing or self._stopped() or another_fails()
 
-    def _draw(self, batch: int, version: int, weights: Weights, share: Share | None) -> Drawn:
+    def _draw(self, batch: int, version: int, weights: Weights, share: Share | None, probe: WeightProbe | None) -> Drawn:
         if self._halted:
             raise Interrupted
         try:
             if any(self._ranks.gather(self._over())):
                 raise Interrupted
-            return self._draw_here(batch, version, weights) if share is None else self._told(batch, share)
+            return self._draw_here(batch, version, weights, probe) if share is None else self._told(batch, share)
         except BaseException:
             self._halted = True
             if self._own is not None and share is not None:
                 self._own.back_to(share)
             raise
 
-    def _draw_here(self, batch: int, version: int, weights: Weights) -> Drawn:
+    def _draw_here(self, batch: int, version: int, weights: Weights, probe: WeightProbe | None) -> Drawn:
         """Draw ``batch`` in this thread."""
         began, timers = time.perf_counter(), Timers(queued_is_done)
         with self._stream.as_before_on_error():
             if self._loaded != version:
-                found = self._engine.load_weights(weights.items(), version)
-                if self._config.engine.check_logprobs:
-                    refuse_weights(found, weights, version)
+                load_checked(self._engine, weights, version, self._config.engine.check_logprobs)
                 self._loaded = version
+            if probe is not None:
+                self._ask(probe)
             collected = collect(self._roles, self._config, batch, self._stream, timers, self._over, self._ranks)
         idle = began - self._ended if self._ended else 0.0
         self._ended = time.perf_counter()
         return Drawn(collected, _metrics(timers, idle))
+
+    def _ask(self, probe: WeightProbe) -> None:
+        """Have the engine answer ``probe``: each rank its own, or the first one that of all."""
+        asks = not self._engine.of_all or self._ranks.rank == 0
+        patiently(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
 
     def _told(self, batch: int, share: Share) -> Drawn:
         """Tell others this rank's ``share`` of ``batch``, and learn theirs."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-11,
 
 HALF = (torch.bfloat16, torch.float16)
 REMOVED = 0.05
-"""Share of tokens that a filter of the trainer may remove by rounding, although the engine sampled them."""
+"""Share of tokens, rounded up, that a filter of the trainer may remove by rounding, although the engine sampled them."""
 
 
 def gap_bound(dtype: torch.dtype, layers: int) -> float:
@@ -47,7 +48,8 @@ class Compared:
     """``n`` sampled tokens: the trainer's ``logits [n, V]``, the ``tokens [n]``, and the log-probs ``reported [n]`` for them.
 
     ``seen [n, V]`` marks the tokens before each, for the repetition penalty. ``greedy [n]`` tokens were the likeliest ones.
-    ``dtype`` is the coarsest type of the states and weights, as a call sees them.
+    ``dtype`` is the coarsest type of the states and weights, as a call sees them. ``before [n]`` are the log-probs that older weights
+    gave the tokens, NaN where they gave none.
     """
 
     logits: Tensor
@@ -56,6 +58,7 @@ class Compared:
     greedy: Tensor
     seen: Tensor | None
     dtype: torch.dtype
+    before: Tensor | None = None
 
     def gap(self, sampling: SamplingConfig) -> float:
         """Return the difference in nats if the engine sampled by ``sampling``: the largest, or in half precision the mean.
@@ -73,8 +76,17 @@ class Compared:
             else:
                 gaps[where] = (chosen - logits.logsumexp(-1) - self.reported[where]).abs()
         removed = gaps.isinf()
-        if removed.float().mean() <= REMOVED:
+        if int(removed.sum()) <= math.ceil(REMOVED * len(gaps)):
             gaps = gaps[~removed]
+        return self._summed_up(gaps)
+
+    def is_of_older_weights(self, bound: float) -> bool:
+        """Return whether the log-probs are, within ``bound``, those that older weights gave the same tokens."""
+        if self.before is None or bool((unknown := self.before.isnan()).all()):
+            return False
+        return self._summed_up((self.before - self.reported)[~unknown].abs()) <= bound
+
+    def _summed_up(self, gaps: Tensor) -> float:
         return float(gaps.mean() if self.dtype in HALF else gaps.max()) if len(gaps) else 0.0
 
 
@@ -88,25 +100,36 @@ def compared(actor: Actor, batch: Batch, sampling: SamplingConfig, version: int 
     if few is None:
         return None
     few = few.to(actor.device)
-    training = actor.training
-    actor.eval()
-    try:
-        states = actor(few, states_alone=True)
-        places = _comparable(few, sampling, version).nonzero()[:, 0]
-        room = max(2, actor.config.logits_mb * 2**20 // (4 * actor.text_config.vocab_size))
-        places = places[torch.linspace(0, len(places) - 1, min(len(places), room)).round().long().to(places.device)]
-        logits = actor.logits(states[places]).float()
-    finally:
-        actor.train(training)
+    places = _comparable(few, sampling, version).nonzero()[:, 0]
+    places = places[torch.linspace(0, len(places) - 1, min(len(places), room(actor))).round().long().to(places.device)]
+    logits, dtype = logits_at(actor, few, places)
     assert few.behavior_logprobs is not None
     greedy = torch.full_like(places, sampling.temperature == 0, dtype=torch.bool)
     sums = torch.zeros(len(few), device=places.device).index_add_(0, few.row_of, few.behavior_logprobs.abs().float())
     greedy |= sums[few.row_of[places]] == 0
-    seen = _seen(few, places, logits.shape[1]) if sampling.repetition_penalty != 1 else None
+    seen = seen_before(few, places, logits.shape[1]) if sampling.repetition_penalty != 1 else None
     tokens, reported = few.responses.tokens[places], few.behavior_logprobs[places].float()
+    return Compared(logits, tokens, reported, greedy, seen, dtype)
+
+
+def room(actor: Actor) -> int:
+    """Return the number of tokens whose logits fit into ``model.logits_mb``."""
+    return max(2, actor.config.logits_mb * 2**20 // (4 * actor.text_config.vocab_size))
+
+
+@torch.no_grad()
+def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch.dtype]:
+    """Return the float32 logits ``[n, V]`` of the response tokens at ``places [n]``, and the coarsest type they are computed in."""
+    training = actor.training
+    actor.eval()
+    try:
+        states = actor(batch, states_alone=True)
+        logits = actor.logits(states[places]).float()
+    finally:
+        actor.train(training)
     # Sharded weights are float32 outside of a call, whatever the call computes in.
     kinds = {states.dtype, torch.float32, *(p.dtype for p in actor.model.parameters() if p.dtype in ROUNDING)}
-    return Compared(logits, tokens, reported, greedy, seen, max(kinds, key=ROUNDING.__getitem__))
+    return logits, max(kinds, key=ROUNDING.__getitem__)
 
 
 def _comparable(batch: Batch, sampling: SamplingConfig, version: int | None) -> Tensor:
@@ -130,7 +153,7 @@ def _few(batch: Batch, comparable: Tensor) -> Batch | None:
     return batch.select(torch.unique(torch.cat([longest[None], others])))
 
 
-def _seen(batch: Batch, places: Tensor, vocabulary: int) -> Tensor:
+def seen_before(batch: Batch, places: Tensor, vocabulary: int) -> Tensor:
     """``[n, V]`` bool: tokens of the prompt and of the response before each of ``places``."""
     seen = torch.zeros(len(places), vocabulary, dtype=torch.bool, device=places.device)
     prompts = batch.prompts.tokens.split(batch.prompts.lengths.tolist())
@@ -141,33 +164,56 @@ def _seen(batch: Batch, places: Tensor, vocabulary: int) -> Tensor:
     return seen
 
 
-def refuse_gap(actor: Actor, found: Compared | None, sampling: SamplingConfig, unequal: Callable[[], str]) -> None:
-    """Raise ``ModelError`` with the cause where the engine's log-probs differ by more than ``gap_bound``.
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The ``gap`` in nats on ``tokens`` sampled tokens, the ``bound`` of ``dtype`` for it, and the ``cause`` of a larger one."""
 
-    ``unequal`` names a parameter in which the engine's weights differ from the trainer's, or is empty.
+    gap: float
+    bound: float
+    tokens: int
+    dtype: str
+    cause: str = ""
+
+    def __str__(self) -> str:
+        gap = f"the engine's log-probs differ from the trainer's by {self.gap:.3g} nats on {self.tokens} tokens it sampled"
+        return f"{gap}; rounding in {self.dtype} explains {self.bound:.2g}{self.cause and '. ' + self.cause}"
+
+
+def agreement(actor: Actor, found: Compared, sampling: SamplingConfig, unequal: Callable[[], str] | None) -> Agreement:
+    """Return how far the engine's log-probs are from the trainer's, and why where that is beyond ``gap_bound``.
+
+    ``unequal`` names a parameter in which the engine's own weights differ from the trainer's, or is empty; ``None`` is an engine
+    without weights of its own.
     """
-    if found is None:
-        return
-    dtype = found.dtype
-    bound, gap = gap_bound(dtype, actor.text_config.num_hidden_layers), found.gap(sampling)
-    if gap <= bound:
-        return
-    what = f"the engine's log-probs differ from the trainer's by {gap:.3g} nats on {len(found.tokens)} tokens it sampled"
-    raise ModelError(
-        f"{what}; rounding in {str(dtype).removeprefix('torch.')} explains {bound:.2g}. {_cause(actor, found, sampling, bound, unequal)} "
-        "(engine.check_logprobs=false turns this comparison off)"
-    )
+    bound, gap = gap_bound(found.dtype, actor.text_config.num_hidden_layers), found.gap(sampling)
+    cause = "" if gap <= bound else _cause(actor, found, sampling, bound, unequal)
+    return Agreement(gap, bound, len(found.tokens), str(found.dtype).removeprefix("torch."), cause)
 
 
-def _cause(actor: Actor, found: Compared, sampling: SamplingConfig, bound: float, unequal: Callable[[], str]) -> str:
-    if name := unequal():
+def refuse_gap(
+    actor: Actor, found: Compared | None, sampling: SamplingConfig, unequal: Callable[[], str] | None, when: str = ""
+) -> None:
+    """Raise ``ModelError`` with the cause where the engine's log-probs differ by more than ``gap_bound``; see ``agreement``."""
+    if found is not None and (said := agreement(actor, found, sampling, unequal)).cause:
+        raise ModelError(f"{when}{said} (engine.check_logprobs=false turns this comparison off)")
+
+
+def _cause(actor: Actor, found: Compared, sampling: SamplingConfig, bound: float, unequal: Callable[[], str] | None) -> str:
+    if unequal is not None and (name := unequal()):
         return f"Cause: weights were not transferred, the engine holds another {name!r}."
+    if found.is_of_older_weights(bound):
+        return (
+            "Cause: weights were not transferred, the engine gives the log-probs of older weights, whatever its fingerprint says."
+        )
     for words, variant in _variants(sampling):
         if found.gap(variant) <= bound:
             return f"Cause: the engine sampled {words}, and the settings say {_said(sampling)}."
+    decodes = f"decodes model type {actor.base.config.model_type!r} in another way than it is trained."
+    if unequal is None:
+        return f"Weights, temperature and filters are the same. Cause: the engine {decodes}"
     return (
-        f"Weights, temperature and filters are the same. Cause: the engine decodes model type {actor.base.config.model_type!r} in "
-        "another way than it is trained, or reads other prompt tokens (a chat template of its own)."
+        "The fingerprint of the weights, temperature and filters are the same. Cause: the engine computes with other weights than "
+        f"those of its fingerprint, or {decodes}"
     )
 
 
@@ -224,12 +270,13 @@ def check_batch(roles: Roles, batch: Batch, sampling: SamplingConfig, engine: En
     with roles.strategy.whole(roles.actor):
         found = compared(roles.actor, batch, sampling, version)
     if found is not None:
-        refuse_gap(roles.actor, found, sampling, lambda: _unequal(roles))
+        unequal = None if roles.engine.shared else partial(_unequal, roles)
+        refuse_gap(roles.actor, found, sampling, unequal)
         roles.logprobs_checked = True
 
 
 def _unequal(roles: Roles) -> str:
-    return "" if roles.engine.shared else unequal_weight(roles.held, roles.weights())
+    return unequal_weight(roles.held, roles.weights())
 
 
 @dataclass(slots=True)
@@ -285,15 +332,17 @@ class CheckedEngine:
             return
         if self.actor.config.check_layout:
             self.actor.check_layout(batch.to(self.actor.device))
-        refuse_gap(self.actor, compared(self.actor, batch, sampling, None), sampling, lambda: "")
+        refuse_gap(self.actor, compared(self.actor, batch, sampling, None), sampling, None)
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> Batch:
-    """Collate responses that need no reward, each with a prompt of its own."""
+    """Collate responses that need no reward. Those whose prompt is one object share it."""
+    prompts = {id(r.prompt): r.prompt for r in rollouts}
+    place = {key: i for i, key in enumerate(prompts)}
     return Batch(
-        Segments.of_prompts([r.prompt for r in rollouts]),
+        Segments.of_prompts(list(prompts.values())),
         Segments.of([r.token_ids for r in rollouts]),
-        torch.arange(len(rollouts)),
+        torch.tensor([place[id(r.prompt)] for r in rollouts]),
         sampled=torch.tensor([x for r in rollouts for x in r.sampled], dtype=torch.bool),
         behavior_logprobs=torch.tensor([x for r in rollouts for x in r.logprobs]),
         versions=torch.tensor([x for r in rollouts for x in r.versions], dtype=torch.long),

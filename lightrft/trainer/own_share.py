@@ -15,11 +15,11 @@ from lightrft.config import RLConfig
 from lightrft.strategy.engine.base import Engine, Fingerprint, never
 from lightrft.strategy.settings import SamplingConfig
 from lightrft.trainer.account import Collected
-from lightrft.trainer.logprob_check import refuse_weights
 from lightrft.trainer.parts import needs_of
 from lightrft.trainer.prompts import PromptStream
 from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import Interrupted, requests_for, scored
+from lightrft.trainer.weight_probe import WeightProbe, load_checked
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.ranks import Ranks, mine
 from lightrft.utils.timers import Timers, queued_is_done
@@ -111,11 +111,11 @@ class OwnShares:
         self._asked: list[Share] = []
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="generation share")
 
-    def ask(self, batch: int, version: int, weights: Mapping[str, Tensor]) -> Share:
-        """This rank's share of ``batch``, to be drawn by ``weights``, which are ``version``."""
+    def ask(self, batch: int, version: int, weights: Mapping[str, Tensor], probe: WeightProbe | None) -> Share:
+        """This rank's share of ``batch``, to be drawn by ``weights``, which are ``version``, once the engine has answered ``probe``."""
         share = Share(lambda: self._moves)
         self._asked = [s for s in self._asked if not s.drawn.done()] + [share]
-        self._worker.submit(self._draw, share, batch, version, weights)
+        self._worker.submit(self._draw, share, batch, version, weights, probe)
         return share
 
     def back_to(self, share: Share) -> None:
@@ -128,16 +128,16 @@ class OwnShares:
         """End the thread; ``stopped`` must be true."""
         self._worker.shutdown(wait=True)
 
-    def _draw(self, share: Share, batch: int, version: int, weights: Mapping[str, Tensor]) -> None:
+    def _draw(self, share: Share, batch: int, version: int, weights: Mapping[str, Tensor], probe: WeightProbe | None) -> None:
         try:
             began = time.perf_counter()
             share.idle = began - self._ended if self._ended else 0.0
             asked = self._requests(share, batch)
             if self._loaded != version:
-                found = self._roles.engine.load_weights(weights.items(), version)
-                if self._config.engine.check_logprobs:
-                    refuse_weights(found, weights, version)
+                load_checked(self._roles.engine, weights, version, self._config.engine.check_logprobs)
                 self._loaded = version
+            if probe is not None:
+                probe.ask(self._roles.engine)
             drawn = scored(
                 self._roles.engine,
                 self._roles.scorer,

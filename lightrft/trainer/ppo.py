@@ -30,6 +30,7 @@ from lightrft.trainer.rows import Rows
 from lightrft.trainer.scoring import Parts, by_parts, logprobs_by_parts, sampling_temperature
 from lightrft.trainer.shaping import token_rewards, with_rewards
 from lightrft.trainer.update import actor_frozen, update
+from lightrft.trainer.weight_probe import WeightProbe
 from lightrft.types import Batch, rows_of
 from lightrft.utils.metrics import Mean, Metrics, Sum
 from lightrft.utils.timers import Timers
@@ -62,8 +63,16 @@ def rl_step(
     return learn(roles, config, step, controls, collected, timers)
 
 
-def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collected: Collected, timers: Timers) -> StepResult:
-    """Scored groups in, one updated policy out."""
+def learn(
+    roles: Roles,
+    config: RLConfig,
+    step: int,
+    controls: Controls,
+    collected: Collected,
+    timers: Timers,
+    probe: WeightProbe | None = None,
+) -> StepResult:
+    """Scored groups in, one updated policy out. ``probe`` is of the policy as it comes in."""
     refresh(roles, config.algorithm.kl, step)
     if not collected.groups:
         return _nothing_learned(roles, step, collected, timers)
@@ -72,6 +81,8 @@ def learn(roles: Roles, config: RLConfig, step: int, controls: Controls, collect
     with timers("layout"):
         settle_layouts(roles, batch)
         check_batch(roles, batch, config.sampling, config.engine, step)
+        if probe is not None:
+            probe.expect(roles)
     with timers("logprobs"):
         batch = with_policy(batch, roles, config)
     with timers("reference"):

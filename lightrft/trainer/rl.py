@@ -86,7 +86,7 @@ class RLRun(Training):
         """Learn from a batch that was drawn beside earlier steps."""
         timers = self.session.timers
         drawn = ahead.take(self.step, timers)
-        result = learn(self.roles, self.config, self.step, self.controls, drawn.collected, timers)
+        result = learn(self.roles, self.config, self.step, self.controls, drawn.collected, timers, drawn.probe)
         result.metrics.merge(staleness_metrics(result.batch, self.step))
         result.metrics.merge(drawn.metrics)
         return result

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lightrft.config import ChatConfig, EvaluateConfig, GenerateConfig
-from lightrft.models.decoding import Decoder
-from lightrft.strategy.engine.native import NativeEngine
+from lightrft.models.decoding import Decoder, Session
+from lightrft.strategy.engine.native import NativeEngine, checksums
 from lightrft.trainer.inference import Chat, run_eval, run_generate
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ModelError
@@ -62,3 +62,33 @@ def test_an_engine_that_keeps_its_first_weights_stops_the_run(rl_config, monkeyp
     monkeypatch.setattr(Decoder, "load", load)
     with pytest.raises(ModelError, match=r"weights of version \d were not transferred: the engine holds another"):
         run_rl(rl_config(rollout={"staleness": 1}, optimizer={"lr": 1e-2}))
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("keeps", "weights were not transferred, the engine gives the log-probs of older weights"),
+        ("drops a tensor", "computes with other weights than those of its fingerprint, or decodes model type 'qwen2'"),
+        ("decodes", "computes with other weights than those of its fingerprint, or decodes model type 'qwen2'"),
+    ],
+)
+def test_an_engine_that_goes_wrong_at_its_second_update_and_hides_it_stops_the_run(fault, cause, rl_config, monkeypatch):
+    load, step, faulty = NativeEngine.load_weights, Session.step, []
+
+    def loading(self: NativeEngine, weights: Any, version: int) -> Any:
+        given = dict(weights)
+        kept = {"keeps": set(), "drops a tensor": given.keys() - {"lm_head.weight"}}.get(fault, given.keys())
+        if version == 2:
+            faulty.append(version)
+        load(self, [(name, w) for name, w in given.items() if not faulty or name in kept], version)
+        return checksums(given.items())
+
+    def stepping(self: Session, tokens: Any) -> Any:
+        return step(self, tokens) * (1.3 if faulty and fault == "decodes" else 1)
+
+    monkeypatch.setattr(NativeEngine, "load_weights", loading)
+    monkeypatch.setattr(Session, "step", stepping)
+    config = {"rollout": {"staleness": 1}, "optimizer": {"lr": 1e-2}}
+    with pytest.raises(ModelError, match=rf"after the update to version 2 .*Cause: .*{cause}"):
+        run_rl(rl_config(**config))
+    run_rl(rl_config(**config, engine={"check_logprobs": False}, run={"name": "unchecked"}))
