@@ -667,8 +667,8 @@ class DoctorConfig(Settings):
 
     ``verb`` says whose config it is (``auto``: ``sft`` where it can be nothing else or names no reward, else ``rl``).
     ``device_memory``, such as 80GiB, is that of each device of a machine that is not here (``auto``: what this one has free), which
-    are of ``device``. ``rows`` prompts are scored, with their own answer and with an empty one. ``probe`` loads the policy and
-    measures. ``output`` names a JSON file for the findings.
+    are of ``device``. ``rows`` prompts are scored, with their own answer and with an empty one. ``probe`` loads the policy,
+    measures, and compares the engine's log-probs with the policy's. ``output`` names a JSON file for the findings.
     """
 
     verb: Literal["auto", "rl", "sft"] = "auto"

@@ -136,6 +136,7 @@ class EngineConfig(Settings):
     check_logprobs: bool = True
     """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where they differ.
 
-    On the first batch, and on each batch of an engine that has its own weights. It costs a forward of four rows. Turn it off for
-    an engine that is meant to differ, e.g. one with quantised weights.
+    On the first batch, and after each weight update of an engine that has its own weights: on the batch that follows, or with
+    ``rollout.staleness`` on a few tokens that the engine draws at once. It costs a forward of a few rows. Turn it off for an engine
+    that is meant to differ, e.g. one with quantised weights.
     """

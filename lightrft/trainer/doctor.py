@@ -96,7 +96,7 @@ def examine(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     if data is not None and options.rows and _rewarded(config):
         _attempt(found, "reward", "terms", lambda: found.extend(_rewards(config, data, options.rows)))
     if data is not None and options.probe:
-        _attempt(found, "time", "probe", lambda: found.extend(_time(config, data, device, memory)))
+        _attempt(found, "time", "probe", lambda: found.extend(_measured(config, data, device, memory)))
     return Report(tuple(found), memory, apart)
 
 
@@ -488,7 +488,7 @@ def _scores(name: str, scored: list[Rollout], each: float) -> Finding:
     return Finding("reward", "ok", name, says)
 
 
-def _time(config: RLConfig | SFTConfig, data: _Data, device: Device, memory: Needs | None) -> Iterator[Finding]:
+def _measured(config: RLConfig | SFTConfig, data: _Data, device: Device, memory: Needs | None) -> Iterator[Finding]:
     if not isinstance(config, RLConfig) or data.prompts is None:
         yield Finding("time", "warn", "probe", "is made for lightrft rl only")
         return
@@ -498,8 +498,24 @@ def _time(config: RLConfig | SFTConfig, data: _Data, device: Device, memory: Nee
     prompts = [data.prompts.prompt(i) for i in range(min(probe.ANSWERS, len(data.prompts)))]
     said = probe.expected(config, prompts, data.tokenizer, data.lengths)
     over = f" on one process, {device.processes} share it" if device.processes > 1 else ""
+    yield from _agrees(config, said)
     says = f"about {said.total:.3g} s{over}: {said.drawing:.3g} drawing, {said.forward:.3g} forward, {said.update:.3g} update"
     yield Finding("time", "ok", "a step", f"{says}; anything from {said.low:.3g} to {said.high:.3g} s, rewards not counted")
+
+
+def _agrees(config: RLConfig, said: probe.Expected) -> Iterator[Finding]:
+    """Whether what the engine samples is what is trained."""
+    if said.layout:
+        yield Finding("engine", "warn", "model.layout", said.layout)
+    if said.agreement is None:
+        says = f"not compared: no response is longer than sampling.min_new_tokens = {config.sampling.min_new_tokens}; lower it"
+        yield Finding("engine", "warn", "log-probs", says)
+    elif not said.agreement.cause:
+        yield Finding("engine", "ok", "log-probs", str(said.agreement))
+    else:
+        stops = "a run would stop" if config.engine.check_logprobs else "a run would go on, since engine.check_logprobs = False"
+        verdict: Verdict = "bad" if config.engine.check_logprobs else "warn"
+        yield Finding("engine", verdict, "log-probs", f"{said.agreement} With this, {stops}")
 
 
 def to_text(report: Report) -> str:

@@ -1,4 +1,5 @@
-"""Expected time of a step, scaled up from a few answers and one micro-batch of the real model."""
+"""Expected time of a step, scaled up from a few answers and one micro-batch of the real model, whose log-probs are compared with the
+engine's."""
 
 from __future__ import annotations
 
@@ -10,11 +11,13 @@ from typing import Any, TypeVar
 import torch
 
 from lightrft.config import RLConfig
+from lightrft.models.actor import Actor
 from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.trainer.batching import micro_batches
 from lightrft.trainer.collate import collate
 from lightrft.trainer.launch.local import local_policy
+from lightrft.trainer.logprob_check import Agreement, agreement, batch_of, compared
 from lightrft.trainer.phases import Lengths
 from lightrft.trainer.workload import forwards
 from lightrft.types import Prompt, Request, Rollout
@@ -25,13 +28,16 @@ ANSWERS, FEW, REPEATS = 8, 2, 2
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Seconds of a step, part by part, and from where to where it may well be."""
+    """Seconds of a step, part by part, and from where to where it may well be. ``agreement`` compares the engine's log-probs with the
+    model's, where a token was sampled that can be compared; ``layout`` says why the model fell back to another one, if it did."""
 
     drawing: float
     forward: float
     update: float
     low: float
     high: float
+    agreement: Agreement | None
+    layout: str
 
     @property
     def total(self) -> float:
@@ -74,6 +80,7 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
     narrow, drawn = _drawn(engine, some[:FEW], config, device), _drawn(engine, some, config, device)
     engine.close()
     rollouts = drawn[-1][1]
+    layout, agrees = _agreement(actor, rollouts, config)
     groups: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         rollout.reward = 0.0
@@ -110,7 +117,15 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
     drawing, (scored, learned) = speed.seconds(rows, mean, longest, width), passing(min)
     most = slow.seconds(rows, lengths.answer, lengths.answer, width) + sum(passing(max, lengths.answer / max(1.0, mean)))
     least = min(drawing, min(map(_seconds, drawn)))
-    return Expected(drawing, scored, learned, least + scored + learned, max(most, drawing + scored + learned))
+    return Expected(drawing, scored, learned, least + scored + learned, max(most, drawing + scored + learned), agrees, layout)
+
+
+def _agreement(actor: Actor, rollouts: list[Rollout], config: RLConfig) -> tuple[str, Agreement | None]:
+    """Settle the layout as a run does, then compare the log-probs of ``rollouts`` with the model's own."""
+    batch = batch_of(rollouts)
+    reason = actor.check_layout(batch) if config.model.check_layout else ""
+    found = compared(actor, batch, config.sampling, None)
+    return reason, None if found is None else agreement(actor, found, config.sampling, None)
 
 
 def _drawn(engine: Engine, some: list[Request], config: RLConfig, device: torch.device) -> list[tuple[float, list[Rollout]]]:

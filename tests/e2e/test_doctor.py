@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.models.decoding import Session
 from lightrft.models.loading import save_model
 from lightrft.models.tiny import tiny_model, tiny_tokenizer
 from lightrft.models.tiny_media import save_tiny_media
@@ -120,6 +121,23 @@ def test_the_probe_says_how_long_a_step_takes_and_how_sure_that_is(capsys: pytes
     assert found.status == 0, found
     assert "drawing" in line(found, "a step")
     assert "anything from" in line(found, "a step")
+
+
+def test_the_probe_compares_the_engine_s_log_probs_with_the_model_s(capsys, folder, monkeypatch) -> None:
+    found = doctor(capsys, folder, "doctor.probe=true")
+    gap, bound = re.search(
+        r"differ from the trainer's by (\S+) nats .* in float32 explains (\S+)", line(found, "log-probs")
+    ).groups()
+    assert line(found, "log-probs").split()[0] == "ok" and float(gap) <= float(bound) < 0.01
+    step = Session.step
+    monkeypatch.setattr(Session, "step", lambda self, tokens: 1.3 * step(self, tokens))
+    wrong = doctor(capsys, folder, "doctor.probe=true")
+    assert wrong.status == 2 and line(wrong, "log-probs").split()[0] == "bad"
+    assert "decodes model type 'qwen2' in another way" in line(wrong, "log-probs")
+    unchecked = doctor(capsys, folder, "doctor.probe=true", "engine.check_logprobs=false")
+    assert unchecked.status == 0 and line(unchecked, "log-probs").split()[0] == "warn"
+    suppressed = doctor(capsys, folder, "doctor.probe=true", "sampling.min_new_tokens=16")
+    assert "not compared" in line(suppressed, "log-probs")
 
 
 def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
