@@ -105,7 +105,7 @@ class Ahead:
         del self._jobs[step]
         with timers("weights"):
             if step + self._staleness < self._steps:
-                drawn.probe = self._submit(step + self._staleness, step, drawn.collected.groups)
+                drawn.probe = self._submit(step + self._staleness, step, drawn.collected.groups or [drawn.collected.rollouts])
             needed = {job.version for job in self._jobs.values()}
             self._snapshots = {v: weights for v, weights in self._snapshots.items() if v in needed}
         return drawn
@@ -135,8 +135,10 @@ class Ahead:
             self._own.close()
 
     def _submit(self, batch: int, step: int, groups: Sequence[Sequence[Rollout]] = ()) -> WeightProbe | None:
-        """Queue ``batch``, to be drawn by the version that it is due, or by the policy of now where that one is not kept. Returns the
-        probe made of ``groups`` that goes with the policy of now."""
+        """Queue ``batch``, to be drawn by the version that it is due, or by the policy of now where that one is not kept.
+
+        Returns the probe of the policy of now that goes with it, made of ``groups``.
+        """
         version = max(0, batch - self._staleness)
         if version not in self._snapshots:
             version = step
@@ -152,8 +154,10 @@ class Ahead:
         return probe
 
     def _refuse(self, jobs: Collection[_Job]) -> None:
-        """Raises ``ModelError`` where the engine drew ``jobs``, which are over, by other weights than it was given. A call of all
-        ranks."""
+        """Raise ``ModelError`` where the engine drew finished ``jobs`` by other weights than it was given.
+
+        A call of all ranks.
+        """
         probes = [job.probe for job in jobs if job.probe is not None]
         if probes:
             together(self._roles.strategy.ranks, lambda: [probe.refuse(self._roles) for probe in probes])
@@ -192,7 +196,7 @@ class Ahead:
         return Drawn(collected, _metrics(timers, idle))
 
     def _ask(self, probe: WeightProbe) -> None:
-        """Have the engine answer ``probe``: each rank its own, or the first one that of all."""
+        """Have the engine of each rank answer ``probe``, or the one that stands for all ranks."""
         asks = not self._engine.of_all or self._ranks.rank == 0
         patiently(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
 

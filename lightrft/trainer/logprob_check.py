@@ -48,8 +48,8 @@ class Compared:
     """``n`` sampled tokens: the trainer's ``logits [n, V]``, the ``tokens [n]``, and the log-probs ``reported [n]`` for them.
 
     ``seen [n, V]`` marks the tokens before each, for the repetition penalty. ``greedy [n]`` tokens were the likeliest ones.
-    ``dtype`` is the coarsest type of the states and weights, as a call sees them. ``before [n]`` are the log-probs that older weights
-    gave the tokens, NaN where they gave none.
+    ``dtype`` is the coarsest type of the states and weights, as a call sees them.
+    ``before [n]`` are the log-probs that older weights gave the tokens, NaN where they gave none.
     """
 
     logits: Tensor
@@ -81,7 +81,7 @@ class Compared:
         return self._summed_up(gaps)
 
     def is_of_older_weights(self, bound: float) -> bool:
-        """Return whether the log-probs are, within ``bound``, those that older weights gave the same tokens."""
+        """Return True where the log-probs are, within ``bound``, those that older weights gave."""
         if self.before is None or bool((unknown := self.before.isnan()).all()):
             return False
         return self._summed_up((self.before - self.reported)[~unknown].abs()) <= bound
@@ -119,7 +119,10 @@ def room(actor: Actor) -> int:
 
 @torch.no_grad()
 def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Return the float32 logits ``[n, V]`` of the response tokens at ``places [n]``, and the coarsest type they are computed in."""
+    """Return the logits ``[n, V]`` of the response tokens at ``places [n]``, in float32.
+
+    Also returns the coarsest type that they are computed in.
+    """
     training = actor.training
     actor.eval()
     try:
@@ -166,7 +169,10 @@ def seen_before(batch: Batch, places: Tensor, vocabulary: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The ``gap`` in nats on ``tokens`` sampled tokens, the ``bound`` of ``dtype`` for it, and the ``cause`` of a larger one."""
+    """The ``gap`` in nats on ``tokens`` sampled tokens, and the ``bound`` of ``dtype`` for it.
+
+    ``cause`` is that of a gap beyond the bound, else empty.
+    """
 
     gap: float
     bound: float
@@ -175,15 +181,16 @@ class Agreement:
     cause: str = ""
 
     def __str__(self) -> str:
-        gap = f"the engine's log-probs differ from the trainer's by {self.gap:.3g} nats on {self.tokens} tokens it sampled"
-        return f"{gap}; rounding in {self.dtype} explains {self.bound:.2g}{self.cause and '. ' + self.cause}"
+        gap = f"the engine's log-probs differ from the trainer's by {self.gap:.3g} nats"
+        bound = f"rounding in {self.dtype} explains {self.bound:.2g}"
+        return f"{gap} on {self.tokens} tokens it sampled; {bound}{self.cause and '. ' + self.cause}"
 
 
 def agreement(actor: Actor, found: Compared, sampling: SamplingConfig, unequal: Callable[[], str] | None) -> Agreement:
-    """Return how far the engine's log-probs are from the trainer's, and why where that is beyond ``gap_bound``.
+    """Return how far the engine's log-probs are from the trainer's, with the cause if it is too far.
 
-    ``unequal`` names a parameter in which the engine's own weights differ from the trainer's, or is empty; ``None`` is an engine
-    without weights of its own.
+    ``unequal`` returns the name of a parameter in which the engine's own weights differ from the
+    trainer's, or nothing. ``None`` is for an engine without weights of its own.
     """
     bound, gap = gap_bound(found.dtype, actor.text_config.num_hidden_layers), found.gap(sampling)
     cause = "" if gap <= bound else _cause(actor, found, sampling, bound, unequal)
@@ -193,28 +200,36 @@ def agreement(actor: Actor, found: Compared, sampling: SamplingConfig, unequal: 
 def refuse_gap(
     actor: Actor, found: Compared | None, sampling: SamplingConfig, unequal: Callable[[], str] | None, when: str = ""
 ) -> None:
-    """Raise ``ModelError`` with the cause where the engine's log-probs differ by more than ``gap_bound``; see ``agreement``."""
+    """Raise ``ModelError`` with the cause where the log-probs differ by more than ``gap_bound``.
+
+    ``when`` begins the message. See ``agreement``.
+    """
     if found is not None and (said := agreement(actor, found, sampling, unequal)).cause:
         raise ModelError(f"{when}{said} (engine.check_logprobs=false turns this comparison off)")
 
 
-def _cause(actor: Actor, found: Compared, sampling: SamplingConfig, bound: float, unequal: Callable[[], str] | None) -> str:
+def _cause(
+    actor: Actor,
+    found: Compared,
+    sampling: SamplingConfig,
+    bound: float,
+    unequal: Callable[[], str] | None,
+) -> str:
     if unequal is not None and (name := unequal()):
         return f"Cause: weights were not transferred, the engine holds another {name!r}."
     if found.is_of_older_weights(bound):
-        return (
-            "Cause: weights were not transferred, the engine gives the log-probs of older weights, whatever its fingerprint says."
-        )
+        hides = "whatever its fingerprint says"
+        return f"Cause: weights were not transferred, the engine gives the log-probs of older ones, {hides}."
     for words, variant in _variants(sampling):
         if found.gap(variant) <= bound:
             return f"Cause: the engine sampled {words}, and the settings say {_said(sampling)}."
-    decodes = f"decodes model type {actor.base.config.model_type!r} in another way than it is trained."
+    kind = actor.base.config.model_type
+    same = "temperature and filters are the same. Cause: the engine"
+    decodes = f"decodes model type {kind!r} in another way than it is trained."
     if unequal is None:
-        return f"Weights, temperature and filters are the same. Cause: the engine {decodes}"
-    return (
-        "The fingerprint of the weights, temperature and filters are the same. Cause: the engine computes with other weights than "
-        f"those of its fingerprint, or {decodes}"
-    )
+        return f"Weights, {same} {decodes}"
+    other = "computes with other weights than those of its fingerprint"
+    return f"The fingerprint of the weights, {same} {other}, or {decodes}"
 
 
 def _variants(sampling: SamplingConfig) -> Iterator[tuple[str, SamplingConfig]]:

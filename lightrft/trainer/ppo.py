@@ -75,6 +75,8 @@ def learn(
     """Scored groups in, one updated policy out. ``probe`` is of the policy as it comes in."""
     refresh(roles, config.algorithm.kl, step)
     if not collected.groups:
+        if probe is not None and roles.policy.layout_settled:
+            probe.expect(roles)
         return _nothing_learned(roles, step, collected, timers)
     metrics = Metrics()
     batch = collate(collected.groups)

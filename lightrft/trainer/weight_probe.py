@@ -1,8 +1,9 @@
-"""Compare an engine that took over weights with the trainer that gave them, although the two work side by side.
+"""Compare an engine that has loaded new weights with the trainer, while both go on working.
 
-The responses that the trainer has just received are drawn once more: by the new weights, with the same seeds, a few tokens of each.
-The trainer computes the logits of those tokens before its next update, and need not wait for the engine to come to them. Weights move
-little in one update, so most tokens are drawn again; where one is not, the tokens after it are left out.
+The engine samples the first tokens of a few responses of the last batch once more, by the new
+weights and with the same seeds. The trainer computes the logits of those tokens before its next
+update. So neither waits for the other. An update moves the weights little, so the engine samples
+most tokens again. The tokens after the first one that differs are left out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from torch import Tensor
 from lightrft.strategy.engine.base import Engine
 from lightrft.strategy.settings import SamplingConfig
 from lightrft.trainer.account import GREEDY
-from lightrft.trainer.logprob_check import Compared, batch_of, logits_at, refuse_gap, refuse_weights, room, seen_before
+from lightrft.trainer.logprob_check import (
+    Compared,
+    batch_of,
+    logits_at,
+    refuse_gap,
+    refuse_weights,
+    room,
+    seen_before,
+)
 from lightrft.trainer.roles import Roles
 from lightrft.trainer.rollout import silent
 from lightrft.types import Request, Rollout
@@ -27,7 +36,11 @@ PROMPTS, RESPONSES, TOKENS = 2, 4, 8
 
 @dataclass(slots=True)
 class WeightProbe:
-    """The first tokens of ``responses``, which older weights sampled, and what the engine and the trainer make of them by ``version``."""
+    """What the engine and the trainer make of ``responses`` by the weights of ``version``.
+
+    ``responses`` are the first tokens of responses that older weights sampled. ``answers`` are what
+    the engine samples in their place. ``logits [n, V]`` are the trainer's for the first n tokens.
+    """
 
     version: int
     sampling: SamplingConfig
@@ -37,15 +50,30 @@ class WeightProbe:
     dtype: torch.dtype = torch.float32
 
     @staticmethod
-    def of(groups: Sequence[Sequence[Rollout]], sampling: SamplingConfig, version: int) -> WeightProbe | None:
-        """Return a probe of ``version`` made of ``groups``; ``None`` where they hold tokens of that version, or none at all."""
+    def of(
+        groups: Sequence[Sequence[Rollout]],
+        sampling: SamplingConfig,
+        version: int,
+    ) -> WeightProbe | None:
+        """Return a probe of ``version`` made of ``groups``.
+
+        Returns ``None`` where they have no token, and where they have tokens of that version: those
+        are compared themselves.
+        """
         if any(version in r.versions for group in groups for r in group):
             return None
-        begun = [begin for group in groups[:PROMPTS] for r in group[:RESPONSES] if len(begin := _begin(r))]
-        return WeightProbe(version, sampling.model_copy(update={"min_new_tokens": 0}), begun) if begun else None
+        few = [r for group in groups[:PROMPTS] for r in group[:RESPONSES]]
+        begun = [begin for r in few if len(begin := _begin(r))]
+        if not begun:
+            return None
+        # An end token that is suppressed is not among what the trainer's logits tell.
+        return WeightProbe(version, sampling.model_copy(update={"min_new_tokens": 0}), begun)
 
     def ask(self, engine: Engine, sign: Callable[[], None] = silent) -> None:
-        """Have ``engine``, which holds the weights of ``version``, draw the tokens. ``sign`` is called between tokens."""
+        """Have ``engine``, which holds the weights of ``version``, sample the tokens.
+
+        ``sign`` is called between tokens.
+        """
 
         def over() -> bool:
             sign()
@@ -56,7 +84,7 @@ class WeightProbe:
         self.answers = list(engine.generate(asked, self.sampling, over))
 
     def expect(self, roles: Roles) -> None:
-        """Compute the logits of the tokens. The policy must be that of ``version``. A call of all ranks."""
+        """Compute the logits of the tokens, by the policy of ``version``. A call of all ranks."""
         actor = roles.actor
         with roles.strategy.whole(actor):
             batch = batch_of(self.responses).to(actor.device)
@@ -65,7 +93,7 @@ class WeightProbe:
         self.logits = logits.cpu()
 
     def compared(self) -> Compared | None:
-        """Return the tokens that the engine drew after the same tokens as the trainer read; ``None`` without any."""
+        """Return the tokens of the engine that the trainer has logits for; ``None`` without any."""
         if self.logits is None:
             return None
         answers = {answer.seed: answer for answer in self.answers}
@@ -73,8 +101,9 @@ class WeightProbe:
         first = 0
         for response in self.responses:
             if (answer := answers.get(response.seed)) is not None:
-                rows += [row for row in _paired(response, answer, first) if row[0] < len(self.logits)]
+                rows += _paired(response, answer, first)
             first += len(response)
+        rows = [row for row in rows if row[0] < len(self.logits)]
         if not rows:
             return None
         places, tokens, reported, before = (torch.tensor(column) for column in zip(*rows))
@@ -84,35 +113,40 @@ class WeightProbe:
         return Compared(logits[places], tokens, reported, greedy, seen, self.dtype, before)
 
     def refuse(self, roles: Roles) -> None:
-        """Raise ``ModelError`` with the cause where the engine's log-probs are not those of the weights that it was given."""
+        """Raise ``ModelError`` with the cause where the log-probs of the two differ."""
         when = f"after the update to version {self.version} "
         # ``load_checked`` has compared the fingerprint.
         refuse_gap(roles.actor, self.compared(), self.sampling, lambda: "", when)
 
 
 def load_checked(engine: Engine, weights: Mapping[str, Tensor], version: int, check: bool) -> None:
-    """Have ``engine`` take over ``weights``; with ``check``, raise ``ModelError`` where its fingerprint is of others."""
+    """Load ``weights`` into ``engine``.
+
+    With ``check``, raises ``ModelError`` where the engine's fingerprint is of other weights.
+    """
     found = engine.load_weights(weights.items(), version)
     if check:
         refuse_weights(found, weights, version)
 
 
 def _begin(response: Rollout) -> Rollout:
-    """The first tokens of ``response``, up to one that was not sampled; none of a greedy one, which a request of its own kind draws."""
+    """Return the first tokens of ``response`` that were sampled; none if it is greedy."""
     sampled = response.sampled[:TOKENS] if response.sample != GREEDY else []
     end = sampled.index(False) if False in sampled else len(sampled)
-    columns = {name: getattr(response, name)[:end] for name in ("token_ids", "sampled", "logprobs", "versions")}
-    return replace(response, **columns)
+    names = ("token_ids", "sampled", "logprobs", "versions")
+    return replace(response, **{name: getattr(response, name)[:end] for name in names})
 
 
 def _paired(response: Rollout, answer: Rollout, first: int) -> list[tuple[int, int, float, float]]:
-    """Place, token, log-prob, and log-prob by older weights, of each token of ``answer`` up to the first that ``response`` has not.
+    """Return place, token, log-prob, and log-prob by older weights of the tokens of ``answer``.
 
-    ``first`` is the place of the first token of ``response``.
+    The last is the first token that ``response`` does not have. ``first`` is the place of the first
+    token of ``response``.
     """
     rows: list[tuple[int, int, float, float]] = []
     for at, (old, new) in enumerate(zip(response.token_ids, answer.token_ids)):
-        rows.append((first + at, new, answer.logprobs[at], response.logprobs[at] if new == old else torch.nan))
+        before = response.logprobs[at] if new == old else torch.nan
+        rows.append((first + at, new, answer.logprobs[at], before))
         if new != old:
             break
     return rows

@@ -9,6 +9,7 @@ import pytest
 from lightrft.config import ChatConfig, EvaluateConfig, GenerateConfig
 from lightrft.models.decoding import Decoder, Session
 from lightrft.strategy.engine.native import NativeEngine, checksums
+from lightrft.trainer import asynchronous
 from lightrft.trainer.inference import Chat, run_eval, run_generate
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ModelError
@@ -64,23 +65,16 @@ def test_an_engine_that_keeps_its_first_weights_stops_the_run(rl_config, monkeyp
         run_rl(rl_config(rollout={"staleness": 1}, optimizer={"lr": 1e-2}))
 
 
-@pytest.mark.parametrize(
-    ("fault", "cause"),
-    [
-        ("keeps", "weights were not transferred, the engine gives the log-probs of older weights"),
-        ("drops a tensor", "computes with other weights than those of its fingerprint, or decodes model type 'qwen2'"),
-        ("decodes", "computes with other weights than those of its fingerprint, or decodes model type 'qwen2'"),
-    ],
-)
-def test_an_engine_that_goes_wrong_at_its_second_update_and_hides_it_stops_the_run(fault, cause, rl_config, monkeypatch):
+def goes_wrong(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    """Have engines with weights of their own go wrong at version 2, with the fingerprint of what they were given."""
     load, step, faulty = NativeEngine.load_weights, Session.step, []
 
     def loading(self: NativeEngine, weights: Any, version: int) -> Any:
         given = dict(weights)
-        kept = {"keeps": set(), "drops a tensor": given.keys() - {"lm_head.weight"}}.get(fault, given.keys())
-        if version == 2:
+        dropped = {"keeps": set(given), "drops a tensor": {"lm_head.weight"}}.get(fault, set())
+        if version == 2 and not self.shared:
             faulty.append(version)
-        load(self, [(name, w) for name, w in given.items() if not faulty or name in kept], version)
+        load(self, [(name, w) for name, w in given.items() if not faulty or name not in dropped], version)
         return checksums(given.items())
 
     def stepping(self: Session, tokens: Any) -> Any:
@@ -88,7 +82,41 @@ def test_an_engine_that_goes_wrong_at_its_second_update_and_hides_it_stops_the_r
 
     monkeypatch.setattr(NativeEngine, "load_weights", loading)
     monkeypatch.setattr(Session, "step", stepping)
-    config = {"rollout": {"staleness": 1}, "optimizer": {"lr": 1e-2}}
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"),
+    [
+        ("keeps", "weights were not transferred, the engine gives the log-probs of older ones"),
+        ("drops a tensor", "computes with other weights than those of its fingerprint, or decodes model type 'qwen2'"),
+        ("decodes", "computes with other weights than those of its fingerprint, or decodes model type 'qwen2'"),
+    ],
+)
+def test_an_engine_that_goes_wrong_at_its_second_update_and_hides_it_stops_the_run(fault, cause, rl_config, monkeypatch):
+    goes_wrong(monkeypatch, fault)
     with pytest.raises(ModelError, match=rf"after the update to version 2 .*Cause: .*{cause}"):
-        run_rl(rl_config(**config))
-    run_rl(rl_config(**config, engine={"check_logprobs": False}, run={"name": "unchecked"}))
+        run_rl(rl_config(rollout={"staleness": 1}))
+    if fault == "decodes":
+        run_rl(rl_config(rollout={"staleness": 1}, engine={"check_logprobs": False}, run={"name": "unchecked"}))
+
+
+def test_an_update_is_compared_although_all_groups_of_the_batch_beside_it_were_dropped(rl_config, monkeypatch):
+    goes_wrong(monkeypatch, "decodes")
+    collect = asynchronous.collect
+
+    def emptied(roles: Any, config: Any, step: int, *rest: Any) -> Any:
+        found = collect(roles, config, step, *rest)
+        found.groups = [] if step == 2 else found.groups
+        return found
+
+    monkeypatch.setattr(asynchronous, "collect", emptied)
+    with pytest.raises(ModelError, match="after the update to version 2 "):
+        run_rl(rl_config(rollout={"staleness": 1}))
+
+
+def test_no_checkpoint_holds_a_batch_that_an_engine_with_other_weights_sampled(rl_config, monkeypatch, tmp_path):
+    goes_wrong(monkeypatch, "decodes")
+    with pytest.raises(ModelError, match="after the update to version 2 "):
+        run_rl(rl_config(rollout={"staleness": 1}, checkpoint={"every": 1, "keep": 9}))
+    saved = sorted(folder.name for folder in (tmp_path / "run" / "checkpoints").glob("step_*"))
+    assert saved == ["step_000001", "step_000002"]  # the third would hold batch 3, which version 2 sampled

@@ -71,7 +71,7 @@ def test_an_engine_that_still_has_the_old_weights_is_named_and_one_with_others_t
     assert probe is not None
     probe.expect(roles_of(actor))
     probe.ask(stuck)
-    with pytest.raises(ModelError, match=r"after the update to version 1 .* the engine gives the log-probs of older weights"):
+    with pytest.raises(ModelError, match=r"after the update to version 1 .* the engine gives the log-probs of older ones"):
         probe.refuse(roles_of(actor))
     weight = actor.model.get_parameter("model.norm.weight")
     engine.load_weights([("model.norm.weight", weight.detach() * torch.linspace(0.5, 2, len(weight)))], 1)
