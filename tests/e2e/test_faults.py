@@ -29,7 +29,7 @@ from lightrft.cli.torchrun import run_processes
 sys.exit(run_processes("lightrft rl", sys.argv[1:], 2, 1.0))
 """
 STEPS, ANSWERS = 4, 15
-END = 120.0
+END = 300.0
 """Seconds after which a run in which a process was killed has ended everywhere. It takes 35: torch's launcher gives the others thirty. On
 a busy machine it is more; one that waits for the rank that is gone takes ten minutes."""
 TIMEOUT = 16.0

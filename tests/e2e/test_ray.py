@@ -210,7 +210,7 @@ def ended(command: list[str], env: dict[str, str], metrics: Path, steps: int, nu
             time.sleep(0.02)
         began = [p for p in psutil.process_iter(["name"]) if p.pid not in before and p.info["name"].startswith("ray")]
         process.send_signal(number)
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=600)
     assert any("ray::Rank" in p.info["name"] for p in began)
     agents = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")  # Ray's own, which follow a minute later
     left = psutil.wait_procs([p for p in began if not p.info["name"].startswith(agents)], timeout=60)[1]

@@ -132,7 +132,7 @@ def side_by_side(tree: Tree, folder: Path) -> Any:
     script.write_text(LATE)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.launch.processes}"]
     done = subprocess.run(
-        [*torchrun, str(script), str(config.strategy.timeout)], capture_output=True, text=True, check=False, timeout=120
+        [*torchrun, str(script), str(config.strategy.timeout)], capture_output=True, text=True, check=False, timeout=600
     )
     return done.stdout.splitlines()[:1]
 
@@ -317,7 +317,7 @@ def workers(tree: Tree, folder: Path) -> Any:
     """The processes that score, once they have all started."""
     config = config_in(tree, folder).reward
     with Scorer(config) as scorer:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while len(scorer._workers) < config.workers and time.monotonic() < until:
             time.sleep(0.01)
         return len(scorer._workers)

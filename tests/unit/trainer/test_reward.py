@@ -263,7 +263,7 @@ def test_closing_leaves_no_process_and_gives_back_what_was_not_scored():
     rollouts = [rollout("50") for _ in range(5)]
     for r in rollouts:
         scorer.submit(r)
-    ends = time.monotonic() + 30
+    ends = time.monotonic() + 120
     while len(set(psutil.Process().children(recursive=True)) - before) < 2:
         assert time.monotonic() < ends
         time.sleep(0.02)
@@ -299,14 +299,15 @@ def test_workers_do_not_outlive_a_killed_parent():
         for text in ("1", "c-loop"):
             scorer.submit(Rollout(Prompt("p", []), [], [], [], [], "stop", 0, text=text))
         next(scorer.results(wait=True))
-        time.sleep(0.3)
         print("ready", flush=True)
         time.sleep(100)
     """)
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None and parent.stdout.readline() == "ready\n"
-    workers = psutil.Process(parent.pid).children(recursive=True)
-    assert len(workers) == 4, "two workers, each below its guardian"
+    ends = time.monotonic() + 120
+    while len(workers := psutil.Process(parent.pid).children(recursive=True)) < 4:
+        assert time.monotonic() < ends, "two workers, each below its guardian"
+        time.sleep(0.02)
     parent.kill()
     parent.wait()
     _, alive = psutil.wait_procs(workers, timeout=60)
@@ -503,7 +504,7 @@ def test_answers_that_cannot_be_graded_are_wrong_and_counted_and_the_next_one_is
         list(scorer.results(wait=True))
     assert [r.reward for r in rollouts] == [0.0] * len(HARD) + [1.0] and not any(r.failed for r in rollouts)
     assert sum("math/ungraded" in r.terms for r in rollouts) >= len(HARD) - 3, "a few are just wrong: bounds are enough to tell"
-    assert scorer.seconds["busy"] < 100
+    assert scorer.seconds["busy"] < 500  # 17 s of a processor; each would take a deadline of 100 s
 
 
 def test_a_label_that_cannot_be_read_in_time_fails_and_is_not_taken_for_a_wrong_answer(monkeypatch):
@@ -518,7 +519,7 @@ def test_a_label_that_cannot_be_read_in_time_fails_and_is_not_taken_for_a_wrong_
 def test_cheap_rewards_run_by_the_thousand():
     rollouts, scorer = score(["1"] * 3000, "plain", deadline=10)
     assert all(r.reward == 1 for r in rollouts)
-    assert scorer.seconds["busy"] < 3
+    assert scorer.seconds["busy"] < 30  # 0.3 s; a process for each would take minutes
 
 
 def test_a_relative_file_name_holds_even_after_the_program_changes_its_folder(tmp_path, monkeypatch):

@@ -87,7 +87,7 @@ def test_a_rank_that_has_ceased_to_is_missed() -> None:
     began = time.monotonic()
     found = ended(work)
     assert all("a rank is missing" in found[rank] for rank in (0, 2))
-    assert LONG < time.monotonic() - began < 60
+    assert LONG < time.monotonic() - began < 300
 
 
 def test_a_rank_that_fails_after_long_work_is_told_to_all() -> None:

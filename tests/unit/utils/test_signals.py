@@ -63,6 +63,6 @@ def test_a_loop_in_a_real_process_finishes_its_step_and_leaves():
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "ready\n"
         child.terminate()
-        out, err = child.communicate(timeout=120)
+        out, err = child.communicate(timeout=600)
     assert (child.returncode, out) == (0, "left after SIGTERM\n")
     assert "safe point" in err

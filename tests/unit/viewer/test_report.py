@@ -301,7 +301,7 @@ def browse(page, profile, width=1280):
         f"--user-data-dir={profile}",
     ]
     command += [f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
