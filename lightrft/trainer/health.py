@@ -71,6 +71,15 @@ RULES = (
         0,
         "{value:.0f} tokens have a log-prob that is not finite; they are not trained on",
     ),
+    *(
+        Rule(
+            f"{data}/nonfinite_tokens",
+            0,
+            "{value:.0f} tokens of the conversations have a log-prob that is not finite; they are not trained on. "
+            "Can the model give them: is a part of its vocabulary masked?",
+        )
+        for data in ("sft", "ptx")
+    ),
     Rule(
         "policy/old_kl",
         1.0,

@@ -15,10 +15,10 @@ from lightrft.trainer.aggregation import AGGREGATIONS
 from lightrft.trainer.prompts import draw, report
 from lightrft.trainer.row_check import check_text
 from lightrft.trainer.rows import Rows
-from lightrft.trainer.supervised import examples_to_batch
-from lightrft.trainer.update import LossOf, weighted_sum
+from lightrft.trainer.supervised import examples_to_batch, mean_nll
+from lightrft.trainer.update import LossOf
 from lightrft.types import Batch
-from lightrft.utils.metrics import Mean, Metrics
+from lightrft.utils.metrics import Metrics
 
 
 @dataclass(slots=True)
@@ -45,8 +45,8 @@ class Ptx:
         batch = batch.replace(loss_weights=AGGREGATIONS["token"](Rows.of(batch), 1))
 
         def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-            losses = -actor.score(part).logprobs
-            return self.config.coef * weighted_sum(losses, part), Metrics({"ptx/nll": Mean.of(losses, part.mask)})
+            loss, nll, lost = mean_nll(actor.score(part).logprobs, part)
+            return self.config.coef * loss, Metrics({"ptx/nll": nll, "ptx/nonfinite_tokens": lost})
 
         return batch, loss_of
 

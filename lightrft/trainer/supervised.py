@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightrft.strategy.base import Strategy
 from lightrft.trainer.aggregation import AGGREGATIONS
+from lightrft.trainer.finite import without_tokens
 from lightrft.trainer.roles import Trained, settle_layout
 from lightrft.trainer.rows import Rows
 from lightrft.trainer.update import optimizer_step, weighted_sum
@@ -37,6 +38,18 @@ def examples_to_batch(examples: Sequence[Example]) -> Batch:
     )
 
 
+def mean_nll(logprobs: Tensor, part: Batch) -> tuple[Tensor, Mean, Sum]:
+    """Return the share of ``part`` in the loss, the mean of -logp over its trained tokens, and the number of tokens that were left out.
+
+    A token whose log-prob is infinite or NaN is left out: one that the model cannot give, because its vocabulary is masked, would
+    make the loss of the whole batch infinite.
+    """
+    lost = part.mask & ~torch.isfinite(logprobs.detach())
+    kept = without_tokens(part, lost)
+    losses = -logprobs.masked_fill(~kept.mask, 0.0)
+    return weighted_sum(losses, kept), Mean.of(losses.detach(), kept.mask), Sum(lost.sum())
+
+
 def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_tokens: int) -> Metrics:
     """One optimizer step on the mean of -logp over the trained tokens of the global batch."""
     rows = Rows.of(batch)
@@ -45,7 +58,8 @@ def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_toke
     settle_layout(policy, batch, strategy)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        return weighted_sum(-policy.model.score(part, temperature=1.0).logprobs, part), Metrics()
+        loss, _, lost = mean_nll(policy.model.score(part, temperature=1.0).logprobs, part)
+        return loss, Metrics({"sft/nonfinite_tokens": lost})
 
     loss, found = optimizer_step("policy", strategy, policy, batch, micro_batch_tokens, loss_of)
     metrics.add("loss", Mean(loss))

@@ -10,6 +10,7 @@ from typing import IO, Any, Self
 
 SHOWN: tuple[tuple[str, str, str], ...] = (
     ("loss", "loss", ".4f"),
+    ("policy/loss", "loss", ".4f"),
     ("reward/mean", "reward", ".3f"),
     ("eval/accuracy", "held-out", ".1%"),
     ("response/length", "length", ".0f"),

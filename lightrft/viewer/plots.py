@@ -32,6 +32,7 @@ PLAIN = (
     Plot("policy/entropy", "Entropy", "nats per token", zero=True, color=2),
     Plot("policy/clip_fraction", "Clipped tokens", "share of tokens outside the trust region", percent, zero=True, color=6),
     Plot("policy/grad_norm", "Gradient norm", "before clipping", zero=True, color=5),
+    Plot("policy/loss", "Policy loss", "the objective of a step", color=1),
     Plot("loss", "Loss", "nats per token", color=1),
     Plot(
         "tokens_per_second",

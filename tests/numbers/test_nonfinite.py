@@ -21,7 +21,9 @@ from lightrft.trainer.parts import needs_of
 from lightrft.trainer.ppo import with_advantages, with_shaped_rewards
 from lightrft.trainer.process_model import outcome_losses
 from lightrft.trainer.ratios import LIMIT, bounded
+from lightrft.trainer.supervised import mean_nll
 from lightrft.types import Batch
+from lightrft.utils.metrics import Metrics
 from lightrft.utils.settings import build
 from tests.numbers.compare import gradient
 from tests.numbers.strategies import batch_of, plain_case
@@ -212,6 +214,21 @@ def test_a_process_model_learns_from_the_tokens_that_are_finite() -> None:
     expected = [math.log1p(math.exp(-0.25)), math.log1p(math.exp(0.375))]
     assert losses.tolist() == pytest.approx(expected, rel=1e-12)
     assert gradient(losses.sum(), logprobs)[1:3].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("value", [-math.inf, math.nan])
+def test_a_target_that_the_model_cannot_give_is_left_out_of_a_supervised_loss_and_counted(value: float) -> None:
+    batch = batch_of(plain_case([[True, True, False], [True, True]], [0, 1]))
+    batch = batch.replace(loss_weights=batch.mask / batch.mask.sum())
+    token = int(batch.mask.nonzero()[1])
+    logprobs = torch.linspace(-3, -1, len(batch.mask), dtype=torch.float64)
+    faulty_logprobs = logprobs.masked_fill(torch.arange(len(logprobs)) == token, value).requires_grad_()
+    loss, mean, lost = mean_nll(faulty_logprobs, batch)
+    kept = batch.mask & (torch.arange(len(logprobs)) != token)
+    assert loss.item() == pytest.approx(-float(logprobs[kept].sum() / batch.mask.sum()))
+    found = Metrics({"nll": mean, "lost": lost}).compute()
+    assert found == {"nll": pytest.approx(-float(logprobs[kept].mean())), "lost": 1}
+    assert torch.equal(gradient(loss, faulty_logprobs) != 0, kept)
 
 
 def test_every_advantage_is_among_those_of_the_presets_or_tried_elsewhere() -> None:

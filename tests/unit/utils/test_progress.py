@@ -1,5 +1,7 @@
 import io
 
+import pytest
+
 from lightrft.utils.progress import Progress, clock_time
 
 
@@ -24,6 +26,12 @@ def test_a_plain_log_gets_lines_at_intervals_and_at_the_end():
     lines, _ = run([{"step": s, "reward/mean": s / 10} for s in range(1, 11)], seconds=4.0)
     assert [line.split(" · ")[0] for line in lines] == ["rl 1/10", "rl 4/10", "rl 7/10", "rl 10/10"]
     assert lines[1] == "rl 4/10 · reward 0.400 · 0:24 left"
+
+
+@pytest.mark.parametrize("metric", ["loss", "policy/loss"])
+def test_the_loss_is_shown_under_the_name_that_any_verb_gives_it(metric):
+    lines, _ = run([{"step": 10, metric: 0.125}])
+    assert "loss 0.1250" in lines[0]
 
 
 def test_every_evaluation_is_shown_and_its_value_stays():
