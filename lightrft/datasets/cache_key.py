@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -14,33 +15,37 @@ from lightrft.datasets.settings import DataConfig
 from lightrft.datasets.sources import files_of
 from lightrft.datasets.token_cache import TokenCache
 
+_log = logging.getLogger(__name__)
+
 MIB = 2**20
 IRRELEVANT = {"shuffle", "blend", "media", "token_cache", "token_cache_min_mb"}
 """Settings of the data that change no token of a row."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
 
 
-def token_cache_of(config: DataConfig, tokenizer: Any, purpose: str, options: Mapping[str, Any]) -> TokenCache | None:
-    """The cache entry of ``config`` under ``tokenizer``, or ``None`` where tokens cannot be kept.
+def token_cache_of(
+    config: DataConfig, tokenizer: Any, purpose: str, options: Mapping[str, Any], processor: Any = None
+) -> TokenCache | None:
+    """The cache entry of ``config`` under ``tokenizer``, or ``None`` where tokens cannot be kept; the log says why.
 
-    Tokens are not kept of sources that are functions or come from the hub, of readers of the user's own, under a tokenizer
-    without a fast backend, and under a chat template that writes the date.
+    Tokens are not kept of sources that are functions or come from the hub, of readers of the user's own, for models that read
+    media, under a tokenizer without a fast backend, and under a chat template that writes the date.
 
     Args:
         config: the data.
         tokenizer: the tokenizer, with its chat template.
         purpose: what the rows become, such as ``prompts``.
         options: further settings that the tokens depend on.
+        processor: the processor of a model that reads media.
     """
-    if config.token_cache is None or not hasattr(tokenizer, "backend_tokenizer") or "strftime" in str(tokenizer.chat_template):
-        return None
-    if not type(tokenizer).__module__.startswith("transformers."):  # its code, which may change, is not part of the digest
-        return None
-    if any(s.reader is not None and ":" in s.reader for s in config.sources):
+    if config.token_cache is None:
         return None
     found = [files_of(s) for s in config.sources]
+    if obstacle := _obstacle(config, tokenizer, processor, all(found)):
+        _log.info("data.token_cache: the tokens of %s are not kept, and each start tokenizes them: %s", purpose, obstacle)
+        return None
     files = [file for some in found for file in some or ()]
-    if not all(found) or sum(file.stat().st_size for file in files) < config.token_cache_min_mb * MIB:
+    if sum(file.stat().st_size for file in files) < config.token_cache_min_mb * MIB:
         return None
     made_of = {
         "purpose": purpose,
@@ -53,6 +58,21 @@ def token_cache_of(config: DataConfig, tokenizer: Any, purpose: str, options: Ma
     }
     key = hashlib.blake2b(json.dumps(made_of, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
     return TokenCache(Path(config.token_cache).expanduser() / f"{key}.arrow")
+
+
+def _obstacle(config: DataConfig, tokenizer: Any, processor: Any, files: bool) -> str:
+    """Return why tokens cannot be kept, or nothing. ``files``: every source is made of files of this machine."""
+    if processor is not None:
+        return "the model reads media"
+    if not files:
+        return "a source is not a file of this machine"
+    if any(s.reader is not None and ":" in s.reader for s in config.sources):
+        return "a reader is a function of your own, which may change"
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        return "the tokenizer is not a fast one"
+    if not type(tokenizer).__module__.startswith("transformers."):  # its code, which may change, is not part of the digest
+        return "the tokenizer is not one of transformers' own"
+    return "the chat template writes the date" if "strftime" in str(tokenizer.chat_template) else ""
 
 
 def digest_of_file(path: Path) -> str:

@@ -208,7 +208,7 @@ class PromptDataset:
         self._unknown = UnknownText(tokenizer)
         self.counts = self._sources.counts
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
-        cache = token_cache_of(config, tokenizer, "prompts", {}) if processor is None else None
+        cache = token_cache_of(config, tokenizer, "prompts", {}, processor)
         self._kept: Columns = {name: array(kind) for name, kind in COLUMNS.items()}
         self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
         self._cuts = dict(zip(self._kept["cut_rows"].tolist(), self._kept["cuts"].tolist()))

@@ -144,7 +144,9 @@ class DataConfig(Settings):
     turns: Literal["all", "last", "each"] = "all"
     token_cache: str | None = "~/.cache/lightrft/tokens"
     """The folder that keeps the token ids of files, so that the next start and every other rank map them into memory. ``null``
-    tokenizes at every start. Entries belong to the content of files, tokenizer and settings; deleting them is always safe."""
+    tokenizes at every start. Entries belong to the content of files, tokenizer and settings; deleting them is always safe.
+    Tokens are not kept of data sets of the hub, of functions and readers of your own, for models that read media, and of tokenizers
+    that are slow or not part of transformers; ``log.txt`` says so."""
     token_cache_min_mb: float = Field(1.0, ge=0)
     """Smaller data, in MiB of all files together, is tokenized at every start, which takes about a second per MiB."""
 

@@ -82,7 +82,7 @@ class SFTDataset:
         self._fetcher = Fetcher(self.__getitem__, self.encoder.media)
         self._unknown = UnknownText(tokenizer)
         options = {"max_tokens": max_tokens}
-        cache = token_cache_of(config, tokenizer, "examples", options) if processor is None else None
+        cache = token_cache_of(config, tokenizer, "examples", options, processor)
         self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
         self.counts["examples"] = len(self._order)
 

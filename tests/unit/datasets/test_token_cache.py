@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from lightrft.datasets import cache_key, token_cache
+from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.encoding import Encoder
 from lightrft.datasets.prompts import PromptDataset
 from lightrft.datasets.rows import JsonLines
@@ -228,6 +229,23 @@ def test_tokens_that_depend_on_the_day_or_on_code_of_the_user_are_not_kept(rows)
     prompts_of(config_of(rows, sources=[f"{module}:rows"]))
     prompts_of(config_of(rows, sources=[{"path": str(rows), "reader": f"{module}:read"}]))
     assert not entries(rows)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"processor": object()}, "the model reads media"),
+        ({"sources": ["{mine}:rows"]}, "a source is not a file of this machine"),
+        ({"sources": [{"path": "{rows}", "reader": "{mine}:read"}]}, "a reader is a function of your own"),
+        ({"tokenizer": object()}, "the tokenizer is not a fast one"),
+    ],
+)
+def test_the_log_says_why_tokens_are_not_kept(rows, caplog, given, said):
+    sources = json.loads(json.dumps(given.pop("sources", [str(rows)])).replace("{rows}", str(rows)).replace("{mine}", "mine.py"))
+    tokenizer = given.pop("tokenizer", chat_tokenizer())
+    with caplog.at_level(logging.INFO):
+        assert token_cache_of(config_of(rows, sources=sources), tokenizer, "prompts", {}, **given) is None
+    assert "the tokens of prompts are not kept" in caplog.text and said in caplog.text
 
 
 def test_a_data_set_from_the_cache_pickles(rows):
