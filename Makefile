@@ -1,4 +1,5 @@
-# From a fresh clone: `make demo` trains a small model and `make test` proves the tree. Both set up $(VENV) first.
+# From a fresh clone: `make demo` trains a small model, `make test` runs the tests that are not slow, and
+# `make test-all` runs all of them. Each sets up $(VENV) first.
 # Settings: VENV (where), PYTHON (which interpreter), EXTRAS (optional packages too, e.g. EXTRAS=dev,deepspeed), JOBS (test processes),
 # ARGS (passed on to the demo or to pytest).
 VENV ?= .venv
@@ -13,10 +14,10 @@ export UV_COMPILE_BYTECODE ?= 1
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test check format docs constraints clean
+.PHONY: help install demo test test-all check format docs constraints clean
 
 help:
-	@echo "make demo | test | check | format | docs | install | constraints | clean"
+	@echo "make demo | test | test-all | check | format | docs | install | constraints | clean"
 
 install: $(VENV)/installed
 
@@ -36,6 +37,10 @@ demo: install
 
 # One OpenMP thread: with more, threads that spin make tiny models many times slower.
 test: install
+	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(JOBS) --dist worksteal -m "not slow" $(ARGS)
+
+# Those marked slow too: whole runs in several processes, on Ray, under faults.
+test-all: install
 	OMP_NUM_THREADS=1 "$(BIN)/python" -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 check: install

@@ -204,6 +204,9 @@ def become(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
+    if words[0] == "-u":
+        sys.stdout.reconfigure(line_buffering=True)  # ty: ignore[unresolved-attribute]
+        words = words[1:]
     if words[0] == "-c":
         sys.argv, sys.path[0] = ["-c", *words[2:]], ""
     elif words[0] == "-m":
@@ -214,6 +217,7 @@ def become(words: Sequence[str], env: Mapping[str, str], cwd: str) -> None:
 
 def execute(words: Sequence[str]) -> int:
     """Run ``words`` as ``python`` does. Returns the exit status; errors are left to the interpreter."""
+    words = words[1:] if words[0] == "-u" else words
     try:
         if words[0] == "-c":
             module = types.ModuleType("__main__")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from lightrft.config import RLConfig
 from lightrft.strategy.checkpoint import load_state
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.settings import build, deep_merge
+from tests import warm
 from tests.e2e.several import BEYOND, ENVIRONMENT, check_equal, config_file, named
 
 GROUP = Path(__file__).with_name("group.py")
@@ -63,9 +62,8 @@ def in_group(plan: list[dict[str, Any]], folder: Path) -> None:
     """The runs of ``plan``, whose entries name their config by ``config``, in two processes, where something happens to them."""
     file = folder / "plan.json"
     file.write_text(json.dumps([{**entry, "config": str(entry["config"])} for entry in plan]))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, str(GROUP), str(file)]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=550, check=False)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = warm.run([*torchrun, GROUP, file], env=ENVIRONMENT, seats=2, timeout=550)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -7,8 +7,7 @@ import hashlib
 import io
 import itertools
 import json
-import subprocess
-import sys
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -51,6 +50,7 @@ from lightrft.utils.ranks import ALONE
 from lightrft.utils.settings import build, to_yaml
 from lightrft.utils.signals import StopFlag
 from lightrft.utils.trackers import read_rows
+from tests import warm
 from tests.numbers.test_explained_numbers import batch
 
 Tree = dict[str, Any]
@@ -130,10 +130,9 @@ def side_by_side(tree: Tree, folder: Path) -> Any:
     folder.mkdir(parents=True, exist_ok=True)
     script = folder / "late.py"
     script.write_text(LATE)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={config.launch.processes}"]
-    done = subprocess.run(
-        [*torchrun, str(script), str(config.strategy.timeout)], capture_output=True, text=True, check=False, timeout=600
-    )
+    processes = config.launch.processes
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = warm.run([*torchrun, script, str(config.strategy.timeout)], env=os.environ, seats=processes, timeout=600)
     return done.stdout.splitlines()[:1]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ from lightrft.strategy.deepspeed import DeepSpeedStrategy
 from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import STATE_FILE
 from lightrft.utils.errors import ConfigError
+from tests import warm
 from tests.model_helpers import rounding
 
 TWO = SimpleNamespace(rank=0, size=2)
@@ -70,8 +71,8 @@ def on_two_ranks(cell: str, folder: Path) -> list[tuple[dict[str, Any], dict[str
     head, tail = START.split("folder = ", 1)
     script = folder / "cells.py"
     script.write_text(f"{head}{cell}\nfolder = {tail}")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run([*torchrun, str(script), str(folder)], capture_output=True, text=True, check=False, timeout=600)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = warm.run([*torchrun, script, folder], env=os.environ, seats=2, timeout=600)
     assert done.returncode == 0, done.stderr
     first, second = json.loads(done.stdout.partition("FOUND")[2].splitlines()[0])
     return [(first[str(stage)], second[str(stage)]) for stage in STAGES]
