@@ -108,7 +108,7 @@ def run(
     cwd: Path | None = None,
     seats: int = 0,
     input: str = "",
-    timeout: float = 300,
+    timeout: float = 600,
 ) -> subprocess.CompletedProcess[str]:
     """Return what ``python words...`` ended with and wrote. It is killed after ``timeout`` seconds, and ``TimeoutExpired`` raised."""
     process = Process(words, env, cwd, seats, input)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,9 +29,10 @@ PARTS = ("language", "tower", "projector")
 RATES = {"tower": 1e-4, "projector": 1e-3}
 
 
-@pytest.fixture(params=MEDIA_FAMILIES)
-def made(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Rig, Batch]:
-    r = rig(request.param, tmp_path)
+@pytest.fixture(scope="module", params=MEDIA_FAMILIES)
+def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Rig, Batch]:
+    """A model that is only read, in a folder that nothing writes into. ``load`` makes a copy."""
+    r = rig(request.param, tmp_path_factory.mktemp("made"))
     return r, mixed_batch(mixed_prompts(r))
 
 
