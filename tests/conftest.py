@@ -16,7 +16,7 @@ import pytest
 LONGEST = ("test_ray.py", "test_faults.py", "test_zero.py")
 """Their tests mostly wait for other processes. At the end of all tests one worker would be left alone with them."""
 
-# An example may take long on a busy machine. The search for mutants, which finds them by 15 examples of each property, has a profile of
+# An example may take long on a busy machine. The search for mutants, which takes 15 examples of most properties, has a profile of
 # its own, which is loaded by then.
 hypothesis.settings.register_profile(
     "suite", max_examples=40, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -76,10 +76,11 @@ class ProcessWorker:
                 thread.join()
             self._threads = []
             self._connection.close()
+            self._process.close()
 
     def signal(self, number: int) -> None:
         """Send a signal to the process, if it is there."""
-        if self._process.is_alive():
+        if self._threads and self._process.is_alive():
             with suppress(ProcessLookupError):  # it ended meanwhile: its server knows that some time before this process does
                 os.kill(self.pid, number)
 
