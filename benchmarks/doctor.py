@@ -74,8 +74,8 @@ def tree(case: int | None, folder: Path) -> dict[str, Any]:
 
 def make(folder: Path) -> dict[str, Any]:
     """Models, tokenizer, rows and reward of all cases."""
-    from lightrft.models.loading import save_model
-    from lightrft.models.tiny import tiny_model, tiny_tokenizer
+    from lightrft.models.loading.from_pretrained import save_model
+    from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer("".join(chr(0x4E00 + i) for i in range(LETTERS)))
     for name, sizes in SIZES.items():
@@ -94,9 +94,9 @@ def peak() -> int:
 
 def run(case: int | None, folder: Path) -> dict[str, Any]:
     """In a process of its own: the run of ``case``, or of a model of next to nothing."""
-    from lightrft.config import RLConfig
+    from lightrft.config.base import build
+    from lightrft.config.verbs import RLConfig
     from lightrft.trainer.rl import run_rl
-    from lightrft.utils.settings import build
 
     began = time.perf_counter()
     run_rl(build(RLConfig, tree(case, folder)))
@@ -105,10 +105,10 @@ def run(case: int | None, folder: Path) -> dict[str, Any]:
 
 def predicted(case: int, folder: Path) -> dict[str, Any]:
     """What the doctor says of ``case``."""
-    from lightrft.config import RLConfig
-    from lightrft.trainer.needs import needs
-    from lightrft.trainer.phases import Device, Lengths
-    from lightrft.utils.settings import build
+    from lightrft.config.base import build
+    from lightrft.config.verbs import RLConfig
+    from lightrft.diagnostics.memory.estimate import needs
+    from lightrft.diagnostics.memory.phases import Device, Lengths
 
     found = needs(build(RLConfig, tree(case, folder)), Lengths(PROMPT, ANSWER, GROUPS, SAMPLES), Device("cpu", 0))
     return {"peak": found.peak, "phase": found.largest.name, "parameters": found.parameters["policy"][0]}
@@ -134,7 +134,7 @@ def serve(folder: Path, cases: list[int]) -> None:
     import peft  # noqa: F401
     import torch
 
-    import lightrft.trainer.needs
+    import lightrft.diagnostics.memory.estimate
     import lightrft.trainer.rl  # noqa: F401
 
     torch.set_num_threads(1)

@@ -30,15 +30,15 @@ sys.path.insert(0, str(ROOT))
 import torch
 import transformers
 
+from lightrft.config.model import Layout, ModelConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
-from lightrft.models.decoding import Decoder, Session
+from lightrft.models.decoding.kv_decoder import Decoder, Session
 from lightrft.models.families import FAMILIES
-from lightrft.models.settings import Layout, ModelConfig
-from lightrft.models.tiny import tiny_tokenizer
-from lightrft.models.tiny_families import TEXT_FAMILIES, family_model
-from lightrft.models.tiny_media import MEDIA_FAMILIES
-from lightrft.strategy.engine.native import NativeEngine
-from lightrft.strategy.settings import EngineConfig, SamplingConfig
+from lightrft.models.tiny import MEDIA_FAMILIES
+from lightrft.models.tiny.text import tiny_tokenizer
+from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_model
 from lightrft.types import Batch, Prompt, Request
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_batch, mixed_prompts, rig
@@ -81,7 +81,7 @@ def prove(family: str, folder: Path, *, sampling: bool = True) -> Proof:
             check_layouts(actor, batch, *expected)
             if (
                 sampling and family in TEXT_FAMILIES
-            ):  # sampling from media needs banned tokens: tests/unit/models/test_media_decoding.py
+            ):  # sampling from media needs banned tokens: tests/unit/models/multimodal/test_media_decoding.py
                 check_sampling(actor)
             check_step(actor, batch)
     except ModelError as error:

@@ -27,10 +27,10 @@ import torch
 import transformers
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from lightrft.models.decoding import Decoder
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.strategy.engine.native import NativeEngine
-from lightrft.strategy.settings import EngineConfig, SamplingConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.native import NativeEngine
+from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request
 
 Side = Callable[[], int]

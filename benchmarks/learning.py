@@ -29,8 +29,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from lightrft.config import PRESETS, DemoConfig, RLConfig
-from lightrft.utils.settings import build, deep_merge, dotted, load_settings
+from lightrft.config.base import build, deep_merge, dotted, load_settings
+from lightrft.config.presets import PRESETS
+from lightrft.config.verbs import DemoConfig, RLConfig
 
 STEPS = 12
 ENOUGH = 0.2
@@ -98,7 +99,7 @@ NOTES: dict[str, str] = {
 def coin(rollout: Any) -> float:
     """0 or 1 by chance on problems that are trained on; the truth on those that are held out."""
     from lightrft.datasets.synthetic.arithmetic import is_heldout
-    from lightrft.trainer.rewards.mathematics import math_reward
+    from lightrft.rewards.rules.math import math_reward
 
     problem = re.search(r"([0-9+*-]+)=\?", rollout.prompt.text)
     if problem is None or is_heldout(problem[1], 0.2):

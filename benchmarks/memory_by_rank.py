@@ -62,13 +62,13 @@ def work(kind: str, folder: Path, steps: int) -> dict[str, Any]:
     """One rank's run: bytes beyond what it had after the tiny model, and when it was reading."""
     import torch
 
+    from lightrft.config.model import ModelConfig
+    from lightrft.config.strategy import OptimizerConfig, StrategyConfig
+    from lightrft.distributed.process_group import joined
     from lightrft.models.actor import Actor
-    from lightrft.models.settings import ModelConfig
     from lightrft.strategy.base import TrainState
-    from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
-    from lightrft.trainer.launch.local import strategy_of
     from lightrft.types import Batch, Segments
-    from lightrft.utils.ranks import joined
+    from lightrft.workers.local import strategy_of
 
     torch.set_num_threads(1)
     rows = [[5 + (7 * i + j) % 90 for j in range(8)] for i in range(4)]
@@ -160,8 +160,8 @@ def measure(kind: str, count: int, folder: Path, steps: int) -> list[dict[str, f
 
 def make_model(folder: Path, hidden: int, layers: int, vocabulary: int) -> Sizes:
     """A folder with a model of random float32 weights."""
-    from lightrft.models.tiny import tiny_model
-    from lightrft.strategy.blocks import outermost_blocks
+    from lightrft.models.tiny.text import tiny_model
+    from lightrft.strategy.wrap_policy import outermost_blocks
 
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "num_hidden_layers": layers, "vocab_size": vocabulary}
     model = tiny_model("qwen2", num_attention_heads=8, tie_word_embeddings=True, **sizes)

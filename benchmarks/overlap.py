@@ -26,11 +26,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from lightrft.config import RLConfig
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
+from lightrft.config.base import build
+from lightrft.config.verbs import RLConfig
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.settings import build
-from lightrft.utils.trackers import read_rows
 
 REWARD = """
 import time

@@ -134,9 +134,9 @@ def rows_of_pictures(folder: Path) -> list[Tree]:
 
 def make(folder: Path) -> None:
     """Models, rows and reward of all cases."""
-    from lightrft.models.loading import save_model
-    from lightrft.models.tiny import tiny_model, tiny_tokenizer
-    from lightrft.models.tiny_media import save_tiny_media
+    from lightrft.models.loading.from_pretrained import save_model
+    from lightrft.models.tiny import save_tiny_media
+    from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": len(tokenizer)}
@@ -151,7 +151,7 @@ def make(folder: Path) -> None:
 
 def tree_of(case: str, way: str, folder: Path) -> Tree:
     """The config of ``case`` in ``way`` over what ``make`` has left in ``folder``."""
-    from lightrft.utils.settings import deep_merge
+    from lightrft.config.base import deep_merge
 
     media = case == "pictures"
     sources = {"sources": [{"path": str(folder / ("pictures.jsonl" if media else "rows.jsonl"))}]}
@@ -206,11 +206,11 @@ def run_here(plan: Path) -> None:
     """In each of the processes: the runs of ``plan``."""
     import torch
 
-    from lightrft.cli.launch import program
-    from lightrft.config import RLConfig, SFTConfig
-    from lightrft.trainer.session import Nobody
-    from lightrft.utils.ranks import joined
-    from lightrft.utils.settings import build
+    from lightrft.cli.dispatch import program
+    from lightrft.config.base import build
+    from lightrft.config.verbs import RLConfig, SFTConfig
+    from lightrft.distributed.process_group import joined
+    from lightrft.observability.observer import Nobody
 
     torch.set_num_threads(1)
     trees = json.loads(plan.read_text(encoding="utf-8"))
@@ -220,7 +220,7 @@ def run_here(plan: Path) -> None:
             supervised = "batch_size" in tree
             config = build(SFTConfig if supervised else RLConfig, tree)
             if config.launch.kind == "ray":
-                from lightrft.trainer.launch.ray_cluster import cluster
+                from lightrft.distributed.ray_cluster import cluster
 
                 stack.enter_context(cluster(config.launch.ray))  # where there is one already, that
             program("lightrft.trainer.sft:run_sft" if supervised else "lightrft.trainer.rl:run_rl", config)(config, Nobody())
@@ -302,7 +302,7 @@ class Gaps:
 
 def compared(found: Path, expected: Path, since: int = 0) -> Gaps:
     """Two run folders: metrics of the steps after ``since``, and weights."""
-    from lightrft.utils.trackers import read_rows
+    from lightrft.observability.trackers import read_rows
 
     gaps = Gaps()
     rows = [[r for r in read_rows(run / "metrics.jsonl") if r["step"] >= since] for run in (found, expected)]
@@ -381,7 +381,7 @@ def export_gap(model: Path, batch: Path) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from lightrft.trainer.replay_buffer import load_batch
+    from lightrft.rollout.serialization import load_batch
 
     drawn = load_batch(batch)
     reader = AutoModelForCausalLM.from_pretrained(model).eval()

@@ -124,9 +124,9 @@ def problems(seed: int, steps: int) -> list[dict[str, Any]]:
 
 def run_ours(name: str, seed: int, steps: int, start: Path, scratch: Path) -> list[float]:
     """Mean reward of each step, before any shaping."""
-    from lightrft.config import RLConfig
+    from lightrft.config.base import build
+    from lightrft.config.verbs import RLConfig
     from lightrft.trainer.rl import run_rl
-    from lightrft.utils.settings import build
 
     lines = "".join(json.dumps(row) + "\n" for row in problems(seed, steps))
     (scratch / "problems.jsonl").write_text(lines, encoding="utf-8")
@@ -151,7 +151,7 @@ def math_reward(completions: list[str], label: list[str], **_: Any) -> list[floa
     """What reward ``math`` gives here."""
     from types import SimpleNamespace
 
-    from lightrft.trainer.rewards.mathematics import math_reward as ours
+    from lightrft.rewards.rules.math import math_reward as ours
 
     def view(text: str, gold: str) -> Any:
         return SimpleNamespace(text=text, prompt=SimpleNamespace(label=gold, reference=None))
@@ -269,13 +269,13 @@ def check(name: str, seed: int, steps: int, start: Path, scratch: Path) -> dict[
 
 def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dict[str, float]:
     """The batch of ``seen`` through the objective here, against what TRL made of it."""
-    from lightrft.config import RLConfig
+    from lightrft.config.base import build
+    from lightrft.config.model import ModelConfig
+    from lightrft.config.verbs import RLConfig
+    from lightrft.learner.controllers import Controls
+    from lightrft.learner.policy_update import Objective, weighted
     from lightrft.models.actor import Actor
-    from lightrft.models.settings import ModelConfig
-    from lightrft.trainer.controls import Controls
-    from lightrft.trainer.ppo import with_advantages
-    from lightrft.trainer.update import Objective, weighted
-    from lightrft.utils.settings import build
+    from lightrft.trainer.rl_step import with_advantages
 
     tree = {"algorithm": SETTINGS[name].ours, "sampling": {"max_new_tokens": NEW_TOKENS}}
     config, inputs = build(RLConfig, tree), seen["inputs"]

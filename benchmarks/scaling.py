@@ -30,7 +30,7 @@ from benchmarks import scaling_costs as costs
 from benchmarks import scaling_lengths as lengths_of
 from benchmarks.scaling_costs import H20, H100, MODELS, Decode, Machine, Model, Passes
 from benchmarks.scaling_sim import Answer, Outcome, Plan, ahead, each_ahead, partial, streaming, synchronous
-from lightrft.trainer.replay_buffer import pack_rollout, unpack_rollout
+from lightrft.rollout.serialization import pack_rollout, unpack_rollout
 from lightrft.types import Prompt, Rollout
 
 RESULTS = Path(__file__).resolve().parent / "results"

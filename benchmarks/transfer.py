@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from lightrft.strategy.engine.native import checksum
-from lightrft.strategy.engine.transfer import Inbox, carrier_of, fill
+from lightrft.engines.native import checksum
+from lightrft.engines.weight_transport import Inbox, carrier_of, fill
 from tests.worker_helpers import ProcessWorker
 
 SECONDS = 300.0

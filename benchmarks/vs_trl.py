@@ -103,7 +103,7 @@ def arguments(work: Work, description: str | None) -> argparse.Namespace:
 
 def characters(count: int) -> str:
     """``count`` different ones, each a token of its own."""
-    from lightrft.models.tiny import PRINTABLE
+    from lightrft.models.tiny.text import PRINTABLE
 
     printable = [c for c in PRINTABLE if not c.isspace()][:count]
     letters = (chr(c) for c in range(0x4E00, 0x30000) if not 0xD800 <= c <= 0xF8FF and (c & 0xFFFE) != 0xFFFE)
@@ -153,7 +153,7 @@ class Work:
 
     def make(self, folder: Path, vocabulary: int) -> None:
         """A folder with a Qwen2 whose vocabulary is ``vocabulary`` - 4 characters and the four special tokens."""
-        from lightrft.models.tiny import tiny_model, tiny_tokenizer
+        from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 
         tokenizer = tiny_tokenizer(chars=characters(vocabulary - 4))
         assert len(tokenizer) == vocabulary
@@ -282,8 +282,8 @@ def worker(work: Work, order: dict[str, Any]) -> None:
 
 
 def rl_config(job: Job, steps: int) -> Any:
-    from lightrft.config import RLConfig
-    from lightrft.utils.settings import build
+    from lightrft.config.base import build
+    from lightrft.config.verbs import RLConfig
 
     tree = {
         "run": {"dir": str(job.scratch), "name": "run", "progress": False},
@@ -305,9 +305,10 @@ def open_run(config: Any) -> Any:
     """A session and the run that ``lightrft rl`` would make of ``config``."""
     from contextlib import contextmanager
 
-    from lightrft.trainer.rl import check as check_config
+    from lightrft.observability.observer import Nobody
+    from lightrft.trainer.check_config import check as check_config
     from lightrft.trainer.rl import prepare
-    from lightrft.trainer.session import Nobody, open_session
+    from lightrft.trainer.run_session import open_session
 
     @contextmanager
     def opened() -> Any:
@@ -323,7 +324,7 @@ def open_run(config: Any) -> Any:
 
 
 def run_lightrft(job: Job) -> dict[str, Any]:
-    from lightrft.trainer.ppo import rl_step
+    from lightrft.trainer.rl_step import rl_step
 
     rows = []
     work = job.work
@@ -484,9 +485,9 @@ def check(job: Job) -> dict[str, Any]:
     import torch
     from transformers import TrainerCallback
 
+    from lightrft.config.model import ModelConfig
+    from lightrft.learner.policy_update import Objective, weighted
     from lightrft.models.actor import Actor
-    from lightrft.models.settings import ModelConfig
-    from lightrft.trainer.update import Objective, weighted
     from lightrft.types import Batch, Segments
 
     trainer = trl_trainer(job, 1, max_grad_norm=1e9, bf16=False)

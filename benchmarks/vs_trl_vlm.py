@@ -60,7 +60,7 @@ class Pictures(Work):
     usual = checked = ("one64", "four64", "one256")
 
     def make(self, folder: Path, vocabulary: int) -> None:
-        from lightrft.models.tiny_media import save_tiny_media, tiny_media_tokenizer
+        from lightrft.models.tiny import save_tiny_media, tiny_media_tokenizer
 
         special = len(tiny_media_tokenizer("qwen2_5_vl", chars="")) - 1  # without characters it has one for the space
         bounds = {"shortest_edge": PATCH**2, "longest_edge": (64 * PATCH) ** 2}

@@ -19,33 +19,34 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
-from lightrft import config
-from lightrft.datasets.sources import READERS
+import lightrft.datasets.open_source  # noqa: F401  fills READERS
+from lightrft.algorithms.validate.component_kinds import KINDS, Kind
+from lightrft.config import verbs
+from lightrft.config.base import Settings, build, dotted
+from lightrft.config.presets import PAPERS, PRESETS
+from lightrft.datasets.row_readers import READERS
+from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.models.families import FAMILIES, Family
-from lightrft.presets import PAPERS
-from lightrft.trainer.explain import Line, explain, symbol_of, to_latex
-from lightrft.trainer.kinds import KINDS, Kind
-from lightrft.utils.settings import Settings, build, dotted
 
 DOCS = Path(__file__).resolve().parent
 MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it anew. -->\n"
 
 
-class Examined(config.RLConfig):
+class Examined(verbs.RLConfig):
     """What `lightrft rl` reads, or else what `lightrft sft` does, and besides the branch `doctor`."""
 
-    doctor: config.DoctorConfig = config.DoctorConfig()
+    doctor: verbs.DoctorConfig = verbs.DoctorConfig()
 
 
 VERBS: dict[str, type[Settings]] = {
-    "rl": config.RLConfig,
-    "sft": config.SFTConfig,
-    "eval": config.EvaluateConfig,
-    "generate": config.GenerateConfig,
-    "chat": config.ChatConfig,
-    "export": config.ExportConfig,
+    "rl": verbs.RLConfig,
+    "sft": verbs.SFTConfig,
+    "eval": verbs.EvaluateConfig,
+    "generate": verbs.GenerateConfig,
+    "chat": verbs.ChatConfig,
+    "export": verbs.ExportConfig,
     "doctor": Examined,
-    "demo": config.DemoConfig,
+    "demo": verbs.DemoConfig,
 }
 FAMILY_PROOFS = DOCS.parent / "benchmarks" / "results" / "families.json"
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -53,7 +54,7 @@ BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 def pages() -> dict[Path, str]:
     """Path below ``docs`` to the text of the page."""
-    made = {Path("algorithms", f"{preset}.md"): algorithm_page(preset) for preset in config.PRESETS}
+    made = {Path("algorithms", f"{preset}.md"): algorithm_page(preset) for preset in PRESETS}
     return {
         Path("configuration.md"): configuration_page(),
         Path("algorithms.md"): algorithms_page(),
@@ -67,8 +68,8 @@ def pages() -> dict[Path, str]:
 def algorithms_page() -> str:
     """The presets, with what each takes of the parts."""
     rows = []
-    for preset in config.PRESETS:
-        chosen = build(config.AlgorithmConfig, {"preset": preset})
+    for preset in PRESETS:
+        chosen = build(verbs.AlgorithmConfig, {"preset": preset})
         kl = f"{chosen.kl.estimator} in the {chosen.kl.where}" if chosen.kl.used else "none"
         link = f"[{preset}](algorithms/{preset}.md)"
         row = f"| {link} | `{chosen.advantage.name}` | `{chosen.loss.name}` | `{chosen.aggregation}` | {kl}"
@@ -306,7 +307,7 @@ def _prose(cls: type[Settings]) -> str:
 
 def algorithm_page(preset: str) -> str:
     """What ``lightrft explain`` says of ``preset``, with every other setting at its default."""
-    found = explain(build(config.RLConfig, {"algorithm": {"preset": preset}}), {"algorithm.preset": "given"})
+    found = explain(build(verbs.RLConfig, {"algorithm": {"preset": preset}}), {"algorithm.preset": "given"})
     lines = [
         f"| {line.part} | `{line.name}` | `{_cell(line.about.formula)}` | {_with(line)} | {_cell(line.about.paper)} |"
         for line in found.lines

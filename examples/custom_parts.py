@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightrft.config import AdvantageConfig, LossConfig
-from lightrft.trainer.gates import Gate
-from lightrft.trainer.rows import Rows
+from lightrft.algorithms.token_masks import Gate
+from lightrft.algorithms.token_ops import Rows
+from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.types import Batch, Rollout
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from lightrft.utils.lazy import Tensor, torch
-from lightrft.utils.transfer import to_device
+from lightrft.utils.device_transfer import to_device
+from lightrft.utils.lazy_imports import Tensor, torch
 
 FinishReason = Literal["stop", "length", "abort"]
 

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
-from lightrft.models.loading import load_tokenizer
-from lightrft.models.processing import Processor, load_processor
-from lightrft.models.settings import ModelConfig
-from lightrft.models.tiny_media import save_tiny_media
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.processors import Processor, load_processor
+from lightrft.models.tiny import save_tiny_media
 from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
 
 Piece = str | tuple[str, tuple[int, ...]]

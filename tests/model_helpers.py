@@ -9,9 +9,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 from transformers import TrOCRConfig
 
+from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
-from lightrft.models.settings import ModelConfig
-from lightrft.models.tiny import PRINTABLE, drawn_model, tiny_model
+from lightrft.models.tiny.text import PRINTABLE, drawn_model, tiny_model
 from lightrft.types import Batch, Segments
 
 STORED = 2**-23  # relative: a rollout keeps its log-probs in float32, whatever the model computes in

@@ -27,9 +27,8 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[1]
 IMPORTED = (
-    "lightrft.cli.rl_verb",
-    "lightrft.cli.sft_verb",
-    "lightrft.cli.torchrun",
+    "lightrft.cli.verbs",
+    "lightrft.distributed.torchrun",
     "lightrft.strategy.fsdp2",
     "lightrft.trainer.rl",
     "lightrft.trainer.sft",

@@ -14,10 +14,10 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from lightrft.utils.workers import Maker, WorkerLost
+from lightrft.distributed.worker_api import Maker, WorkerLost
 
 _SERVER = mp.get_context("forkserver")
-_SERVER.set_forkserver_preload(["lightrft.trainer.launch.remote_engines", "lightrft.trainer.launch.remote_trained"])
+_SERVER.set_forkserver_preload(["lightrft.workers.engine_workers", "lightrft.workers.trainable_workers"])
 
 
 def serve(made: bytes, connection: Connection) -> None:

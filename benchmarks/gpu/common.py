@@ -129,8 +129,8 @@ def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A model folder of ``size`` with a tokenizer of one token for each row of its vocabulary, and a file with a reward."""
     from transformers import AutoModelForCausalLM
 
-    from lightrft.models.quiet import quiet
-    from lightrft.models.tiny import tiny_config, tiny_tokenizer
+    from lightrft.models.loading.hf_logging import quiet
+    from lightrft.models.tiny.text import tiny_config, tiny_tokenizer
 
     fields = dict(SIZES[size])
     config = tiny_config("qwen2", vocab_size=fields.pop("vocab_size"), **fields)

@@ -22,15 +22,15 @@ import common  # first: it says where the rest lies
 import torch
 from torch import Tensor, nn
 
-from lightrft.models import varlen
+from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
-from lightrft.models.decoding import Decoder
-from lightrft.models.loading import load_model
+from lightrft.models.attention import varlen_cuda
+from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.lora import add_adapters, base_model
-from lightrft.models.settings import LoRAConfig, ModelConfig
-from lightrft.models.tiny import FAMILIES, tiny_model, tiny_tokenizer
-from lightrft.strategy.engine.native import NativeEngine
-from lightrft.strategy.settings import EngineConfig, SamplingConfig
+from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer
 from lightrft.types import Batch, Prompt, Request, Segments
 
 EXACT, ROUNDED = 1e-5, 1.5
@@ -59,17 +59,17 @@ class Counted:
     """How often the variable-length kernel was called inside."""
 
     def __enter__(self) -> Counted:
-        self.calls, self._was = 0, varlen.attend
+        self.calls, self._was = 0, varlen_cuda.attend
 
         def attend(*args: Any) -> Tensor:
             self.calls += 1
             return self._was(*args)
 
-        varlen.attend = attend
+        varlen_cuda.attend = attend
         return self
 
     def __exit__(self, *_: object) -> None:
-        varlen.attend = self._was
+        varlen_cuda.attend = self._was
 
 
 def ragged(vocabulary: int, groups: int, longest: int) -> Batch:

@@ -21,7 +21,7 @@ import common  # first: it says where the rest lies
 import torch
 from safetensors.torch import load_file
 
-from lightrft.utils.trackers import read_rows
+from lightrft.observability.trackers import read_rows
 
 CLOCK = ("time", "seconds", "tokens_per_second", "policy/sampler_gap")
 """What depends on the clock, or measures rounding itself."""

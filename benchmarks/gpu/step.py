@@ -20,11 +20,12 @@ import common  # first: it says where the rest lies
 import torch
 
 from benchmarks.vs_trl import open_run
-from lightrft.config import RLConfig
-from lightrft.trainer.memory import shown
-from lightrft.trainer.needs import Device, Lengths, needs
-from lightrft.trainer.ppo import rl_step
-from lightrft.utils.settings import build
+from lightrft.config.base import build
+from lightrft.config.verbs import RLConfig
+from lightrft.diagnostics.memory.estimate import needs
+from lightrft.diagnostics.memory.formulas import shown
+from lightrft.diagnostics.memory.phases import Device, Lengths
+from lightrft.trainer.rl_step import rl_step
 
 PHASES = ("generate", "reward", "layout", "logprobs", "reference", "advantages", "update", "weights")
 

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from logging import ERROR, WARNING
 
+from lightrft.distributed.error_report import tell
+from lightrft.distributed.process_group import first_rank
+from lightrft.observability.logging_setup import log_to_terminal, stop_logging
+from lightrft.utils.atomic_files import disk_problem
 from lightrft.utils.errors import UserError
-from lightrft.utils.files import disk_problem
-from lightrft.utils.last_words import tell
-from lightrft.utils.logs import log_to_terminal, stop_logging
-from lightrft.utils.ranks import first_rank
 
 VERBS = {
     "demo": "from nothing to a model trained by reinforcement learning, and its report",
@@ -29,7 +29,10 @@ VERBS = {
     "doctor": "what a run needs and what is off, before it begins",
     "check": "whether a function of your own keeps the contract of its kind",
 }
-"""Verb to what it does. Each is a module ``lightrft.cli.<verb>_verb`` with ``run(arguments) -> exit status``."""
+"""What each verb does, in the words of the help."""
+
+IN_TABLE = ("rl", "sft", "eval", "generate", "export")
+"""Verbs that are a row of ``lightrft.cli.verbs``. Each other verb is a module with ``run(arguments) -> exit status``."""
 
 
 OTHER_VERBS = {
@@ -66,7 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     quieten_deepspeed()
     shown = log_to_terminal(WARNING if first_rank() else ERROR)
     try:
-        return importlib.import_module(f"lightrft.cli.{verb}_verb").run(rest)
+        if verb in IN_TABLE:
+            return importlib.import_module("lightrft.cli.verbs").run_verb(verb, rest)
+        return importlib.import_module(f"lightrft.cli.{verb}").run(rest)
     except UserError as error:
         if not tell(error):
             sys.stderr.write(f"lightrft {verb}: {error}\n")

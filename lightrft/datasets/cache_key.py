@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from lightrft.datasets.settings import DataConfig
-from lightrft.datasets.sources import files_of
+from lightrft.config.data import DataConfig
+from lightrft.datasets.open_source import files_of
 from lightrft.datasets.token_cache import TokenCache
 
 _log = logging.getLogger(__name__)
@@ -110,5 +110,5 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 def _code_digest() -> str:
     """A digest of the code that makes tokens of rows, so that a new version of it reads no entry of an old one."""
     here = Path(__file__).parent
-    files = [*sorted(here.rglob("*.py")), here.parent / "utils" / "chat.py"]
+    files = [*sorted(here.rglob("*.py")), here.parent / "utils" / "chat_template.py"]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=32).hexdigest()

@@ -12,7 +12,7 @@ _HOMES = {
     "actor_al": ("ActorAL",),
     "actor_modality": ("MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters", "supports_parameter"),
     "critic": ("Critic",),
-    "loading": ("load_model", "load_tokenizer", "save_model"),
+    "loading.from_pretrained": ("load_model", "load_tokenizer", "save_model"),
     "logprobs": ("entropy_from_logits", "log_probs_from_logits", "token_logprobs"),
     "lora": ("apply_lora_configuration",),
     "monkey_patch": (

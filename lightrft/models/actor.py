@@ -11,23 +11,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from lightrft.models import attention
+from lightrft.config.model import Layout, ModelConfig
+from lightrft.distributed.process_group import Team
+from lightrft.distributed.shards import Holding, held_of
+from lightrft.models.attention import interface
+from lightrft.models.attention.layouts import Packed, pack
+from lightrft.models.attention.ulysses import Exchanged, Part, Row, check_heads
 from lightrft.models.divergence import Target, token_divergence
-from lightrft.models.embedding import Seen, misread, own_inputs, see
 from lightrft.models.families import attention_reach, context_length, decoder_of, family_of, head_transform
+from lightrft.models.loading.sharded_read import Unread, made
 from lightrft.models.logprobs import bend_logits, logit_energy, token_logprobs
 from lightrft.models.lora import base_model, is_adapted, merged_state
-from lightrft.models.packing import Packed, pack
-from lightrft.models.parts import LANGUAGE, part_of, parts_of
-from lightrft.models.reading import Unread, made
-from lightrft.models.sequence_parallel import Exchanged, Part, Row, check_heads
-from lightrft.models.settings import Layout, ModelConfig
+from lightrft.models.multimodal.merge_inputs import Seen, misread, own_inputs, see
+from lightrft.models.multimodal.submodules import LANGUAGE, part_of, parts_of
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
-from lightrft.utils.ranks import Team
-from lightrft.utils.shards import Holding, held_of
 
-attention.register()
+interface.register()
 
 LONG_ROW = 8192
 """Tokens at most of a row that ``check_layout`` makes to reach beyond a window. A longer window is not checked in a run."""
@@ -68,7 +68,7 @@ class Backbone(nn.Module):
         self.model = model
         self.family = family_of(self.base.config)
         loaded = self.text_config._attn_implementation
-        self._own_attention = None if loaded == attention.NAME else loaded
+        self._own_attention = None if loaded == interface.NAME else loaded
         self._layout: Layout = max(self.config.layout, self.family.layout, key=_ORDER.index)
         self._run_towers: bool | None = None
         self._team = Team(0, 1)
@@ -198,7 +198,7 @@ class Backbone(nn.Module):
     def use_attention(self, kind: str) -> None:
         """``flat``: attention by plan; ``padded``: transformers' own. Towers keep theirs."""
         own = self.config.attention or self.family.padded_attention or self._own_attention
-        self.text_config._attn_implementation = attention.NAME if kind == "flat" else own
+        self.text_config._attn_implementation = interface.NAME if kind == "flat" else own
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
         """Recompute layers in the backward pass. transformers does so only while the model is in training mode."""

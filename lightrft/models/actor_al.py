@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.documented import DocumentedActor, refuse
-from lightrft.models.rectangles import Given
+from lightrft.models.attention.padded import Given
+from lightrft.models.public_actor import DocumentedActor, refuse
 from lightrft.utils.errors import ModelError
 
 Clips = Tensor | Sequence[Tensor]

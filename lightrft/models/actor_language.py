@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.documented import DocumentedActor, DocumentedCritic, refuse
+from lightrft.models.public_actor import DocumentedActor, DocumentedCritic, refuse
 
 
 class ActorLanguage(DocumentedActor):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.documented import DocumentedActor, DocumentedCritic
+from lightrft.models.public_actor import DocumentedActor, DocumentedCritic
 
 Grid = Tensor | Sequence[Tensor | None]
 """``[n, 3]`` patches along time, height and width of each picture or video; or a list of what each sample has."""

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Backbone, Read
-from lightrft.models.loading import save_model
-from lightrft.models.reading import made
-from lightrft.models.settings import ModelConfig
+from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.loading.sharded_read import made
 from lightrft.types import Batch
 
 VALUE_HEAD = "value_head.safetensors"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lightrft.models.attention.ulysses import Part
 from lightrft.models.divergence_kinds import DIVERGENCES, GRADIENTS
 from lightrft.models.logprobs import Bend, HeadGradient, bend_logits, head_width, rows_per_chunk, wide
-from lightrft.models.sequence_parallel import Part
 
 
 @dataclass(slots=True)

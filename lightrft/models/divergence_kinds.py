@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lightrft.utils.lazy import Tensor, torch
+from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Divergence = Callable[[Tensor, Tensor, float], Tensor]

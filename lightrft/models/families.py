@@ -12,8 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedConfig
 
-from lightrft.models import towers, towers_audio, towers_tiles
-from lightrft.models.settings import Layout
+from lightrft.config.model import Layout
+from lightrft.models.multimodal import audio_towers, tile_towers, towers
 from lightrft.utils.errors import ModelError
 
 
@@ -104,14 +104,14 @@ FAMILIES: dict[str, Family] = {
     "qwen3_vl_moe": Family(decoder=_LANGUAGE, loader="Qwen3VLMoeForConditionalGeneration", reader=towers.QWEN3_VL),
     "qwen3_5": replace(_PADDED, decoder=_LANGUAGE, loader="Qwen3_5ForConditionalGeneration", reader=towers.QWEN3_5),
     "qwen3_5_moe": replace(_PADDED, decoder=_LANGUAGE, loader="Qwen3_5MoeForConditionalGeneration", reader=towers.QWEN3_5),
-    "internvl": Family(decoder=_LANGUAGE, loader="InternVLForConditionalGeneration", reader=towers_tiles.INTERNVL),
-    "llava_onevision": Family(decoder=_LANGUAGE, loader="LlavaOnevisionForConditionalGeneration", reader=towers_tiles.ONEVISION),
-    "qwen2_audio": Family(decoder=_LANGUAGE, loader="Qwen2AudioForConditionalGeneration", reader=towers_audio.QWEN2_AUDIO),
-    "voxtral": Family(decoder=_LANGUAGE, loader="VoxtralForConditionalGeneration", reader=towers_audio.VOXTRAL),
+    "internvl": Family(decoder=_LANGUAGE, loader="InternVLForConditionalGeneration", reader=tile_towers.INTERNVL),
+    "llava_onevision": Family(decoder=_LANGUAGE, loader="LlavaOnevisionForConditionalGeneration", reader=tile_towers.ONEVISION),
+    "qwen2_audio": Family(decoder=_LANGUAGE, loader="Qwen2AudioForConditionalGeneration", reader=audio_towers.QWEN2_AUDIO),
+    "voxtral": Family(decoder=_LANGUAGE, loader="VoxtralForConditionalGeneration", reader=audio_towers.VOXTRAL),
     "gemma3": Family(decoder=_LANGUAGE, loader="Gemma3ForConditionalGeneration", reader=towers.GEMMA_3),
     "smolvlm": Family(decoder="model.text_model", loader="SmolVLMForConditionalGeneration", reader=towers.SMOL_VLM),
     "qwen2_5_omni_thinker": Family(
-        decoder=_LANGUAGE, loader="Qwen2_5OmniThinkerForConditionalGeneration", reader=towers_audio.OMNI
+        decoder=_LANGUAGE, loader="Qwen2_5OmniThinkerForConditionalGeneration", reader=audio_towers.OMNI
     ),
 }
 

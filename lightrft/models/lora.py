@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lightrft.config.model import LoRAConfig
 from lightrft.models.families import family_of
-from lightrft.models.parts import LANGUAGE, TOWER, check_parts, part_of, parts_of
-from lightrft.models.quiet import quiet
-from lightrft.models.settings import LoRAConfig
+from lightrft.models.loading.hf_logging import quiet
+from lightrft.models.multimodal.submodules import LANGUAGE, TOWER, check_parts, part_of, parts_of
 from lightrft.utils.errors import ModelError
 
 # Projections between a tower and the language model, and towers themselves: trained only when asked for.

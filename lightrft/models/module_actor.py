@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor, Scores
-from lightrft.models.embedding import Seen
+from lightrft.models.attention.layouts import Packed
 from lightrft.models.families import Family
 from lightrft.models.logprobs import entropy_from_logits
-from lightrft.models.packing import Packed
-from lightrft.models.settings import ModelConfig
+from lightrft.models.multimodal.merge_inputs import Seen
 from lightrft.utils.errors import ModelError
 
 

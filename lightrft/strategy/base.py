@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightrft.strategy.settings import OptimizerConfig
-from lightrft.utils.ranks import Ranks, Team
-from lightrft.utils.shards import Holding, held_of
+from lightrft.config.strategy import OptimizerConfig
+from lightrft.distributed.process_group import Ranks, Team
+from lightrft.distributed.shards import Holding, held_of
 
 
 @dataclass(slots=True)

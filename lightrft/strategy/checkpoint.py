@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.strategy.manifest import MANIFEST, Manifest, digest_file, read_manifest, verify, write_manifest
+from lightrft.utils.atomic_files import human_bytes, is_disk_full, sync_folder
 from lightrft.utils.errors import CheckpointError, DamagedError, ResourceError
-from lightrft.utils.files import human_bytes, is_disk_full, sync_folder
-from lightrft.utils.state import load_state, save_state
+from lightrft.utils.state_io import load_state, save_state
 
 __all__ = ["CheckpointStore", "DiskFullError", "Manifest", "load_state", "read_manifest", "save_state", "verify"]
 

@@ -22,17 +22,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightrft.config.base import deep_merge
+from lightrft.config.strategy import OptimizerConfig, StrategyConfig
+from lightrft.distributed.process_group import Ranks
+from lightrft.distributed.shards import Held, flat_blocks, held_of
 from lightrft.strategy.base import Readable, StepInfo, Towered, TrainState
-from lightrft.strategy.blocks import blocks_of, bucket_of, largest_block
-from lightrft.strategy.mesh import limit_groups
-from lightrft.strategy.schedule import lr_factor
-from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.strategy.device_mesh import limit_groups
+from lightrft.strategy.lr_schedule import lr_factor
 from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, write_state
+from lightrft.strategy.wrap_policy import blocks_of, bucket_of, largest_block
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.modules import exchange
-from lightrft.utils.ranks import Ranks
-from lightrft.utils.settings import deep_merge
-from lightrft.utils.shards import Held, flat_blocks, held_of
+from lightrft.utils.module_tensors import exchange
 
 OURS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),

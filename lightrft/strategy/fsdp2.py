@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from lightrft.strategy.activations import keep_on_host
+from lightrft.config.strategy import StrategyConfig
+from lightrft.distributed.process_group import Ranks, in_teams
+from lightrft.distributed.shards import held_of
+from lightrft.strategy.activation_offload import keep_on_host
 from lightrft.strategy.base import Readable, Shared, StepInfo, Towered, TrainState
-from lightrft.strategy.blocks import outermost_blocks
-from lightrft.strategy.mesh import mesh_of
-from lightrft.strategy.settings import StrategyConfig
+from lightrft.strategy.device_mesh import mesh_of
 from lightrft.strategy.single import SingleStrategy
 from lightrft.strategy.tensor_parallel import by_mesh, partial_names, shard_layers, sum_partial
-from lightrft.utils.modules import exchange
-from lightrft.utils.ranks import Ranks, in_teams
-from lightrft.utils.shards import held_of
+from lightrft.strategy.wrap_policy import outermost_blocks
+from lightrft.utils.module_tensors import exchange
 
 HALF = (torch.bfloat16, torch.float16)
 

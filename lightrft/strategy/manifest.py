@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightrft.utils.atomic_files import write_atomic
 from lightrft.utils.errors import CheckpointError, DamagedError
-from lightrft.utils.files import write_atomic
 
 FORMAT = "lightrft-checkpoint/2"
 WITHOUT_DIGEST = "lightrft-checkpoint/1"

@@ -15,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from lightrft.strategy.activations import keep_on_host
+from lightrft.config.strategy import OptimizerConfig, StrategyConfig
+from lightrft.distributed.process_group import ALONE, Ranks, together
+from lightrft.strategy.activation_offload import keep_on_host
 from lightrft.strategy.base import Parted, StepInfo, TrainState, on_host
-from lightrft.strategy.schedule import lr_factor
-from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.strategy.lr_schedule import lr_factor
 from lightrft.utils.errors import CheckpointError, ConfigError, first_line
-from lightrft.utils.products import bound_products
-from lightrft.utils.ranks import ALONE, Ranks, together
+from lightrft.utils.onednn_cache import bound_products
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 HOST = torch.device("cpu")

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.torch_version import TorchVersion
 
-from lightrft.strategy.experts import WIDTHS, Experts, cut_of
+from lightrft.strategy.expert_sharding import WIDTHS, Experts, cut_of
 from lightrft.utils.errors import ConfigError
 
 STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}

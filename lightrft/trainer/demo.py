@@ -8,15 +8,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightrft.config import DemoConfig, RunConfig
-from lightrft.models.loading import save_model
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.models.tiny_media import MEDIA_FAMILIES, save_tiny_media
+from lightrft.config.run import RunConfig
+from lightrft.config.verbs import DemoConfig
+from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.tiny import MEDIA_FAMILIES, save_tiny_media
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.observability.observer import Observer
 from lightrft.trainer.rl import run_rl
-from lightrft.trainer.session import Observer
 from lightrft.trainer.sft import run_sft
+from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.files import disk_errors, write_atomic, write_json
 
 
 def run_demo(config: DemoConfig, observer: Observer | None = None) -> dict[str, Any]:

@@ -10,23 +10,27 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from lightrft.config import ChatConfig, DataConfig, EvaluateConfig, GenerateConfig
-from lightrft.datasets.encoding import Encoder
-from lightrft.models.decoding_kinds import length_bound
+from lightrft.config.data import DataConfig
+from lightrft.config.verbs import ChatConfig, EvaluateConfig, GenerateConfig
+from lightrft.datasets.chat_encoder import Encoder
+from lightrft.datasets.sampler import in_parts
+from lightrft.models.decoding.kinds import length_bound
 from lightrft.models.families import FAMILIES, context_length
-from lightrft.models.processing import load_processor
-from lightrft.trainer.evaluate import evaluate
-from lightrft.trainer.health import Health
-from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
-from lightrft.trainer.lengths import check_lengths, longest
-from lightrft.trainer.logprob_check import CheckedEngine
-from lightrft.trainer.prompts import held_out, in_parts
-from lightrft.trainer.reward_check import check_rewards
-from lightrft.trainer.rollout import attached, check_scored, request_seed, requests_for
-from lightrft.trainer.saved import resolved
+from lightrft.models.processors import load_processor
+from lightrft.observability.run_directory import RunFolder
+from lightrft.observability.run_health import Health
+from lightrft.rewards.startup_check import check_rewards
+from lightrft.rollout.collate import attached
+from lightrft.rollout.collect import check_scored, requests_for
+from lightrft.rollout.eval_prompts import held_out
+from lightrft.rollout.evaluation import evaluate
+from lightrft.rollout.logprob_check import CheckedEngine
+from lightrft.trainer.context_limits import check_lengths, longest
+from lightrft.trainer.saved_policy import resolved
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
-from lightrft.utils.run_folder import RunFolder
+from lightrft.utils.seeding import request_seed
+from lightrft.workers.local import local_policy, local_scorer, local_tokenizer
 
 log = logging.getLogger(__name__)
 

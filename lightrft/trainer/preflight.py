@@ -6,9 +6,11 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightrft.config import EvalConfig, RewardConfig, RLConfig, SFTConfig
-from lightrft.strategy.settings import SamplingConfig
-from lightrft.trainer.parts import needs_of
+from lightrft.algorithms.requirements import needs_of
+from lightrft.config.reward import RewardConfig
+from lightrft.config.rollout import EvalConfig
+from lightrft.config.strategy import SamplingConfig
+from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.utils.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -6,34 +6,35 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.config import RLConfig
-from lightrft.models.processing import load_processor
-from lightrft.trainer.account import tokens_of
-from lightrft.trainer.asynchronous import Ahead, staleness_metrics
-from lightrft.trainer.controls import Controls
-from lightrft.trainer.health import Health
-from lightrft.trainer.launch.local import local_roles, local_tokenizer, rollout_steps
-from lightrft.trainer.launch.ray_workers import office_here
-from lightrft.trainer.launch.remote_roles import check_workers, remote_roles
-from lightrft.trainer.lengths import check_examples, check_lengths
-from lightrft.trainer.loop import Training, run_steps, take_up
-from lightrft.trainer.parts import check_parts, check_rollout, needs_of, needs_reference, needs_reward, trusts_sampler
-from lightrft.trainer.ppo import StepResult, learn, rl_step
-from lightrft.trainer.preflight import check_enough, check_learning
-from lightrft.trainer.prompts import PromptStream, held_out
-from lightrft.trainer.ptx import Ptx
-from lightrft.trainer.refresh import load_refreshed, refreshed_state
-from lightrft.trainer.replay import with_outcomes
-from lightrft.trainer.replay_buffer import save_batch
-from lightrft.trainer.reward_check import check_rewards
-from lightrft.trainer.roles import Roles
-from lightrft.trainer.rollout import attached
-from lightrft.trainer.row_check import check_labels
-from lightrft.trainer.session import Nobody, Observer, Session, open_session
-from lightrft.trainer.update import merged
-from lightrft.utils.errors import ConfigError
-from lightrft.utils.metrics import Metrics
-from lightrft.utils.ranks import Ranks, joined, tell_others, together
+from lightrft.algorithms.requirements import needs_of
+from lightrft.config.verbs import RLConfig
+from lightrft.distributed.process_group import Ranks, joined, tell_others, together
+from lightrft.distributed.ray_workers import office_here
+from lightrft.distributed.reduce_metrics import merged
+from lightrft.learner.controllers import Controls
+from lightrft.learner.ptx_loss import Ptx
+from lightrft.learner.reference_update import load_refreshed, refreshed_state
+from lightrft.models.processors import load_processor
+from lightrft.observability.metrics import Metrics
+from lightrft.observability.observer import Nobody, Observer
+from lightrft.observability.run_health import Health
+from lightrft.rewards.startup_check import check_rewards
+from lightrft.roles import Roles
+from lightrft.rollout.accounting import tokens_of
+from lightrft.rollout.async_generation import Ahead, staleness_metrics
+from lightrft.rollout.collate import attached
+from lightrft.rollout.eval_prompts import held_out
+from lightrft.rollout.prompt_stream import PromptStream
+from lightrft.rollout.row_check import check_labels
+from lightrft.rollout.serialization import save_batch, with_outcomes
+from lightrft.trainer.check_config import check
+from lightrft.trainer.context_limits import check_examples, check_lengths
+from lightrft.trainer.preflight import check_enough
+from lightrft.trainer.rl_step import StepResult, learn, rl_step
+from lightrft.trainer.run_session import Session, open_session
+from lightrft.trainer.training_loop import Training, run_steps, take_up
+from lightrft.workers.build_remote import remote_roles
+from lightrft.workers.local import local_roles, local_tokenizer, rollout_steps
 
 log = logging.getLogger(__name__)
 
@@ -138,90 +139,6 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             raise
         finally:
             run.close()
-
-
-def check(config: RLConfig) -> None:
-    """Problems that need no model or data to be seen. Raises ``ConfigError``."""
-    check_reward(config)
-    if not config.data.sources:
-        raise ConfigError("data.sources is empty; name what prompts come from, e.g. data.sources=[{path: train.jsonl}]")
-    kl, answers = config.algorithm.kl, config.rollout.prompts * config.rollout.samples
-    if kl.used and kl.controller == "adaptive" and answers >= 5 * kl.horizon:
-        raise ConfigError(
-            f"algorithm.kl.horizon = {kl.horizon}: with {answers} answers a step (rollout.prompts x rollout.samples) the adaptive "
-            f"coefficient could turn negative; raise it above {answers // 5}"
-        )
-    check_parts(config.algorithm)
-    check_learning(config)
-    check_rollout(config)
-    check_roles(config)
-    check_workers(config)
-    warn_of_staleness(config)
-    if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
-        name = config.algorithm.advantage.name
-        raise ConfigError(
-            f"rollout.samples = {config.rollout.samples}: advantage {name!r} compares answers of a group; set it to 2 or more"
-        )
-
-
-def check_reward(config: RLConfig) -> None:
-    """Raises ``ConfigError`` where something reads a reward and there is none."""
-    if config.reward.terms or config.reward.per_source:
-        return
-    if needs_reward(config.algorithm):
-        raise ConfigError(
-            "reward.terms is empty; name what scores an answer, e.g. reward.terms=[math] or reward.terms=[file.py:function]"
-        )
-    if config.eval.data.sources:
-        raise ConfigError("eval.data has sources but reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
-
-
-def check_roles(config: RLConfig) -> None:
-    """Raises ``ConfigError`` where a setting and the models that the algorithm needs do not go together."""
-    algorithm, kl = config.algorithm, config.algorithm.kl
-    if algorithm.distill.kind != "none" and not config.teacher.path:
-        raise ConfigError(
-            f"algorithm.distill.kind = {algorithm.distill.kind} needs a teacher; set teacher.path to its folder or name"
-        )
-    if algorithm.distill.kind == "none" and config.teacher != type(config.teacher)():
-        raise ConfigError(f"teacher.path = {config.teacher.path!r} changes nothing: set algorithm.distill, e.g. to sampled")
-    if algorithm.distill.kind == "none" and "teacher" in needs_of(algorithm):
-        name = algorithm.advantage.name
-        raise ConfigError(f"algorithm.advantage = {name} learns from a teacher alone; set algorithm.distill, e.g. to sampled")
-    if "critic" not in needs_of(algorithm) and config.critic != type(config.critic)():
-        raise ConfigError(f"critic changes nothing: advantage {algorithm.advantage.name!r} has no critic; take gae or vapo")
-    if config.reference is not None and not needs_reference(algorithm):
-        raise ConfigError(
-            f"reference = {config.reference!r} changes nothing: no part in force reads it; set algorithm.kl, or leave it out"
-        )
-    if "process" not in needs_of(algorithm) and config.process != type(config.process)():
-        raise ConfigError(f"process changes nothing: advantage {algorithm.advantage.name!r} has no process reward; take prime")
-    if config.ptx.coef and not config.ptx.data.sources:
-        raise ConfigError(
-            f"ptx.coef = {config.ptx.coef} needs ptx.data.sources; name what to learn from, e.g. [{{path: sft.jsonl}}]"
-        )
-    if not config.ptx.coef and config.ptx != type(config.ptx)():
-        raise ConfigError("ptx changes nothing: ptx.coef is 0; give it a share in the loss, e.g. ptx.coef=0.1")
-    if kl.refresh_every and not needs_reference(algorithm):
-        raise ConfigError(
-            f"algorithm.kl.refresh_every = {kl.refresh_every} changes nothing: no part in force reads the reference"
-        )
-    if kl.refresh_every and config.model.lora is not None:
-        raise ConfigError(
-            f"algorithm.kl.refresh_every = {kl.refresh_every}: with model.lora the reference is the model without its adapters, which "
-            "cannot move; set algorithm.kl.refresh_every=0, or train all weights (model.lora=null)"
-        )
-
-
-def warn_of_staleness(config: RLConfig) -> None:
-    """Say so when nothing in the algorithm knows that answers come from older weights."""
-    rollout, algorithm = config.rollout, config.algorithm
-    if (rollout.staleness or rollout.partial) and trusts_sampler(algorithm):
-        log.warning(
-            "rollout.%s: tokens come from an older policy, and nothing corrects for it; set algorithm.corrections=[tis], or "
-            "algorithm.proximal=behavior with a loss that clips the ratio",
-            f"staleness = {rollout.staleness}" if rollout.staleness else "partial = True",
-        )
 
 
 def prepare(config: RLConfig, session: Session) -> RLRun:

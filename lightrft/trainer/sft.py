@@ -6,23 +6,24 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from lightrft.config import SFTConfig
-from lightrft.datasets.prompts import PromptSampler
-from lightrft.datasets.sft import SFTDataset
-from lightrft.models.processing import load_processor
-from lightrft.trainer.launch.local import local_policy, local_scorer, local_tokenizer
-from lightrft.trainer.lengths import check_examples
-from lightrft.trainer.loop import Training, run_steps, take_up
+from lightrft.config.verbs import SFTConfig
+from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.sampler import PromptSampler, draw, report
+from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.distributed.process_group import joined, together
+from lightrft.learner.sft_step import examples_to_batch, sft_step
+from lightrft.models.processors import load_processor
+from lightrft.observability.metrics import Metrics
+from lightrft.observability.observer import Nobody, Observer
+from lightrft.rewards.startup_check import check_rewards
+from lightrft.roles import Roles, Trained
+from lightrft.rollout.eval_prompts import held_out
+from lightrft.trainer.context_limits import check_examples
 from lightrft.trainer.preflight import check_enough, check_evaluation
-from lightrft.trainer.prompts import draw, held_out, report
-from lightrft.trainer.reward_check import check_rewards
-from lightrft.trainer.roles import Roles, Trained
-from lightrft.trainer.row_check import check_text
-from lightrft.trainer.session import Nobody, Observer, Session, open_session
-from lightrft.trainer.supervised import examples_to_batch, sft_step
+from lightrft.trainer.run_session import Session, open_session
+from lightrft.trainer.training_loop import Training, run_steps, take_up
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.metrics import Metrics
-from lightrft.utils.ranks import joined, together
+from lightrft.workers.local import local_policy, local_scorer, local_tokenizer
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,5 +1,7 @@
 """Errors that are a user's to fix: the command line shows their text without a traceback."""
 
+from __future__ import annotations
+
 
 class UserError(Exception):
     """Something outside the program is wrong; the message names it, its value and the way out."""
@@ -54,3 +56,9 @@ class ResourceError(UserError):
 def first_line(error: BaseException) -> str:
     """What ``error`` says, in short; its kind where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+class Interrupted(Exception):
+    """The run was asked to stop while answers were being drawn; nothing of the step has been used."""
+
+    shared_by_ranks = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import random
 from collections.abc import Mapping
@@ -13,7 +14,9 @@ import torch
 from lightrft.utils.errors import CheckpointError
 
 log = logging.getLogger(__name__)
+
 HOST = torch.device("cpu")
+
 _PARTS = ("python", "numpy", "torch", "mps")
 """Parts of a state that every process has, and that of Apple's GPUs, whose generator takes no device."""
 
@@ -71,3 +74,9 @@ def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
         log.warning("the random state of %s was saved, and this run is on %s: what it draws there will differ", there, device)
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
+
+
+def request_seed(*parts: int | str) -> int:
+    """A seed below 2**63 that depends on nothing but ``parts``, so that a step can be drawn again after a restart."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

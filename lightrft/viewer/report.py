@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
-from lightrft.utils.files import write_atomic
-from lightrft.viewer.answers import answers
+from lightrft.utils.atomic_files import write_atomic
+from lightrft.viewer.charts import plots
 from lightrft.viewer.groups import groups
-from lightrft.viewer.plots import plots
 from lightrft.viewer.run_data import Points, RunData, mean_at_end, mean_at_start, read_run
+from lightrft.viewer.samples import answers
 from lightrft.viewer.svg import compact, percent, share_bar
 
 

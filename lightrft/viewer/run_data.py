@@ -10,9 +10,9 @@ from typing import Any
 
 import yaml
 
+from lightrft.config.base import dotted
+from lightrft.observability.trackers import read_rows
 from lightrft.utils.errors import DataError
-from lightrft.utils.settings import dotted
-from lightrft.utils.trackers import read_rows
 from lightrft.viewer.groups import Step, read_steps
 
 Points = list[tuple[float, float]]

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from docs.generate import pages
+from lightrft.algorithms.validate.component_kinds import KINDS
 from lightrft.cli.main import VERBS
-from lightrft.config import PRESETS
-from lightrft.trainer.kinds import KINDS
-from lightrft.utils.settings import dotted, load_settings
+from lightrft.config.base import dotted, load_settings
+from lightrft.config.presets import PRESETS
 from tests.architecture.tree import ROOT
 from tests.architecture.verbs import CONFIG_OF
 

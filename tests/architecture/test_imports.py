@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 from lightrft.cli.main import VERBS
-from lightrft.presets import PRESETS
+from lightrft.config.presets import PRESETS
 from tests.architecture.test_layers import HEAVY
 from tests.architecture.tree import PACKAGE, ROOT, modules
 

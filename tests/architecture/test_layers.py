@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from tests.architecture.tree import PACKAGE, Import, Module, imports, modules
 
 # Lowest first; names that share a level never import one another.
 LEVELS = (
     ("utils",),
-    ("types",),
-    ("datasets", "models", "strategy", "presets"),
     ("config",),
+    ("observability",),
+    ("types", "distributed"),
+    ("datasets", "models", "strategy", "engines", "rewards", "algorithms"),
+    ("roles",),
+    ("learner", "rollout"),
+    ("workers",),
     ("trainer",),
-    ("viewer",),
+    ("diagnostics", "viewer"),
     ("cli",),
     ("__main__",),
 )
-# The run page reads folders, so it needs nothing that computes.
-ALLOWED = {"viewer": {"utils", "types", "viewer"}}
+# The report reads run directories, so it needs nothing that computes. Algorithms are pure functions.
+ALLOWED = {
+    "viewer": {"utils", "config", "observability", "types", "viewer"},
+    "algorithms": {"utils", "config", "types", "algorithms"},
+}
 # Optional, or slow to import: inside the function that needs them only.
 HEAVY = {
     *("vllm", "sglang", "deepspeed", "ray", "flash_attn", "bitsandbytes", "wandb"),
     *("peft", "datasets", "tensorboard", "math_verify", "fastapi", "uvicorn"),
     *("soundfile", "av", "torchvision"),
 }
-KERNELS = {("models", "varlen"), ("models", "logprobs")}
+KERNELS = {("models", "attention", "varlen_cuda"), ("models", "logprobs")}
+DEVICES = {"strategy", "engines"}
 """They ask whether a tensor is where a CUDA kernel runs."""
+SILENT = ("trainer", "learner", "rollout", "workers", "algorithms", "strategy", "distributed", "types", "roles")
+"""Packages that know named tensors, and no modality."""
 MODALITY = re.compile(r"\b\w*(?:pixel_values|image|video|audio)\w*\b", re.I)
 
 
@@ -111,7 +123,7 @@ def lines_of_a_modality(tree: Iterable[Module]) -> dict[str, int]:
 def test_lines_that_speak_of_a_modality_are_where_media_are_read_and_nowhere_that_trains() -> None:
     counts = lines_of_a_modality(modules())
     print("\n".join(f"{part or 'lightrft'}: {count}" for part, count in sorted(counts.items(), key=lambda kv: -kv[1])))
-    assert {part: counts[part] for part in ("trainer", "strategy", "types")} == {"trainer": 0, "strategy": 0, "types": 0}
+    assert {part: counts[part] for part in SILENT} == dict.fromkeys(SILENT, 0)
     assert counts["models"] > 0 and counts["datasets"] > 0
 
 
@@ -120,7 +132,7 @@ def test_a_line_that_speaks_of_a_modality_is_counted() -> None:
 
 
 def test_what_composes_and_what_trains_never_speaks_of_a_modality() -> None:
-    silent = [m for m in modules() if m.part in {"trainer", "strategy", "types"}]
+    silent = [m for m in modules() if m.part in SILENT]
     assert silent
     spoken = {m.where: sorted(set(MODALITY.findall(m.text))) for m in silent}
     assert {where: words for where, words in spoken.items() if words} == {}
@@ -128,7 +140,7 @@ def test_what_composes_and_what_trains_never_speaks_of_a_modality() -> None:
 
 def lines_on_cuda(module: Module) -> list[str]:
     """Uses of ``torch.cuda`` and ``is_cuda`` outside of what wraps a device: strategies, engines and kernels."""
-    if module.part == "strategy" or module.name in KERNELS:
+    if module.part in DEVICES or module.name in KERNELS:
         return []
     return [
         f"{module.where}:{node.lineno} uses {ast.unparse(node)}: use torch.accelerator"
@@ -141,3 +153,15 @@ def test_only_strategies_engines_and_kernels_speak_of_cuda() -> None:
     assert all_of(map(lines_on_cuda, modules())) == []
     assert lines_on_cuda(fake("import torch\nfree = torch.cuda.mem_get_info()[0]", "trainer", "x")) != []
     assert lines_on_cuda(fake("import torch\nfree = torch.cuda.mem_get_info()[0]", "strategy", "x")) == []
+
+
+def test_no_folder_of_the_package_holds_more_than_fifteen_files() -> None:
+    folders = Counter(str(Path(m.where).parent) for m in modules())
+    assert {folder: count for folder, count in folders.items() if count > 15} == {}
+    assert max(folders.values()) > 10
+
+
+def test_algorithms_import_only_types_settings_and_helpers() -> None:
+    assert list(upward(fake("from lightrft.models.actor import Actor\n", "algorithms", "kl")))
+    assert list(upward(fake("from lightrft.observability.metrics import Mean\n", "algorithms", "kl")))
+    assert not list(upward(fake("from lightrft.types import Batch\n", "algorithms", "kl")))

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from lightrft import config as configs
-from lightrft.utils.other_names import OTHER_NAMES
-from lightrft.utils.settings import Settings
+from lightrft.config import verbs as configs
+from lightrft.config.base import Settings
+from lightrft.config.other_names import OTHER_NAMES
 from tests.architecture.tree import modules
 
 VERBS = (

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 import lightrft
-from lightrft.cli.main import VERBS
+from lightrft.cli.main import IN_TABLE, VERBS
 from tests.architecture.verbs import CONFIG_OF
 
 MODELS = (
@@ -37,9 +37,12 @@ def test_the_two_names_of_the_text_actor_are_one_class() -> None:
 
 
 @pytest.mark.parametrize("verb", sorted(VERBS))
-def test_a_verb_is_a_module_with_run(verb: str) -> None:
-    run = importlib.import_module(f"lightrft.cli.{verb}_verb").run
-    assert list(inspect.signature(run).parameters) == ["arguments"]
+def test_a_verb_is_a_row_of_the_table_or_a_module_with_run(verb: str) -> None:
+    table = importlib.import_module("lightrft.cli.verbs")
+    assert (verb in IN_TABLE) == (verb in table.TRAINING or verb in table.ONE_PROCESS)
+    if verb not in IN_TABLE:
+        run = importlib.import_module(f"lightrft.cli.{verb}").run
+        assert list(inspect.signature(run).parameters) == ["arguments"]
     assert verb in CONFIG_OF
 
 

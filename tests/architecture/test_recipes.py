@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from lightrft import config
-from lightrft.cli.demo_verb import DEMOS, preset
+from lightrft.cli.demo import DEMOS, preset
+from lightrft.config import verbs
+from lightrft.config.base import Settings, dotted, load_settings
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.settings import Settings, dotted, load_settings
 from tests.architecture.tree import ROOT
 from tests.architecture.verbs import CONFIG_OF
 
@@ -82,11 +82,11 @@ def test_a_recipe_holds_only_what_differs_from_the_defaults(recipe: Path, tmp_pa
 
 
 def test_a_key_that_repeats_a_default_is_seen(tmp_path: Path) -> None:
-    tree = {"model": "some/model", "optimizer": {"lr": config.OptimizerConfig().lr, "eps": 1e-5}}
-    assert redundant(config.RLConfig, tree, tmp_path) == ["optimizer.lr"]
+    tree = {"model": "some/model", "optimizer": {"lr": verbs.OptimizerConfig().lr, "eps": 1e-5}}
+    assert redundant(verbs.RLConfig, tree, tmp_path) == ["optimizer.lr"]
 
 
 @pytest.mark.parametrize("name", DEMOS)
 def test_what_the_demos_run_parses(name: str) -> None:
     with resources.as_file(preset(name)) as file:
-        assert load_settings(config.DemoConfig, [file]).settings.rl.reward.terms
+        assert load_settings(verbs.DemoConfig, [file]).settings.rl.reward.terms

@@ -25,7 +25,7 @@ RUNS_DATA = {
 }
 # Where data is executed all the same, and why that is safe.
 # The two processes that call rewards read frames that the process which started them wrote.
-OURS = {("trainer", "rewards", "worker"): "pickle.loads", ("trainer", "rewards", "trial"): "pickle.loads"}
+OURS = {("rewards", "sandbox", "worker"): "pickle.loads", ("rewards", "sandbox", "trial"): "pickle.loads"}
 
 
 def calls(module: Module) -> Iterator[tuple[ast.Call, str]]:

@@ -3,7 +3,7 @@
 from pydantic import ConfigDict
 
 from docs.generate import VERBS
-from lightrft.utils.settings import Settings
+from lightrft.config.base import Settings
 
 
 class Options(Settings):

@@ -9,18 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config import PRESETS, AdvantageConfig, AlgorithmConfig, LossConfig
-from lightrft.trainer.advantages import ADVANTAGES
-from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.contracts import checks
-from lightrft.trainer.corrections import CORRECTIONS
-from lightrft.trainer.filters import FILTERS
-from lightrft.trainer.gates import GATES, Gate
-from lightrft.trainer.kl import KL_ESTIMATORS
-from lightrft.trainer.parts import check_parts
-from lightrft.trainer.policy_loss import POLICY_LOSSES
-from lightrft.trainer.rows import Rows
-from lightrft.trainer.shaping import SHAPINGS
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.contracts import checks
+from lightrft.algorithms.group_filters import FILTERS
+from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.kl import KL_ESTIMATORS
+from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.reward_shaping import SHAPINGS
+from lightrft.algorithms.token_masks import GATES, Gate
+from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.validate.check_parts import check_parts
+from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig, LossConfig
+from lightrft.config.presets import PRESETS
 from lightrft.types import Batch
 from lightrft.utils.registry import Registry
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import RLConfig
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.utils.settings import build, deep_merge
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 
 REWARD = '''
 def ones(rollout):

@@ -22,12 +22,12 @@ from unittest.mock import patch
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from lightrft.config import RLConfig
-from lightrft.trainer.launch import local
+from lightrft.config.base import load_settings
+from lightrft.config.verbs import RLConfig
+from lightrft.distributed.process_group import joined
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
-from lightrft.utils.ranks import joined
-from lightrft.utils.settings import load_settings
+from lightrft.workers import local
 
 
 def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:

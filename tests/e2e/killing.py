@@ -51,14 +51,14 @@ def at_call(nth: int, function: Callable[..., Any], after: bool, action: Callabl
 def main() -> int:
     file, where, nth, rank, how = [*sys.argv[1:], *("0", "kill")[len(sys.argv) - 4 :]]
     from lightrft.cli.main import main as lightrft
+    from lightrft.rollout import collect
     from lightrft.strategy import single
     from lightrft.strategy.checkpoint import CheckpointStore
-    from lightrft.trainer import rollout
-    from lightrft.trainer.session import Session
+    from lightrft.trainer.run_session import Session
 
     places: dict[str, tuple[Any, str, bool]] = {
-        "generation": (rollout, "_settle", True),
-        "an answer": (rollout._Flow, "take", False),
+        "generation": (collect, "_settle", True),
+        "an answer": (collect._Flow, "take", False),
         "backward": (single.SingleStrategy, "backward", True),
         "update": (single.SingleStrategy, "step", True),
         "checkpoint files": (single.SingleStrategy, "save", True),

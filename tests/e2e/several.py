@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.parity import CASES, LIMIT, Tree, compared, rows_of_pictures
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.utils.settings import deep_merge
+from lightrft.config.base import deep_merge
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests import warm
 
 ROOT = Path(__file__).parents[2]

@@ -18,19 +18,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lightrft.config import RLConfig
+from lightrft.config.base import load_settings
+from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.config.strategy import StrategyConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.distributed import process_group as ranks_module
+from lightrft.distributed.process_group import Ranks, Team, in_teams, joined
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.lora import add_adapters
-from lightrft.models.settings import LoRAConfig, ModelConfig
 from lightrft.strategy.fsdp2 import Fsdp2Strategy
-from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.tensor_parallel import partial_names, shard_layers, sum_partial
 from lightrft.trainer import rl
 from lightrft.types import Batch, Segments
-from lightrft.utils import ranks as ranks_module
-from lightrft.utils.ranks import Ranks, Team, in_teams, joined
-from lightrft.utils.settings import load_settings
 from tests.media_helpers import mixed_batch, mixed_prompts, rig_in
 from tests.model_helpers import Float64, gap, hard_batch, ragged_batch, small_actor, small_model, weights
 

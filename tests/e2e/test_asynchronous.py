@@ -16,14 +16,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightrft.config import RLConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.observability.trackers import read_rows
+from lightrft.rollout import async_generation
 from lightrft.strategy.checkpoint import load_state
-from lightrft.trainer import asynchronous, ppo, rl
+from lightrft.trainer import rl, rl_step
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
-from lightrft.utils.settings import build, deep_merge
-from lightrft.utils.signals import StopFlag
-from lightrft.utils.trackers import read_rows
+from lightrft.utils.stop_signal import StopFlag
 from tests.e2e.test_resume import assert_same_end, start
 
 
@@ -48,7 +49,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_batch_n_is_drawn_by_the_version_that_is_due_whoever_is_faster(rl_config, tmp_path, monkeypatch, staleness):
     run_rl(rl_config(run={"name": "plain"}, rollout={"staleness": staleness}))
-    monkeypatch.setattr(asynchronous, "collect", slowed(asynchronous.collect, 0.2))
+    monkeypatch.setattr(async_generation, "collect", slowed(async_generation.collect, 0.2))
     run_rl(rl_config(run={"name": "slow generation"}, rollout={"staleness": staleness}))
     monkeypatch.undo()
     monkeypatch.setattr(rl, "learn", slowed(rl.learn, 0.2))
@@ -86,7 +87,7 @@ def test_the_first_two_batches_equal_those_of_a_synchronous_run_as_far_as_their_
 def test_generation_runs_while_the_policy_is_trained(rl_config, monkeypatch):
     """Batch 1 can only be drawn before training on batch 0 ends if the two overlap."""
     drawn, began = threading.Event(), []
-    collect, learn = asynchronous.collect, ppo.learn
+    collect, learn = async_generation.collect, rl_step.learn
 
     def collecting(roles: Any, config: Any, step: int, *rest: Any) -> Any:
         found = collect(roles, config, step, *rest)
@@ -99,7 +100,7 @@ def test_generation_runs_while_the_policy_is_trained(rl_config, monkeypatch):
             began.append(drawn.wait(timeout=60))
         return learn(roles, config, step, *rest)
 
-    monkeypatch.setattr(asynchronous, "collect", collecting)
+    monkeypatch.setattr(async_generation, "collect", collecting)
     monkeypatch.setattr(rl, "learn", learning)
     run_rl(rl_config(rollout={"staleness": 1}, train={"steps": 2}))
     assert began == [True]
@@ -109,7 +110,7 @@ def test_an_error_of_the_thread_ends_the_run_with_the_thread_s_traceback(rl_conf
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("from the thread")
 
-    monkeypatch.setattr(asynchronous, "collect", broken)
+    monkeypatch.setattr(async_generation, "collect", broken)
     with pytest.raises(ZeroDivisionError, match="from the thread") as caught:
         run_rl(rl_config(rollout={"staleness": 1}))
     assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -120,7 +121,7 @@ def test_a_batch_that_could_not_be_scored_keeps_the_steps_before_it_and_is_drawn
     whole = start(deep_merge(rl_tree, {"rollout": {"staleness": 1}}), "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
     config = build(RLConfig, deep_merge(rl_tree, {"run": {"name": "broken"}, "rollout": {"staleness": 1}}))
-    collect = asynchronous.collect
+    collect = async_generation.collect
 
     def unscored(roles: Any, config: Any, step: int, *rest: Any) -> Any:
         found = collect(roles, config, step, *rest)
@@ -128,7 +129,7 @@ def test_a_batch_that_could_not_be_scored_keeps_the_steps_before_it_and_is_drawn
             raise RewardError("no answer was scored")
         return found
 
-    monkeypatch.setattr(asynchronous, "collect", unscored)
+    monkeypatch.setattr(async_generation, "collect", unscored)
     with pytest.raises(RewardError, match="goes on from step 2"):
         run_rl(config)
     monkeypatch.undo()
@@ -207,7 +208,7 @@ def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
     config = build(RLConfig, deep_merge(tree, {"run": {"name": "stopped"}}))
-    collect = asynchronous.collect
+    collect = async_generation.collect
     request, heard = StopFlag.request, threading.Event()
 
     def hearing(flag: StopFlag, reason: str) -> None:
@@ -220,7 +221,7 @@ def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_
             assert heard.wait(60)  # the main thread may come to look when all is drawn
         return collect(roles, config, step, *rest)
 
-    monkeypatch.setattr(asynchronous, "collect", interrupted)
+    monkeypatch.setattr(async_generation, "collect", interrupted)
     monkeypatch.setattr(StopFlag, "request", hearing)
     summary = run_rl(config)
     monkeypatch.undo()

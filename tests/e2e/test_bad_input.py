@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from lightrft.utils.trackers import read_rows
+from lightrft.observability.trackers import read_rows
 from tests.e2e.command import Outcome, assert_refused, command, process
 
 Rl = Callable[..., Outcome]
@@ -368,7 +368,7 @@ def test_a_checkpoint_that_is_cut_short_is_refused_and_kept(rl, tmp_path):
 
 
 def test_a_checkpoint_of_another_model_is_assert_refused(rl, model_folder, tmp_path):
-    from lightrft.models.tiny import tiny_model
+    from lightrft.models.tiny.text import tiny_model
 
     assert rl().status == 0
     other = copied(model_folder, tmp_path / "other")

@@ -6,9 +6,9 @@ import io
 
 import pytest
 
-from lightrft.config import ChatConfig
+from lightrft.config.base import build
+from lightrft.config.verbs import ChatConfig
 from lightrft.trainer.inference import Chat
-from lightrft.utils.settings import build
 from tests.e2e.command import assert_refused, command, process
 
 

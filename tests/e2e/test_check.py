@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft.trainer.contracts.verdicts import CHECKS
-from lightrft.trainer.kinds import KINDS
+from lightrft.algorithms.contracts.run_checks import CHECKS
+from lightrft.algorithms.validate.component_kinds import KINDS
 from tests.e2e.command import assert_refused, command, process
 
 MINE = """

@@ -106,7 +106,7 @@ def test_what_a_run_says_to_type_next_works(capsys, monkeypatch, model_folder, d
 
 @pytest.mark.slow
 def test_an_interruption_before_training_begins_ends_with_130_and_no_traceback(tmp_path):
-    outcome = process("explain", "grpo", cwd=tmp_path, prelude=_interrupting("lightrft.trainer.explain", "explain"))
+    outcome = process("explain", "grpo", cwd=tmp_path, prelude=_interrupting("lightrft.diagnostics.explain", "explain"))
     assert outcome.status == 130
     assert "Traceback" not in outcome.err
 
@@ -153,20 +153,20 @@ FIRST = """
 import atexit, os, time
 import lightrft.cli.main
 def watch():
-    from lightrft.strategy.engine.native import NativeEngine
+    from lightrft.engines.native import NativeEngine
     def generate(self, *args, **options):
         late = {'datasets', 'peft', 'pandas', 'tensorboard', 'math_verify', 'wandb', 'ray'} & set(sys.modules)
         print('first', time.process_time(), *sorted(late), flush=True)
         os._exit(0)
     NativeEngine.generate = generate
-import lightrft.cli.launch as launch
+import lightrft.cli.dispatch as launch
 real = launch.program
 def program(*args):
     found = real(*args)
     watch()
     return found
-import lightrft.cli.rl_verb
-lightrft.cli.rl_verb.program = program
+import lightrft.cli.verbs
+lightrft.cli.verbs.program = program
 """
 
 

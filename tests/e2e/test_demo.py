@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from lightrft.utils.trackers import read_rows
+from lightrft.observability.trackers import read_rows
 
 ROOT = Path(__file__).parents[2]
 SHORT = ["sft.train.steps=4", "sft.checkpoint.every=2", "rl.checkpoint.every=1", "rl.eval.every=2"]

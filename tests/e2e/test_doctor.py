@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.models.decoding import Session
-from lightrft.models.loading import save_model
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.models.tiny_media import save_tiny_media
+from lightrft.models.decoding.kv_decoder import Session
+from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.tiny import save_tiny_media
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.e2e.command import Outcome, assert_refused, command
 
 REWARD = "def same(rollout):\n    return float(rollout.text == rollout.prompt.label)\n\ndef broken(rollout):\n    return 1 / 0\n"

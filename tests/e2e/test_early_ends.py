@@ -13,17 +13,16 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import RLConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.observability.observer import Nobody
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer import rl
 from lightrft.trainer.rl import run_rl
-from lightrft.trainer.rollout import Interrupted
-from lightrft.trainer.session import Nobody
-from lightrft.utils.errors import DamagedError
-from lightrft.utils.settings import build, deep_merge
-from lightrft.utils.trackers import read_rows
+from lightrft.utils.errors import DamagedError, Interrupted
 from tests.e2e.several import ROOT, config_file
 from tests.e2e.test_resume import steady
-from tests.unit.utils.test_ranks import at, free_port
+from tests.unit.distributed.test_process_group import at, free_port
 
 
 @pytest.fixture
@@ -134,10 +133,10 @@ def test_a_run_that_was_good_enough_takes_no_further_step_when_it_is_started_aga
 BROKEN = """
 import os, sys, time
 from pathlib import Path
-from lightrft.config import RLConfig
+from lightrft.config.verbs import RLConfig
 from lightrft.trainer import rl
-from lightrft.trainer.launch import local
-from lightrft.utils.settings import load_settings
+from lightrft.workers import local
+from lightrft.config.base import load_settings
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1]).parent
 local_ahead, learn = local.local_ahead, rl.learn

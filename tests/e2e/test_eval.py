@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.trackers import read_rows
 from tests.e2e.command import assert_refused, command
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightrft.config import PRESETS
+from lightrft.config.presets import PRESETS
 from tests.e2e.command import assert_refused, command
 
 

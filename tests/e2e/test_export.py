@@ -13,14 +13,14 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightrft.config import ChatConfig, RLConfig
-from lightrft.models.settings import ModelConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.model import ModelConfig
+from lightrft.config.verbs import ChatConfig, RLConfig
+from lightrft.observability.metrics import Metrics, Sum
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer.inference import Chat
 from lightrft.trainer.rl import run_rl
-from lightrft.trainer.saved import resolved
-from lightrft.utils.metrics import Metrics, Sum
-from lightrft.utils.settings import build, deep_merge
-from lightrft.utils.trackers import read_rows
+from lightrft.trainer.saved_policy import resolved
 from tests.e2e.command import assert_refused, command
 from tests.e2e.several import train
 
@@ -130,7 +130,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(export, runs, tmp_path
     def full(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightrft.trainer.saved.save_model", full)
+    monkeypatch.setattr("lightrft.trainer.saved_policy.save_model", full)
     assert export(runs / "whole", "output=out", "overwrite=true").status == 130
     assert all(before[k].equal(v) for k, v in weights(tmp_path / "out").items())
     assert [p.name for p in tmp_path.iterdir()] == ["out"]

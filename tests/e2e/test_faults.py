@@ -17,15 +17,15 @@ from typing import Any
 import psutil
 import pytest
 
-from lightrft.utils.settings import deep_merge
-from lightrft.utils.trackers import read_rows
+from lightrft.config.base import deep_merge
+from lightrft.observability.trackers import read_rows
 from tests import warm
 from tests.e2e.several import ENVIRONMENT, check_equal, config_file, train
 
 KILLING = Path(__file__).with_name("killing.py")
 LAUNCH = """
 import sys
-from lightrft.cli.torchrun import run_processes
+from lightrft.distributed.torchrun import run_processes
 sys.exit(run_processes("lightrft rl", sys.argv[1:], 2, 1.0))
 """
 STEPS, ANSWERS = 4, 15
@@ -239,7 +239,7 @@ def test_what_a_rank_alone_fails_with_is_the_last_line_and_told_once(tree, tmp_p
     trap.write_text(
         "import os\n\ndef at_rank_one(*args, **options):\n"
         "    if os.environ['RANK'] == '1':\n        raise ZeroDivisionError('the second rank alone')\n"
-        "    from lightrft.trainer.policy_loss import POLICY_LOSSES\n    return POLICY_LOSSES['ppo_clip'](*args, **options)\n"
+        "    from lightrft.algorithms.policy_losses import POLICY_LOSSES\n    return POLICY_LOSSES['ppo_clip'](*args, **options)\n"
     )
     tree = deep_merge(tree, {"algorithm": {"loss": {"name": f"{trap}:at_rank_one"}}})
     file = config_file(tree, tmp_path, "run")

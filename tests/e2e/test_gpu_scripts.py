@@ -14,7 +14,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightrft.models.actor import Actor
-from lightrft.models.tiny import tiny_config, tiny_model
+from lightrft.models.tiny.text import tiny_config, tiny_model
 from lightrft.types import Batch, Segments
 from tests.e2e.command import ROOT
 

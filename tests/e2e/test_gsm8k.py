@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.utils.trackers import read_rows
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from lightrft.observability.trackers import read_rows
 from tests.e2e.command import ROOT, Outcome, command
 
 pytestmark = pytest.mark.slow

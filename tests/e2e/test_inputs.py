@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
-from lightrft.utils.trackers import read_rows
 
 ROWS = [{"question": f"{i}+{i}=", "answer": str(2 * i)} for i in range(6)]
 COLUMNS = {"prompt": "question", "label": "answer"}
@@ -112,7 +112,7 @@ def test_a_source_without_any_reward_is_refused_before_training(rl_config, data_
 OWN = '''
 import asyncio
 import torch
-from lightrft.trainer.rollout import Rollout
+from lightrft.rollout.collect import Rollout
 
 
 def advantage(batch, token_rewards, settings, *, factor):

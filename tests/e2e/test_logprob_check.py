@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import ChatConfig, EvaluateConfig, GenerateConfig
-from lightrft.models.decoding import Decoder, Session
-from lightrft.strategy.engine.native import NativeEngine, checksums
-from lightrft.trainer import asynchronous
+from lightrft.config.base import build
+from lightrft.config.verbs import ChatConfig, EvaluateConfig, GenerateConfig
+from lightrft.engines.native import NativeEngine, checksums
+from lightrft.models.decoding.kv_decoder import Decoder, Session
+from lightrft.rollout import async_generation
 from lightrft.trainer.inference import Chat, run_eval, run_generate
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ModelError
-from lightrft.utils.settings import build
 
 SAMPLING = {"max_new_tokens": 12, "temperature": 0.5}
 
@@ -102,14 +102,14 @@ def test_an_engine_that_goes_wrong_at_its_second_update_and_hides_it_stops_the_r
 
 def test_an_update_is_compared_although_all_groups_of_the_batch_beside_it_were_dropped(rl_config, monkeypatch):
     goes_wrong(monkeypatch, "decodes")
-    collect = asynchronous.collect
+    collect = async_generation.collect
 
     def emptied(roles: Any, config: Any, step: int, *rest: Any) -> Any:
         found = collect(roles, config, step, *rest)
         found.groups = [] if step == 2 else found.groups
         return found
 
-    monkeypatch.setattr(asynchronous, "collect", emptied)
+    monkeypatch.setattr(async_generation, "collect", emptied)
     with pytest.raises(ModelError, match="after the update to version 2 "):
         run_rl(rl_config(rollout={"staleness": 1}))
 

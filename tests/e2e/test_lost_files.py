@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import RLConfig
-from lightrft.trainer.session import Session
-from lightrft.utils.files import disk_problem
-from lightrft.utils.settings import build, deep_merge, to_yaml
-from lightrft.utils.trackers import read_rows
+from lightrft.config.base import build, deep_merge, to_yaml
+from lightrft.config.verbs import RLConfig
+from lightrft.observability.trackers import read_rows
+from lightrft.trainer.run_session import Session
+from lightrft.utils.atomic_files import disk_problem
 from tests.e2e.command import Outcome, command
 
 Run = Callable[..., Outcome]

@@ -15,19 +15,19 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft.config import RLConfig, SFTConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.model import ModelConfig
+from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.diagnostics.replay import replay
+from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
-from lightrft.models.loading import load_tokenizer
-from lightrft.models.processing import load_processor
-from lightrft.models.settings import ModelConfig
-from lightrft.models.tiny_media import save_tiny_media
-from lightrft.models.towers import Tower
-from lightrft.strategy.engine.native import NativeEngine
-from lightrft.trainer.replay import replay
-from lightrft.trainer.replay_buffer import load_batch
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.multimodal.towers import Tower
+from lightrft.models.processors import load_processor
+from lightrft.models.tiny import save_tiny_media
+from lightrft.rollout.serialization import load_batch
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
-from lightrft.utils.settings import build, deep_merge
 from tests.e2e.command import assert_refused, command
 from tests.e2e.test_resume import assert_same_end, start
 

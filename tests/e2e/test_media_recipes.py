@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from lightrft.config import RLConfig
-from lightrft.models.tiny_media import save_tiny_media
-from lightrft.trainer.rewards.registry import REWARDS
-from lightrft.trainer.rewards.view import PromptView, RolloutView
-from lightrft.utils.settings import load_settings
+from lightrft.config.base import load_settings
+from lightrft.config.verbs import RLConfig
+from lightrft.models.tiny import save_tiny_media
+from lightrft.rewards.registry import REWARDS
+from lightrft.rewards.sandbox.rollout_view import PromptView, RolloutView
 from tests.e2e.command import ROOT, command
 
 BOXED = r"<think>Two sides are equal.</think> So it is \boxed{%s}."

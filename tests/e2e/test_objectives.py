@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import RLConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.trackers import read_rows
 
 KL = {"where": "loss", "coef": 0.2}
 OBJECTIVES: dict[str, tuple[dict[str, Any], str]] = {

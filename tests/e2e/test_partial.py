@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import RLConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.observability.trackers import read_rows
 from lightrft.strategy.checkpoint import load_state
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.settings import build, deep_merge
-from lightrft.utils.trackers import read_rows
 from tests.e2e.test_resume import assert_same_end, start
 
 KINDS = ("sampled", "trained", "filtered", "failed", "carried_in", "carried_out")

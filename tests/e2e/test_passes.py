@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightrft.config import PRESETS
+from lightrft.config.base import deep_merge
+from lightrft.config.presets import PRESETS
+from lightrft.diagnostics.explain import explain
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.trainer.explain import explain
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.settings import deep_merge
 
 
 @pytest.fixture

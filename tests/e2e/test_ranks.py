@@ -13,10 +13,10 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.parity import Tree, run_all
-from lightrft.config import RLConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig
 from lightrft.strategy.checkpoint import load_state
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.settings import build, deep_merge
 from tests import warm
 from tests.e2e.several import BEYOND, ENVIRONMENT, check_equal, config_file, named
 

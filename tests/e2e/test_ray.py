@@ -23,16 +23,16 @@ from ray._private.authentication.authentication_token_setup import _enable_token
 from ray._private.internal_api import node_stats
 from ray.cluster_utils import Cluster
 
-from lightrft.config import RLConfig, SFTConfig
-from lightrft.models.tiny_media import save_tiny_media
-from lightrft.trainer.launch.ray import Driver, run_on_ray
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.distributed.ray_launcher import Driver, run_on_ray
+from lightrft.models.tiny import save_tiny_media
+from lightrft.observability.observer import Nobody
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
-from lightrft.trainer.session import Nobody
 from lightrft.trainer.sft import run_sft
 from lightrft.utils.errors import DataError, RankError, ResourceError
-from lightrft.utils.settings import build, deep_merge
-from lightrft.utils.signals import StopFlag
-from lightrft.utils.trackers import read_rows
+from lightrft.utils.stop_signal import StopFlag
 from tests.e2e.several import PRESETS, beside, check_equal, config_file, rows_with_pictures
 
 pytestmark = pytest.mark.slow

@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import RLConfig
-from lightrft.models.tiny_media import save_tiny_media
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.distributed.process_group import ALONE, Ranks
+from lightrft.distributed.worker_api import Maker
+from lightrft.models.tiny import save_tiny_media
+from lightrft.observability.trackers import read_rows
+from lightrft.roles import Roles
 from lightrft.trainer import rl
-from lightrft.trainer.launch.local import local_roles
-from lightrft.trainer.launch.remote import Limits
-from lightrft.trainer.launch.remote_engines import RemoteEngines, engine_host
-from lightrft.trainer.launch.remote_models import RemoteModel, model_host
-from lightrft.trainer.launch.remote_scorer import RemoteScorer, scorer_host
-from lightrft.trainer.launch.remote_trained import RemoteCritic, critic_host
-from lightrft.trainer.launch.remote_weights import Hand
-from lightrft.trainer.roles import Roles
-from lightrft.utils.ranks import ALONE, Ranks
-from lightrft.utils.settings import build, deep_merge
-from lightrft.utils.trackers import read_rows
-from lightrft.utils.workers import Maker
+from lightrft.workers.engine_workers import RemoteEngines, engine_host
+from lightrft.workers.local import local_roles
+from lightrft.workers.model_workers import RemoteModel, model_host
+from lightrft.workers.reward_workers import RemoteScorer, scorer_host
+from lightrft.workers.trainable_workers import RemoteCritic, critic_host
+from lightrft.workers.weight_sync import Hand
+from lightrft.workers.worker_group import Limits
 from tests.e2e.several import PRESETS, beside, check_equal, rows_with_pictures
 from tests.worker_helpers import ProcessWorker
 

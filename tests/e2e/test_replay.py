@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from lightrft.trainer.replay import PHASES, replay
-from lightrft.trainer.replay_buffer import load_batch
+from lightrft.diagnostics.replay import PHASES, replay
+from lightrft.observability.trackers import read_rows
+from lightrft.rollout.serialization import load_batch
 from lightrft.trainer.rl import run_rl
 from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, ConfigError
-from lightrft.utils.trackers import read_rows
 
 KEPT = {"log": {"batches_every": 1}, "checkpoint": {"every": 1, "keep": 10}}
 

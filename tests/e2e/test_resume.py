@@ -13,9 +13,9 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightrft.config import RLConfig
+from lightrft.config.base import build, deep_merge, to_yaml
+from lightrft.config.verbs import RLConfig
 from lightrft.strategy.checkpoint import load_state
-from lightrft.utils.settings import build, deep_merge, to_yaml
 from tests import warm
 
 KILLING = Path(__file__).with_name("killing.py")

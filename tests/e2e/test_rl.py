@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.trackers import read_rows
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

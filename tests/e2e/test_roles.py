@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from lightrft.config import RLConfig
-from lightrft.models.tiny import PRINTABLE, tiny_model, tiny_tokenizer
+from lightrft.config.base import deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.models.tiny.text import PRINTABLE, tiny_model, tiny_tokenizer
+from lightrft.observability.trackers import read_rows
 from lightrft.strategy.checkpoint import load_state
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.settings import deep_merge
-from lightrft.utils.trackers import read_rows
 
 MakeConfig = Callable[..., RLConfig]
 EVERY_STEP = {"every": 1, "keep": 9}

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from lightrft.config import SFTConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import SFTConfig
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer.sft import run_sft
-from lightrft.utils.settings import build, deep_merge
-from lightrft.utils.trackers import read_rows
 from tests.e2e.command import assert_refused, command
 
 

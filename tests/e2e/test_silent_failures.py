@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightrft.models.tiny import tiny_tokenizer
-from lightrft.utils.trackers import read_rows
+from lightrft.models.tiny.text import tiny_tokenizer
+from lightrft.observability.trackers import read_rows
 from tests.e2e.command import Outcome, assert_refused, command
 
 REWARD = """

@@ -15,19 +15,19 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from lightrft.config import RLConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.model import LoRAConfig
+from lightrft.config.strategy import StrategyConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.distributed.process_group import ALONE, Team
 from lightrft.models.actor import Actor
 from lightrft.models.lora import add_adapters
-from lightrft.models.settings import LoRAConfig
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.models.tiny_media import save_tiny_media
-from lightrft.strategy.settings import StrategyConfig
+from lightrft.models.tiny import save_tiny_media
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.strategy.tensor_parallel import shard_layers
-from lightrft.trainer.launch.local import strategy_of
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import ConfigError, ModelError
-from lightrft.utils.ranks import ALONE, Team
-from lightrft.utils.settings import build, deep_merge
+from lightrft.workers.local import strategy_of
 from tests.architecture.tree import ROOT
 from tests.e2e.several import PRESETS, check_equal, config_file, rows_with_pictures
 from tests.e2e.teams import MEDIA, PLANNED

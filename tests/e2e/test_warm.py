@@ -29,7 +29,10 @@ def test_the_ranks_of_a_warm_launcher_are_its_children_in_sessions_of_their_own(
         "found = os.getppid(), os.getsid(0) == os.getpid(), 'torch' in sys.modules\n"
         "Path('rank' + os.environ['RANK']).write_text(str(found))\n"
     )
-    launch = "import os, sys; from lightrft.cli.torchrun import run_processes; run_processes('x', sys.argv[1:], 2, 1.0); print(os.getpid())"
+    launch = (
+        "import os, sys; from lightrft.distributed.torchrun import run_processes\\n"
+        "run_processes('x', sys.argv[1:], 2, 1.0); print(os.getpid())"
+    )
     done = warm.run(["-c", launch, rank], env=os.environ, cwd=tmp_path, seats=2)
     found = [(tmp_path / f"rank{i}").read_text() for i in range(2)]
     assert found == [f"({done.stdout.strip()}, True, True)"] * 2, done.stderr

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from benchmarks.parity import Tree, run_all, zero
-from lightrft.models.tiny_media import save_tiny_media
-from lightrft.utils.settings import deep_merge
+from lightrft.config.base import deep_merge
+from lightrft.models.tiny import save_tiny_media
 from tests.e2e.several import BEYOND, DEEPSPEED, PRESETS, check_equal, named, rows_with_pictures
 
 pytestmark = DEEPSPEED

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
-from lightrft.models.packing import pack
-from lightrft.models.tiny import FAMILIES
+from lightrft.models.attention.layouts import pack
+from lightrft.models.tiny.text import FAMILIES
 from lightrft.types import Batch, Segments
 from tests.model_helpers import (
     Float64,

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrft.models.tiny_media import MEDIA_FAMILIES
+from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import layouts_of, mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, float32_bound, gap, gradients, weights

@@ -22,57 +22,57 @@ from typing import Any
 from tests.mutation.mutants import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
-TRAINER = ROOT / "lightrft" / "trainer"
+ALGORITHMS = ROOT / "lightrft" / "algorithms"
 EVERY = ["contracts/test_registered_functions.py"]
 TESTS = {
     "advantages": [
-        "unit/trainer/test_declared.py",
-        "unit/trainer/test_advantages.py",
+        "unit/algorithms/test_declared.py",
+        "unit/algorithms/test_advantages.py",
         "numbers/test_advantages.py",
         "numbers/test_more_advantages.py",
         "numbers/test_prime.py",
         "numbers/test_reward_scales.py",
         "numbers/test_distill.py",
-        "unit/trainer/test_parts.py",
-        "unit/trainer/test_critic.py",
+        "unit/algorithms/test_requirements.py",
+        "unit/learner/test_critic.py",
     ],
-    "policy_loss": [
-        "unit/trainer/test_declared.py",
-        "unit/trainer/test_policy_loss.py",
+    "policy_losses": [
+        "unit/algorithms/test_declared.py",
+        "unit/algorithms/test_policy_losses.py",
         "numbers/test_policy_loss.py",
         "numbers/test_more_losses.py",
         "numbers/test_ratio_levels.py",
         "numbers/test_extreme_ratios.py",
-        "unit/trainer/test_parts.py",
+        "unit/algorithms/test_requirements.py",
     ],
-    "aggregation": ["unit/trainer/test_aggregation.py", "numbers/test_aggregation.py", "numbers/test_objective.py"],
+    "aggregation": ["unit/algorithms/test_aggregation.py", "numbers/test_aggregation.py", "numbers/test_objective.py"],
     "kl": [
-        "unit/trainer/test_kl.py",
+        "unit/algorithms/test_kl.py",
         "numbers/test_kl.py",
         "numbers/test_controllers.py",
         "numbers/test_extreme_ratios.py",
-        "unit/trainer/test_controls.py",
+        "unit/learner/test_controllers.py",
         "numbers/test_objective_parts.py",
     ],
-    "corrections": [
-        "unit/trainer/test_declared.py",
-        "unit/trainer/test_corrections.py",
+    "importance_sampling": [
+        "unit/algorithms/test_declared.py",
+        "unit/algorithms/test_importance_sampling.py",
         "numbers/test_corrections.py",
         "numbers/test_extreme_ratios.py",
         "numbers/test_objective_parts.py",
-        "unit/trainer/test_parts.py",
+        "unit/algorithms/test_requirements.py",
     ],
 }
 """Below ``tests/``."""
 
 
 def tests_of(module: str) -> list[str]:
-    return [f"tests/{t}" for t in [*TESTS[module], *EVERY] if (ROOT / "tests" / t).exists()]
+    return [f"tests/{t}" for t in [*TESTS[module], *EVERY]]
 
 
 def fingerprint(module: str) -> str:
     """Of the module and its tests."""
-    texts = [(TRAINER / f"{module}.py").read_bytes()] + [(ROOT / t).read_bytes() for t in tests_of(module)]
+    texts = [(ALGORITHMS / f"{module}.py").read_bytes()] + [(ROOT / t).read_bytes() for t in tests_of(module)]
     return hashlib.sha256(b"".join(texts)).hexdigest()[:12]
 
 
@@ -89,7 +89,7 @@ def left(module: str, file: Path) -> list[Mutant]:
     """The mutants without a result. One that survived tests which have changed since has none."""
     there, now = lines_of(file), fingerprint(module)
     found = []
-    for mutant in mutants((TRAINER / f"{module}.py").read_text(encoding="utf-8")):
+    for mutant in mutants((ALGORITHMS / f"{module}.py").read_text(encoding="utf-8")):
         row = there.get((module, key_of(mutant)))
         if row is None or (row["outcome"] == "survived" and row["tests"] != now):
             found.append(mutant)
@@ -119,7 +119,7 @@ def run_module(module: str, args: argparse.Namespace) -> None:
             print(f"{module}.py:{mutant.line} survived: {mutant.text}", flush=True)
 
     now = fingerprint(module)
-    runner = Runner(f"lightrft.trainer.{module}", TRAINER / f"{module}.py", todo, write, args.seconds)
+    runner = Runner(f"lightrft.algorithms.{module}", ALGORITHMS / f"{module}.py", todo, write, args.seconds)
     status = pytest.main(["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *tests_of(module)], plugins=[runner])
     sys.stdout.flush()
     os._exit(int(status))
@@ -132,7 +132,7 @@ def summary(modules: Sequence[str], file: Path) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     survivors, total, killed = [], 0, 0
     for module in modules:
-        source = (TRAINER / f"{module}.py").read_text(encoding="utf-8")
+        source = (ALGORITHMS / f"{module}.py").read_text(encoding="utf-8")
         rows = [there.get((module, key_of(m))) for m in mutants(source)]
         known = [row for row in rows if row is not None]
         alive = [row for row in known if row["outcome"] == "survived"]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from lightrft.trainer.contracts.cases import CORNERS, dense, plain_batch
+from lightrft.algorithms.contracts.cases import CORNERS, dense, plain_batch
 from lightrft.types import Batch, Segments
 from tests.numbers.oracles import Case
 from tests.numbers.scalars import Rows, number

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from lightrft.config import AdvantageConfig
-from lightrft.trainer.advantages import ADVANTAGES, whiten
-from lightrft.trainer.rows import Rows
+from lightrft.algorithms.advantages import ADVANTAGES, whiten
+from lightrft.algorithms.token_ops import Rows
+from lightrft.config.algorithm import AdvantageConfig
 from lightrft.types import Batch, Segments
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, rows_for

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.rows import Rows
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.token_ops import Rows
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for
 from tests.numbers.oracles import Case

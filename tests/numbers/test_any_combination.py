@@ -9,23 +9,25 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from lightrft.config import AlgorithmConfig, RLConfig
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.kl import KL_ESTIMATORS
+from lightrft.algorithms.nonfinite_tokens import readable
+from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.reward_shaping import SHAPINGS
+from lightrft.algorithms.token_masks import GATES, gated
+from lightrft.algorithms.validate.check_parts import check_parts
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.config.base import build
+from lightrft.config.verbs import RLConfig
+from lightrft.learner.controllers import Controls
+from lightrft.learner.policy_update import Objective, corrected, old_logprobs, weighted
 from lightrft.models.actor import Scores
-from lightrft.trainer.advantages import ADVANTAGES
-from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.controls import Controls
-from lightrft.trainer.corrections import CORRECTIONS
-from lightrft.trainer.finite import readable
-from lightrft.trainer.gates import GATES, gated
-from lightrft.trainer.kl import KL_ESTIMATORS
-from lightrft.trainer.parts import check_parts, needs_of
-from lightrft.trainer.policy_loss import POLICY_LOSSES
-from lightrft.trainer.ppo import with_advantages
-from lightrft.trainer.shaping import SHAPINGS
-from lightrft.trainer.update import Objective, corrected, old_logprobs, weighted
+from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch, rows_of
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.settings import build
 from tests.numbers.compare import gradient
 from tests.numbers.strategies import SEEDS, batch_of, plain_case
 

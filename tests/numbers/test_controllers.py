@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft.config import EntropyConfig, KLConfig
-from lightrft.trainer.kl import EntropyController, KLController
+from lightrft.algorithms.kl import EntropyController, KLController
+from lightrft.config.algorithm import EntropyConfig, KLConfig
 from tests.numbers import oracles_rewards
 from tests.numbers.strategies import SEEDS
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightrft.trainer.corrections import CORRECTIONS, interpolated_proximal, version_share
-from lightrft.trainer.rows import Rows
+from lightrft.algorithms.importance_sampling import CORRECTIONS, interpolated_proximal, version_share
+from lightrft.algorithms.token_ops import Rows
 from tests.numbers import oracles, oracles_corrections
 from tests.numbers.compare import assert_equal, every_case, scores_for
 from tests.numbers.oracles import Case

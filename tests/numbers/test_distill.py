@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config import AlgorithmConfig, DistillConfig
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.token_ops import Rows
+from lightrft.config.algorithm import AlgorithmConfig, DistillConfig
+from lightrft.learner.distillation import distilled
+from lightrft.learner.policy_update import Objective
 from lightrft.models.actor import Scores
-from lightrft.trainer.advantages import ADVANTAGES
-from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.distill import distilled
-from lightrft.trainer.rows import Rows
-from lightrft.trainer.update import Objective
 from lightrft.types import Batch, Segments
 from tests.numbers import oracles_advantages
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for

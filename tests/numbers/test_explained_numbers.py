@@ -8,17 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config import PRESETS, RLConfig
+from lightrft.algorithms.contracts.cases import plain_batch
+from lightrft.algorithms.token_masks import gated
+from lightrft.config.base import build
+from lightrft.config.presets import PRESETS
+from lightrft.config.verbs import RLConfig
+from lightrft.diagnostics.effective_settings import Number
+from lightrft.diagnostics.explain import explain
+from lightrft.learner.controllers import Controls
+from lightrft.learner.policy_update import Objective, weighted
 from lightrft.models.actor import Scores
-from lightrft.trainer.contracts.cases import plain_batch
-from lightrft.trainer.controls import Controls
-from lightrft.trainer.explain import explain
-from lightrft.trainer.gates import gated
-from lightrft.trainer.in_force import Number
-from lightrft.trainer.ppo import with_advantages
-from lightrft.trainer.update import Objective, weighted
+from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch
-from lightrft.utils.settings import build
 
 LIMIT = 8
 BESIDE = {"sampling": {"max_new_tokens": LIMIT}}

@@ -8,13 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config import AlgorithmConfig
+from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.kl import KL_ESTIMATORS
+from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.token_ops import LIMIT, bounded, ratio_of
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.learner.policy_update import Objective
 from lightrft.models.actor import Scores
-from lightrft.trainer.corrections import CORRECTIONS
-from lightrft.trainer.kl import KL_ESTIMATORS
-from lightrft.trainer.policy_loss import POLICY_LOSSES
-from lightrft.trainer.ratios import LIMIT, bounded, ratio_of
-from lightrft.trainer.update import Objective
 from lightrft.types import Batch, Segments
 from tests.numbers.compare import gradient
 

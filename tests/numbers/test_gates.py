@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config import LossConfig
-from lightrft.trainer.gates import GATES, Gate
+from lightrft.algorithms.token_masks import GATES, Gate
+from lightrft.config.algorithm import LossConfig
 from tests.numbers import oracles_gates
 from tests.numbers.compare import every_case, rows_for
 from tests.numbers.oracles import Case, Mask

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightrft.config import AdvantageConfig, KLConfig, LossConfig
-from lightrft.trainer.advantages import ADVANTAGES
-from lightrft.trainer.kl import KL_ESTIMATORS, KLController
-from lightrft.trainer.policy_loss import POLICY_LOSSES
-from lightrft.trainer.rows import Rows
-from lightrft.trainer.shaping import token_rewards
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.kl import KL_ESTIMATORS, KLController
+from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.reward_shaping import token_rewards
+from lightrft.algorithms.token_ops import Rows
+from lightrft.config.algorithm import AdvantageConfig, KLConfig, LossConfig
 from tests.numbers import distributions as dist
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, tensor

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft.config import AlgorithmConfig, RLConfig
+from lightrft.algorithms.validate.check_parts import check_parts
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.learner.controllers import Controls
+from lightrft.learner.policy_update import Objective
 from lightrft.models.actor import Scores
-from lightrft.trainer.controls import Controls
-from lightrft.trainer.parts import check_parts
-from lightrft.trainer.ppo import with_advantages
-from lightrft.trainer.update import Objective
+from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from tests.numbers import distributions as dist

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config import AdvantageConfig
-from lightrft.trainer.advantages import ADVANTAGES, WHITENINGS
+from lightrft.algorithms.advantages import ADVANTAGES, WHITENINGS
+from lightrft.config.algorithm import AdvantageConfig
 from lightrft.types import Batch
 from tests.numbers import oracles, oracles_advantages
 from tests.numbers.compare import assert_equal, every_case, rows_for

@@ -10,21 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config import PRESETS, AlgorithmConfig, RLConfig
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.contracts.cases import rollout
+from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.token_masks import gated
+from lightrft.algorithms.token_ops import LIMIT, bounded
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.config.base import build
+from lightrft.config.presets import PRESETS
+from lightrft.config.verbs import RLConfig
+from lightrft.learner.controllers import Controls
+from lightrft.learner.process_reward import outcome_losses
+from lightrft.learner.sft_step import mean_nll
 from lightrft.models.logprobs import entropy_from_logits, token_logprobs
-from lightrft.trainer.account import Collected, judge, rollout_metrics
-from lightrft.trainer.advantages import ADVANTAGES
-from lightrft.trainer.contracts.cases import rollout
-from lightrft.trainer.controls import Controls
-from lightrft.trainer.gates import gated
-from lightrft.trainer.parts import needs_of
-from lightrft.trainer.ppo import with_advantages, with_shaped_rewards
-from lightrft.trainer.process_model import outcome_losses
-from lightrft.trainer.ratios import LIMIT, bounded
-from lightrft.trainer.supervised import mean_nll
+from lightrft.observability.metrics import Metrics
+from lightrft.rollout.accounting import Collected, judge, rollout_metrics
+from lightrft.trainer.rl_step import with_advantages, with_shaped_rewards
 from lightrft.types import Batch
-from lightrft.utils.metrics import Metrics
-from lightrft.utils.settings import build
 from tests.numbers.compare import gradient
 from tests.numbers.strategies import batch_of, plain_case
 from tests.numbers.test_any_combination import assert_same, batch_for, mini_batch, through

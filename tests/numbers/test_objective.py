@@ -11,13 +11,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightrft.config import AlgorithmConfig, RLConfig
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.learner.controllers import Controls
+from lightrft.learner.micro_batches import micro_batches
+from lightrft.learner.policy_update import Objective, weighted
 from lightrft.models.actor import Scores
-from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.batching import micro_batches
-from lightrft.trainer.controls import Controls
-from lightrft.trainer.ppo import with_advantages
-from lightrft.trainer.update import Objective, weighted
+from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch, rows_of
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, scores_for

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.config import AlgorithmConfig
-from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.update import Objective
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.learner.policy_update import Objective
 from lightrft.types import Batch
 from tests.numbers import oracles, oracles_corrections, oracles_gates, oracles_losses
 from tests.numbers.compare import assert_equal, every_case, rows_for, scores_for

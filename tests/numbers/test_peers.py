@@ -9,22 +9,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config import AdvantageConfig, LossConfig, RLConfig
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.kl import KL_ESTIMATORS
+from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.token_masks import GATES
+from lightrft.algorithms.token_ops import Rows
+from lightrft.config.algorithm import AdvantageConfig, LossConfig
+from lightrft.config.base import build
+from lightrft.config.verbs import RLConfig
+from lightrft.learner.controllers import Controls
+from lightrft.learner.policy_update import Objective, weighted
 from lightrft.models.actor import Actor, Scores
 from lightrft.models.logprobs import logit_energy
-from lightrft.models.tiny import tiny_model
-from lightrft.trainer.advantages import ADVANTAGES
-from lightrft.trainer.controls import Controls
-from lightrft.trainer.corrections import CORRECTIONS
-from lightrft.trainer.gates import GATES
-from lightrft.trainer.kl import KL_ESTIMATORS
-from lightrft.trainer.parts import check_rollout
-from lightrft.trainer.policy_loss import POLICY_LOSSES
-from lightrft.trainer.rows import Rows
-from lightrft.trainer.update import Objective, weighted
+from lightrft.models.tiny.text import tiny_model
+from lightrft.trainer.check_rollout import check_rollout
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.settings import build
 from tests.numbers import oracles, oracles_advantages, oracles_peers
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for, scores_for, tensor
 from tests.numbers.oracles import Case

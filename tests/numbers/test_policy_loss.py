@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.config import LossConfig
-from lightrft.trainer.policy_loss import POLICY_LOSSES, value_loss
-from lightrft.trainer.rows import Rows
+from lightrft.algorithms.policy_losses import POLICY_LOSSES, value_loss
+from lightrft.algorithms.token_ops import Rows
+from lightrft.config.algorithm import LossConfig
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for, tensor
 from tests.numbers.oracles import Case

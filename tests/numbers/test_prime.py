@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.config import AdvantageConfig
-from lightrft.trainer.advantages import ADVANTAGES
-from lightrft.trainer.process_model import outcome_losses
-from lightrft.trainer.shaping import token_rewards
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.reward_shaping import token_rewards
+from lightrft.config.algorithm import AdvantageConfig
+from lightrft.learner.process_reward import outcome_losses
 from tests.numbers import oracles_advantages, oracles_losses
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for
 from tests.numbers.oracles import Case

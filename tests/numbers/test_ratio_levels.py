@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from lightrft.config import LossConfig
-from lightrft.trainer.aggregation import AGGREGATIONS
-from lightrft.trainer.policy_loss import POLICY_LOSSES
-from lightrft.trainer.rows import Rows
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.token_ops import Rows
+from lightrft.config.algorithm import LossConfig
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for, scores_for
 from tests.numbers.oracles import Case

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft.config import AdvantageConfig, AlgorithmConfig
-from lightrft.trainer.advantages import ADVANTAGES
-from lightrft.trainer.moments import Moments
-from lightrft.trainer.shaping import SHAPINGS, token_rewards, with_rewards
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.reward_shaping import SHAPINGS, token_rewards, with_rewards
+from lightrft.algorithms.running_stats import Moments
+from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig
 from lightrft.types import Batch
 from tests.numbers import oracles, oracles_advantages, oracles_rewards
 from tests.numbers.compare import assert_equal, every_case, tensor

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from lightrft.strategy.schedule import lr_factor
-from lightrft.strategy.settings import OptimizerConfig
+from lightrft.config.strategy import OptimizerConfig
+from lightrft.strategy.lr_schedule import lr_factor
 from tests.numbers import distributions as dist
 
 SHARES = st.integers(0, 99).map(lambda n: n / 100)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft.config import Part
-from lightrft.trainer.shaping import SHAPINGS, shape, token_rewards
+from lightrft.algorithms.reward_shaping import SHAPINGS, shape, token_rewards
+from lightrft.config.base import Part
 from lightrft.utils.errors import ConfigError
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, tensor

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.utils.settings import deep_merge
+from lightrft.config.base import deep_merge
 
 Tree = dict[str, Any]
 

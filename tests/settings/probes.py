@@ -18,38 +18,39 @@ from typing import Any
 import torch
 from pytest import MonkeyPatch
 
-from lightrft.cli.launch import program
+from lightrft.algorithms.token_masks import gated
+from lightrft.cli.dispatch import program
 from lightrft.cli.main import main
-from lightrft.config import RLConfig
-from lightrft.datasets import sources
-from lightrft.datasets.media import MediaReader, Workers, contents
-from lightrft.datasets.prompts import PromptDataset
-from lightrft.datasets.sft import SFTDataset
+from lightrft.config.base import build, to_yaml
+from lightrft.config.verbs import RLConfig
+from lightrft.datasets import open_source
+from lightrft.datasets.media import MediaReader, Workers, fetch
+from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.distributed import ray_cluster
+from lightrft.distributed import ray_launcher as launcher
+from lightrft.distributed.placement import Place, layout
+from lightrft.distributed.process_group import ALONE
+from lightrft.engines.native import NativeEngine
+from lightrft.learner.controllers import Controls
+from lightrft.learner.policy_update import Objective, weighted
+from lightrft.learner.ptx_loss import Ptx
 from lightrft.models import actor as actors
 from lightrft.models.actor import Actor, Scores
-from lightrft.models.decoding import Session
-from lightrft.models.loading import AutoConfig, load_tokenizer
-from lightrft.models.processing import load_processor
-from lightrft.strategy import activations, single
-from lightrft.strategy.engine.native import NativeEngine
-from lightrft.trainer.controls import Controls
-from lightrft.trainer.gates import gated
-from lightrft.trainer.launch import ray as launcher
-from lightrft.trainer.launch import ray_cluster
-from lightrft.trainer.launch.placement import Place, layout
-from lightrft.trainer.launch.remote_roles import Apart
-from lightrft.trainer.ppo import with_advantages
-from lightrft.trainer.prompts import PromptStream, held_out
-from lightrft.trainer.ptx import Ptx
-from lightrft.trainer.reward import Scorer
+from lightrft.models.decoding.kv_decoder import Session
+from lightrft.models.loading.from_pretrained import AutoConfig, load_tokenizer
+from lightrft.models.processors import load_processor
+from lightrft.observability.observer import Nobody
+from lightrft.observability.trackers import read_rows
+from lightrft.rewards.scorer import Scorer
+from lightrft.rollout.eval_prompts import held_out
+from lightrft.rollout.prompt_stream import PromptStream
+from lightrft.strategy import activation_offload, single
 from lightrft.trainer.rl import run_rl
-from lightrft.trainer.session import Nobody
-from lightrft.trainer.update import Objective, weighted
+from lightrft.trainer.rl_step import with_advantages
 from lightrft.utils.errors import DataError, ResourceError, UserError
-from lightrft.utils.ranks import ALONE
-from lightrft.utils.settings import build, to_yaml
-from lightrft.utils.signals import StopFlag
-from lightrft.utils.trackers import read_rows
+from lightrft.utils.stop_signal import StopFlag
+from lightrft.workers.build_remote import Apart
 from tests import warm
 from tests.numbers.test_explained_numbers import batch
 
@@ -111,7 +112,7 @@ def stored(tree: Tree, folder: Path) -> Any:
 LATE = """
 import sys, time
 from lightrft.utils.errors import RankError
-from lightrft.utils.ranks import joined
+from lightrft.distributed.process_group import joined
 
 with joined(float(sys.argv[1])) as ranks:
     time.sleep(3 * ranks.rank)
@@ -225,7 +226,7 @@ def decoded(tree: Tree, folder: Path) -> Any:
 
     made, start = MediaReader._made, Workers._started
     with MonkeyPatch.context() as patch:
-        patch.setattr(contents, "receive", download)
+        patch.setattr(fetch, "receive", download)
         patch.setattr(MediaReader, "_made", loaded)
         patch.setattr(Workers, "_started", started)
         if "ptx" in tree:
@@ -269,7 +270,7 @@ def asked_of_datasets(tree: Tree, folder: Path) -> Any:
         raise DataError(f"{names} {options}")
 
     with MonkeyPatch.context() as patch:
-        patch.setattr(sources, "_load", asked)
+        patch.setattr(open_source, "_load", asked)
         asking = prompts if tree["data"]["sources"] else lessons if "ptx" in tree else questions
         return refusal(asking, tree, folder)
 
@@ -379,7 +380,7 @@ def recording() -> Generator[Counter[str]]:
         spy(Session, "reserve", lambda self, *a: f"room for {a[-1]} tokens")
         spy(NativeEngine, "load_weights", lambda *a, **k: "weights given to the engine")
         spy(AutoConfig, "from_pretrained", lambda *a, **k: f"{k}")
-        spy(activations, "to_host", lambda tensor: "kept for the backward pass on the host")
+        spy(activation_offload, "to_host", lambda tensor: "kept for the backward pass on the host")
         spy(single, "moved", lambda tensor, device: f"optimizer state to {device}")
         spy(actors, "token_logprobs", lambda *a, **k: f"logits of {k['chunk_mb']} MiB")
         yield seen

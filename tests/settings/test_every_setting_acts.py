@@ -12,10 +12,10 @@ from typing import Any, Literal
 import pytest
 from PIL import Image
 
-from lightrft.config import RLConfig
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.models.tiny_media import save_tiny_media
-from lightrft.utils.settings import Settings, build, deep_merge
+from lightrft.config.base import Settings, build, deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.models.tiny import save_tiny_media
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.model_helpers import unproved_model
 from tests.settings.flips import FLIPS, INERT, ROWS
 from tests.settings.probes import PROBES, refusal

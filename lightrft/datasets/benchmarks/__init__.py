@@ -2,26 +2,26 @@
 
 from lightrft.datasets.benchmarks import (
     audio_preferences,
-    audio_questions,
+    audio_qa,
     gsm8k,
     image_preferences,
     instructions,
-    maths,
-    omnirewardbench,
-    verl,
+    math_sets,
+    omni_reward_bench,
+    verl_parquet,
     video_preferences,
-    visual_maths,
+    visual_math,
 )
 
 __all__ = [
     "audio_preferences",
-    "audio_questions",
+    "audio_qa",
     "gsm8k",
     "image_preferences",
     "instructions",
-    "maths",
-    "omnirewardbench",
-    "verl",
+    "math_sets",
+    "omni_reward_bench",
+    "verl_parquet",
     "video_preferences",
-    "visual_maths",
+    "visual_math",
 ]

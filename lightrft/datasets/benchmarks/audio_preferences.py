@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightrft.datasets.benchmarks.pairs import Instruction, judged
-from lightrft.datasets.readers import READERS
-from lightrft.datasets.rows import Row
+from lightrft.datasets.benchmarks.preference_pairs import Instruction, judged
+from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row
 
 
 @READERS.register("audio-alpaca")

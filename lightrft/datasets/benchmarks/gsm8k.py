@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lightrft.datasets.readers import READERS
+from lightrft.datasets.row_readers import READERS
 
 MARK = re.compile(r"<<[^<>]*>>")
 ANSWER = re.compile(r"####\s*(\S.*?)\s*$")

@@ -10,9 +10,9 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from lightrft.datasets.benchmarks.pairs import Instruction, Made, better, judged, placed
-from lightrft.datasets.readers import READERS
-from lightrft.datasets.rows import Row, Rows
+from lightrft.datasets.benchmarks.preference_pairs import Instruction, Made, better, judged, placed
+from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row, Rows
 
 TASK = "text-to-image"
 VERDICT = re.compile(r"<answer>\s*Image ([12]) is better\s*</answer>")
@@ -128,8 +128,8 @@ def mean(ratings: Any) -> float:
 
 
 def _open(path: str, split: str) -> Rows:
-    from lightrft.datasets.settings import SourceConfig
-    from lightrft.datasets.sources import open_source  # it opens what this package reads
+    from lightrft.config.data import SourceConfig
+    from lightrft.datasets.open_source import open_source  # it opens what this package reads
 
     return open_source(SourceConfig(path=path, split=split))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightrft.datasets.readers import READERS
+from lightrft.datasets.row_readers import READERS
 
 
 @READERS.register("alpaca")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.datasets.benchmarks.image_preferences import mean, rated
-from lightrft.datasets.benchmarks.pairs import Instruction, Winner, better, judged
-from lightrft.datasets.readers import READERS
-from lightrft.datasets.rows import Row
+from lightrft.datasets.benchmarks.preference_pairs import Instruction, Winner, better, judged
+from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row
 from lightrft.utils.errors import DataError
 
 

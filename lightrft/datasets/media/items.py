@@ -14,7 +14,7 @@ from pathlib import Path, PurePath
 from typing import Any
 from urllib.parse import urlparse
 
-from lightrft.datasets.media.contents import Fetch, is_still, nested
+from lightrft.datasets.media.fetch import Fetch, is_still, nested
 
 KINDS = ("image", "video", "audio")
 OPEN, CLOSE = "\ufdd2", "\ufdd3"

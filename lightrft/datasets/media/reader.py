@@ -14,19 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightrft.config.data import MediaConfig
 from lightrft.datasets.media.access import Access
-from lightrft.datasets.media.attachments import attachment
-from lightrft.datasets.media.clips import Viewing, clip_extent, read_clip
-from lightrft.datasets.media.contents import Content, Fetch, digest, shown
+from lightrft.datasets.media.audio import SAMPLE_BYTES, Hearing, read_sound, sound_length
+from lightrft.datasets.media.decode_pool import Workers
+from lightrft.datasets.media.fetch import Content, Fetch, digest, shown
+from lightrft.datasets.media.image import picture_size, read_picture
 from lightrft.datasets.media.items import Item
-from lightrft.datasets.media.pictures import picture_size, read_picture
-from lightrft.datasets.media.sounds import SAMPLE_BYTES, Hearing, read_sound, sound_length
-from lightrft.datasets.media.workers import Workers
-from lightrft.datasets.rows import BadRow
-from lightrft.datasets.settings import MediaConfig
+from lightrft.datasets.media.previews import attachment
+from lightrft.datasets.media.video import Viewing, clip_extent, read_clip
+from lightrft.datasets.row_tables import BadRow
 from lightrft.types import Attachment, Extent, Media, Ragged
+from lightrft.utils.atomic_files import human_bytes
 from lightrft.utils.errors import UserError
-from lightrft.utils.files import human_bytes
 
 T = TypeVar("T")
 
@@ -46,7 +46,7 @@ class Ready:
 
 
 class MediaReader:
-    """Reads items for ``processor`` (see ``lightrft.models.processing``) as ``config`` says. Picklable; every method may be
+    """Reads items for ``processor`` (see ``lightrft.models.processors``) as ``config`` says. Picklable; every method may be
     called from several threads.
 
     What cannot be read raises ``BadRow``, which names row, column and file. ``DataError`` for a library that is not installed.

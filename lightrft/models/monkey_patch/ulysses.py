@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.models.segment_attention import SegmentPlan
-from lightrft.models.sequence_parallel import check_heads, exchange
+from lightrft.distributed.process_group import Team
+from lightrft.models.attention.segment_plan import SegmentPlan
+from lightrft.models.attention.ulysses import check_heads, exchange
 from lightrft.utils.errors import ModelError
-from lightrft.utils.ranks import Team
 
 
 class Slices:

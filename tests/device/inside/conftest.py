@@ -21,4 +21,4 @@ def device() -> torch.device:
 @pytest.fixture(autouse=True)
 def _plain_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention on the CPU as on any other device: by plain products, not by the CPU's fused kernel."""
-    monkeypatch.setattr("lightrft.models.segment_attention._fused", lambda *_: False)
+    monkeypatch.setattr("lightrft.models.attention.segment_plan._fused", lambda *_: False)

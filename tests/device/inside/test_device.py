@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightrft.utils.device_transfer import to_device
 from lightrft.utils.seeding import capture_rng, restore_rng
-from lightrft.utils.transfer import to_device
 from tests.device.counting_device import NAME, allocated, counted
 
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from lightrft.config import RLConfig, SFTConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.models.critic import Critic
-from lightrft.models.tiny_media import save_tiny_media
+from lightrft.models.tiny import save_tiny_media
+from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
-from lightrft.utils.settings import build, deep_merge
-from lightrft.utils.trackers import read_rows
 from tests.e2e.conftest import data_folder, model_folder, rl_tree, teacher_folder  # noqa: F401
 from tests.e2e.test_media import picture
 from tests.model_helpers import gradients, hard_batch, small_actor, small_model

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import RLConfig
+from lightrft.config.base import build, deep_merge
+from lightrft.config.verbs import RLConfig
+from lightrft.diagnostics.memory.estimate import needs
+from lightrft.diagnostics.memory.phases import Device, Lengths
+from lightrft.engines.native import NativeEngine
+from lightrft.learner import policy_update
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
-from lightrft.strategy.engine.native import NativeEngine
-from lightrft.trainer import update
-from lightrft.trainer.needs import needs
-from lightrft.trainer.phases import Device, Lengths
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.settings import build, deep_merge
 from tests.device.counting_device import NAME, Counts, allocated, counted
 from tests.device.inside.test_equality import varied
 from tests.e2e.conftest import data_folder, model_folder, rl_tree  # noqa: F401
@@ -39,7 +39,7 @@ class Measured:
 def measure(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **more: Any) -> Measured:
     """Two steps of a run; those of the second are what a run repeats."""
     measured = Measured()
-    generate, step = NativeEngine.generate, update.optimizer_step
+    generate, step = NativeEngine.generate, policy_update.optimizer_step
 
     def generating(*arguments: Any) -> Any:
         measured.generating.append(allocated())
@@ -55,7 +55,7 @@ def measure(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, **more: Any) 
     tree = varied(tree)
     with monkeypatch.context() as patch:
         patch.setattr(NativeEngine, "generate", generating)
-        patch.setattr(update, "optimizer_step", stepping)
+        patch.setattr(policy_update, "optimizer_step", stepping)
         run_rl(build(RLConfig, deep_merge(deep_merge(tree, {"train": {"steps": 2}}), more)))
     for count in measured.updates:
         count.before, count.peak_bytes, count.after = (n - before for n in (count.before, count.peak_bytes, count.after))

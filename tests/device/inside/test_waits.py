@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.config import RLConfig
-from lightrft.models.decoding import Decoder
-from lightrft.models.tiny import tiny_tokenizer
-from lightrft.strategy.engine import native
-from lightrft.strategy.settings import EngineConfig, SamplingConfig
-from lightrft.trainer import ppo, process_model, scoring, update
+from lightrft.config.base import build, deep_merge
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.engines import native
+from lightrft.learner import forward_passes, policy_update, process_reward
+from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.tiny.text import tiny_tokenizer
+from lightrft.trainer import rl_step
 from lightrft.trainer.rl import run_rl
 from lightrft.types import Prompt, Request
-from lightrft.utils.settings import build, deep_merge
 from tests.device.counting_device import Counts, counted
 from tests.device.inside.test_equality import varied
 from tests.e2e.conftest import data_folder, model_folder, rl_tree  # noqa: F401
@@ -87,7 +88,12 @@ def test_waits_do_not_grow_with_micro_batches(rl_tree: dict[str, Any], monkeypat
     """One optimizer step of every trained model, in micro-batches of one row each."""
     tree = deep_merge(varied(rl_tree), {"train": {"steps": 1, "micro_batch_tokens": 1}})
     config = build(RLConfig, deep_merge(tree, ROLES[role]))
-    homes = ((update, "optimizer_step"), (process_model, "optimizer_step"), (ppo, "by_parts"), (scoring, "by_parts"))
+    homes = (
+        (policy_update, "optimizer_step"),
+        (process_reward, "optimizer_step"),
+        (rl_step, "by_parts"),
+        (forward_passes, "by_parts"),
+    )
     with ExitStack() as stack:
         first, second, third, fourth = (stack.enter_context(watched(monkeypatch, *home)) for home in homes)
         run_rl(config)
@@ -115,7 +121,7 @@ def test_a_step_of_learning_waits_a_stated_number_of_times(
             "train": {"steps": 2, "micro_batch_tokens": tokens},
             "algorithm": {"preset": preset},
         }
-        with watched(monkeypatch, ppo, "learn") as calls:
+        with watched(monkeypatch, rl_step, "learn") as calls:
             run_rl(build(RLConfig, deep_merge(varied(rl_tree), more)))
         found.append(calls[1].places)
     # Columns: log-probs of the policy; with PPO, also those of the reference, values, and values after the last token.

@@ -12,7 +12,7 @@ import numpy as np
 import soundfile
 from PIL import Image
 
-from lightrft.datasets.settings import DataConfig, MediaConfig
+from lightrft.config.data import DataConfig, MediaConfig
 
 
 def pixels(height: int, width: int, seed: int = 0) -> np.ndarray:

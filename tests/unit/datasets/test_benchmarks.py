@@ -3,9 +3,9 @@ import re
 
 import pytest
 
-from lightrft.datasets.records import read_record
-from lightrft.datasets.settings import Columns, SourceConfig
-from lightrft.datasets.sources import open_source
+from lightrft.config.data import Columns, SourceConfig
+from lightrft.datasets.open_source import open_source
+from lightrft.datasets.row_parser import read_record
 from lightrft.utils.errors import ConfigError, DataError
 
 

@@ -2,9 +2,9 @@ import hashlib
 
 import pytest
 
+from lightrft.config.data import SourceConfig
 from lightrft.datasets.digits import handwritten, spoken
-from lightrft.datasets.settings import SourceConfig
-from lightrft.datasets.sources import open_source
+from lightrft.datasets.open_source import open_source
 from lightrft.utils.errors import ConfigError
 
 

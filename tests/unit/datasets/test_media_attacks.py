@@ -23,15 +23,15 @@ import pytest
 import soundfile
 from PIL import Image, ImageFile
 
+from lightrft.config.data import MediaConfig
 from lightrft.datasets.media.access import Access
-from lightrft.datasets.media.clips import Viewing, clip_extent, read_clip
-from lightrft.datasets.media.contents import Fetch, Frames, Samples
+from lightrft.datasets.media.audio import Hearing, read_sound, sound_length
+from lightrft.datasets.media.fetch import Fetch, Frames, Samples
+from lightrft.datasets.media.image import read_picture
 from lightrft.datasets.media.items import Item
-from lightrft.datasets.media.pictures import read_picture
 from lightrft.datasets.media.reader import MediaReader
-from lightrft.datasets.media.sounds import Hearing, read_sound, sound_length
-from lightrft.datasets.rows import BadRow
-from lightrft.datasets.settings import MediaConfig
+from lightrft.datasets.media.video import Viewing, clip_extent, read_clip
+from lightrft.datasets.row_tables import BadRow
 from lightrft.types import Extent
 from tests.unit.datasets.media_files import clip, encoded, picture, pixels
 
@@ -188,7 +188,7 @@ def test_an_animation_that_grows_is_refused_before_the_large_frame_is_decoded() 
 
 def test_a_video_is_refused_by_its_header_before_a_frame_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clip(tmp_path / "a.mp4")
-    monkeypatch.setattr("lightrft.datasets.media.clips._upright", lambda frame: pytest.fail("a frame was decoded"))
+    monkeypatch.setattr("lightrft.datasets.media.video._upright", lambda frame: pytest.fail("a frame was decoded"))
     with pytest.raises(ValueError, match=r"48 x 32 pixels, more than data\.media\.max_source_pixels = 1000"):
         clip_extent(tmp_path / "a.mp4", Viewing(None, 64, None, 1000))
 

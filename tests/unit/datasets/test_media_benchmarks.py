@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lightrft.datasets.readers import READERS
-from lightrft.datasets.settings import SourceConfig
-from lightrft.datasets.sources import open_source
+from lightrft.config.data import SourceConfig
+from lightrft.datasets.open_source import open_source
+from lightrft.datasets.row_readers import READERS
 from lightrft.utils.errors import DataError
 
 

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightrft.datasets.media.access import Access
-from lightrft.datasets.media.attachments import attachment
-from lightrft.datasets.media.clips import Viewing, clip_extent, read_clip
-from lightrft.datasets.media.contents import Fetch, Frames, Samples, digest
-from lightrft.datasets.media.pictures import picture_size, read_picture
-from lightrft.datasets.media.sounds import Hearing, read_sound, resampled, sound_length
+from lightrft.datasets.media.audio import Hearing, read_sound, resampled, sound_length
+from lightrft.datasets.media.fetch import Fetch, Frames, Samples, digest
+from lightrft.datasets.media.image import picture_size, read_picture
+from lightrft.datasets.media.previews import attachment
+from lightrft.datasets.media.video import Viewing, clip_extent, read_clip
 from lightrft.types import Extent
 from lightrft.utils.errors import DataError
 from tests.unit.datasets.media_files import clip, encoded, picture, pixels, sound, tone

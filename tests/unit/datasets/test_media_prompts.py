@@ -14,12 +14,12 @@ import pytest
 import torch
 from PIL import Image
 
-from lightrft.datasets.encoding import Encoder
+from lightrft.config.data import Columns, DataConfig, MediaConfig
+from lightrft.datasets.chat_encoder import Encoder
 from lightrft.datasets.media.items import listed
-from lightrft.datasets.prompts import PromptDataset
-from lightrft.datasets.rows import BadRow
-from lightrft.datasets.settings import Columns, DataConfig, MediaConfig
-from lightrft.models.tiny_media import MEDIA_FAMILIES
+from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.datasets.row_tables import BadRow
+from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError, DataError
 from tests.media_helpers import Rig, mixed_batch, rig

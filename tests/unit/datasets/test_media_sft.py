@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.datasets.rows import BadRow
-from lightrft.datasets.sft import Example, SFTDataset
+from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.sft_dataset import Example, SFTDataset
 from tests.media_helpers import Rig, rig
 from tests.unit.datasets.media_files import config_of, picture, written
 
@@ -156,7 +156,7 @@ def test_an_assistant_that_only_shows_a_picture_learns_to_stop(eye: Rig, folder:
 
 
 def test_media_are_the_same_tensors_as_a_prompt_gets(eye: Rig, folder: Path) -> None:
-    from lightrft.datasets.prompts import PromptDataset
+    from lightrft.datasets.prompt_dataset import PromptDataset
 
     row = {"prompt": "<image>what?", "response": "a cat", "image": "a.png"}
     (example,) = dataset(eye, folder, row)

@@ -7,15 +7,15 @@ import random
 import pytest
 from PIL import Image
 
-from lightrft.datasets.benchmarks import image_preferences, pairs, video_preferences
-from lightrft.datasets.prompts import PromptDataset
-from lightrft.datasets.readers import READERS
-from lightrft.datasets.settings import DataConfig, SourceConfig
-from lightrft.datasets.sources import open_source
-from lightrft.models.loading import load_tokenizer
-from lightrft.models.processing import load_processor
-from lightrft.models.settings import ModelConfig
-from lightrft.models.tiny_media import save_tiny_media
+from lightrft.config.data import DataConfig, SourceConfig
+from lightrft.config.model import ModelConfig
+from lightrft.datasets.benchmarks import image_preferences, preference_pairs, video_preferences
+from lightrft.datasets.open_source import open_source
+from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.datasets.row_readers import READERS
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.processors import load_processor
+from lightrft.models.tiny import save_tiny_media
 from lightrft.utils.errors import DataError
 
 ASK = "Two {noun} were made for this request:\n{request}\n\nCompare them by {by}."
@@ -229,7 +229,7 @@ def test_the_order_depends_on_the_content_and_tells_nothing_of_the_label(reader,
 def test_a_pair_is_shown_alike_in_whatever_order_it_is_listed():
     for k in range(50):
         two = (f"{k}/a.png", f"{k}/b.png")
-        assert two[pairs.first_shown("s", "r", two)] == two[::-1][pairs.first_shown("s", "r", two[::-1])]
+        assert two[preference_pairs.first_shown("s", "r", two)] == two[::-1][preference_pairs.first_shown("s", "r", two[::-1])]
 
 
 def test_bytes_tell_candidates_apart_and_pictures_in_memory_are_not_decoded():
@@ -240,10 +240,11 @@ def test_bytes_tell_candidates_apart_and_pictures_in_memory_are_not_decoded():
             raise AssertionError("decoded")
 
     orders = {
-        pairs.first_shown("s", "r", ({"bytes": bytes([k]), "path": None}, {"bytes": b"b", "path": None})) for k in range(20)
+        preference_pairs.first_shown("s", "r", ({"bytes": bytes([k]), "path": None}, {"bytes": b"b", "path": None}))
+        for k in range(20)
     }
     assert orders == {0, 1}
-    assert pairs.first_shown("s", "r", (Decoded(), Decoded())) in (0, 1)
+    assert preference_pairs.first_shown("s", "r", (Decoded(), Decoded())) in (0, 1)
 
 
 def test_a_tie_has_neither_side(tmp_path):

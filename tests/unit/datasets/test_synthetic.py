@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrft.datasets.settings import DataConfig, SourceConfig
-from lightrft.datasets.sources import open_source
+from lightrft.config.data import DataConfig, SourceConfig
+from lightrft.datasets.open_source import open_source
 from lightrft.datasets.synthetic.arithmetic import rows, work
 from lightrft.utils.errors import ConfigError, DataError
 

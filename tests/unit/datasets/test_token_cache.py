@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
+from lightrft.config.data import DataConfig
 from lightrft.datasets import cache_key, token_cache
 from lightrft.datasets.cache_key import token_cache_of
-from lightrft.datasets.encoding import Encoder
-from lightrft.datasets.prompts import PromptDataset
-from lightrft.datasets.rows import JsonLines
-from lightrft.datasets.settings import DataConfig
-from lightrft.datasets.sft import SFTDataset
+from lightrft.datasets.chat_encoder import Encoder
+from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.datasets.row_tables import JsonLines
+from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.datasets.token_cache import Entry, TokenCache
 from tests.unit.datasets.tokenizers import CHATML, chat_tokenizer
 

@@ -2,7 +2,7 @@
 
 from tokenizers import processors
 
-from lightrft.models.tiny import tiny_tokenizer
+from lightrft.models.tiny.text import tiny_tokenizer
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -2,14 +2,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3NextConfig, TrOCRConfig
 
-from lightrft.models import attention
+from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.models.actor import Actor
+from lightrft.models.attention import interface
 from lightrft.models.critic import Critic
 from lightrft.models.families import family_of
-from lightrft.models.loading import load_model, save_model
+from lightrft.models.loading.from_pretrained import load_model, save_model
 from lightrft.models.lora import apply_lora_configuration, linear_modules
-from lightrft.models.settings import LoRAConfig, ModelConfig
-from lightrft.models.tiny import FAMILIES, tiny_tokenizer
+from lightrft.models.tiny.text import FAMILIES, tiny_tokenizer
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
 from tests.model_helpers import float32_bound, gradients, hard_batch, small_actor, small_model
@@ -111,7 +111,7 @@ def test_the_layout_check_falls_back_where_a_plan_is_ignored(monkeypatch):
     """An attention that is not told of the plan; transformers' own sees by the positions where a new sample starts."""
     actor, batch = small_actor("qwen2"), hard_batch()
     expected = actor.score(batch).logprobs
-    monkeypatch.setattr(attention, "NAME", "sdpa")
+    monkeypatch.setattr(interface, "NAME", "sdpa")
     reason = actor.check_layout(batch)
     assert actor.layout == "packed"
     assert "layout prefix_shared differs" in reason

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from lightrft.config.model import ModelConfig
 from lightrft.models import ActorAL, ActorLanguage, get_supported_parameters
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.loading import load_model
-from lightrft.models.settings import ModelConfig
+from lightrft.models.loading.from_pretrained import load_model
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
 from tests.media_helpers import mixed_prompts, rig

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from lightrft.config.model import ModelConfig
 from lightrft.models import ActorLanguage, ActorVL, CriticVL, get_supported_parameters
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.loading import load_model
+from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.lora import is_adapted
-from lightrft.models.settings import ModelConfig
 from lightrft.models.utils import find_all_linear_modules
 from lightrft.types import Batch, Prompt, Segments
 from lightrft.utils.errors import ModelError

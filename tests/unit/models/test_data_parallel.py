@@ -13,7 +13,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightrft.models.families import FAMILIES
-from lightrft.models.tiny_media import MEDIA_FAMILIES
+from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.types import Batch
 from tests.media_helpers import Rig, mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, gap, gradients, weights

@@ -8,13 +8,13 @@ import pytest
 from transformers import AutoConfig
 
 from benchmarks.families import prove, stored
+from lightrft.config.model import ModelConfig
 from lightrft.models.actor import Actor
 from lightrft.models.families import FAMILIES, attention_reach
-from lightrft.models.loading import load_model
-from lightrft.models.meta import meta_model
-from lightrft.models.settings import ModelConfig
-from lightrft.models.tiny_families import TEXT_FAMILIES, WINDOW, family_config, family_model
-from lightrft.models.tiny_media import MEDIA_FAMILIES
+from lightrft.models.loading.from_pretrained import load_model
+from lightrft.models.loading.meta_device import meta_model
+from lightrft.models.tiny import MEDIA_FAMILIES
+from lightrft.models.tiny.text_families import TEXT_FAMILIES, WINDOW, family_config, family_model
 from lightrft.utils.errors import ModelError
 from tests.model_helpers import ragged_batch, unproved_model
 

@@ -19,10 +19,10 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 
 from lightrft.models import monkey_patch
+from lightrft.models.attention.segment_plan import SegmentPlan
 from lightrft.models.monkey_patch import apply, hf_generate_patch
 from lightrft.models.monkey_patch.apply import apply_monkey_patch_to_llama, apply_monkey_patch_to_qwen2
 from lightrft.models.monkey_patch.hf_generate_patch import apply_monkey_patch_to_generation_mixin
-from lightrft.models.segment_attention import SegmentPlan
 from lightrft.utils.errors import ModelError
 from tests.model_helpers import Float64, small_model
 

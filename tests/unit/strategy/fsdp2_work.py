@@ -19,16 +19,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.multiprocessing.spawn import start_processes
 
+from lightrft.config.model import LoRAConfig, ModelConfig
+from lightrft.config.strategy import OptimizerConfig, StrategyConfig
+from lightrft.distributed.process_group import ALONE, Ranks, joined, mine
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
-from lightrft.models.settings import LoRAConfig, ModelConfig
-from lightrft.strategy import activations
+from lightrft.strategy import activation_offload
 from lightrft.strategy.fsdp2 import Fsdp2Strategy
-from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import SingleStrategy, moved
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError, ModelError
-from lightrft.utils.ranks import ALONE, Ranks, joined, mine
 from tests.model_helpers import ragged_batch
 
 ROWS = 8
@@ -178,18 +178,18 @@ def cell(name: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
     config = ModelConfig(path=str(folder / where), **model)
     made = StrategyConfig(device="cpu", **strategy)
     copies: list[int] = []
-    to_host = activations.to_host
+    to_host = activation_offload.to_host
 
     def counted(tensor: Tensor) -> Any:
         kept = to_host(tensor)
         copies.append(0 if isinstance(kept, Tensor) else kept[1].numel())
         return kept
 
-    activations.to_host = counted
+    activation_offload.to_host = counted
     try:
         found = train(Fsdp2Strategy(made, ranks) if ranks.size > 1 else SingleStrategy(made), config, kind)
     finally:
-        activations.to_host = to_host
+        activation_offload.to_host = to_host
     return {**found, "copied": sum(copies)}
 
 

@@ -15,9 +15,9 @@ import torch
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
-from lightrft.models.tiny import tiny_model
+from lightrft.config.strategy import StrategyConfig
+from lightrft.models.tiny.text import tiny_model
 from lightrft.strategy.deepspeed import DeepSpeedStrategy
-from lightrft.strategy.settings import StrategyConfig
 from lightrft.strategy.single import STATE_FILE
 from lightrft.utils.errors import ConfigError
 from tests import warm
@@ -39,10 +39,10 @@ from pathlib import Path
 import torch
 from torch import nn
 from lightrft.strategy.deepspeed import DeepSpeedStrategy
-from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
+from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.ranks import joined
+from lightrft.distributed.process_group import joined
 
 def net(dtype=torch.float32):
     torch.manual_seed(0)
@@ -178,7 +178,7 @@ import gc
 from deepspeed.runtime.zero import partition_parameters
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
-from lightrft.models.settings import LoRAConfig, ModelConfig
+from lightrft.config.model import LoRAConfig, ModelConfig
 
 made, live = [], []
 
@@ -274,7 +274,7 @@ def test_in_stage_3_no_rank_holds_more_of_a_model_than_its_shard_also_while_it_i
 
 HIERARCHY = """
 from lightrft.models.actor import Actor
-from lightrft.models.settings import ModelConfig
+from lightrft.config.model import ModelConfig
 
 def run(strategy):
     state = strategy.prepare(net(), OptimizerConfig(lr=0.1), 10)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.models.loading import save_model
-from lightrft.models.tiny import tiny_model, tiny_tokenizer
-from lightrft.models.tiny_media import save_tiny_media
+from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.tiny import save_tiny_media
+from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.unit.strategy import fsdp2_work
 
 pytestmark = pytest.mark.slow

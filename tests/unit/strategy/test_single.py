@@ -10,9 +10,9 @@ from pydantic import ValidationError
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.strategy import single
 from lightrft.strategy.base import TrainState
-from lightrft.strategy.settings import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import STATE_FILE, SingleStrategy
 from lightrft.utils.errors import CheckpointError
 from tests.model_helpers import rounding

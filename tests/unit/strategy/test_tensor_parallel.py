@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.models.tiny import tiny_model
+from lightrft.models.tiny.text import tiny_model
 from lightrft.strategy import tensor_parallel
 from lightrft.utils.errors import ConfigError
 

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from lightrft.config import EvalConfig, RLConfig, SFTConfig
-from lightrft.trainer.evaluate import evaluate
+from lightrft.config.base import build
+from lightrft.config.rollout import EvalConfig
+from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.rollout.evaluation import evaluate
+from lightrft.trainer.check_config import check
 from lightrft.trainer.preflight import BARE, EVAL_METRICS, NAMESPACES, check_best, check_enough, check_evaluation, check_learning
-from lightrft.trainer.rl import check
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
-from lightrft.utils.settings import build
 
 HELD = {"data": {"sources": ["test.jsonl"]}}
 

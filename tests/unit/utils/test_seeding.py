@@ -7,7 +7,7 @@ import torch
 
 from lightrft.utils.errors import CheckpointError
 from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
-from lightrft.utils.state import load_state, save_state
+from lightrft.utils.state_io import load_state, save_state
 
 
 def draw():

@@ -10,10 +10,10 @@ from importlib.resources import files
 import pytest
 from PIL import Image
 
+from lightrft.config.base import Settings
+from lightrft.observability.run_directory import RunFolder
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
-from lightrft.utils.run_folder import RunFolder
-from lightrft.utils.settings import Settings
 from lightrft.viewer.report import duration, write_report
 
 HOSTILE = (

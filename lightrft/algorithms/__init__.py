@@ -1,0 +1,1 @@
+"""Pure functions: advantages, losses, KL, importance sampling, filters."""

@@ -1,0 +1,488 @@
+"""Rewards to advantages: one function and one equation each.
+
+``ADVANTAGES[name](batch, token_rewards [N], settings, **options) -> (advantages [N], returns [N])``. ``batch.rewards [B]`` is the outcome
+reward after shaping; ``token_rewards`` holds it at the last sampled token of each row, with a KL penalty on every one if asked for.
+Tokens that the policy did not sample get 0 and are passed through: the result is that of the rows without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightrft.algorithms.group_ops import Groups
+from lightrft.algorithms.token_ops import Rows, compact, group_sum, last_sampled, scatter
+from lightrft.config.algorithm import AdvantageConfig
+from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.lazy_imports import Tensor, torch
+from lightrft.utils.registry import Registry
+
+Advantage = Callable[..., tuple[Tensor, Tensor]]
+ADVANTAGES: Registry[Advantage] = Registry("advantage")
+
+
+def scores(batch: Batch, token_rewards: Tensor, rows: Rows) -> Tensor:
+    """``[B]``: the outcome reward with the row's KL penalty, if any. Counts for the baseline also in rows without sampled tokens."""
+    if batch.rewards is None:
+        raise ValueError("advantages need batch.rewards")
+    rewards = batch.rewards.to(token_rewards.dtype)
+    placed = torch.where(rows.count() > 0, rewards, torch.zeros_like(rewards))
+    return rewards + (rows.sum(token_rewards) - placed)
+
+
+def by_prompt(batch: Batch, token_rewards: Tensor) -> Groups:
+    """The ``scores`` of all answers, grouped by their prompts."""
+    return Groups(scores(batch, token_rewards, Rows.of(batch)), batch.prompt_of, len(batch.prompts))
+
+
+def on_tokens(advantage: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """One number per answer ``[B]`` on each of its sampled tokens, as advantage and as return."""
+    rows = Rows.of(batch)
+    spread = rows.spread(advantage)
+    tokens = torch.where(rows.mask, spread, torch.zeros_like(spread))
+    return tokens, tokens
+
+
+@ADVANTAGES.register(
+    "grpo",
+    formula="A_i = (R_i - mean_group R) / (std_group R + eps)",
+    latex=r"\hat A_i=\frac{R_i-\operatorname{mean}(R)}{\operatorname{std}(R)+\epsilon}",
+    paper="DeepSeekMath, arXiv 2402.03300, section 4.1.2",
+    needs=["groups"],
+    reads=["eps"],
+)
+def grpo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward standardised inside its group (unbiased deviation). Exactly 0 where the group is of one answer or of equal rewards."""
+    return on_tokens(by_prompt(batch, token_rewards).standardised(settings.eps), batch)
+
+
+@ADVANTAGES.register(
+    "group_mean",
+    formula="A_i = R_i - mean_group R",
+    latex=r"\hat A_i=R_i-\operatorname{mean}(R)",
+    paper="Dr. GRPO, arXiv 2503.20783, section 3.2",
+    needs=["groups"],
+)
+def group_mean(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward less the mean of its group."""
+    return on_tokens(by_prompt(batch, token_rewards).centred(), batch)
+
+
+@ADVANTAGES.register(
+    "rloo",
+    formula="A_i = R_i - mean_{j != i} R_j, over the group",
+    latex=r"\hat A_i=R_i-\frac{1}{G-1}\sum_{j\ne i}R_j",
+    paper="RLOO, arXiv 2402.14740, section 3.1",
+    needs=["groups"],
+)
+def rloo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward less the mean of the others of its group: what is left out makes the baseline independent of the answer."""
+    groups = by_prompt(batch, token_rewards)
+    size = groups.size()
+    return on_tokens(groups.centred() * size / (size - 1).clamp(min=1), batch)
+
+
+@ADVANTAGES.register(
+    "opo",
+    formula="A_i = R_i - sum_j l_j R_j / sum_j l_j, over the group; l counts sampled tokens",
+    latex=r"\hat A_i=R_i-\frac{\sum_j l_jR_j}{\sum_j l_j}",
+    paper="OPO, arXiv 2505.23585, section 3.2",
+    needs=["groups"],
+)
+def opo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward less the mean of its group weighted by length: the baseline of least variance, where the squared norm of an answer's
+    gradient grows with its length."""
+    groups, length = by_prompt(batch, token_rewards), Rows.of(batch).count()
+    baseline = groups.sum(length * groups.x) / groups.sum(length).clamp(min=1)
+    return on_tokens(torch.where(groups.uneven(), groups.x - baseline, torch.zeros_like(baseline)), batch)
+
+
+@ADVANTAGES.register(
+    "pass_at_k",
+    formula="A_i = R_(1) - R_(2) for the best answer of the group, 0 for the others",
+    latex=r"\hat A_i=\mathbb 1[R_i=R_{(1)}]\,(R_{(1)}-R_{(2)})",
+    paper="Inference-time objectives, arXiv 2503.19595, section 3 (leave-one-out of max@k)",
+    needs=["groups"],
+)
+def pass_at_k(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_eps: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """What the best answer adds to the highest reward of its group; two equal best ones add nothing. With ``std_eps``, over the
+    deviation of the group plus that number."""
+    groups = by_prompt(batch, token_rewards)
+    best = groups.x == groups.highest()
+    second = groups.highest(torch.where(best, -torch.inf, groups.x))
+    alone = best & groups.uneven() & (groups.sum(best.to(groups.x.dtype)) == 1)
+    gap = torch.where(alone, groups.x - second, torch.zeros_like(groups.x))
+    return on_tokens(gap if std_eps is None else torch.where(alone, gap / (groups.deviation() + std_eps), gap), batch)
+
+
+@ADVANTAGES.register(
+    "maxrl",
+    formula="A_i = (R_i - mean_group R) / (mean_group R + eps), 0 where the mean is not positive",
+    latex=r"\hat A_i=\frac{R_i-\operatorname{mean}(R)}{\operatorname{mean}(R)+\epsilon}",
+    paper="MaxRL, arXiv 2602.02710",
+    needs=["groups"],
+    reads=["eps"],
+)
+def maxrl(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """For rewards that are 0 or positive, 1 for a success: rare successes weigh most, as in the gradient of the log-likelihood."""
+    groups = by_prompt(batch, token_rewards)
+    mean = groups.mean()
+    return on_tokens(torch.where(mean > 0, groups.centred() / (mean + settings.eps), torch.zeros_like(mean)), batch)
+
+
+@ADVANTAGES.register(
+    "lite_ppo",
+    formula="A_i = (R_i - mean_group R) / (std_batch R + eps)",
+    latex=r"\hat A_i=\frac{R_i-\operatorname{mean}_{group}(R)}{\operatorname{std}_{batch}(R)+\epsilon}",
+    paper="Lite PPO, arXiv 2508.08221, section 4.1",
+    needs=["groups", "batch"],
+    reads=["eps"],
+)
+def lite_ppo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward less the mean of its group, over the unbiased deviation of all rewards of the batch."""
+    groups = by_prompt(batch, token_rewards)
+    centred, spread = groups.centred(), Groups.whole(groups.x).deviation()
+    return on_tokens(torch.where(centred != 0, centred / (spread + settings.eps), centred), batch)
+
+
+@ADVANTAGES.register(
+    "batch_standard",
+    formula="A_i = (R_i - mean_batch R) / (std_batch R + eps)",
+    latex=r"\hat A_i=\frac{R_i-\operatorname{mean}_{batch}(R)}{\operatorname{std}_{batch}(R)+\epsilon}",
+    paper="the second step of GDPO, arXiv 2601.05242; the first is normalize.terms = group",
+    needs=["batch"],
+    reads=["eps"],
+)
+def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Reward standardised over all answers of the batch, each counted once (unbiased deviation)."""
+    return on_tokens(Groups.whole(scores(batch, token_rewards, Rows.of(batch))).standardised(settings.eps), batch)
+
+
+@ADVANTAGES.register(
+    "gpg",
+    formula="A_i = alpha (R_i - mean_group R) / F,  alpha = answers / answers of groups with unequal rewards,  F = 1",
+    latex=r"\hat A_i=\alpha\,\frac{R_i-\operatorname{mean}(R)}{F},\quad\alpha=\frac{B}{B-M},\quad F=1",
+    paper="GPG, arXiv 2504.02546, section 3",
+    needs=["groups", "batch"],
+)
+def gpg(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_eps: float | None = None) -> tuple[Tensor, Tensor]:
+    """``alpha`` makes up for groups without a gradient. With ``std_eps``, F is the deviation of the group plus that number."""
+    groups = by_prompt(batch, token_rewards)
+    alpha = len(batch) / groups.uneven().sum().clamp(min=1).to(groups.x.dtype)
+    return on_tokens(alpha * (groups.centred() if std_eps is None else groups.standardised(std_eps)), batch)
+
+
+@ADVANTAGES.register(
+    "raft",
+    formula="A_i = 1 for the first i with R_i = max_group R, 0 for the others",
+    latex=r"\hat A_i=\mathbb 1[i=\min\arg\max R]",
+    paper="RAFT, arXiv 2304.06767, algorithm 1",
+    needs=["groups"],
+)
+def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Imitation of the best answer of a group, without a baseline; of those that tie for it, the one that was asked for first, wherever
+    it stands in the batch."""
+    if batch.sample is None:
+        raise ValueError("raft needs batch.sample")
+    groups = by_prompt(batch, token_rewards)
+    earliest = torch.where(groups.x == groups.highest(), -batch.sample.to(groups.x.dtype), -torch.inf)
+    return on_tokens((earliest == groups.highest(earliest)).to(groups.x.dtype), batch)
+
+
+@ADVANTAGES.register(
+    "rft",
+    formula="A_i = 1 if R_i >= threshold, else 0",
+    latex=r"\hat A_i=\mathbb 1[R_i\ge\tau]",
+    paper="Rejection sampling fine-tuning, arXiv 2308.01825",
+)
+def rft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, threshold: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Imitation of every answer whose reward reaches ``threshold``."""
+    score = scores(batch, token_rewards, Rows.of(batch))
+    return on_tokens((score >= threshold).to(score.dtype), batch)
+
+
+@ADVANTAGES.register(
+    "reinforce",
+    formula="A_t = sum_{s>=t} gamma^(s-t) r_s",
+    latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}r_s",
+    paper="REINFORCE++, arXiv 2501.03262, section 3 (whitened over the global batch)",
+    reads=["gamma"],
+)
+def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Discounted return of each token."""
+    returns = returns_of(batch, token_rewards, settings.gamma)
+    return returns, returns
+
+
+@ADVANTAGES.register(
+    "remax",
+    formula="A_t = sum_{s>=t} gamma^(s-t) r_s - gamma^(T-t) R(greedy answer),  T the last sampled token",
+    latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}r_s-\gamma^{T-t}R(y^{greedy})",
+    paper="ReMax, arXiv 2310.10505, algorithm 2; the discount is that of its authors' code",
+    needs=["greedy"],
+    reads=["gamma"],
+)
+def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Return of each token, less the reward of the greedy answer to the same prompt, ``batch.baselines``, which stands where the
+    answer's own reward does."""
+    if batch.baselines is None:
+        raise ValueError("remax needs batch.baselines")
+    rows, returns = Rows.of(batch), returns_of(batch, token_rewards, settings.gamma)
+    placed = torch.zeros_like(token_rewards)
+    last = last_sampled(rows)
+    placed[last[last >= 0]] = batch.baselines.to(placed.dtype)[last >= 0]
+    return returns - returns_of(batch, placed, settings.gamma), returns
+
+
+@ADVANTAGES.register(
+    "gae",
+    formula="delta_t = r_t + gamma V_{t+1} - V_t;  A_t = delta_t + gamma lam A_{t+1};  return_t = A_t + V_t",
+    latex=r"\delta_t=r_t+\gamma V_{t+1}-V_t,\quad \hat A_t=\delta_t+\gamma\lambda\hat A_{t+1},\quad \hat R_t=\hat A_t+V_t",
+    paper="GAE, arXiv 1506.02438, eq. 16; lam_critic: VC-PPO, arXiv 2503.01491",
+    needs=["critic"],
+    reads=["gamma", "lam"],
+)
+def gae(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, lam_critic: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation. A truncated row is bootstrapped with the value of the state it was cut in. ``lam_critic``
+    is the trace of the returns, where that is not ``lam``."""
+    return traced(batch, token_rewards, settings.gamma, settings.lam, lam_critic)
+
+
+@ADVANTAGES.register(
+    "vapo",
+    formula="A_t as in gae with lam_i = max(0, 1 - 1 / (alpha l_i)), l_i sampled tokens;  return_t as in gae with lam_critic",
+    latex=r"\hat A_t=\sum_{k\ge 0}(\gamma\lambda_i)^k\delta_{t+k},\ \lambda_i=1-\tfrac{1}{\alpha l_i},\quad"
+    r"\hat R_t=V_t+\sum_{k\ge 0}(\gamma\lambda_{critic})^k\delta_{t+k}",
+    paper="VAPO, arXiv 2504.05118, section 4.2; decoupled traces: VC-PPO, arXiv 2503.01491",
+    needs=["critic"],
+    reads=["gamma"],
+)
+def vapo(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, alpha: float = 0.05, lam_critic: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """A trace for each answer, so that the reward reaches back as far into a long one as into a short one; the critic has its own.
+    Answers of fewer than ``1 / alpha`` tokens have no trace at all, only the next value: short ones want a larger ``alpha``.
+    Raises ``ConfigError`` for an ``alpha`` that is not positive."""
+    if alpha <= 0:
+        raise ConfigError(f"advantage vapo: options.alpha is {alpha}; it must be positive")
+    length = Rows.of(batch).count().to(token_rewards.dtype)
+    return traced(batch, token_rewards, settings.gamma, (1 - 1 / (alpha * length)).clamp(min=0), lam_critic)
+
+
+def traced(
+    batch: Batch, token_rewards: Tensor, gamma: float, lam: float | Tensor, lam_critic: float | None
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns ``[N]`` from temporal differences; ``lam`` is one for all rows or one for each ``[B]``."""
+    if batch.values is None:
+        raise ValueError("a trace of temporal differences needs batch.values")
+    rows = Rows.of(batch)
+    rewards, row, column = compact(token_rewards, rows)
+    values, _, _ = compact(batch.values.to(token_rewards.dtype), rows)
+    following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
+    if batch.final_values is not None and batch.truncated is not None:
+        cut = (rows.count() > 0) & batch.truncated
+        following[cut, rows.count()[cut] - 1] = batch.final_values[cut].to(values.dtype)
+    inside = torch.arange(values.shape[1], device=values.device) < rows.count()[:, None]
+    delta = torch.where(inside, rewards + gamma * following - values, torch.zeros_like(values))
+    advantages = discounted(delta, gamma * lam)
+    targets = advantages if lam_critic is None else discounted(delta, gamma * lam_critic)
+    return scatter(advantages, rows, row, column), scatter(targets + values, rows, row, column)
+
+
+@ADVANTAGES.register(
+    "prime",
+    formula="A_t = sum_{s>=t} gamma^(s-t) (p_s - mean_{j != i} mean_s p_js) + R_i - mean_{j != i} R_j;  p_t process rewards",
+    latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}\Big(p_s-\tfrac1{G-1}\sum_{j\ne i}\bar p_j\Big)+R_i-\tfrac1{G-1}\sum_{j\ne i}R_j",
+    paper="PRIME, arXiv 2502.01456",
+    needs=["groups", "process"],
+    reads=["gamma"],
+)
+def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Returns of process rewards less the mean token reward of the others of the group, and the leave-one-out outcome."""
+    process, others, count = process_means(batch, token_rewards.dtype)
+    rows = Rows.of(batch)
+    centred = torch.where(rows.mask & rows.spread(count > 0), process - rows.spread(others / count.clamp(min=1)), 0.0)
+    outcome, _ = rloo(batch, token_rewards, settings)
+    total = returns_of(batch, centred.to(process.dtype), settings.gamma) + outcome
+    return total, total
+
+
+@ADVANTAGES.register(
+    "prime_released",
+    formula="A_t = process_coef sum_{s>=t} (G p_s - sum_j mean_s p_js) / (G - 1) + outcome_coef (R_i - mean_{j != i} R_j)",
+    latex=r"\hat A_t=c_p\sum_{s\ge t}\frac{G\,p_s-\sum_j\bar p_j}{G-1}+c_o\Big(R_i-\tfrac1{G-1}\sum_{j\ne i}R_j\Big)",
+    paper="PRIME, arXiv 2502.01456, as its released code has it",
+    needs=["groups", "process", "batch"],
+)
+def prime_released(
+    batch: Batch,
+    token_rewards: Tensor,
+    settings: AdvantageConfig,
+    *,
+    outcome_coef: float = 1.0,
+    process_coef: float = 1.0,
+    batch_norm: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The mean of the whole group is taken off, the answer's own too. ``G`` counts answers that have sampled tokens. ``batch_norm``
+    divides process rewards by the largest absolute return that they have in the batch."""
+    if batch_norm and batch.process_rewards is not None:
+        returns = returns_of(batch, batch.process_rewards.to(token_rewards.dtype), 1.0)
+        largest = returns.abs().max() if returns.numel() else returns.new_zeros(())
+        batch = batch.replace(process_rewards=batch.process_rewards / (largest + 1e-6).to(batch.process_rewards.dtype))
+    process, others, count = process_means(batch, token_rewards.dtype)
+    rows = Rows.of(batch)
+    group = rows.spread(rows.mean(process) + others)
+    spread = (process * rows.spread(count + 1) - group) / rows.spread(count.clamp(min=1))
+    centred = torch.where(rows.mask & rows.spread(count > 0), process_coef * spread, 0.0)
+    outcome, _ = rloo(batch, token_rewards, settings)
+    total = returns_of(batch, centred.to(process.dtype), 1.0) + outcome_coef * outcome
+    return total, total
+
+
+@ADVANTAGES.register(
+    "otb",
+    formula="A_t = G_t - sum_i G_it W_it / (sum_i W_it + eps),  G_t = sum_{s>=t} r_s,  W_t = sum_{s<=t} (1 - 2 pi_s + sum_v pi_v^2), over "
+    "the responses of the group that have a token t",
+    latex=r"\hat A_t=G_t-\frac{\sum_iG_{i,t}W_{i,t}}{\sum_iW_{i,t}+\epsilon},\quad G_t=\sum_{s\ge t}r_s,\quad"
+    r"W_t=\sum_{s\le t}\Big(1-2\pi_s+\sum_v\pi_v^2\Big)",
+    paper="the optimal token baseline, arXiv 2602.07078",
+    needs=["groups", "energy"],
+    reads=["eps"],
+)
+def otb(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_tail: bool = True) -> tuple[Tensor, Tensor]:
+    """A baseline for each place in the response: responses that have taken more uncertain steps up to it weigh more. A response that is
+    alone in its group has none, nor, with ``zero_tail``, where it is longer than all others; without, it gets 0 there."""
+    if batch.energy is None:
+        raise ValueError("otb needs batch.energy")
+    rows = Rows.of(batch)
+    padded, row, column = compact(token_rewards, rows)
+    togo = discounted(padded, 1.0)[row, column]
+    work = compact(batch.energy.to(togo.dtype), rows)[0].cumsum(1)[row, column]
+    longest = padded.shape[1]
+    places = Groups(togo, batch.prompt_of[row] * longest + column, len(batch.prompts) * longest)
+    baseline = places.sum(togo * work) / (places.sum(work) + settings.eps)
+    baseline = torch.where(places.uneven(), baseline, togo)  # equal returns have exactly no advantage, whatever eps is
+    alone = rows_in_group(batch)[row] == 1
+    alone = alone | (places.size() == 1) if zero_tail else alone
+    tokens, returns = torch.zeros_like(token_rewards), torch.zeros_like(token_rewards)
+    tokens[rows.mask], returns[rows.mask] = togo - torch.where(alone, 0.0, baseline), togo
+    return tokens, returns
+
+
+def rows_in_group(batch: Batch) -> Tensor:
+    """``[B]``: the number of responses to the same prompt."""
+    return group_sum(torch.ones_like(batch.prompt_of), batch.prompt_of, len(batch.prompts))[batch.prompt_of]
+
+
+@ADVANTAGES.register(
+    "gigpo",
+    formula="A_t = (R_i - mean_group R) / F + weight (U_s - mean_state U) / F,  U_s = sum_{k>=s} gamma^(k-s) r_k of step s, the mean "
+    "over the steps of the group taken in an equal state;  F = std + eps, each of its own",
+    latex=r"\hat A_t=\frac{R_i-\operatorname{mean}(R)}{\operatorname{std}(R)+\epsilon}+\omega\,"
+    r"\frac{U_s-\operatorname{mean}_{state}(U)}{\operatorname{std}_{state}(U)+\epsilon},\quad U_s=\sum_{k\ge s}\gamma^{k-s}r_k",
+    paper="GiGPO, arXiv 2505.10978, eq. 3, 6, 7 and 8",
+    needs=["groups", "steps"],
+    reads=["gamma", "eps"],
+)
+def gigpo(
+    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, weight: float = 1.0, std: bool = True
+) -> tuple[Tensor, Tensor]:
+    """For responses of several steps: whole responses are compared, and beside that steps that began in the same state. Without ``std``,
+    F is 1. Tokens of one step have one ``batch.steps`` and one ``batch.states``."""
+    if batch.steps is None or batch.states is None:
+        raise ValueError("gigpo needs batch.steps and batch.states")
+    rows, episodes = Rows.of(batch), by_prompt(batch, token_rewards)
+    number, step = torch.unique(_pairs(batch.row_of[rows.mask], batch.steps[rows.mask]), dim=0, return_inverse=True)
+    rewards = group_sum(token_rewards[rows.mask], step, len(number))
+    back = rewards.clone()
+    for k in range(len(number) - 2, -1, -1):  # sorted by response, then by step
+        if number[k, 0] == number[k + 1, 0]:
+            back[k] += settings.gamma * back[k + 1]
+    state = batch.states.new_zeros(len(number)).index_copy(0, step, batch.states[rows.mask])
+    alike, of = torch.unique(_pairs(batch.prompt_of[number[:, 0]], state), dim=0, return_inverse=True)
+    steps = Groups(back, of, len(alike))
+    scaled = (lambda g: g.standardised(settings.eps)) if std else Groups.centred
+    tokens = torch.zeros_like(token_rewards)
+    tokens[rows.mask] = scaled(episodes)[batch.row_of[rows.mask]] + weight * scaled(steps)[step]
+    return tokens, tokens
+
+
+def _pairs(a: Tensor, b: Tensor) -> Tensor:
+    return torch.stack([a, b.to(a.dtype)], 1)
+
+
+def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Process rewards ``[N]``; for each answer ``[B]`` the sum of the mean token rewards of the others of its group, and how many
+    of them have one: those with sampled tokens."""
+    if batch.process_rewards is None:
+        raise ValueError("prime needs batch.process_rewards")
+    rows, process = Rows.of(batch), batch.process_rewards.to(dtype)
+    own, some = rows.mean(process), (rows.count() > 0).to(dtype)
+    groups = Groups(own, batch.prompt_of, len(batch.prompts))
+    return process, groups.sum(own) - own, groups.sum(some) - some
+
+
+@ADVANTAGES.register(
+    "teacher",
+    formula="A_t = 0, and what distill adds",
+    latex=r"\hat A_t=0",
+    paper="distillation without a reward: GKD, arXiv 2306.13649",
+    needs=["teacher"],
+)
+def teacher(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
+    """Nothing of a reward's: all that is learned comes from a teacher."""
+    nothing = torch.zeros_like(token_rewards)
+    return nothing, nothing
+
+
+def returns_of(batch: Batch, token_rewards: Tensor, gamma: float) -> Tensor:
+    """``[N]``: the discounted sum of this and later token rewards of the row."""
+    rows = Rows.of(batch)
+    padded, row, column = compact(token_rewards, rows)
+    return scatter(discounted(padded, gamma), rows, row, column)
+
+
+def discounted(x: Tensor, decay: float | Tensor) -> Tensor:
+    """``y_t = x_t + decay * y_{t+1}`` along the last axis of ``x [B, L]``; ``decay`` is one number or one for each row ``[B]``."""
+    if not isinstance(decay, Tensor) and decay == 1:
+        return x.flip(-1).cumsum(-1).flip(-1)
+    y = torch.empty_like(x)
+    carry = torch.zeros_like(x[:, 0]) if x.shape[1] else x.new_zeros(len(x))
+    for t in range(x.shape[1] - 1, -1, -1):
+        carry = x[:, t] + decay * carry
+        y[:, t] = carry
+    return y
+
+
+def whiten(x: Tensor, mask: Tensor, eps: float) -> Tensor:
+    """``x [N]`` with mean 0 and deviation 1 over the tokens of ``mask [N]``, which must be those of the global batch; 0 elsewhere.
+    Equal numbers become exactly 0: their mean may differ from them by rounding, which a small deviation would blow up."""
+    kept = x[mask]
+    if kept.numel() == 0 or bool((kept == kept[0]).all()):
+        return torch.zeros_like(x)
+    centred = kept - kept.mean()
+    whitened = torch.zeros_like(x)
+    whitened[mask] = centred / (centred.square().mean().sqrt() + eps)
+    return whitened
+
+
+def _as_they_are(x: Tensor, batch: Batch, eps: float) -> Tensor:
+    return x
+
+
+def _by_batch(x: Tensor, batch: Batch, eps: float) -> Tensor:
+    return whiten(x, batch.mask, eps)
+
+
+def _by_group(x: Tensor, batch: Batch, eps: float) -> Tensor:
+    group = batch.prompt_of[batch.row_of]
+    parts = [whiten(x, batch.mask & (group == g), eps) for g in range(len(batch.prompts))]
+    return torch.stack(parts).sum(0) if parts else torch.zeros_like(x)
+
+
+WHITENINGS: dict[str, Callable[[Tensor, Batch, float], Tensor]] = {"none": _as_they_are, "group": _by_group, "batch": _by_batch}
+"""``WHITENINGS[mode](advantages [N], batch, eps) -> advantages [N]``"""

@@ -1,0 +1,80 @@
+"""From the losses of tokens to the loss of the global batch.
+
+Every aggregation is linear in the token losses, so it is a weight per token, made once for the global batch (all micro-batches,
+all ranks): ``AGGREGATIONS[name](rows, constant) -> weights [N]``, and the loss of any part of the batch is
+``sum(weights * losses)`` over that part. No split can change the loss or its gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lightrft.algorithms.token_ops import Rows, group_sum
+from lightrft.utils.lazy_imports import Tensor, torch
+from lightrft.utils.registry import Registry
+
+Aggregation = Callable[[Rows, int], Tensor]
+AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
+
+
+@AGGREGATIONS.register(
+    "token",
+    formula="sum_t L_it / (all tokens)",
+    latex=r"\frac{\sum_{i,t} L_{i,t}}{\sum_i l_i}",
+    paper="DAPO, arXiv 2503.14476, eq. 12",
+)
+def token(rows: Rows, constant: int) -> Tensor:
+    """Every token of the batch counts the same."""
+    return _shares(rows, torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / max(1, int(rows.mask.sum())))
+
+
+@AGGREGATIONS.register(
+    "sequence",
+    formula="mean_i ( mean_t L_it )",
+    latex=r"\frac1B\sum_i\frac1{l_i}\sum_t L_{i,t}",
+    paper="DeepSeekMath, arXiv 2402.03300, eq. 3",
+)
+def sequence(rows: Rows, constant: int) -> Tensor:
+    """Every answer that has tokens counts the same."""
+    count = rows.count()
+    return _shares(rows, 1 / (count.clamp(min=1).double() * max(1, int((count > 0).sum()))))
+
+
+@AGGREGATIONS.register(
+    "sequence_sum",
+    formula="mean_i ( sum_t L_it )",
+    latex=r"\frac1B\sum_i\sum_t L_{i,t}",
+    paper="the policy gradient of a trajectory",
+)
+def sequence_sum(rows: Rows, constant: int) -> Tensor:
+    """Sum inside an answer, mean over the answers that have tokens."""
+    count = rows.count()
+    return _shares(rows, torch.ones_like(count, dtype=torch.float64) / max(1, int((count > 0).sum())))
+
+
+@AGGREGATIONS.register(
+    "constant",
+    formula="sum_t L_it / (answers * length limit)",
+    latex=r"\frac{1}{B\,L_{\max}}\sum_{i,t} L_{i,t}",
+    paper="Dr. GRPO, arXiv 2503.20783, section 3.2",
+)
+def constant_norm(rows: Rows, constant: int) -> Tensor:
+    """Sum over the batch, divided by the number of answers and by ``constant``."""
+    return _shares(rows, torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / (max(1, len(rows)) * constant))
+
+
+@AGGREGATIONS.register(
+    "prompt",
+    formula="mean_p ( sum_{i in p, t} L_it / (tokens of prompt p) )",
+    latex=r"\frac1P\sum_p\frac{\sum_{i\in p,t} L_{i,t}}{\sum_{i\in p} l_i}",
+    paper="mean over prompts of the token mean",
+)
+def prompt(rows: Rows, constant: int) -> Tensor:
+    """Every prompt whose answers have tokens counts the same."""
+    groups = int(rows.prompt_of.max()) + 1 if len(rows) else 0
+    tokens = group_sum(rows.count(), rows.prompt_of, groups)
+    return _shares(rows, 1 / (tokens.clamp(min=1).double() * max(1, int((tokens > 0).sum())))[rows.prompt_of])
+
+
+def _shares(rows: Rows, per_row: Tensor) -> Tensor:
+    return torch.where(rows.mask, rows.spread(per_row), torch.zeros_like(rows.mask, dtype=torch.float64))

@@ -1,0 +1,128 @@
+"""Which groups are worth training on. ``FILTERS[name](group, **options) -> reason``: empty keeps the group.
+
+A filter sees every scored answer of a group, before any of them is selected. Options that mean nothing raise ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from lightrft.config.base import Part
+from lightrft.types import Rollout
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.registry import Registry
+
+Group = Sequence[Rollout]
+Filter = Callable[..., str]
+FILTERS: Registry[Filter] = Registry("filter")
+
+
+def pass_rate_of(group: Group, threshold: float) -> float:
+    """The share of answers whose reward reaches ``threshold``; 0 for an empty group."""
+    return sum(r.reward is not None and r.reward >= threshold for r in group) / max(1, len(group))
+
+
+@FILTERS.register(
+    "zero_variance",
+    formula="drop groups whose rewards are all equal",
+    latex=r"\operatorname{std}(R)>0",
+    paper="DAPO, arXiv 2503.14476, eq. 11",
+)
+def zero_variance(group: Group) -> str:
+    """Equal rewards carry no group-relative gradient."""
+    rewards = {r.reward for r in group}
+    return "zero_variance" if len(rewards) <= 1 else ""
+
+
+@FILTERS.register("reward_bounds", formula="keep groups with low <= mean R <= high", latex=r"a\le\bar R\le b", paper="")
+def reward_bounds(group: Group, *, low: float = float("-inf"), high: float = float("inf")) -> str:
+    """Groups that are too hard or too easy."""
+    _ordered("reward_bounds", low, high)
+    mean = sum(r.reward or 0.0 for r in group) / max(1, len(group))
+    return "" if low <= mean <= high else "reward_bounds"
+
+
+@FILTERS.register(
+    "pass_rate",
+    formula="keep groups with low <= share of answers with R >= threshold <= high",
+    latex=r"a\le\tfrac1G\sum_i\mathbb 1[R_i\ge\tau]\le b",
+    paper="balanced online filtering, arXiv 2504.03380",
+)
+def pass_rate(group: Group, *, low: float, high: float, threshold: float = 1.0) -> str:
+    """Groups of which too few or too many answers are right; both bounds are kept."""
+    _ordered("pass_rate", low, high)
+    if high < 0 or low > 1 or (low <= 0 and high >= 1):
+        raise ConfigError(f"filter pass_rate: low {low} and high {high} bound a share in [0, 1]; together they keep all or none")
+    return "" if low <= pass_rate_of(group, threshold) <= high else "pass_rate"
+
+
+@FILTERS.register(
+    "perplexity",
+    formula="keep groups with low <= mean_i exp(-mean_t logp_behavior) <= high, over sampled tokens",
+    latex=r"a\le\tfrac1G\sum_i\exp\!\big(-\tfrac1{|y_i|}\sum_t\log\mu(y_{i,t})\big)\le b",
+)
+def perplexity(group: Group, *, high: float, low: float = 0.0) -> str:
+    """Groups whose answers the sampler found too unlikely, or too likely. Answers without a sampled token have no perplexity; a
+    group of only those is kept."""
+    _ordered("perplexity", low, high)
+    found = [x for r in group if (x := _perplexity(r)) is not None]
+    return "" if not found or low <= sum(found) / len(found) <= high else "perplexity"
+
+
+@FILTERS.register(
+    "repeated_answers",
+    formula="drop groups with 1 - distinct answers / answers > limit",
+    latex=r"1-|\{y_1,\dots,y_G\}|/G\le a",
+)
+def repeated_answers(group: Group, *, limit: float, by: Literal["tokens", "text"] = "tokens") -> str:
+    """Groups in which too large a share of answers says again what an earlier one said: the same tokens, or the same text but for
+    the white space around it."""
+    _share("repeated_answers", limit)
+    if by not in ("tokens", "text"):
+        raise ConfigError(f"filter repeated_answers: options.by is {by!r}; it is tokens or text")
+    distinct = {tuple(r.token_ids) if by == "tokens" else r.text.strip() for r in group}
+    return "repeated_answers" if group and 1 - len(distinct) / len(group) > limit else ""
+
+
+@FILTERS.register(
+    "repeated_ngrams",
+    formula="drop groups with mean_i (1 - distinct n-grams / n-grams of answer i) > limit",
+    latex=r"\tfrac1G\sum_i\big(1-|\operatorname{set}(\operatorname{ngrams}(y_i))|/|\operatorname{ngrams}(y_i)|\big)\le a",
+    paper="seq-rep-n, arXiv 1908.04319",
+)
+def repeated_ngrams(group: Group, *, limit: float, n: int = 4) -> str:
+    """Groups whose answers go round in circles. An answer shorter than ``n`` tokens repeats nothing."""
+    _share("repeated_ngrams", limit)
+    if not isinstance(n, int) or n < 1:
+        raise ConfigError(f"filter repeated_ngrams: options.n is {n}; it counts tokens, 1 or more")
+    shares = [_repetition(r.token_ids, n) for r in group]
+    return "repeated_ngrams" if shares and sum(shares) / len(shares) > limit else ""
+
+
+def drop_reason(group: Group, parts: Sequence[Part], least: int) -> str:
+    """Why a group is not trained on; empty when it is. A group left with fewer than ``least`` scored answers is ``too_few_scored``."""
+    if len(group) < least:
+        return "too_few_scored"
+    return next((reason for part in parts if (reason := FILTERS[part.name](group, **part.options))), "")
+
+
+def _perplexity(rollout: Rollout) -> float | None:
+    own = [x for x, sampled in zip(rollout.logprobs, rollout.sampled) if sampled]
+    return math.exp(min(700.0, -sum(own) / len(own))) if own else None  # exp overflows past 709
+
+
+def _repetition(tokens: Sequence[int], n: int) -> float:
+    count = len(tokens) - n + 1
+    return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count if count > 0 else 0.0
+
+
+def _ordered(name: str, low: float, high: float) -> None:
+    if not low <= high:
+        raise ConfigError(f"filter {name}: options.low is {low}, above options.high, {high}; every group would be dropped")
+
+
+def _share(name: str, limit: float) -> None:
+    if not 0 <= limit < 1:
+        raise ConfigError(f"filter {name}: options.limit is {limit}; it is a share, from 0 to less than 1")

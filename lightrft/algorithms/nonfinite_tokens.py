@@ -1,0 +1,51 @@
+"""Tokens and responses whose numbers are not finite: left out by replacement, since 0 times infinity is not 0."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.requirements import needs_of
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.types import Batch
+
+COLUMNS = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "process_rewards", "logprobs")
+"""Token columns that a phase fills in only when something reads them."""
+
+
+def unread_tokens(batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
+    """Return ``[N]`` bool: trained tokens with a log-prob that ``algorithm`` reads and that is infinite or NaN."""
+    present = [column for name in COLUMNS if (column := getattr(batch, name)) is not None]
+    sampler = algorithm.corrections or algorithm.proximal == "interpolated" or "behavior" in needs_of(algorithm)
+    if sampler and batch.behavior_logprobs is not None:
+        present.append(batch.behavior_logprobs)
+    finite = torch.ones_like(batch.mask)
+    for column in present:
+        finite = finite & torch.isfinite(column)
+    return batch.mask & ~finite
+
+
+def without_tokens(batch: Batch, lost: Tensor) -> Batch:
+    """Return ``batch`` as if the tokens ``lost [N]`` had not been sampled. Denominators that are already fixed stay as they are."""
+    columns: dict[str, Tensor | None] = {"sampled": batch.mask & ~lost}
+    for name in ("loss_weights", "positive_weights"):
+        column = getattr(batch, name)
+        if column is not None:
+            columns[name] = torch.where(lost, torch.zeros_like(column), column)
+    return batch.replace(**columns)
+
+
+def readable(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+    """Return ``batch`` without the tokens of ``unread_tokens``; the very same object where there are none."""
+    lost = unread_tokens(batch, algorithm)
+    return without_tokens(batch, lost) if bool(lost.any()) else batch
+
+
+def rewarded(batch: Batch) -> Tensor:
+    """Return ``[K]``: the responses whose reward, and baseline where there is one, are finite."""
+    if batch.rewards is None:
+        raise ValueError("a finite reward is looked for in batch.rewards")
+    finite = torch.isfinite(batch.rewards)
+    if batch.baselines is not None:
+        finite = finite & torch.isfinite(batch.baselines)
+    return finite.nonzero()[:, 0]

@@ -1,0 +1,311 @@
+"""The policy loss of each token: one function and one equation each. Losses are minimised.
+
+``POLICY_LOSSES[name](logprobs [N], old [N], advantages [N], rows, settings, **options) -> (losses [N], stats)``; ``stats`` are per-token
+numbers ``[N]`` whose mean over the trained tokens is logged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from lightrft.algorithms.token_ops import LIMIT, Rows, bounded, ratio_of
+from lightrft.config.algorithm import LossConfig
+from lightrft.utils.lazy_imports import Tensor, torch
+from lightrft.utils.registry import Registry
+
+Stats = dict[str, Tensor]
+PolicyLoss = Callable[..., tuple[Tensor, Stats]]
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+
+def token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
+    """``[N]``: ``pi / pi_old`` of each token."""
+    return ratio_of(logprobs, old)
+
+
+def sequence_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
+    """``[N]``: the geometric mean of a row's token ratios, at each of its tokens (GSPO, arXiv 2507.18071, eq. 7)."""
+    return rows.spread(torch.exp(bounded(rows.mean(logprobs - old))))
+
+
+def sequence_token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
+    """``[N]``: the value of the sequence's ratio with the gradient of the token's (GSPO-token, arXiv 2507.18071, eq. 14)."""
+    return sequence_ratio(logprobs.detach(), old, rows) * torch.exp(logprobs - logprobs.detach())
+
+
+def by_sign(up: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
+    """``[N]``: ``yes`` or ``no`` in the precision of ``like``; two bare numbers would be rounded to float32."""
+    return torch.where(up, like.new_tensor(yes), like.new_tensor(no))
+
+
+RATIOS: dict[str, Callable[[Tensor, Tensor, Rows], Tensor]] = {
+    "token": token_ratio,
+    "sequence": sequence_ratio,
+    "sequence_token": sequence_token_ratio,
+}
+
+
+@POLICY_LOSSES.register(
+    "ppo_clip",
+    formula="L_t = -min( min(rho_t, ratio_cap) A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t ),  rho_t = exp(logp - logp_old)",
+    latex=r"L_{i,t}=-\min\!\big(\rho_t\hat A_t,\ \operatorname{clip}(\rho_t,1-\epsilon_l,1+\epsilon_h)\hat A_t\big),\quad"
+    r"\rho_t=\pi_\theta/\pi_{old}",
+    paper="PPO, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729, eq. 7",
+    needs=["old"],
+    reads=["ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"],
+)
+def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+    """Clipped surrogate; for negative advantages at most ``dual_clip`` times the advantage if that is set."""
+    ratio = RATIOS[settings.ratio](logprobs, old, rows)
+    capped = ratio if settings.ratio_cap is None else ratio.clamp(max=settings.ratio_cap)
+    plain = -capped * advantages
+    clipped = -ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+    losses = torch.maximum(plain, clipped)
+    held = clipped > plain
+    if settings.dual_clip is not None:
+        ceiling = -settings.dual_clip * advantages
+        above = (advantages < 0) & (losses > ceiling)
+        losses = torch.where(above, ceiling, losses)
+        held = held | above
+    return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": ratio.detach()}
+
+
+@POLICY_LOSSES.register(
+    "reinforce",
+    formula="L_t = -A_t logp",
+    latex=r"L_{i,t}=-\hat A_t\log\pi_\theta",
+    paper="REINFORCE, Williams 1992, Machine Learning 8, section 5",
+)
+def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+    """The plain policy gradient: no ratio, so it is that of the policy that sampled."""
+    return -advantages * logprobs, {"ratio": ratio_of(logprobs.detach(), old)}
+
+
+@POLICY_LOSSES.register(
+    "importance",
+    formula="L_t = -rho_t A_t,  rho_t = exp(logp - logp_old)",
+    latex=r"L_{i,t}=-\rho_t\hat A_t,\quad\rho_t=\pi_\theta/\pi_{old}",
+    paper="conservative policy iteration, arXiv 1707.06347, eq. 6",
+    needs=["old"],
+    reads=["ratio"],
+)
+def importance(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+    """The policy gradient weighted by the ratio, and nothing that holds the ratio near 1."""
+    ratio = RATIOS[settings.ratio](logprobs, old, rows)
+    return -ratio * advantages, {"ratio": ratio.detach()}
+
+
+@POLICY_LOSSES.register(
+    "gmpo",
+    formula="L_t = -A_t exp( mean_t z_t ),  z_t = a min( a d_t, a clip(d_t, -clip_low, clip_high) ),  d_t = logp - logp_old, a = sign A_t",
+    latex=r"L_{i,t}=-\hat A_t\exp\!\Big(\frac1{l_i}\sum_t z_t\Big),\quad"
+    r"z_t=a\min\!\big(a\,d_t,\ a\operatorname{clip}(d_t,-\epsilon_l,\epsilon_h)\big),\ d_t=\log\rho_t,\ a=\operatorname{sign}\hat A_t",
+    paper="GMPO, arXiv 2507.20673, eq. 4; bounds in log space",
+    needs=["old"],
+    reads=["clip_low", "clip_high"],
+)
+def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+    """The geometric mean of clipped token ratios. Its gradient is written as that of each token's own ratio, which is the same when
+    the advantage is one for the whole response, and leaves a token alone where it is gated."""
+    gap, sign = logprobs - old, advantages.sign()
+    held_back = sign * torch.minimum(sign * gap, sign * gap.clamp(-settings.clip_low, settings.clip_high))
+    level = rows.spread(torch.exp(bounded(rows.mean(held_back.detach()))))
+    held = (held_back != gap) & (sign != 0)
+    losses = -advantages * level * torch.exp(held_back - held_back.detach())
+    return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": level}
+
+
+@POLICY_LOSSES.register(
+    "cispo",
+    formula="L_t = -sg( clip(rho_t, 1 - clip_low, 1 + clip_high) ) A_t logp,  rho_t = exp(logp - logp_old)",
+    latex=r"L_{i,t}=-\operatorname{sg}\!\big(\operatorname{clip}(\rho_t,1-\epsilon_l,1+\epsilon_h)\big)\hat A_t\log\pi_\theta",
+    paper="CISPO: MiniMax-M1, arXiv 2506.13585, eq. 4 and 5",
+    needs=["old"],
+    reads=["clip_low", "clip_high"],
+)
+def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+    """The weight is clipped, on both sides, and every token keeps a gradient."""
+    ratio = ratio_of(logprobs.detach(), old)
+    weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
+    return -weight * advantages * logprobs, {"clip_fraction": (weight != ratio).to(logprobs.dtype), "ratio": ratio}
+
+
+@POLICY_LOSSES.register(
+    "cispo_cap",
+    formula="L_t = -sg( min(rho_t, cap) ) A_t logp,  rho_t = exp(logp - logp_old)",
+    latex=r"L_{i,t}=-\operatorname{sg}\!\big(\min(\rho_t,c)\big)\hat A_t\log\pi_\theta",
+    paper="CISPO as in ScaleRL, arXiv 2510.13786, section 3.2: bounded from above alone, by the number itself",
+    needs=["old"],
+)
+def cispo_cap(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig, *, cap: float = 5.0
+) -> tuple[Tensor, Stats]:
+    """``cispo`` with the one bound ``cap``, which is a ratio and not a distance from 1."""
+    ratio = ratio_of(logprobs.detach(), old)
+    weight = ratio.clamp(max=cap)
+    return -weight * advantages * logprobs, {"clip_fraction": (weight != ratio).to(logprobs.dtype), "ratio": ratio}
+
+
+@POLICY_LOSSES.register(
+    "cpgd",
+    formula="L_t = -min( d_t A_t, clip(d_t, log(1 - clip_low), log(1 + clip_high)) A_t ),  d_t = logp - logp_old",
+    latex=r"L_{i,t}=-\min\!\big(\log\rho_t\,\hat A_t,\ "
+    r"\operatorname{clip}(\log\rho_t,\log(1-\epsilon_l),\log(1+\epsilon_h))\,\hat A_t\big)",
+    paper="CPGD, arXiv 2505.12504, section 4; its policy drift is algorithm.drift",
+    needs=["old"],
+    reads=["clip_low", "clip_high"],
+)
+def cpgd(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+    """The clipped surrogate on the logarithm of the ratio, whose gradient a large ratio does not multiply."""
+    gap = logprobs - old
+    low = math.log(1 - settings.clip_low) if settings.clip_low < 1 else -math.inf
+    plain = -gap * advantages
+    clipped = -gap.clamp(low, math.log(1 + settings.clip_high)) * advantages
+    held = (clipped > plain).to(logprobs.dtype)
+    return torch.maximum(plain, clipped), {"clip_fraction": held, "ratio": ratio_of(logprobs.detach(), old)}
+
+
+@POLICY_LOSSES.register(
+    "sapo",
+    formula="L_t = -A_t (4 / tau) sigmoid( tau (rho_t - 1) ),  tau = tau_pos where A_t > 0, else tau_neg",
+    latex=r"L_{i,t}=-\hat A_t\,\frac4\tau\,\sigma\!\big(\tau(\rho_t-1)\big),\quad\tau=\tau_{pos}\ (\hat A_t>0)\ \text{or}\ \tau_{neg}",
+    paper="SAPO, arXiv 2511.20347, eq. 5 and 6",
+    needs=["old"],
+)
+def sapo(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    rows: Rows,
+    settings: LossConfig,
+    *,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> tuple[Tensor, Stats]:
+    """A soft gate in the place of the clip: at ratio 1 the plain policy gradient, fading on either side."""
+    ratio = ratio_of(logprobs, old)
+    tau = by_sign(advantages > 0, tau_pos, tau_neg, ratio)
+    return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), {"ratio": ratio.detach()}
+
+
+@POLICY_LOSSES.register(
+    "vespo",
+    formula="L_t = -sg( phi(w) ) A_t logp,  phi(w) = w^k exp(lam - lam w),  w = exp( sum_t (logp - logp_old) ); "
+    "(k, lam) = (k_pos, lam_pos) where A_t >= 0, else (k_neg, lam_neg)",
+    latex=r"L_{i,t}=-\operatorname{sg}\!\big(w^k e^{\lambda-\lambda w}\big)\hat A_t\log\pi_\theta,\quad"
+    r"w=\prod_t\pi_\theta/\pi_{old}",
+    paper="VESPO, arXiv 2602.10693",
+    needs=["old"],
+)
+def vespo(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    rows: Rows,
+    settings: LossConfig,
+    *,
+    k_pos: float = 2.0,
+    lam_pos: float = 3.0,
+    k_neg: float = 3.0,
+    lam_neg: float = 2.0,
+) -> tuple[Tensor, Stats]:
+    """The weight of a response, not normalised by its length, through a kernel that is 1 at ``w = 1`` and fades on either side."""
+    gap = rows.spread(rows.sum(logprobs.detach() - old))
+    up = advantages >= 0
+    k, lam = by_sign(up, k_pos, k_neg, gap), by_sign(up, lam_pos, lam_neg, gap)
+    weight = torch.exp((lam + k * gap - lam * torch.exp(bounded(gap))).clamp(max=LIMIT))
+    return -weight * advantages * logprobs, {"weight": weight, "ratio": ratio_of(logprobs.detach(), old)}
+
+
+@POLICY_LOSSES.register(
+    "dppo",
+    formula="L_t = -rho_t A_t; 0 where A_t > 0 and exp(logp) - exp(logp_old) > high, or A_t < 0 and it is < -low",
+    latex=r"L_{i,t}=-M_t\,\rho_t\hat A_t,\quad M_t=0\text{ where }\hat A_t>0,\ \pi_\theta-\pi_{old}>\delta_h"
+    r"\ \text{or}\ \hat A_t<0,\ \pi_\theta-\pi_{old}<-\delta_l",
+    paper="DPPO, binary total variation, arXiv 2602.04879; its old policy is the sampler",
+    needs=["old"],
+)
+def dppo(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    rows: Rows,
+    settings: LossConfig,
+    *,
+    low: float = 0.15,
+    high: float = 0.15,
+) -> tuple[Tensor, Stats]:
+    """The trust region is a distance of probabilities, not a ratio: rare tokens may move by more, frequent ones by less."""
+    ratio = ratio_of(logprobs, old)
+    moved = torch.exp(logprobs.detach()) - torch.exp(old)
+    held = ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
+    losses = torch.where(held, torch.zeros_like(ratio), -ratio * advantages)
+    return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": ratio.detach()}
+
+
+@POLICY_LOSSES.register(
+    "dppo_kl",
+    formula="L_t = -rho_t A_t; 0 where A_t > 0, pi > pi_old and D_t > high, or A_t < 0, pi < pi_old and D_t > low;  "
+    "D_t = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))",
+    latex=r"L_{i,t}=-M_t\,\rho_t\hat A_t,\quad D_t=\pi_{old}\log\tfrac{\pi_{old}}{\pi_\theta}+(1-\pi_{old})"
+    r"\log\tfrac{1-\pi_{old}}{1-\pi_\theta},\quad M_t=0\text{ where }D_t>\delta\text{ and }\pi_\theta\text{ moved along }\hat A_t",
+    paper="DPPO, binary KL, arXiv 2602.04879; its old policy is the sampler",
+    needs=["old"],
+)
+def dppo_kl(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    rows: Rows,
+    settings: LossConfig,
+    *,
+    low: float = 0.05,
+    high: float = 0.05,
+) -> tuple[Tensor, Stats]:
+    """The trust region is the KL of two coins, one for each policy, that show the sampled token or any other."""
+    ratio, now = ratio_of(logprobs, old), logprobs.detach()
+    p, q = torch.exp(old), torch.exp(now)
+    others = [-torch.expm1(x).clamp(max=0) for x in (old, now)]  # 1 - p, exact where p is small; a log-prob may round to above 0
+    far = p * (old - now) + torch.xlogy(others[0], others[0]) - torch.xlogy(others[0], others[1])
+    held = ((advantages > 0) & (q > p) & (far > high)) | ((advantages < 0) & (q < p) & (far > low))
+    losses = torch.where(held, torch.zeros_like(ratio), -ratio * advantages)
+    return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": ratio.detach()}
+
+
+@POLICY_LOSSES.register(
+    "topr",
+    formula="L_t = -sg( clip(w, a, b) ) A_t logp,  w = exp( sum_t (logp - logp_old) ); "
+    "(a, b) = (pos_low, pos_high) where A_t >= 0, else (neg_low, neg_high)",
+    latex=r"L_{i,t}=-\operatorname{sg}\!\big(\operatorname{clip}(w,a^\pm,b^\pm)\big)\hat A_t\log\pi_\theta,\quad"
+    r"w=\prod_t\pi_\theta/\pi_{old}",
+    paper="TOPR, arXiv 2503.14286, eq. 8; its old policy is the sampler",
+    needs=["old"],
+)
+def topr(
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    rows: Rows,
+    settings: LossConfig,
+    *,
+    pos_low: float = 1.0,
+    pos_high: float = 1.0,
+    neg_low: float = 0.0,
+    neg_high: float = 1.0,
+) -> tuple[Tensor, Stats]:
+    """Good responses are imitated at full weight; bad ones count by the weight of the whole response, at most ``neg_high``."""
+    weight = rows.spread(torch.exp(bounded(rows.sum(logprobs.detach() - old))))
+    up = advantages >= 0
+    low, high = by_sign(up, pos_low, neg_low, weight), by_sign(up, pos_high, neg_high, weight)
+    held = torch.minimum(torch.maximum(weight, low), high)
+    stats = {"clip_fraction": (held != weight).to(logprobs.dtype), "weight": held, "ratio": ratio_of(logprobs.detach(), old)}
+    return -held * advantages * logprobs, stats
+
+
+def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """``[N]``: half the squared error, the larger of plain and clipped around ``old`` (as in the PPO authors' own code)."""
+    error = (values - returns).square()
+    if clip is not None:
+        error = torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns).square())
+    return error / 2

@@ -1,0 +1,51 @@
+"""The models and columns that an algorithm reads."""
+
+from __future__ import annotations
+
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.token_masks import GATES
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.config.verbs import RLConfig
+
+
+def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
+    """What the parts in force need, by the names that they are registered with: ``groups``, ``critic``, ``behavior``, ``old``,
+    ``current``, ``entropy``, ``energy``, ``steps``."""
+    loss = algorithm.loss.name
+    named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
+    named += [CORRECTIONS.about(part.name) for part in algorithm.corrections]
+    named += [GATES.about(part.name) for part in algorithm.gates]
+    needs = frozenset().union(*(about.needs for about in named))
+    if loss not in POLICY_LOSSES or algorithm.drift.coef or algorithm.kl.weighted:
+        needs |= {"old"}  # a loss of the user's own is given the old log-probs, so it is taken to read them
+    return needs | {"entropy"} if algorithm.entropy.target is not None else needs
+
+
+def trusts_sampler(algorithm: AlgorithmConfig) -> bool:
+    """Whether answers count as the policy's own, whichever version of it drew them: nothing reads what the sampler said of them."""
+    return algorithm.proximal == "policy" and "behavior" not in needs_of(algorithm)
+
+
+def needs_old_logprobs(config: RLConfig) -> bool:
+    """Whether the policy's log-probs are read before the update: by the KL, or by a ratio that leaves 1. A batch that gets exactly
+    one update, on policy, needs none for the ratio: there the new ones, detached, are the old ones."""
+    kl = config.algorithm.kl
+    read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
+    several = config.train.updates * config.train.mini_batches > 1
+    by_teacher = config.algorithm.distill.kind == "sampled"
+    by_ratio = several and "old" in needs_of(config.algorithm)
+    return config.algorithm.proximal == "policy" and (read_by_kl or by_ratio or by_teacher)
+
+
+def needs_reference(algorithm: AlgorithmConfig) -> bool:
+    """Whether anything reads the reference: a KL term, or a process reward."""
+    return algorithm.kl.used or "process" in needs_of(algorithm)
+
+
+def needs_reward(algorithm: AlgorithmConfig) -> bool:
+    """Whether anything reads a reward; without it all that is learned comes from a teacher."""
+    scaled = algorithm.normalize.terms != "none" or algorithm.normalize.rewards != "none"
+    reading = algorithm.shaping or algorithm.filters or algorithm.positive_nll.coef or scaled
+    return "teacher" not in needs_of(algorithm) or bool(reading)

@@ -1,0 +1,167 @@
+"""Outcome rewards to shaped rewards, and to rewards of tokens.
+
+``SHAPINGS[name](batch, rewards [B], max_new_tokens=..., **options) -> rewards [B]``, applied in the order given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from lightrft.algorithms.group_ops import Groups
+from lightrft.algorithms.kl import KL_ESTIMATORS
+from lightrft.algorithms.running_stats import RUNNING, Moments
+from lightrft.algorithms.token_ops import Rows, last_sampled
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.config.base import Part
+from lightrft.types import Batch
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.lazy_imports import Tensor, torch
+from lightrft.utils.registry import Registry
+
+Shaping = Callable[..., Tensor]
+SHAPINGS: Registry[Shaping] = Registry("shaping")
+
+
+@SHAPINGS.register(
+    "reward_clip", formula="R <- clip(R, low, high)", latex=r"R\leftarrow\operatorname{clip}(R,a,b)", paper="arXiv 1707.06347"
+)
+def reward_clip(batch: Batch, rewards: Tensor, *, max_new_tokens: int, low: float = -10.0, high: float = 10.0) -> Tensor:
+    """Rewards held inside ``[low, high]``."""
+    return rewards.clamp(low, high)
+
+
+@SHAPINGS.register("reward_scale", formula="R <- scale R + shift", latex=r"R\leftarrow aR+b", paper="")
+def reward_scale(batch: Batch, rewards: Tensor, *, max_new_tokens: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+    """An affine change of rewards."""
+    return rewards * scale + shift
+
+
+@SHAPINGS.register(
+    "overlong",
+    formula="R <- R + penalty * clip((L_max - buffer - l) / buffer, -1, 0)",
+    latex=r"R\leftarrow R+c\,\operatorname{clip}\!\Big(\frac{L_{\max}-b-l}{b},-1,0\Big)",
+    paper="DAPO, arXiv 2503.14476, eq. 13",
+)
+def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: float = 0.2, penalty: float = 1.0) -> Tensor:
+    """Soft punishment that grows over the last ``buffer`` tokens before the length limit; below 1 it is a share of the limit, at least
+    one token. Raises ``ConfigError`` without a buffer."""
+    if buffer <= 0:
+        raise ConfigError(
+            f"shaping overlong: options.buffer is {buffer}; give a number of tokens, or a share of the limit above 0"
+        )
+    tokens = buffer if buffer >= 1 else max(1, round(buffer * max_new_tokens))
+    over = (max_new_tokens - tokens - batch.lengths.to(rewards.dtype)) / tokens
+    return rewards + penalty * over.clamp(-1, 0)
+
+
+@SHAPINGS.register(
+    "cosine",
+    formula="R <- end + (start - end) (1 + cos(pi l / L_max)) / 2, start and end as R >= threshold or not; exceed from L_max on",
+    latex=r"R\leftarrow R_L+\tfrac12(R_0-R_L)\big(1+\cos\tfrac{\pi l}{L_{\max}}\big)",
+    paper="Demystifying long chain-of-thought, arXiv 2502.03373, section 4.2",
+)
+def cosine(
+    batch: Batch,
+    rewards: Tensor,
+    *,
+    max_new_tokens: int,
+    right_start: float = 2.0,
+    right_end: float = 1.0,
+    wrong_start: float = -10.0,
+    wrong_end: float = 0.0,
+    exceed: float = -10.0,
+    threshold: float = 1.0,
+) -> Tensor:
+    """A reward of length in the place of what stood there: ``*_start`` at length 0, ``*_end`` at the length limit. An answer is right
+    when its outcome, as it was scored, reaches ``threshold``."""
+    right, length = _right(batch, threshold), batch.lengths.to(rewards.dtype)
+    start = torch.where(right, rewards.new_tensor(right_start), rewards.new_tensor(wrong_start))
+    end = torch.where(right, rewards.new_tensor(right_end), rewards.new_tensor(wrong_end))
+    curve = end + (start - end) * (1 + torch.cos(torch.pi * length / max_new_tokens)) / 2
+    return torch.where(length >= max_new_tokens, exceed, curve)
+
+
+@SHAPINGS.register(
+    "kimi_length",
+    formula="R <- R + weight * (lam if R >= threshold else min(0, lam)), lam = 1/2 - (l - shortest) / (longest - shortest) in the group",
+    latex=r"R\leftarrow R+w\lambda_i\ (\text{wrong: }\min(0,\lambda_i)),\quad \lambda_i=\tfrac12-\tfrac{l_i-\min l}{\max l-\min l}",
+    paper="Kimi k1.5, arXiv 2501.12599, section 2.3.3",
+)
+def kimi_length(batch: Batch, rewards: Tensor, *, max_new_tokens: int, weight: float = 1.0, threshold: float = 1.0) -> Tensor:
+    """Short answers of a group are favoured over long ones, in sampled tokens; a wrong one is never favoured. Nothing is added where
+    all are equally long. An answer is right when its outcome, as it was scored, reaches ``threshold``."""
+    groups = Groups(Rows.of(batch).count().to(rewards.dtype), batch.prompt_of, len(batch.prompts))
+    shortest = -groups.highest(-groups.x)
+    lam = 0.5 - (groups.x - shortest) / (groups.highest() - shortest).clamp(min=1)
+    bonus = torch.where(_right(batch, threshold), lam, lam.clamp(max=0))
+    return rewards + weight * torch.where(groups.uneven(), bonus, torch.zeros_like(bonus))
+
+
+def _right(batch: Batch, threshold: float) -> Tensor:
+    return _rewards_of(batch) >= threshold
+
+
+def _rewards_of(batch: Batch) -> Tensor:
+    if batch.rewards is None:
+        raise ValueError("shaping needs batch.rewards")
+    return batch.rewards
+
+
+def with_rewards(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int, seen: Moments) -> Batch:
+    """``batch`` with its rewards normalised and shaped, in float64, and its outcomes as they were scored. ``seen`` has the outcomes of
+    earlier steps."""
+    settings, outcomes = algorithm.normalize, _rewards_of(batch).double()
+    seen = seen if settings.rewards == "none" else seen.including(outcomes)
+    scaled = RUNNING[settings.rewards](seen, TERMS[settings.terms](batch, settings.eps), settings.eps)
+    return batch.replace(outcomes=outcomes, rewards=shape(batch, algorithm.shaping, max_new_tokens, scaled))
+
+
+def _plain(batch: Batch, eps: float) -> Tensor:
+    return _rewards_of(batch).double()
+
+
+def _by_group(batch: Batch, eps: float) -> Tensor:
+    return normalized_terms(batch, lambda x, there: Groups(x, batch.prompt_of[there], len(batch.prompts)), eps)
+
+
+def _by_batch(batch: Batch, eps: float) -> Tensor:
+    return normalized_terms(batch, lambda x, there: Groups.whole(x), eps)
+
+
+TERMS: dict[str, Callable[[Batch, float], Tensor]] = {"none": _plain, "group": _by_group, "batch": _by_batch}
+"""``TERMS[mode](batch, eps) -> outcome rewards [B]`` in float64"""
+
+
+def normalized_terms(batch: Batch, grouped: Callable[[Tensor, Tensor], Groups], eps: float) -> Tensor:
+    """``[B]``: the weighted sum of the terms, each standardised over the answers that have it; those are ``grouped(x, which)``."""
+    if batch.terms is None or batch.term_weights is None:
+        raise ValueError("normalize.terms needs batch.terms and batch.term_weights")
+    total = torch.zeros(len(batch), dtype=torch.float64, device=batch.terms.device)
+    for x, weight in zip(batch.terms.double().unbind(1), batch.term_weights.double().unbind(1), strict=True):
+        there = ~x.isnan()
+        total[there] += weight[there] * grouped(x[there], there).standardised(eps)
+    return total
+
+
+def shape(batch: Batch, parts: Sequence[Part], max_new_tokens: int, start: Tensor | None = None) -> Tensor:
+    """``[B]``: ``start``, or else ``batch.rewards``, after every part, in order."""
+    rewards = _rewards_of(batch) if start is None else start
+    for part in parts:
+        rewards = SHAPINGS[part.name](batch, rewards, max_new_tokens=max_new_tokens, **part.options)
+    return rewards
+
+
+def token_rewards(batch: Batch, estimator: str, kl_coef: float) -> Tensor:
+    """``[N]``: the outcome reward at the last sampled token of each row, less ``kl_coef`` times the KL estimate at every sampled one."""
+    if batch.rewards is None:
+        raise ValueError("token rewards need batch.rewards")
+    rows = Rows.of(batch)
+    last = last_sampled(rows)
+    rewards = torch.zeros(rows.mask.numel(), dtype=batch.rewards.dtype, device=last.device)
+    rewards[last[last >= 0]] = batch.rewards[last >= 0]
+    if kl_coef:
+        if batch.old_logprobs is None or batch.ref_logprobs is None:
+            raise ValueError("a KL penalty in the reward needs old_logprobs and ref_logprobs")
+        kl = KL_ESTIMATORS[estimator](batch.old_logprobs, batch.ref_logprobs)
+        rewards = rewards - kl_coef * torch.where(rows.mask, kl, torch.zeros_like(kl)).to(rewards.dtype)
+    return rewards

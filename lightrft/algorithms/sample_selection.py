@@ -1,0 +1,114 @@
+"""Which answers of a group are trained on. ``SELECTIONS[name](group, **options) -> indices`` into the group, in any order.
+
+A selection sees the scored answers of a group that has passed the filters. Those left out are counted as ``not_selected``; what
+an advantage then calls the group is what was kept. Options that mean nothing raise ``ConfigError``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+from lightrft.config.base import Part
+from lightrft.types import Rollout
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.registry import Registry
+
+Group = Sequence[Rollout]
+Selection = Callable[..., Sequence[int]]
+SELECTIONS: Registry[Selection] = Registry("selection")
+
+
+@SELECTIONS.register(
+    "top_k",
+    formula="keep the answers with the highest rewards",
+    latex=r"\{i:\operatorname{rank}(R_i)\le k\}",
+    paper="RAFT, arXiv 2304.06767, algorithm 1, with k = 1",
+)
+def top_k(group: Group, *, keep: int) -> list[int]:
+    """The ``keep`` best. Of equal rewards the earlier sample stays."""
+    _at_least("top_k", keep, 1)
+    return _ranked(group)[:keep]
+
+
+@SELECTIONS.register(
+    "balanced",
+    formula="keep the best and the worst half each; with a threshold, as many right answers (R >= threshold) as wrong ones",
+    latex=r"\{i:\operatorname{rank}(R_i)\le\lceil k/2\rceil\}\cup\{i:\operatorname{rank}(R_i)>G-\lfloor k/2\rfloor\}",
+    paper="best and worst: max-min down-sampling, PODS, arXiv 2504.13818",
+)
+def balanced(group: Group, *, keep: int, threshold: float | None = None) -> list[int]:
+    """``keep`` answers, half from either end of the ranking; of an odd number the best have one more. With ``threshold`` the halves
+    are drawn from right and wrong answers by the order of samples, not by their rewards, and where one side is short the other
+    fills up."""
+    _at_least("balanced", keep, 2)
+    if threshold is None:
+        ranked, best = _ranked(group), (keep + 1) // 2
+        return ranked if len(ranked) <= keep else ranked[:best] + ranked[len(ranked) - (keep - best) :]
+    order = sorted(range(len(group)), key=lambda i: _place(group[i]))
+    right = [i for i in order if _reward(group[i]) >= threshold]
+    wrong = [i for i in order if _reward(group[i]) < threshold]
+    from_right = min(len(right), max((keep + 1) // 2, keep - len(wrong)))
+    return right[:from_right] + wrong[: keep - from_right]
+
+
+@SELECTIONS.register(
+    "max_variance",
+    formula="keep the subset of that size whose rewards have the largest variance",
+    latex=r"\arg\max_{|S|=k}\operatorname{Var}\{R_i:i\in S\}",
+    paper="PODS, arXiv 2504.13818",
+)
+def max_variance(group: Group, *, keep: int) -> list[int]:
+    """Such a subset is made of the best and the worst, for some split of ``keep`` between them, so all splits are tried. Of equal
+    ones, the most even."""
+    _at_least("max_variance", keep, 2)
+    ranked, n = _ranked(group), len(group)
+    if n <= keep:
+        return ranked
+    parts = [ranked[:best] + ranked[n - keep + best :] for best in range(keep + 1)]
+    evenness = [-abs(2 * best - keep) for best in range(keep + 1)]
+    return max(zip(parts, evenness), key=lambda p: (_spread([_reward(group[i]) for i in p[0]]), p[1]))[0]
+
+
+@SELECTIONS.register("random", formula="keep answers at random", latex=r"S\sim\operatorname{Uniform}\{S:|S|=k\}")
+def random(group: Group, *, keep: int) -> list[int]:
+    """``keep`` answers that depend on nothing but their seeds: what the other rules are to be compared with."""
+    _at_least("random", keep, 1)
+    return sorted(range(len(group)), key=lambda i: (_shuffled(group[i]), _place(group[i])))[:keep]
+
+
+def selected(group: Group, part: Part | None) -> list[Rollout]:
+    """The answers of ``group`` that ``part`` keeps, in the order of the group. Raises ``ConfigError`` for indices that are none."""
+    if part is None:
+        return list(group)
+    kept = set(SELECTIONS[part.name](group, **part.options))
+    if not kept <= set(range(len(group))):
+        raise ConfigError(f"rollout.select: {part.name!r} gave {sorted(kept)} for a group of {len(group)} answers")
+    return [r for i, r in enumerate(group) if i in kept]
+
+
+def _reward(rollout: Rollout) -> float:
+    return rollout.reward or 0.0
+
+
+def _place(rollout: Rollout) -> tuple[int, int]:
+    return rollout.sample, rollout.seed
+
+
+def _ranked(group: Group) -> list[int]:
+    """Indices from the best to the worst reward."""
+    return sorted(range(len(group)), key=lambda i: (-_reward(group[i]), _place(group[i])))
+
+
+def _spread(rewards: Sequence[float]) -> float:
+    mean = sum(rewards) / len(rewards)
+    return sum((r - mean) ** 2 for r in rewards)
+
+
+def _shuffled(rollout: Rollout) -> bytes:
+    return hashlib.blake2b(f"select/{rollout.seed}".encode(), digest_size=8).digest()
+
+
+def _at_least(name: str, keep: int, least: int) -> None:
+    if not isinstance(keep, int) or keep < least:
+        raise ConfigError(f"selection {name}: options.keep is {keep}; it counts answers, {least} or more")

@@ -1,0 +1,216 @@
+"""Which tokens of a mini-batch get gradient from the policy loss, where that depends on the other tokens of the mini-batch.
+
+``GATES[name](batch, settings, generator, **options) -> Gate``: ``batch`` is the whole mini-batch, with its advantages, old
+log-probs, the policy's ``logprobs`` at the start of the optimizer step where the part needs ``current``, and ``entropy`` where it
+needs that; ``settings`` are those of the policy loss. Neither micro-batches nor the order of the responses may change a choice.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from lightrft.algorithms.token_ops import Rows, require_column
+from lightrft.config.algorithm import LossConfig
+from lightrft.config.base import Part
+from lightrft.types import Batch
+from lightrft.utils.lazy_imports import Tensor, torch
+from lightrft.utils.registry import Registry
+
+
+@dataclass(slots=True)
+class Gate:
+    """``keep [N]`` multiplies the policy loss; ``pull [N]``, if any, is a coefficient of ``|log-prob - old log-prob|``."""
+
+    keep: Tensor
+    pull: Tensor | None = None
+
+
+GateFunction = Callable[..., Gate]
+GATES: Registry[GateFunction] = Registry("gate")
+
+
+@GATES.register(
+    "high_entropy",
+    formula="keep tokens with H_t >= the (1 - rho) quantile of H over the mini-batch",
+    latex=r"\mathbb 1\big[H_t\ge\tau_\rho\big],\quad\tau_\rho=Q_{1-\rho}(H)\text{ over the mini-batch}",
+    paper="Beyond the 80/20 rule, arXiv 2506.01939, eq. 6",
+    needs=["entropy"],
+)
+def high_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> Gate:
+    """The share ``rho`` of tokens at which the policy is least sure. Equal ones at the threshold are all kept."""
+    one = torch.zeros_like(batch.row_of)
+    return Gate(_top(require_column(batch.entropy), one, batch.mask, rho))
+
+
+@GATES.register(
+    "high_entropy_per_answer",
+    formula="keep tokens with H_t >= the (1 - rho) quantile of H over their answer",
+    latex=r"\mathbb 1\big[H_t\ge\tau_{\rho,i}\big],\quad\tau_{\rho,i}=Q_{1-\rho}(H)\text{ over answer }i",
+    paper="a variant of Beyond the 80/20 rule, arXiv 2506.01939: the quantile of each answer, not of the batch",
+    needs=["entropy"],
+)
+def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> Gate:
+    """The share ``rho`` of each answer's tokens at which the policy is least sure."""
+    return Gate(_top(require_column(batch.entropy), batch.row_of, batch.mask, rho))
+
+
+@GATES.register(
+    "clip_cov",
+    formula="leave out share * tokens of the mini-batch, drawn from those with low < (A_t - mean A)(logp_t - mean logp) < high that "
+    "the clip does not hold already",
+    latex=r"\text{leave out }\rho N\text{ tokens of }\{t:\ a<(\hat A_t-\bar A)(\log\pi_t-\overline{\log\pi})<b\}",
+    paper="Clip-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 10 and 11",
+    needs=["current", "old"],
+    reads=["clip_low", "clip_high"],
+)
+def clip_cov(
+    batch: Batch, settings: LossConfig, generator: torch.Generator, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0
+) -> Gate:
+    """A few tokens that would take the most entropy away get no gradient; which ones, ``generator`` decides."""
+    cov = _covariance(batch)
+    ratio = torch.exp((require_column(batch.logprobs) - require_column(batch.old_logprobs)).double())
+    advantages = require_column(batch.advantages)
+    held = ((advantages > 0) & (ratio > 1 + settings.clip_high)) | ((advantages < 0) & (ratio < 1 - settings.clip_low))
+    eligible = (batch.mask & (cov > low) & (cov < high) & ~held).nonzero()[:, 0]
+    ranked = _by_content(eligible, torch.zeros_like(cov), batch)
+    drawn = torch.randperm(len(ranked), generator=generator).to(ranked.device)[: _count(batch, share)]
+    keep = batch.mask.clone()
+    keep[ranked[drawn]] = False
+    return Gate(keep)
+
+
+@GATES.register(
+    "kl_cov",
+    formula="add coef |logp - logp_old| at the share * tokens of the mini-batch with the largest (A_t - mean A)(logp_t - mean logp)",
+    latex=r"L_{i,t}\mathrel{+}=\beta\,\big|\log\pi_\theta-\log\pi_{old}\big|\ "
+    r"\text{at the }\rho N\text{ largest }(\hat A_t-\bar A)(\log\pi_t-\overline{\log\pi})",
+    paper="KL-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 12 and 13",
+    needs=["current", "old"],
+)
+def kl_cov(batch: Batch, settings: LossConfig, generator: torch.Generator, *, share: float = 2e-4, coef: float = 1.0) -> Gate:
+    """The tokens that would take the most entropy away are pulled back to the old policy. All keep their policy loss."""
+    ranked = _by_content(batch.mask.nonzero()[:, 0], -_covariance(batch), batch)
+    pull = torch.zeros(batch.tokens, device=batch.mask.device)
+    pull[ranked[: _count(batch, share)]] = coef
+    return Gate(batch.mask.clone(), pull)
+
+
+@GATES.register(
+    "m2po",
+    formula="leave out the tokens with the largest (logp - logp_sampler)^2, as few as bring the mean of the rest to tau",
+    latex=r"\text{keep the smallest }(\log\pi_\theta-\log\mu)^2\text{ whose mean is }\le\tau",
+    paper="M2PO, arXiv 2510.01161, section 4",
+    needs=["current", "behavior"],
+)
+def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau: float = 0.04) -> Gate:
+    """A trust region on the second moment of the log-ratio. Equal ones are left out together; none is kept above ``tau`` alone."""
+    moment = (require_column(batch.logprobs) - require_column(batch.behavior_logprobs)).double().square()
+    ordered = moment[batch.mask].sort().values
+    mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    kept = int((mean <= tau).sum())
+    if kept == len(ordered):
+        return Gate(batch.mask.clone())
+    return Gate(batch.mask & (moment < ordered[kept]))
+
+
+@GATES.register(
+    "m2po_released",
+    formula="leave out A_t > 0 with rho_t > max(1 + floor_high, e^c) and A_t < 0 with rho_t < min(1 - floor_low, e^-c),  rho_t = pi / "
+    "pi_sampler;  c^2 is the largest d_t^2 of the tokens with A_t d_t > 0, d_t = log rho_t, at which mean min(d_t^2, c^2) < tau over them; "
+    "none where their mean d_t^2 <= tau",
+    latex=r"\text{leave out }\hat A_t>0,\ \rho_t>\max(1+\epsilon_h,e^{c})\ \text{and}\ \hat A_t<0,\ \rho_t<\min(1-\epsilon_l,e^{-c}),\quad"
+    r"\operatorname{mean}_{\hat A_td_t>0}\min(d_t^2,c^2)<\tau",
+    paper="M2PO, arXiv 2510.01161, as its authors' released code has it",
+    needs=["current", "behavior"],
+)
+def m2po_released(
+    batch: Batch,
+    settings: LossConfig,
+    generator: torch.Generator,
+    *,
+    tau: float = 0.04,
+    floor_low: float = 0.3,
+    floor_high: float = 0.5,
+) -> Gate:
+    """A clip whose bounds bring the second moment to ``tau``, over the tokens where clipping could act, and never narrower than the
+    floors."""
+    gap = (require_column(batch.logprobs) - require_column(batch.behavior_logprobs)).double()
+    sign = require_column(batch.advantages).double().sign()
+    acting = batch.mask & (sign * gap > 0)
+    ordered = gap[acting].square().sort().values
+    n = len(ordered)
+    if n == 0 or float(ordered.mean()) <= tau:
+        return Gate(batch.mask.clone())
+    rest = torch.arange(n - 1, -1, -1, device=ordered.device)
+    reached = int((ordered * rest + ordered.cumsum(0) < tau * n).sum())  # grows with the bound, so a count is a place
+    width = float(ordered[reached - 1].sqrt()) if reached else 0.0
+    held = (sign > 0) & (gap > max(width, math.log1p(floor_high))) | (sign < 0) & (gap < min(-width, _log_below(floor_low)))
+    return Gate(batch.mask & ~held)
+
+
+def _log_below(floor: float) -> float:
+    """``log(1 - floor)``; without a bound from 1 on."""
+    return math.log1p(-floor) if floor < 1 else -math.inf
+
+
+def gated(batch: Batch, parts: Sequence[Part], settings: LossConfig, generator: torch.Generator) -> Batch:
+    """``batch``, a whole mini-batch, with the product of all gates and the sum of all pulls."""
+    for part in parts:
+        gate = GATES[part.name](batch, settings, generator, **part.options)
+        keep = gate.keep.to(torch.float32)
+        batch = batch.replace(gate=keep if batch.gate is None else batch.gate * keep)
+        if gate.pull is not None:
+            batch = batch.replace(pull=gate.pull if batch.pull is None else batch.pull + gate.pull)
+    return batch
+
+
+def _top(x: Tensor, group: Tensor, mask: Tensor, rho: float) -> Tensor:
+    """``[N]`` bool: counted tokens whose ``x`` reaches the (1 - rho) quantile of their group, interpolated as numpy does."""
+    places = mask.nonzero()[:, 0]
+    values, of = x[places].double(), group[places]
+    order = values.argsort(stable=True)
+    order = order[of[order].argsort(stable=True)]
+    ordered = values[order]
+    groups = int(group.max()) + 1 if group.numel() else 0
+    size = torch.bincount(of, minlength=groups)
+    start = torch.cumsum(size, 0) - size
+    at = (1 - rho) * (size - 1).clamp(min=0).double()
+    below = at.floor().long()
+    above = torch.minimum(below + 1, (size - 1).clamp(min=0))
+    some = size > 0
+    floor, ceiling = (torch.zeros(groups, dtype=torch.float64, device=x.device) for _ in range(2))
+    floor[some], ceiling[some] = ordered[(start + below)[some]], ordered[(start + above)[some]]
+    threshold = floor + (at - below) * (ceiling - floor)
+    kept = torch.zeros_like(mask)
+    kept[places] = values >= threshold[of]
+    return kept
+
+
+def _covariance(batch: Batch) -> Tensor:
+    """``[N]`` float64: ``(A - mean A)(logp - mean logp)``, means over the counted tokens, the same in any order of rows."""
+    return _centred(require_column(batch.advantages), batch.mask) * _centred(require_column(batch.logprobs), batch.mask)
+
+
+def _centred(x: Tensor, mask: Tensor) -> Tensor:
+    inside = x[mask].double().sort().values  # sorted: the sum is then that of any order
+    return x.double() - inside.sum() / max(1, len(inside))
+
+
+def _count(batch: Batch, share: float) -> int:
+    """``share`` of the counted tokens, and one at least."""
+    tokens = int(batch.mask.sum())
+    return min(tokens, max(1, math.floor(share * tokens)))
+
+
+def _by_content(places: Tensor, x: Tensor, batch: Batch) -> Tensor:
+    """``places [K]`` from the smallest ``x [N]`` up; of equal ones by what the tokens are, so that the order of rows decides nothing
+    that could be seen."""
+    start = torch.cumsum(batch.lengths, 0) - batch.lengths
+    position = torch.arange(batch.tokens, device=x.device) - start[batch.row_of]
+    length = Rows.of(batch).spread(batch.lengths)
+    keys = (length, batch.responses.tokens, position, require_column(batch.logprobs), require_column(batch.advantages), x)
+    for key in keys:
+        places = places[key[places].argsort(stable=True)]
+    return places

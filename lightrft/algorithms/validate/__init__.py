@@ -1,0 +1,1 @@
+"""Refuse combinations of algorithm settings that make no sense."""

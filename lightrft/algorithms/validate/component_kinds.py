@@ -1,0 +1,124 @@
+"""The kinds of functions that an algorithm is put together from: where each is registered, and what it is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from lightrft.algorithms.advantages import ADVANTAGES
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.group_filters import FILTERS
+from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.kl import KL_ESTIMATORS
+from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.reward_shaping import SHAPINGS
+from lightrft.algorithms.token_masks import GATES
+from lightrft.config.base import Part
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.registry import Registry
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """``arguments`` are given by place and ``given`` by keyword; every other keyword of a function is an option of its own.
+    ``key`` is the setting that names one."""
+
+    registry: Registry[Any]
+    key: str
+    arguments: tuple[str, ...]
+    given: tuple[str, ...] = ()
+
+    def options(self, function: Function) -> dict[str, Any]:
+        """The options that ``function`` takes and their defaults; ``inspect.Parameter.empty`` where one must be given."""
+        parameters = list(inspect.signature(function).parameters.values())[len(self.arguments) :]
+        kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        return {p.name: p.default for p in parameters if p.kind in kinds and p.name not in self.given}
+
+
+KINDS: dict[str, Kind] = {
+    "advantage": Kind(ADVANTAGES, "algorithm.advantage", ("batch", "token_rewards", "settings")),
+    "loss": Kind(POLICY_LOSSES, "algorithm.loss", ("logprobs", "old", "advantages", "rows", "settings")),
+    "correction": Kind(CORRECTIONS, "algorithm.corrections", ("logprobs", "old", "behavior", "advantages", "rows")),
+    "gate": Kind(GATES, "algorithm.gates", ("batch", "settings", "generator")),
+    "shaping": Kind(SHAPINGS, "algorithm.shaping", ("batch", "rewards"), ("max_new_tokens",)),
+    "filter": Kind(FILTERS, "algorithm.filters", ("group",)),
+    "aggregation": Kind(AGGREGATIONS, "algorithm.aggregation", ("rows", "constant")),
+    "kl": Kind(KL_ESTIMATORS, "algorithm.kl.estimator", ("logprobs", "ref")),
+}
+
+
+def kind_of(name: str) -> str:
+    """The kind of a registered name, or of a function of the user's by the number and names of its arguments.
+
+    Raises ``ConfigError`` where more than one kind would do.
+    """
+    if ":" not in name:
+        holders = [kind for kind, row in KINDS.items() if name in row.registry]
+        if len(holders) == 1:
+            return holders[0]
+        found = f"is a {' and a '.join(holders)}" if holders else "is not the name of any part"
+        raise ConfigError(f"{name!r} {found}; say which kind is meant with --kind <{'|'.join(holders or KINDS)}>")
+    parameters = inspect.signature(KINDS["loss"].registry[name]).parameters
+    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    keywords = {k for row in KINDS.values() for k in row.given if k in parameters}
+    taken = [p for p in parameters.values() if p.kind in places and p.default is p.empty]
+    ordered = [p.name for p in taken if p.name not in keywords]
+    fitting = [kind for kind, row in KINDS.items() if len(row.arguments) == len(ordered) and set(row.given) == keywords]
+    shared = {kind: sum(a == b for a, b in zip(KINDS[kind].arguments, ordered, strict=True)) for kind in fitting}
+    best = [kind for kind in fitting if shared[kind] == max(shared.values())]
+    if len(best) != 1:
+        forms = "; ".join(f"{kind} ({', '.join(KINDS[kind].arguments)})" for kind in best or KINDS)
+        raise ConfigError(f"{name!r} takes ({', '.join(ordered)}), which fits no kind alone: {forms}. Say which with --kind")
+    return best[0]
+
+
+def misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given: str) -> Iterator[str]:
+    """Why ``part`` cannot be called with ``arguments`` values, the keywords ``given`` and its own options."""
+    try:
+        function = registry[part.name]
+    except ConfigError as error:
+        yield f"{key}: {error}"
+        return
+    if not callable(function):
+        yield f"{key}: {part.name!r} is not a function"
+        return
+    parameters = list(inspect.signature(function).parameters.values())
+    kinds = {p.kind for p in parameters}
+    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if len(ordered) < arguments and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
+    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p not in ordered[:arguments]]
+    known = {p.name for p in named} - set(given)
+    if inspect.Parameter.VAR_KEYWORD not in kinds:
+        for name in sorted(set(given) - {p.name for p in named}):
+            yield f"{key}: {part.name!r} must take the keyword {name}"
+        for name in sorted(part.options.keys() - known):
+            yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}"
+    for name, choices in _choices(function, part.options).items():
+        if part.options[name] not in choices:
+            yield f"{key}.options.{name} = {part.options[name]!r} is none of {', '.join(choices)}"
+    for p in named:
+        if p.default is p.empty and p.name not in part.options and p.name not in given:
+            yield f"{key}.options.{p.name} is missing: {part.name!r} needs it"
+    for p in ordered[arguments:]:
+        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
+            yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
+
+
+def _choices(function: Any, options: Collection[str]) -> dict[str, tuple[str, ...]]:
+    """Those of ``options`` that take one of a few words, with the words.
+
+    Other annotations are not evaluated: they may name types of torch, which would then be imported.
+    """
+    bare = inspect.unwrap(function)
+    named = {name: hint for name, hint in getattr(bare, "__annotations__", {}).items() if name in options}
+    try:
+        hints = get_type_hints(SimpleNamespace(__annotations__=named), getattr(bare, "__globals__", {}))
+    except (NameError, TypeError):  # annotations of a user's own function may name what is not there
+        return {}
+    return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

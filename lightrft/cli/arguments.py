@@ -1,0 +1,85 @@
+"""What the verbs share: arguments to settings, help, and out-of-memory errors that say what to lower."""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from lightrft.config.base import Loaded, Settings, dotted, load_settings
+from lightrft.utils.errors import ConfigError, ResourceError, first_line
+
+S = TypeVar("S", bound=Settings)
+
+
+def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
+    """YAML files and ``key=value`` arguments, in any order, as a ``cls``."""
+    files = [a for a in arguments if "=" not in a]
+    wrong = [f for f in files if not f.endswith((".yaml", ".yml"))]
+    if wrong:
+        raise ConfigError(f"{wrong[0]!r} is neither a .yaml file nor key=value, and no folder that this verb takes")
+    return load_settings(cls, files, [a for a in arguments if "=" in a])
+
+
+def positional(arguments: Sequence[str], key: str) -> list[str]:
+    """``arguments`` with ``key=folder`` in place of each folder that stands there without a key."""
+    bare = [a for a in arguments if "=" not in a and not a.startswith("-") and not a.endswith((".yaml", ".yml"))]
+    named = {a: f"{key}={json.dumps(a)}" for a in bare if Path(a).expanduser().is_dir()}
+    if len(named) > 1:
+        raise ConfigError(f"{len(named)} folders are named ({', '.join(named)}); it takes one")
+    return [named.get(a, a) for a in arguments]
+
+
+def settings_of(verb: str, cls: type[S], arguments: Sequence[str], about: str, preset: Sequence[str] = ()) -> S | None:
+    """What ``arguments`` say, on top of the files of ``preset``. None if ``--help`` is among them, which is then shown."""
+    if {"-h", "--help"} & set(arguments):
+        show_help(verb, parse(cls, preset).settings, about)
+        return None
+    return parse(cls, [*preset, *arguments]).settings
+
+
+def show_help(verb: str, defaults: Settings, about: str) -> None:
+    """Print the verb's purpose and every setting with its value when none is given."""
+    rows = list(dotted(defaults.model_dump(mode="json")))
+    width = max(len(key) for key, _ in rows)
+    lines = "\n".join(f"  {key:<{width}}  {value!r}" for key, value in rows)
+    sys.stdout.write(f"lightrft {verb} [config.yaml ...] [key=value ...]\n\n{about}\n\nsettings and their defaults\n{lines}\n")
+
+
+@contextmanager
+def quick_imports() -> Generator[None]:
+    """Do without garbage collection, which takes a fifth of the time in which torch and transformers are imported."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def memory_errors() -> Generator[None]:
+    """Turn a device or host that ran out of memory into an error that says what to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        text = str(error)
+        if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
+            raise ResourceError(
+                "out of memory; lower train.micro_batch_tokens, engine.token_budget or model.logits_mb, "
+                f"or set model.gradient_checkpointing=true ({first_line(error)})"
+            ) from error
+        raise
+
+
+def set_threads(threads: int) -> None:
+    """The number of CPU threads; 0 leaves torch's own choice."""
+    if threads:
+        import torch
+
+        torch.set_num_threads(threads)

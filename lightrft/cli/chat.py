@@ -1,0 +1,46 @@
+"""``lightrft chat``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from lightrft.cli.arguments import memory_errors, positional, quick_imports, set_threads, settings_of
+from lightrft.config.verbs import ChatConfig
+from lightrft.utils.errors import DataError
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Read lines, answer each; ``/clear`` starts anew, ``/exit`` or the end of input leaves, and ``/<kind> path`` lets a file go with
+    the next line."""
+    about = "Talk to a model. /clear starts anew, /exit leaves, /image path (or another kind) goes with the next message."
+    config = settings_of("chat", ChatConfig, positional(arguments, "model.path"), about)
+    if config is None:
+        return 0
+    with quick_imports():
+        set_threads(config.run.threads)
+        from lightrft.trainer.inference import Chat, attachable
+
+    with memory_errors():
+        chat = Chat(config)
+        for path in config.attach:
+            chat.attach(path)
+        while True:
+            if sys.stdin.isatty():
+                sys.stdout.write("> ")
+                sys.stdout.flush()
+            line = sys.stdin.readline()
+            text = line.strip()
+            if not line or text in ("/exit", "/quit"):
+                return 0
+            word, _, rest = text.partition(" ")
+            try:
+                if text == "/clear":
+                    chat.clear()
+                elif word.startswith("/") and word[1:] in attachable():
+                    chat.attach(rest.strip(), word[1:])
+                elif text:
+                    sys.stdout.write(chat.say(text).text.strip() + "\n")
+            except DataError as error:
+                sys.stderr.write(f"{error}; /clear starts anew\n")
+            sys.stdout.flush()

@@ -1,0 +1,60 @@
+"""``lightrft demo [vision | audio]``."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import resources
+
+from lightrft.cli.arguments import memory_errors, quick_imports, set_threads, settings_of
+from lightrft.cli.progress import check_trained, closing_lines, exit_status, watching, with_report
+from lightrft.config.verbs import DemoConfig
+from lightrft.utils.errors import ConfigError
+
+DEMOS = {
+    "arithmetic": "a language model learns to work sums out",
+    "vision": "a vision-language model learns to read handwritten digits",
+    "audio": "an audio-language model learns to recognise spoken digits",
+}
+"""Name of a demo, the first of which needs none, to what is learnt. Each is a file of settings beside this one."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """A tiny model learns; at the end a report shows how."""
+    name, arguments = demo_of(arguments)
+    kinds = "\n".join(f"  {which:<10} {what}" for which, what in DEMOS.items())
+    about = f"From nothing to a model trained by reinforcement learning, and its report.\n\n{kinds}"
+    with resources.as_file(preset(name)) as file:
+        config = settings_of(f"demo [{' | '.join(DEMOS)}]", DemoConfig, arguments, about, [str(file)])
+    if config is None:
+        return 0
+    with quick_imports():
+        set_threads(config.run.threads)
+        from lightrft.trainer.demo import run_demo
+
+    with memory_errors(), watching(config.run) as observer:
+        summary = run_demo(config, observer)
+    lines = closing_lines(config.run, summary)
+    if summary["verb"] == "demo" and summary.get("finished"):
+        lines = with_report(config.run, lines)
+    sys.stdout.write("\n".join(lines) + "\n")
+    check_trained(summary)
+    return exit_status(summary)
+
+
+def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Which demo, and the other arguments. Raises ``ConfigError`` for one that there is not."""
+    names = [a for a in arguments if "=" not in a and not a.startswith("-") and not a.endswith((".yaml", ".yml"))]
+    if not names:
+        return next(iter(DEMOS)), arguments
+    if len(names) > 1 or names[0] not in DEMOS:
+        near = difflib.get_close_matches(names[-1], DEMOS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near and len(names) == 1 else f"there are {', '.join(DEMOS)}"
+        raise ConfigError(f"there is no demo {' '.join(names)!r}; {hint}")
+    return names[0], [a for a in arguments if a != names[0]]
+
+
+def preset(name: str) -> resources.abc.Traversable:
+    """The settings of a demo."""
+    return resources.files("lightrft.cli") / ("demo.yaml" if name == "arithmetic" else f"demo_{name}.yaml")

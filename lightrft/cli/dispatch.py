@@ -1,0 +1,41 @@
+"""Where a verb's program runs: in this process, in several that torchrun starts with the same command, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from lightrft.cli.arguments import quick_imports, set_threads
+from lightrft.cli.progress import status_in
+from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.distributed.torchrun import run_processes
+from lightrft.utils.errors import ConfigError
+
+
+def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -> int | None:
+    """The exit status of the run, when torchrun has to start it and this is none of its processes; else ``None``."""
+    under_torchrun = "WORLD_SIZE" in os.environ
+    if config.launch.kind == "ray" and under_torchrun:
+        raise ConfigError(
+            "launch.kind = 'ray': ranks are started by Ray, not by torchrun; call lightrft itself, or set launch.kind=local"
+        )
+    if config.launch.kind == "ray" or config.launch.processes == 1 or under_torchrun:
+        return None
+    words = ["-m", "lightrft", verb, *arguments]
+    status = run_processes(f"lightrft {verb}", words, config.launch.processes, config.strategy.timeout)
+    return status or status_in(config.run)
+
+
+def program(path: str, config: RLConfig | SFTConfig) -> Callable[..., dict[str, Any]]:
+    """The function ``module:name`` of a config and an observer, to be called here; on a cluster, one that has it called there."""
+    if config.launch.kind == "ray":
+        from lightrft.distributed.ray_launcher import run_on_ray
+
+        return partial(run_on_ray, path)
+    module, _, name = path.partition(":")
+    with quick_imports():
+        set_threads(config.run.threads)
+        return getattr(importlib.import_module(module), name)

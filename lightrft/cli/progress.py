@@ -1,0 +1,115 @@
+"""Live progress of a run, and what is said when it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.run import RunConfig
+from lightrft.distributed.process_group import first_rank
+from lightrft.observability.progress_bar import Progress
+from lightrft.utils.errors import NothingTrained, UserError, first_line
+from lightrft.viewer.report import write_report
+
+
+class Watch:
+    """An observer that shows each phase of a run as it goes on."""
+
+    def __init__(self, stack: ExitStack, enabled: bool) -> None:
+        self._stack = stack
+        self._enabled = enabled
+        self._progress: Progress | None = None
+
+    def begin(self, title: str, total: int, done: int) -> None:
+        self._stack.close()
+        self._progress = self._stack.enter_context(Progress(total, title, done=done, enabled=self._enabled))
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        if self._progress is not None:
+            self._progress.update(row)
+
+
+@contextmanager
+def watching(run: RunConfig) -> Generator[Watch]:
+    """An observer for the time of one run."""
+    with ExitStack() as stack:
+        yield Watch(stack, run.progress)
+
+
+def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:
+    """Say where everything is, and what to type next; the exit status. Raises ``NothingTrained``."""
+    if first_rank():
+        sys.stdout.write("\n".join(with_report(run, closing_lines(run, summary))) + "\n")
+    check_trained(summary)
+    return exit_status(summary)
+
+
+def with_report(run: RunConfig, lines: Sequence[str]) -> list[str]:
+    """Write the report of a run that has ended. ``lines``, with one that says where it is before the commands.
+
+    A report that cannot be written is said to be missing: the run itself is safe, and ``lightrft report`` makes it again.
+    """
+    folder = Path(run.dir).expanduser() / run.name
+    try:
+        said = f"report: {write_report(folder)}"
+    except (UserError, OSError) as error:
+        said = f"report: not written ({first_line(error)}); lightrft report {folder} tries again"
+    commands = next((k for k, line in enumerate(lines) if line.startswith("  ")), len(lines))
+    return [*lines[:commands], said, *lines[commands:]]
+
+
+def exit_status(summary: Mapping[str, Any]) -> int:
+    """0 for a run that came to its end; 128 and the number of the signal that stopped it.
+
+    A rank of a launcher always ends with 0: a launcher takes any other status for a failure, and ends the other ranks.
+    """
+    stopped = str(summary.get("stopped_by", ""))
+    if "WORLD_SIZE" in os.environ or stopped not in signal.Signals.__members__:
+        return 0
+    return 128 + signal.Signals[stopped]
+
+
+def status_in(run: RunConfig) -> int:
+    """The exit status of the run whose ranks have all ended with 0, from its ``summary.json``."""
+    file = Path(run.dir).expanduser() / run.name / "summary.json"
+    try:
+        return exit_status(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # ranks that could not write it have said so, and not ended with 0
+        return 0
+
+
+def check_trained(summary: Mapping[str, Any]) -> None:
+    """Raises ``NothingTrained`` for a run that came to its end and learned nothing in any step."""
+    if summary.get("finished") and summary["steps"] and summary.get("steps_trained") == 0:
+        raise NothingTrained(
+            f"nothing was trained (steps: {summary['steps']}): no response had an advantage, or no optimizer step was taken; "
+            "the warnings above and in log.txt say why"
+        )
+
+
+def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
+    """Headline numbers and where they are from."""
+    lines = []
+    measured = [summary[name] for name in ("heldout_before", "heldout_after") if name in summary]
+    if measured:
+        when = "" if len(measured) == 2 else " before training" if "heldout_before" in summary else " after training"
+        lines.append(f"held-out accuracy{when} " + " -> ".join(f"{value:.1%}" for value in measured))
+    state = "finished" if summary.get("finished") else "stopped; the same command goes on"
+    lines.append(f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in {run.dir}/{run.name}")
+    if "most_unsaved_steps" in summary:
+        steps, seconds = summary["most_unsaved_steps"], summary["most_unsaved_seconds"]
+        saved = (
+            "there is no checkpoint" if summary["saved_step"] is None else f"the checkpoint is of step {summary['saved_step']}"
+        )
+        lines.append(f"{saved}; a kill would have lost at most {steps} step{'s' * (steps != 1)} ({seconds:.0f} s)")
+    commands = list(summary.get("next", []))
+    if commands and shutil.which("lightrft") is None:
+        commands.insert(0, f"source {os.path.relpath(sys.prefix)}/bin/activate")
+    return lines + [f"  {command}" for command in commands]

@@ -1,0 +1,119 @@
+"""The verbs that differ only in their settings, the function that they call and the lines that they print."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.algorithms.validate.check_parts import check_parts
+from lightrft.cli.arguments import memory_errors, positional, quick_imports, set_threads, settings_of
+from lightrft.cli.dispatch import program, started
+from lightrft.cli.progress import finish, watching
+from lightrft.config.verbs import EvaluateConfig, ExportConfig, GenerateConfig, RLConfig, SFTConfig
+from lightrft.trainer.check_rollout import check_rollout
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingVerb:
+    """A verb that trains in a run directory.
+
+    ``function``, ``module:name``, takes the settings and an observer. It returns the summary of the run.
+    """
+
+    settings: type[RLConfig | SFTConfig]
+    about: str
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
+class OneProcessVerb:
+    """A verb that runs in this process.
+
+    ``function``, ``module:name``, takes the settings. ``lines`` turns its result into the printed text.
+    ``path_setting`` is the setting that a folder without a key stands for.
+    """
+
+    settings: type[EvaluateConfig | GenerateConfig | ExportConfig]
+    about: str
+    function: str
+    path_setting: str
+    lines: Callable[[Any, Any], str]
+
+
+TRAINING = {
+    "rl": TrainingVerb(
+        RLConfig,
+        "Train a model by reinforcement learning from rewards.",
+        "lightrft.trainer.rl:run_rl",
+    ),
+    "sft": TrainingVerb(
+        SFTConfig,
+        "Fine-tune a model on conversations, with the loss on assistant tokens.",
+        "lightrft.trainer.sft:run_sft",
+    ),
+}
+ONE_PROCESS = {
+    "eval": OneProcessVerb(
+        EvaluateConfig,
+        "Answer held-out prompts and score the answers.",
+        "lightrft.trainer.inference:run_eval",
+        "model.path",
+        lambda config, metrics: json.dumps(metrics, indent=1),
+    ),
+    "generate": OneProcessVerb(
+        GenerateConfig,
+        "Answer a file of prompts, as JSON lines.",
+        "lightrft.trainer.inference:run_generate",
+        "model.path",
+        lambda config, count: f"{count} answers in {config.output}",
+    ),
+    "export": OneProcessVerb(
+        ExportConfig,
+        "Write the policy of a run folder or a checkpoint as a Hugging Face folder: lightrft export RUN_OR_CHECKPOINT",
+        "lightrft.trainer.saved_policy:run_export",
+        "path",
+        lambda config, result: f"step {result[1].step} of {result[1].checkpoint}: {result[0]}\n  lightrft chat model={result[0]}",
+    ),
+}
+
+
+def run_verb(verb: str, arguments: Sequence[str]) -> int:
+    """Run a verb of ``TRAINING`` or ``ONE_PROCESS``. Return the exit status."""
+    if verb in TRAINING:
+        return train(verb, TRAINING[verb], arguments)
+    return run_here(verb, ONE_PROCESS[verb], arguments)
+
+
+def train(verb: str, row: TrainingVerb, arguments: Sequence[str]) -> int:
+    """Train in this process, in those that torchrun starts, or on a Ray cluster. Return the exit status."""
+    config = settings_of(verb, row.settings, arguments, row.about)
+    if config is None:
+        return 0
+    if isinstance(config, RLConfig):  # here too: a misspelt name is refused before torch is loaded
+        check_parts(config.algorithm)
+        check_rollout(config)
+    if (status := started(verb, arguments, config)) is not None:
+        return status
+    with memory_errors(), watching(config.run) as observer:
+        summary = program(row.function, config)(config, observer)
+    return finish(config.run, summary)
+
+
+def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
+    """Call the function of the verb and print its result. Return the exit status."""
+    config = settings_of(verb, row.settings, positional(arguments, row.path_setting), row.about)
+    if config is None:
+        return 0
+    module, _, name = row.function.partition(":")
+    with quick_imports():
+        if not isinstance(config, ExportConfig):
+            set_threads(config.run.threads)
+        function = getattr(importlib.import_module(module), name)
+    with memory_errors():
+        result = function(config)
+    sys.stdout.write(row.lines(config, result) + "\n")
+    return 0

@@ -1,0 +1,1 @@
+"""The settings of a run, one file per section."""

@@ -1,0 +1,282 @@
+"""One frozen tree of settings from YAML files merged left to right, then ``a.b=value``."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from lightrft.config.other_names import own_name
+from lightrft.config.setting_paths import branch_of, made_absolute, read_beside
+from lightrft.utils.errors import ConfigError
+
+Tree = dict[str, Any]
+
+
+class Settings(BaseModel):
+    """A branch of the tree. ``shorthand`` names the field that a bare string or number stands for; for ``paths`` and ``functions``
+    see ``lightrft.config.setting_paths``."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), ser_json_inf_nan="constants"
+    )
+    shorthand: ClassVar[str | None] = None
+    paths: ClassVar[tuple[str, ...]] = ()
+    functions: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_defaults_of_branches(cls, tree: Any) -> Any:
+        """A branch may have defaults of its own in its place in the tree; they hold for the keys of it that are not given."""
+        if not isinstance(tree, Mapping):
+            return tree
+        full = dict(tree)
+        for name, field_info in cls.model_fields.items():
+            default, given = field_info.default, full.get(name)
+            if isinstance(default, Settings) and isinstance(given, Mapping):
+                full[name] = deep_merge(default.model_dump(exclude_unset=True), given)
+        return full
+
+
+class NamedFunction(Settings):
+    """A branch whose ``name`` is that of a registered function, ``package.module:function`` or ``file.py:function``."""
+
+    shorthand: ClassVar[str | None] = "name"
+    functions: ClassVar[tuple[str, ...]] = ("name",)
+
+
+S = TypeVar("S", bound=Settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded(typing.Generic[S]):
+    """Settings and, for each dotted key that was given, the file or argument that it came from last."""
+
+    settings: S
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+
+def load_settings(cls: type[S], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Loaded[S]:
+    """Read ``files`` in order, then ``key=value`` overrides, into a ``cls``. Paths in a file are relative to it.
+
+    Raises ``ConfigError`` that lists every problem at once: unknown keys with the nearest name, wrong types, missing files.
+    """
+    tree: Tree = {}
+    sources: dict[str, str] = {}
+    problems: list[str] = []
+    for file in files:
+        try:
+            branch = _read_yaml(Path(file))
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        branch = read_beside(cls, expand_shorthand(cls, branch), Path(file), problems)
+        _merge(tree, branch, str(file), sources)
+    for override in overrides:
+        try:
+            branch = _parse_override(override)
+        except ConfigError as error:
+            problems.append(str(error))
+            continue
+        _merge(tree, expand_shorthand(cls, branch), "command line", sources)
+    settings = build(cls, tree, sources, problems)
+    return Loaded(settings, sources)
+
+
+def build(cls: type[S], tree: Tree, sources: Mapping[str, str] | None = None, problems: Sequence[str] = ()) -> S:
+    """``tree`` as a ``cls``. Raises ``ConfigError`` with ``problems`` and every problem of the tree itself."""
+    found = list(problems)
+    try:
+        settings = cls.model_validate(tree)
+    except ValidationError as error:
+        found += [_explain(cls, dict(e), sources or {}) for e in error.errors()]
+    if found:
+        raise ConfigError("\n".join(found))
+    return settings
+
+
+def to_yaml(settings: Settings) -> str:
+    """The resolved tree as YAML that ``load_settings`` reads back equal."""
+    return tree_to_yaml(settings.model_dump(mode="json"))
+
+
+def tree_to_yaml(tree: Tree) -> str:
+    """A tree of plain values as YAML that ``parse_yaml`` reads back equal."""
+    return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+
+
+def to_resolved_yaml(settings: Settings) -> str:
+    """``to_yaml`` with absolute paths, for a file in any folder."""
+    return tree_to_yaml(made_absolute(type(settings), settings.model_dump(mode="json")))
+
+
+def parse_yaml(text: str) -> Any:
+    """The value that ``text`` stands for, as in files and on the command line. Raises ``yaml.YAMLError``."""
+    return yaml.load(text, Loader=_Loader)
+
+
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves of a tree as ``("a.b", value)``."""
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield from dotted(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
+    """``base`` with the leaves of ``over`` on top; lists are replaced, not joined."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = deep_merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
+    """``tree`` with a bare value in place of a branch written out as that branch's ``shorthand`` field."""
+    full: Tree = {}
+    for key, value in tree.items():
+        branch = _branch(cls, key)
+        if branch is not None and branch.shorthand and isinstance(value, str | int | float) and not isinstance(value, bool):
+            value = {branch.shorthand: value}
+        full[key] = expand_shorthand(branch, value) if branch is not None and isinstance(value, dict) else value
+    return full
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads ``1e-6`` as text; people mean the number. A key that is given twice is an error, as YAML 1.2 has it."""
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        node = super().compose_mapping_node(anchor)
+        first: dict[str, int] = {}
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                line = key.start_mark.line + 1
+                if key.value in first:
+                    where = f"lines {first[key.value]} and {line}" if first[key.value] != line else f"line {line}"
+                    raise DuplicateKeyError(f"the key {key.value!r} is given twice ({where}); leave one of them out")
+                first[key.value] = line
+        return node
+
+
+class DuplicateKeyError(yaml.YAMLError):
+    """A mapping has the same key twice."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the text that ``_Loader`` would read as a number."""
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+    )
+
+
+def _branch(cls: type[Settings], key: str) -> type[Settings] | None:
+    """The ``Settings`` class of field ``key``, if it is a branch (optional ones included)."""
+    if key not in cls.model_fields:
+        return None
+    kind = cls.model_fields[key].annotation
+    options = typing.get_args(kind) if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union else (kind,)
+    return next((o for o in options if isinstance(o, type) and issubclass(o, Settings)), None)
+
+
+def _merge(tree: Tree, over: Tree, source: str, sources: dict[str, str]) -> None:
+    merged = deep_merge(tree, over)
+    tree.clear()
+    tree.update(merged)
+    sources.update((key, source) for key, _ in dotted(over))
+
+
+def _read_yaml(path: Path) -> Tree:
+    if not path.is_file():
+        near = (
+            difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.yaml")], n=1)
+            if path.parent.is_dir()
+            else []
+        )
+        hint = f"; did you mean {path.parent / near[0]}?" if near else ""
+        raise ConfigError(f"there is no config file {path}{hint}")
+    try:
+        tree = parse_yaml(path.read_text(encoding="utf-8")) or {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} must hold keys and values, not {type(tree).__name__}")
+    return tree
+
+
+def _parse_override(text: str) -> Tree:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{text!r} is neither a .yaml file nor key=value")
+    try:
+        branch: Any = parse_yaml(value) if value else None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{key}: {value!r} is not a YAML value: {error}") from None
+    for part in reversed(key.split(".")):
+        branch = {part: branch}
+    return branch
+
+
+def _translated(cls: type[Settings], name: str, given: Any) -> str:
+    """Which settings of ``cls`` do what ``name``, or the names below it, do in other programs; empty where none is known."""
+    names = [key for key, _ in dotted(given, f"{name}.")] if isinstance(given, Mapping) and given else [name]
+    pairs = [(key, found) for key in names if (found := own_name(key)) is not None]
+    told = [f"{key} is {found} here" for key, found in pairs if _exists(cls, found.split(".")) and found != key]
+    return ", ".join(told)
+
+
+def _exists(cls: type[Settings], path: Sequence[str]) -> bool:
+    owner = cls
+    for part in path:
+        if part not in owner.model_fields:
+            return False
+        owner = branch_of(owner, part)
+    return True
+
+
+def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, str]) -> str:
+    path = [str(p) for p in error["loc"]]
+    name = ".".join(path)
+    origin = next((s for key, s in sources.items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")), "")
+    where = f" (from {origin})" if origin else ""
+    if error["type"] == "extra_forbidden":
+        owner = cls
+        for part in path[:-1]:
+            owner = branch_of(owner, part)
+        names = list(owner.model_fields)
+        if told := _translated(cls, name, error["input"]):
+            return f"unknown setting {name}{where}; {told}"
+        near = difflib.get_close_matches(path[-1], names, n=1)
+        hint = f"did you mean {'.'.join([*path[:-1], near[0]])}?" if near else f"known here: {', '.join(names)}"
+        return f"unknown setting {name}{where}; {hint}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        message += f"; to give it as text, put quotes inside the quotes: {name}='\"...\"'"
+    given = "" if error["type"] in {"missing", "value_error"} or "environment" in path else f" = {error['input']!r}"
+    return f"{name or 'config'}{given}{where}: {message}"
+
+
+class Part(NamedFunction):
+    """A registered function (or ``package.module:function``) with keywords of its own."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+def _full_parts(parts: Any, key: str = "name") -> Any:
+    """``[a, {name: b}]`` or a bare ``a`` with every bare name written out as ``{key: name}``."""
+    parts = [parts] if isinstance(parts, str | dict) else parts
+    return [{key: p} if isinstance(p, str) else p for p in parts] if isinstance(parts, list | tuple) else parts

@@ -1,0 +1,105 @@
+"""Relative paths in a file of settings are relative to that file.
+
+In memory they are relative to the working directory, as on the command line. ``Settings.paths`` names the fields of a branch that
+hold a path of a file or folder to read, or a name on the hub; ``Settings.functions`` those that hold ``file.py:function``, or the
+name of a registered function. Folders that a run writes are always relative to the working directory.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from lightrft.utils.atomic_files import looks_like_path
+
+Change = Callable[[str, str], str]
+"""The new value of ``(dotted key, old value)``."""
+
+
+def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
+    """``tree`` of ``cls`` as read from ``file``, with its paths relative to the working directory.
+
+    Adds to ``problems`` a path that is not beside ``file`` but in the working directory.
+    """
+    folder = file.parent
+
+    def change(key: str, value: str) -> str:
+        found = os.path.normpath(folder / value)
+        if not glob.has_magic(value) and not Path(found).exists() and Path(value).exists():
+            problems.append(
+                f"{key} = {value!r} (from {file}): relative paths in a file are relative to it, and there is no {found}. "
+                f"For the one in the working directory write {os.path.relpath(value, folder)}"
+            )
+        return found
+
+    return _changed(cls, tree, change, folder)
+
+
+def made_absolute(cls: Any, tree: Any) -> Any:
+    """``tree`` of ``cls`` with absolute paths, which mean the same in any folder."""
+    return _changed(cls, tree, lambda _, value: os.path.abspath(value), Path())  # noqa: PTH100  ".." goes, links stay
+
+
+def branch_of(owner: Any, part: str) -> Any:
+    """The branch that one more ``part`` of a dotted key leads to; places in lists and keys of tables stay with theirs."""
+    if part not in owner.model_fields:
+        return owner
+    waiting = [owner.model_fields[part].annotation]
+    while waiting:
+        kind = waiting.pop(0)
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            return kind
+        waiting += typing.get_args(kind)
+    return owner
+
+
+def _changed(cls: Any, tree: Any, change: Change, folder: Path, key: str = "") -> Any:
+    """``tree`` with ``change`` made to every relative path in it; ``folder`` is where they start from now."""
+    if isinstance(tree, str) and cls.shorthand:
+        return _leaf(cls, cls.shorthand, tree, change, folder, key)
+    if isinstance(tree, list | tuple):
+        return [_changed(cls, value, change, folder, f"{key}.{i}") for i, value in enumerate(tree)]
+    if not isinstance(tree, Mapping):
+        return tree
+    made = {}
+    for name, value in tree.items():
+        below = f"{key}.{name}".lstrip(".")
+        branch = branch_of(cls, str(name))
+        if name in (*cls.paths, *cls.functions):
+            made[name] = _leaf(cls, name, value, change, folder, below)
+        elif branch is cls or name not in cls.model_fields:
+            made[name] = value
+        elif typing.get_origin(cls.model_fields[name].annotation) is dict and isinstance(value, Mapping):
+            made[name] = {k: _changed(branch, v, change, folder, f"{below}.{k}") for k, v in value.items()}
+        else:
+            made[name] = _changed(branch, value, change, folder, below)
+    return made
+
+
+def _leaf(cls: Any, name: str, value: Any, change: Change, folder: Path, key: str) -> Any:
+    if isinstance(value, list | tuple):
+        return [_leaf(cls, name, v, change, folder, key) for v in value]
+    if (
+        not isinstance(value, str)
+        or value in ("", "*")
+        or value.startswith(("~", "/"))
+        or "://" in value
+        or re.search(r"[{<\n]", value)
+    ):
+        return value  # the last are templates, which may stand where a file's name may
+    where, colon, function = value.rpartition(":")
+    if colon and function.isidentifier() and where.endswith(".py"):
+        return f"{change(key, where)}:{function}"
+    if name in cls.functions:
+        return change(key, value) if value.endswith(".py") else value
+    if name not in cls.paths or (colon and function.isidentifier()):
+        return value
+    there = glob.has_magic(value) or (folder / value).exists() or Path(value).exists()
+    return change(key, value) if there or looks_like_path(value, folder) else value

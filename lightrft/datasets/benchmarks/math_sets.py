@@ -1,0 +1,29 @@
+"""Mathematics test sets as JSON lists of ``{"prompt": [{"from", "value"}], "final_answer", "choices"?}``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightrft.datasets.benchmarks.multiple_choice import lettered, with_choices
+from lightrft.datasets.row_readers import READERS
+
+
+def _reader(name: str) -> Callable[..., Mapping[str, Any]]:
+    def read(row: Mapping[str, Any]) -> dict[str, Any]:
+        """``{prompt, final_answer, choices?}``: choices are shown with letters, of which the label is one."""
+        prompt, label = row["prompt"], row["final_answer"]
+        if row.get("choices"):
+            choices = lettered(row["choices"])
+            prompt = with_choices(prompt, choices)
+            label = next((letter for letter, text in choices.items() if text == label), label)
+        return {**row, "prompt": prompt, "label": label, "data_source": name}
+
+    return READERS.register(name)(read)
+
+
+math500 = _reader("math500")
+aime2024 = _reader("aime2024")
+aime2025 = _reader("aime2025")
+gpqa = _reader("gpqa")
+gpqa_diamond = _reader("gpqa_diamond")

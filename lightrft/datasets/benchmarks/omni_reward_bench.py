@@ -1,0 +1,52 @@
+"""Omni-RewardBench (arXiv 2510.23451): two answers, and a criterion by which they were compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightrft.datasets.benchmarks.preference_pairs import Instruction, Winner, judged
+from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row
+
+WINNERS: dict[Any, Winner] = {"response1": 0, "response2": 1, "tie": None}
+
+
+@READERS.register("omnirewardbench-t2i")
+def omnirewardbench_t2i(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """``{prompt, response1, response2, criteria, criteria_preference, id, model1, model2}``; a response that is not in the row is
+    where ``response1_path`` says."""
+    return _read(row, "omnirewardbench-t2i", "text-to-image", task_instruction, root)
+
+
+@READERS.register("omnirewardbench-t2v")
+def omnirewardbench_t2v(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """As ``omnirewardbench-t2i``, for videos."""
+    return _read(row, "omnirewardbench-t2v", "text-to-video", task_instruction, root)
+
+
+@READERS.register("omnirewardbench-t2a")
+def omnirewardbench_t2a(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+    """As ``omnirewardbench-t2i``, for clips."""
+    return _read(row, "omnirewardbench-t2a", "text-to-audio", task_instruction, root)
+
+
+def _read(row: Row, source: str, task: str, task_instruction: Instruction | None, root: str) -> dict[str, Any]:
+    said = row["criteria_preference"]
+    if said not in WINNERS:
+        raise ValueError(f"criteria_preference is {said!r}, not one of {', '.join(WINNERS)}")
+    return judged(
+        row,
+        source=source,
+        task=task,
+        request=row["prompt"],
+        candidates=[_response(row, f"response{k}") for k in (1, 2)],
+        heads={"preference": WINNERS[said]},
+        ties=True,
+        criteria=row["criteria"],
+        task_instruction=task_instruction,
+        root=root,
+    )
+
+
+def _response(row: Row, name: str) -> Any:
+    return row[f"{name}_path"] if row.get(name) is None else row[name]

@@ -1,0 +1,209 @@
+"""Sound of any file format to one channel ``[N]`` float32 at a model's rate. Raises ``ValueError`` with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lightrft.datasets.media.fetch import Content, Samples, stream
+from lightrft.datasets.media.video import opened
+from lightrft.utils.atomic_files import human_bytes
+from lightrft.utils.errors import DataError
+
+HIGHEST_RATE = 1_000_000
+SAMPLE_BYTES = 12
+"""Memory that a sample takes while it is decoded or resampled: once in 32 bits and once in 64."""
+_BLOCK = 1 << 18
+"""Numbers that are decoded in one step."""
+_BANK = 1 << 19
+"""Numbers of a filter bank that is kept; larger ones are computed part by part."""
+_CROSSINGS, _BETA = 24, 9.0
+"""Zero crossings of the resampling filter on each side, and the beta of its Kaiser window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hearing:
+    """``rate``: samples a second that the model takes; another rate is resampled, or refused. Decoding takes at most ``most_bytes``
+    of memory."""
+
+    rate: int
+    resample: bool
+    max_seconds: float | None
+    most_bytes: float = math.inf
+
+    def check(self, samples: int, rate: int) -> None:
+        """Raise ``ValueError`` for a sound of a rate that is not taken, or of more ``samples`` than are."""
+        if not 1 <= rate <= HIGHEST_RATE:
+            raise ValueError(f"the sound has a rate of {rate}")
+        if rate != self.rate and not self.resample:
+            raise ValueError(f"the sound has {rate} samples a second, the model takes {self.rate}; set data.media.resample: true")
+        if self.max_seconds is not None and samples > self.max_seconds * rate:
+            raise ValueError(f"the sound lasts {samples / rate:.1f} s, more than data.media.max_seconds = {self.max_seconds:g}")
+        if (size := SAMPLE_BYTES * (samples + samples * self.rate / rate)) > self.most_bytes:
+            raise ValueError(
+                f"to decode {samples / rate:.1f} s of sound takes {human_bytes(size)}, more than data.media.max_decoded_mb = "
+                f"{self.most_bytes / 2**20:g}"
+            )
+
+
+def sound_length(content: Content, hearing: Hearing) -> int:
+    """N, from the header where it is exact."""
+    if isinstance(content, Path | bytes):
+        info = _header(content)
+        if info is not None:
+            return _length(info.frames, info.samplerate, hearing)
+    rate, blocks = _blocks(content, hearing)
+    return _length(sum(map(len, blocks)), rate, hearing)
+
+
+def read_sound(content: Content, hearing: Hearing) -> np.ndarray:
+    """The channels' mean, resampled to ``hearing.rate``."""
+    rate, blocks = _blocks(content, hearing)
+    found = list(blocks)
+    values = np.concatenate(found) if found else np.empty(0, np.float32)
+    length = _length(len(values), rate, hearing)
+    if not np.isfinite(values).all():
+        raise ValueError("the sound holds values that are not finite")
+    return resampled(values, rate, hearing.rate)[:length]
+
+
+def resampled(values: np.ndarray, rate: int, wanted: int) -> np.ndarray:
+    """``values [N]`` at ``rate`` to ``[ceil(N * wanted / rate)]`` float32 at ``wanted``, by a windowed-sinc polyphase filter."""
+    up, down = wanted // math.gcd(rate, wanted), rate // math.gcd(rate, wanted)
+    if up == down:
+        return values.astype(np.float32)
+    reach = math.ceil(_CROSSINGS / min(1.0, up / down))
+    taps = 2 * reach + 1
+    length = -(-len(values) * up // down)
+    padded = np.pad(values.astype(np.float64), (reach, reach + down + 1))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, taps)
+    out = np.empty(length)
+    whole = _whole_bank(up, down) if up * taps <= _BANK else None
+    part = max(1, _BANK // taps)
+    for base in range(0, min(up, length), part):
+        firsts = range(base, min(base + part, up, length))
+        phases = [first * down % up for first in firsts]
+        bank = _filters(up, down, np.array(phases)) if whole is None else whole[phases]
+        for first, row in zip(firsts, bank):  # outputs first, first + up, ... lie at the same place between two samples
+            count = -(-(length - first) // up)
+            out[first::up] = windows[first * down // up :: down][:count] @ row
+    return out.astype(np.float32)
+
+
+@lru_cache(maxsize=4)
+def _whole_bank(up: int, down: int) -> np.ndarray:
+    return _filters(up, down, np.arange(up))
+
+
+def _filters(up: int, down: int, phases: np.ndarray) -> np.ndarray:
+    """Return ``[phases, taps]``: a low-pass filter of sum 1 for each of ``phases``, which are places between two samples."""
+    cutoff = min(1.0, up / down)
+    reach = math.ceil(_CROSSINGS / cutoff)
+    taps = np.arange(-reach, reach + 1)[None, :] - phases[:, None] / up
+    window = np.i0(_BETA * np.sqrt(np.clip(1 - (taps / (reach + 1)) ** 2, 0, None))) / np.i0(_BETA)
+    bank = cutoff * np.sinc(cutoff * taps) * window
+    return bank / bank.sum(axis=1, keepdims=True)
+
+
+def _length(samples: int, rate: int, hearing: Hearing) -> int:
+    if samples < 1:
+        raise ValueError("the sound is empty")
+    hearing.check(samples, rate)
+    return -(-samples * hearing.rate // rate)
+
+
+def _blocks(content: Content, hearing: Hearing) -> tuple[int, Iterator[np.ndarray]]:
+    """Return the rate, and the mean of the channels in blocks ``[n]`` in [-1, 1], whose decoding stops where there are too many."""
+    if isinstance(content, Samples):
+        hearing.check(max(content.values.shape, default=0), content.rate)
+        return content.rate, iter([_mono(_scaled(content.values))])
+    if not isinstance(content, Path | bytes):
+        raise ValueError(f"{type(content).__name__} has no sampling rate; write {{'array': ..., 'sampling_rate': ...}}")
+    library = _soundfile()
+    try:
+        file = library.SoundFile(stream(content))
+    except library.LibsndfileError as error:
+        return _of_container(content, str(error), hearing)
+    return int(file.samplerate), _checked(_read(file, library), int(file.samplerate), hearing)
+
+
+def _checked(blocks: Iterable[np.ndarray], rate: int, hearing: Hearing) -> Iterator[np.ndarray]:
+    count = 0
+    hearing.check(count, rate)
+    for block in blocks:
+        count += len(block)
+        hearing.check(count, rate)
+        yield block
+
+
+def _read(file: Any, library: Any) -> Iterator[np.ndarray]:
+    with file:
+        try:
+            while len(block := file.read(max(1, _BLOCK // file.channels), dtype="float32", always_2d=True)):
+                yield block.mean(axis=1)
+        except library.LibsndfileError as error:
+            raise ValueError(f"the sound is damaged: {error}") from None
+
+
+def _header(content: Path | bytes) -> Any:
+    """What the header says, None where it may not be exact."""
+    library = _soundfile()
+    try:
+        info = library.info(stream(content))
+    except library.LibsndfileError:
+        return None
+    return info if info.format in ("WAV", "WAVEX", "FLAC", "AIFF", "RF64", "W64", "AU", "CAF") else None
+
+
+def _of_container(content: Path | bytes, problem: str, hearing: Hearing) -> tuple[int, Iterator[np.ndarray]]:
+    """Sound that only a video container's library reads, such as AAC."""
+    try:
+        import av
+    except ImportError:
+        raise ValueError(f"{problem} (with pip install 'lightrft[video]' more formats can be read)") from None
+    found: list[np.ndarray] = []
+    try:
+        with opened(av, content) as container:
+            if not container.streams.audio:
+                raise ValueError("no sound in the file")
+            source = container.streams.audio[0]
+            # The channels stay: the library's own way from stereo to one is louder than their mean.
+            convert = av.AudioResampler(format="fltp", rate=source.rate)
+            frames = (f for frame in chain(container.decode(source), [None]) for f in convert.resample(frame))
+            found += _checked((f.to_ndarray().mean(axis=0) for f in frames), int(source.rate), hearing)
+            return int(source.rate), iter(found)
+    except av.FFmpegError as error:
+        raise ValueError(f"the sound cannot be read: {problem}; {error.strerror}") from None
+
+
+def _soundfile() -> Any:
+    try:
+        import soundfile
+    except ImportError:
+        raise DataError("reading sound needs soundfile; pip install 'lightrft[audio]'") from None
+    return soundfile
+
+
+def _scaled(values: np.ndarray) -> np.ndarray:
+    if values.dtype == np.uint8:
+        return (values.astype(np.float32) - 128) / 128
+    if values.dtype.kind == "i" and values.dtype.itemsize <= 4:
+        return values.astype(np.float32) / (1 << (8 * values.dtype.itemsize - 1))
+    if values.dtype.kind != "f":
+        raise ValueError(f"sound must be floating-point numbers in [-1, 1] or int16, not {values.dtype}")
+    return values.astype(np.float32)
+
+
+def _mono(values: np.ndarray) -> np.ndarray:
+    if values.ndim == 1:
+        return values
+    if values.ndim != 2:
+        raise ValueError(f"an array of shape {values.shape} is no sound; it must be [samples] or [channels, samples]")
+    return values.mean(axis=int(np.argmin(values.shape)))

@@ -1,0 +1,323 @@
+"""Video files, animations and lists of pictures to frames ``[T, H, W, 3]`` uint8. Raises ``ValueError`` with the reason."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from lightrft.datasets.media.fetch import Content, Frames, frame_count, head, held, picture_formats, stream, turn
+from lightrft.datasets.media.image import picture_size, read_picture, to_rgb
+from lightrft.types import Extent
+from lightrft.utils.atomic_files import human_bytes
+from lightrft.utils.errors import DataError
+
+MOST_PACKETS = 4_000_000
+"""Packets of a video whose times are read: 18 hours at 60 a second."""
+PASSED_BY = 8
+"""How many times ``Viewing.most_bytes`` the frames of an animation may have in all, since each must be decoded to reach the next."""
+CONTAINERS = (
+    *("mov", "matroska", "avi", "flv", "mpegts", "mpeg", "asf", "ogg", "mp3", "aac", "wav", "flac", "aiff", "au", "caf", "ac3"),
+    *(
+        "eac3",
+        "amr",
+        "h264",
+        "hevc",
+        "m4v",
+        "mpegvideo",
+        "mjpeg",
+        "ivf",
+        "obu",
+        "mxf",
+        "rm",
+        "w64",
+        "wv",
+        "ape",
+        "tta",
+        "dts",
+        "gif",
+    ),
+)
+"""Formats that are read. Others are not, such as play lists, which name more files and addresses that would be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class Viewing:
+    """Which frames are looked at: ``fps`` of them a second, but at least ``least``, as far as there are so many, and never more than
+    ``max_frames``, evenly over the whole. Decoded, they have at most ``most_bytes``."""
+
+    fps: float | None
+    max_frames: int
+    max_seconds: float | None
+    max_source_pixels: int
+    least: int = 1
+    most_bytes: float = math.inf
+
+    def check(self, frames: int, height: int, width: int, allowance: int = 1) -> None:
+        """Raise ``ValueError`` for frames that are too large, or too large together."""
+        if height * width > self.max_source_pixels:
+            raise ValueError(
+                f"frames of {width} x {height} pixels, more than data.media.max_source_pixels = {self.max_source_pixels}"
+            )
+        if (size := frames * height * width * 3) > allowance * self.most_bytes:
+            raise ValueError(
+                f"{frames} frames of {width} x {height} pixels take {human_bytes(size)}, more than {allowance if allowance > 1 else ''}"
+                f"{' times ' if allowance > 1 else ''}data.media.max_decoded_mb = {self.most_bytes / 2**20:g}"
+            )
+
+    def choose(self, times: Sequence[float]) -> list[int]:
+        """Positions in ``times``, which ascend, of the frames to look at."""
+        if not times:
+            raise ValueError("the video has no frames")
+        last = times[-1] - times[0]
+        if self.max_seconds is not None and last > self.max_seconds:
+            raise ValueError(f"the video lasts {last:.1f} s, more than data.media.max_seconds = {self.max_seconds:g}")
+        if self.fps is None:
+            return self.spread(len(times))
+        count = int(last * self.fps + 1e-6) + 1
+        wanted = np.arange(count) / self.fps if count <= self.max_frames else np.linspace(0, last, self.max_frames)
+        found = np.unique(np.searchsorted(np.asarray(times) - times[0], wanted + 1e-6, side="right") - 1)
+        return found.tolist() if len(found) >= self.least else self.spread(len(times), self.least)
+
+    def spread(self, count: int, most: int | None = None) -> list[int]:
+        """At most ``most`` of ``count``, or ``max_frames``, evenly."""
+        taken = min(count, self.max_frames, count if most is None else most)
+        return np.unique(np.linspace(0, count - 1, taken).round().astype(int)).tolist()
+
+
+def clip_extent(content: Content, viewing: Viewing) -> Extent:
+    """What ``read_clip`` will give, without decoding every frame."""
+    if isinstance(content, np.ndarray | Frames):
+        chosen, times = _even(content, viewing)
+        return Extent((len(chosen), *_one_size(content, chosen, viewing)), times)
+    if _is_animation(content):
+        with _animation(content) as picture:
+            return _extent_of(picture, viewing)[1]
+    library = _library()
+    with _container(library, content) as container:
+        return _plan(library, container, viewing)[1]
+
+
+def read_clip(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
+    """The frames looked at, and when each was."""
+    if isinstance(content, np.ndarray | Frames):
+        chosen, times = _even(content, viewing)
+        shape = (len(chosen), *_one_size(content, chosen, viewing))
+        pictures = (read_picture(_frame(content, k), viewing.max_source_pixels) for k in chosen)
+        return _filled(shape, enumerate(pictures)), Extent(shape, times)
+    if _is_animation(content):
+        with _animation(content) as picture:
+            chosen, extent = _extent_of(picture, viewing)
+            return _filled(extent.shape, ((at, _shown(picture, k)) for at, k in enumerate(chosen))), extent
+    return _decoded(content, viewing)
+
+
+def _decoded(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
+    library = _library()
+    with _container(library, content) as container:
+        places, extent = _plan(library, container, viewing)
+        container.seek(0, backward=True, any_frame=False)
+        try:
+            return _seen(container.decode(container.streams.video[0]), places, extent.shape), extent
+        except library.FFmpegError as error:
+            raise ValueError(f"the video is damaged: {error.strerror}") from None
+
+
+def _one_size(content: np.ndarray | Frames, chosen: Sequence[int], viewing: Viewing) -> tuple[int, int, int]:
+    """Return the size that all ``chosen`` frames have, by their headers."""
+    sizes = {picture_size(_frame(content, k), viewing.max_source_pixels) for k in chosen}
+    if len(sizes) > 1:
+        raise ValueError(f"frames of different sizes: {', '.join(sorted(f'{width} x {height}' for height, width, _ in sizes))}")
+    ((height, width, channels),) = sizes
+    viewing.check(len(chosen), height, width)
+    return height, width, channels
+
+
+def _filled(shape: tuple[int, ...], frames: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+    """Return an array of ``shape`` with numbered ``frames`` in it, of which there is never a second copy."""
+    out = np.empty(shape, np.uint8)
+    for at, frame in frames:
+        if frame.shape != shape[1:]:
+            raise ValueError(f"frames of different sizes: {frame.shape[1]} x {frame.shape[0]} after {shape[2]} x {shape[1]}")
+        out[at] = frame
+    return out
+
+
+def _seen(frames: Iterable[Any], places: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
+    """Return what is to be seen at each of ``places``, which ascend, as an array of ``shape``.
+
+    A packet may have no frame of its own: some codecs send what only later frames refer to, and a stream may be cut before what
+    its first ones refer to. Then that frame is seen which stands at the time, or the first of all. Raises ``ValueError`` where
+    more than half are so.
+    """
+    own: set[int] = set()
+    before: dict[int, Any] = {}
+
+    def shown() -> Generator[tuple[int, np.ndarray]]:
+        first = None
+        for frame in frames:
+            if frame.pts is None:
+                continue
+            if max(frame.height, frame.width) > max(shape[1:3]):
+                raise ValueError(f"frames of different sizes: {frame.width} x {frame.height} after {shape[2]} x {shape[1]}")
+            first = first or frame
+            at = bisect_left(places, frame.pts)
+            if at < len(places) and places[at] == frame.pts:
+                own.add(at)
+                yield at, _upright(frame)
+            elif at not in before or before[at].pts < frame.pts:
+                before[at] = frame
+            if len(own) == len(places):
+                break
+        if 2 * len(own) < len(places):
+            raise ValueError(f"the video is damaged: {len(places) - len(own)} of {len(places)} frames cannot be decoded")
+        for at in sorted({*before, 0} & set(range(len(places))) - own):
+            yield at, _upright(before.get(at, first))
+
+    out = _filled(shape, shown())
+    for at in range(1, len(places)):
+        if at not in own and at not in before:
+            out[at] = out[at - 1]
+    return out
+
+
+def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Extent]:
+    """Time stamps of the frames to look at, and their extent, from the packets and the first frame."""
+    if not container.streams.video:
+        raise ValueError("no video in the file")
+    source = container.streams.video[0]
+    viewing.check(1, source.codec_context.height, source.codec_context.width)  # before the first frame is decoded
+    source.codec_context.options = {**source.codec_context.options, "max_pixels": str(viewing.max_source_pixels)}
+    try:
+        packets = islice(container.demux(source), MOST_PACKETS)
+        stamps = sorted(p.pts for p in packets if p.pts is not None and not p.is_discard)
+        container.seek(0, backward=True, any_frame=False)
+        first = next(iter(container.decode(source)), None)
+    except library.FFmpegError as error:
+        raise ValueError(f"the video is damaged: {error.strerror}") from None
+    if first is None or not stamps:
+        raise ValueError("the video has no frames")
+    if len(stamps) >= MOST_PACKETS - 1:
+        raise ValueError(f"the video has {MOST_PACKETS} frames or more")
+    times = [float((s - stamps[0]) * source.time_base) for s in stamps]
+    chosen = viewing.choose(times)
+    height, width = _upright(first).shape[:2]
+    viewing.check(len(chosen), height, width)
+    return [stamps[k] for k in chosen], Extent((len(chosen), height, width, 3), tuple(times[k] for k in chosen))
+
+
+def _upright(frame: Any) -> np.ndarray:
+    return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90) % 4))
+
+
+def _even(content: np.ndarray | Frames, viewing: Viewing) -> tuple[list[int], tuple[float, ...]]:
+    """Frames that are taken to be ``viewing.fps`` a second: which ones, and their times."""
+    if isinstance(content, np.ndarray) and content.ndim != 4:
+        raise ValueError(f"an array of shape {content.shape} is no video; it must be [frames, height, width, 3]")
+    count = len(content) if isinstance(content, np.ndarray) else len(content.pictures)
+    if not count:
+        raise ValueError("the video has no frames")
+    chosen = viewing.spread(count)
+    return chosen, tuple(k / (viewing.fps or 1.0) for k in chosen)
+
+
+def _frame(content: np.ndarray | Frames, k: int) -> Any:
+    return content[k] if isinstance(content, np.ndarray) else content.pictures[k]
+
+
+def _is_animation(content: Content) -> bool:
+    if isinstance(content, Image.Image):
+        return True
+    start = head(content) if isinstance(content, Path | bytes) else b""
+    return start[:4] == b"GIF8" or start[:8] == b"\x89PNG\r\n\x1a\n" or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
+
+
+@contextmanager
+def _animation(content: Any) -> Generator[Image.Image, None, None]:
+    """The picture to leaf through. One in memory stands where it stood, afterwards."""
+    with held(content):
+        picture, at = _leafed(content)
+        try:
+            yield picture
+        finally:
+            if at is None:
+                picture.close()
+            else:
+                turn(picture, at)
+
+
+def _leafed(content: Any) -> tuple[Image.Image, int | None]:
+    """The picture at its first frame, and at which it stood if it is only lent."""
+    try:
+        if not isinstance(content, Image.Image):
+            return Image.open(stream(content), formats=picture_formats()), None
+        if frame_count(content) == 1:
+            return content.copy(), None
+        at = content.tell()
+        turn(content, 0)
+        return content, at
+    except Exception as error:  # plugins raise SyntaxError, struct.error and more
+        raise ValueError(f"the animation cannot be read: {error}") from error
+
+
+def _extent_of(picture: Image.Image, viewing: Viewing) -> tuple[list[int], Extent]:
+    times, now = [], 0.0
+    count = frame_count(picture)
+    for k in range(count):
+        with _damage(k):
+            picture.seek(k)
+        height, width, channels = picture_size(picture, viewing.max_source_pixels)  # a GIF may grow from frame to frame
+        viewing.check(count, height, width, PASSED_BY)
+        with _damage(k):
+            picture.load()  # a WebP tells how long a frame stands only then
+        times.append(now)
+        now += (picture.info.get("duration") or 100) / 1000
+    chosen = viewing.choose(times)
+    viewing.check(len(chosen), height, width)
+    return chosen, Extent((len(chosen), height, width, channels), tuple(times[k] for k in chosen))
+
+
+def _shown(picture: Image.Image, k: int) -> np.ndarray:
+    with _damage(k):
+        picture.seek(k)
+        return np.asarray(to_rgb(picture))
+
+
+@contextmanager
+def _damage(k: int) -> Generator[None]:
+    try:
+        yield
+    except Exception as error:  # plugins raise SyntaxError, struct.error and more
+        raise ValueError(f"the animation is damaged at frame {k + 1}: {error}") from error
+
+
+def _container(library: Any, content: Content) -> Any:
+    if not isinstance(content, Path | bytes):
+        raise ValueError(f"{type(content).__name__} is no video")
+    try:
+        return opened(library, content)
+    except library.FFmpegError as error:
+        raise ValueError(f"not a video of any known format: {error.strerror}") from None
+
+
+def opened(library: Any, content: Path | bytes) -> Any:
+    """Open a container of one of ``CONTAINERS``, which can open nothing else by itself."""
+    return library.open(
+        stream(content), "r", container_options={"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "file"}
+    )
+
+
+def _library() -> Any:
+    try:
+        import av
+    except ImportError:
+        raise DataError("reading video needs av; pip install 'lightrft[video]'") from None
+    return av

@@ -1,0 +1,53 @@
+"""The order in which several sources become one data set. A pure function of its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+from lightrft.utils.lazy_imports import np
+
+Blend = Literal["concat", "sample", "sample_all"]
+Order: TypeAlias = "np.ndarray"
+"""``[N]`` int64."""
+
+
+def generator(seed: int, *purpose: int) -> np.random.Generator:
+    """A random generator of its own for each ``purpose`` (numbers from 0 up)."""
+    return np.random.default_rng([seed % 2**63, *purpose])
+
+
+def blend(lengths: Sequence[int], weights: Sequence[float], mode: Blend, *, shuffle: bool, seed: int) -> Order:
+    """Positions in the concatenation of sources of ``lengths``, in the order of the blend.
+
+    ``concat``: every row once. ``sample``: the source of each row is drawn by weight until the first source has given all its
+    rows; ``sample_all``: until every source has; those that end earlier start anew. With ``shuffle`` each pass over a source is
+    in a random order, so that a source that is not used up gives a fair share of its rows.
+    """
+    starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    if mode == "concat" or len(lengths) == 1:
+        return np.arange(starts[-1], dtype=np.int64)
+    picks = _picks(lengths, weights, mode, seed)
+    order = np.empty(len(picks), dtype=np.int64)
+    for source, length in enumerate(lengths):
+        where = np.flatnonzero(picks == source)
+        passes = -(-len(where) // length)
+        rows = [generator(seed, 1, source, k).permutation(length) if shuffle else np.arange(length) for k in range(passes)]
+        if rows:
+            order[where] = starts[source] + np.concatenate(rows)[: len(where)]
+    return order
+
+
+def _picks(lengths: Sequence[int], weights: Sequence[float], mode: Blend, seed: int) -> np.ndarray:
+    """``[N]`` the source of each row, ending with the row that ends the blend."""
+    share = np.asarray(weights, dtype=np.float64)
+    chance = generator(seed, 0)
+    picks = np.empty(0, dtype=np.int64)
+    while True:
+        picks = np.concatenate([picks, chance.choice(len(lengths), size=2 * max(lengths) + 64, p=share / share.sum())])
+        ends = [np.flatnonzero(picks == s)[n - 1 : n] for s, n in enumerate(lengths)]
+        known = [int(e[0]) + 1 for e in ends if e.size]
+        if mode == "sample" and known:
+            return picks[: min(known)]
+        if len(known) == len(lengths):
+            return picks[: max(known)]

@@ -1,0 +1,296 @@
+"""From a ``SourceConfig`` to rows, whatever they are kept in."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import inspect
+import io
+import itertools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.data import SourceConfig
+from lightrft.datasets import benchmarks as _benchmarks  # noqa: F401  fills READERS
+from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import (
+    OPENERS,
+    BadRow,
+    Converted,
+    Csv,
+    First,
+    Indexes,
+    Joined,
+    JsonLines,
+    Listed,
+    Malformed,
+    Rows,
+    as_row,
+    suffix_of,
+    utf8_of,
+)
+from lightrft.utils.atomic_files import looks_like_path, nearest_name
+from lightrft.utils.errors import ConfigError, DataError, UserError, first_line
+from lightrft.utils.registry import resolve
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def open_source(source: SourceConfig, malformed: Malformed = "error", indexes: Indexes | None = None) -> Rows:
+    """The rows of ``source``, converted by its reader. Text files that ``indexes`` knows are not read through again.
+
+    Raises ``DataError`` when the source does not exist, holds no rows, or (with ``malformed="error"``) holds one that cannot be
+    parsed, and ``ConfigError`` for options that nothing takes.
+    """
+    rows = _open(source, malformed, indexes)
+    if source.limit is not None:
+        rows = First(rows, source.limit)
+    if len(rows) == 0:
+        skipped = f"; {rows.malformed} malformed rows were skipped" if rows.malformed else ""
+        raise DataError(f"data.sources: {source.path} has no rows{skipped}")
+    if source.reader is None:
+        _refuse(source.reader_options, "data.sources.reader_options", "a reader; name one in data.sources.reader")
+        return rows
+    reader = READERS[source.reader]
+    _check_keywords(reader, source.reader_options, f"reader {source.reader!r}", "data.sources.reader_options", ({},))
+    return Converted(rows, reader, source.reader, source.reader_options)
+
+
+def source_name(source: SourceConfig) -> str:
+    """What rows of ``source`` are called when they do not say themselves."""
+    if source.name:
+        return source.name
+    if is_function(source.path):
+        return source.path.rpartition(":")[0].rpartition(".")[2] if ".py:" not in source.path else Path(source.path).stem
+    path = Path(source.path)
+    return (Path(path.stem).stem if path.suffix in OPENERS else path.stem) or source.path
+
+
+def media_root(root: str, path: str) -> Path:
+    """The folder that relative paths in rows of the source ``path`` start from: ``root``, or that of the source's own file."""
+    if root:
+        return Path(root).expanduser()
+    source = Path(path).expanduser()
+    if is_function(path) or not (source.exists() or glob.has_magic(path)):
+        return Path()
+    if source.is_dir():
+        return source
+    return next(p for p in source.parents if not glob.has_magic(str(p)))
+
+
+def is_function(path: str) -> bool:
+    """Whether ``path`` has the form ``module:function`` or ``file.py:function``."""
+    where, colon, attribute = path.rpartition(":")
+    return bool(colon and where and attribute.isidentifier()) and "://" not in path and not Path(path).exists()
+
+
+def files_of(source: SourceConfig) -> list[Path] | None:
+    """Every file that the rows of ``source`` are read from, in order; ``None`` for a function or a data set of the hub.
+
+    Raises ``DataError`` when there are none.
+    """
+    path = Path(source.path).expanduser()
+    if is_function(source.path) or _on_hub(source):
+        return None
+    if path.is_dir():
+        return sorted(p for p in path.rglob("*") if p.is_file()) if _is_saved(path) else _files_of_folder(path, source)
+    if path.is_file():
+        return [path]
+    if glob.has_magic(source.path):
+        matches = [Path(m) for m in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207  absolute patterns
+        files = [m for m in matches if m.is_file()]
+        if not files:
+            raise DataError(f"data.sources: no file matches {source.path}")
+        return files
+    raise DataError(f"data.sources: there is no file or folder {source.path}{nearest_name(path)}")
+
+
+def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -> Rows:
+    if is_function(source.path):
+        return _from_function(source, malformed)
+    _refuse(source.options, "data.sources.options", f"a function source (module:function); {source.path} is none")
+    path = Path(source.path).expanduser()
+    files = files_of(source)
+    if files is None:
+        return _from_hub(source)
+    if path.is_dir() and _is_saved(path):
+        return _from_saved(path, source)
+    opened = [_from_file(f, malformed, source.limit, indexes) for f in files]
+    return opened[0] if path.is_file() else Joined(opened)
+
+
+def _on_hub(source: SourceConfig) -> bool:
+    """Whether ``source`` can only be the name of a data set of the hub."""
+    path = Path(source.path).expanduser()
+    there = path.is_dir() or path.is_file() or glob.has_magic(source.path)
+    return not there and not looks_like_path(source.path) and bool(HUB_NAME.fullmatch(source.path))
+
+
+def _is_saved(path: Path) -> bool:
+    return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
+
+
+def _files_of_folder(path: Path, source: SourceConfig) -> list[Path]:
+    files = sorted(p for p in path.rglob("*") if suffix_of(p) in SUFFIXES and p.is_file())
+    if not files:
+        raise DataError(f"data.sources: {path} is neither a saved data set nor a folder with {', '.join(SUFFIXES)} files")
+    named = [f for f in files if _split_of(f, (source.split,))]
+    if not named:
+        others = sorted({s for f in files if (s := _split_of(f, SPLITS))})
+        if others:
+            raise DataError(f"data.sources: {path} has no files of split {source.split!r}, but of: {', '.join(others)}")
+        named = files
+    kinds = sorted({suffix_of(f) for f in named})
+    if len(kinds) > 1:
+        raise DataError(
+            f"data.sources: {path} mixes {' and '.join(kinds)} files; say which with a pattern, e.g. {path}/*{kinds[-1]}"
+        )
+    return named
+
+
+def _split_of(file: Path, splits: Sequence[str]) -> str | None:
+    words = re.split(r"[^a-z0-9]+", file.stem.lower())
+    return next((s for s in splits if s.lower() in words), None)
+
+
+def _from_file(path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None) -> Rows:
+    kind = suffix_of(path)
+    if kind == ".csv":
+        return Csv(path, malformed, limit, indexes)
+    if kind == ".jsonl":
+        return JsonLines(path, malformed, limit, indexes)
+    if kind == ".json":
+        return _from_json(path, malformed, limit, indexes)
+    if path.suffix in (".parquet", ".arrow"):
+        return Listed(_load(path.suffix[1:], str(path), data_files=[str(path)], split="train"), str(path))
+    raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)} ({', '.join(OPENERS)} behind a text file's name)")
+
+
+def _from_json(path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None) -> Rows:
+    """A list of objects, or JSON lines under another name."""
+    text = utf8_of(path)
+    with path.open("rb") if text is None else io.BytesIO(text) as file:
+        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+    if not head.startswith(b"["):
+        return JsonLines(path, malformed, limit, indexes)
+    try:
+        items = json.loads(path.read_bytes() if text is None else text)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    return _listed(items, str(path), malformed)
+
+
+def _listed(items: Iterable[Any], name: str, malformed: Malformed) -> Listed:
+    good, bad, first = [], 0, ""
+    for i, item in enumerate(items):
+        try:
+            good.append(as_row(item, f"{name}, row {i + 1}"))
+        except BadRow as error:
+            if malformed == "error":
+                raise BadRow(f"{error}. Mend the row, or set data.malformed: skip") from None
+            bad, first = bad + 1, first or str(error)
+    return Listed(good, name, bad, first)
+
+
+def _from_saved(path: Path, source: SourceConfig) -> Rows:
+    import datasets
+
+    try:
+        saved = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library's errors have no common class
+        raise DataError(f"data.sources: {path} is not a readable saved data set: {first_line(error)}") from error
+    if isinstance(saved, datasets.DatasetDict):
+        if source.split not in saved:
+            raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {', '.join(map(str, saved))}")
+        saved = saved[source.split]
+    return Listed(_undecoded(saved), str(path))
+
+
+def _undecoded(dataset: Any) -> Any:
+    """``dataset`` with its media as the bytes or paths that they are stored as."""
+
+    def bare(feature: Any) -> Any:
+        if isinstance(feature, dict):
+            return {name: bare(inner) for name, inner in feature.items()}
+        if isinstance(feature, list):
+            return [bare(inner) for inner in feature]
+        if dataclasses.is_dataclass(feature) and getattr(feature, "decode", False) is True:
+            return dataclasses.replace(feature, decode=False)
+        if dataclasses.is_dataclass(feature) and hasattr(feature, "feature"):
+            return dataclasses.replace(feature, feature=bare(feature.feature))
+        return feature
+
+    for name, feature in (dataset.features or {}).items():
+        if (plain := bare(feature)) != feature:
+            dataset = dataset.cast_column(name, plain)
+    return dataset
+
+
+def _from_hub(source: SourceConfig) -> Rows:
+    return Listed(_load(source.path, source.path, name=source.subset, split=source.split), f"{source.path}[{source.split}]")
+
+
+def _load(kind: str, shown_as: str, **options: Any) -> Any:
+    """``datasets.load_dataset``, quietly. Raises ``DataError`` that says what was tried."""
+    import datasets
+
+    bars = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        return _undecoded(datasets.load_dataset(kind, **options))
+    except Exception as error:  # the library's errors have no common class
+        if kind != shown_as:
+            raise DataError(f"data.sources: cannot read {shown_as}: {first_line(error)}") from error
+        raise DataError(
+            f"data.sources: {shown_as} is no file or folder here, and as a data set of the hub it cannot be loaded "
+            f"(split {options['split']!r}): {type(error).__name__}: {first_line(error)}. Check the name and the network, "
+            "or give a path to local files"
+        ) from error
+    finally:
+        if bars:
+            datasets.enable_progress_bars()
+
+
+def _from_function(source: SourceConfig, malformed: Malformed) -> Rows:
+    function = resolve(source.path, "data source")
+    options = dict(source.options)
+    if "split" not in options and "split" in _parameters(function):
+        options["split"] = source.split
+    _check_keywords(function, options, source.path, "data.sources.options", ())
+    try:
+        made = function(**options)
+        if isinstance(made, Sequence) or (
+            hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, Mapping)
+        ):
+            return Listed(_undecoded(made) if hasattr(made, "cast_column") else made, source.path)
+        return _listed(itertools.islice(made, source.limit), source.path, malformed)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's function raises
+        raise DataError(f"data.sources: {source.path} raised {type(error).__name__}: {error}") from error
+
+
+def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _check_keywords(function: Any, options: Mapping[str, Any], what: str, setting: str, positional: tuple[Any, ...]) -> None:
+    try:
+        inspect.signature(function).bind(*positional, **options)
+    except TypeError as error:
+        raise ConfigError(f"{setting}: {what} takes ({', '.join(_parameters(function))}): {error}") from None
+
+
+def _refuse(options: Mapping[str, Any], setting: str, who: str) -> None:
+    if options:
+        raise ConfigError(f"{setting} ({', '.join(options)}) are read by {who}")

@@ -1,0 +1,48 @@
+"""Entries of a data set read side by side and ahead of time, where reading one means to decode media."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Generic, TypeVar
+
+from lightrft.datasets.media import MediaReader, Workers
+from lightrft.datasets.row_tables import BadRow
+
+T = TypeVar("T")
+
+
+class Fetcher(Generic[T]):
+    """Calls ``read`` in the threads of ``media``, or in the caller's where there are none. Pickles without what it has begun."""
+
+    def __init__(self, read: Callable[[int], T], media: MediaReader | None) -> None:
+        self._read = read
+        self._workers: Workers | None = media.workers if media is not None and media.workers.count else None
+        self._begun: dict[int, Future[T | BadRow]] = {}
+
+    def fetch(self, indices: Sequence[int]) -> list[T | BadRow]:
+        """The entries at ``indices``, or why one cannot be read."""
+        if self._workers is None:
+            return [self._tried(i) for i in indices]
+        started = {i: self._begun.pop(i, None) or self._workers.submit(self._tried, i) for i in dict.fromkeys(indices)}
+        return [started[i].result() for i in indices]
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to read the entries at ``indices``; what was begun before and is not among them is let go."""
+        if self._workers is None:
+            return
+        wanted = set(indices)
+        for i in [i for i in self._begun if i not in wanted]:
+            self._begun.pop(i).cancel()
+        for i in dict.fromkeys(indices):
+            if i not in self._begun:
+                self._begun[i] = self._workers.submit(self._tried, i)
+
+    def _tried(self, i: int) -> T | BadRow:
+        try:
+            return self._read(i)
+        except BadRow as error:
+            return error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_begun": {}}

@@ -1,0 +1,365 @@
+"""Prompts for the policy: which there are, their tokens, and the order in which they are taken."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+
+from lightrft.config.data import DataConfig
+from lightrft.datasets.cache_key import stamps, token_cache_of
+from lightrft.datasets.chat_encoder import Encoder
+from lightrft.datasets.media import NOTHING, Reads
+from lightrft.datasets.mixing import blend
+from lightrft.datasets.open_source import media_root, open_source, source_name
+from lightrft.datasets.prefetch import Fetcher
+from lightrft.datasets.row_parser import Record, read_record
+from lightrft.datasets.row_tables import BadRow, Indexes, Rows, TextIndex
+from lightrft.datasets.row_warnings import UnknownText, first_place, note_label, note_text
+from lightrft.datasets.token_cache import Entry, Names, TokenCache
+from lightrft.types import Prompt
+from lightrft.utils.errors import CheckpointError, ConfigError, DataError
+
+A = TypeVar("A")
+
+Columns = dict[str, Any]
+"""What is kept of rows, as numbers: arrays that grow, or arrays that are mapped from a file."""
+
+Keep = Callable[[int, Sequence[tuple[int, Record]]], list[str]]
+
+CHUNK = 1024
+"""Rows that are encoded together."""
+
+
+class Sources:
+    """The sources of a ``DataConfig``, opened, with counts of what was read and left out."""
+
+    def __init__(self, config: DataConfig, reads: Reads = NOTHING) -> None:
+        if not config.sources:
+            raise ConfigError("data.sources is empty; name a file, a folder, a data set or module:function")
+        self.config = config
+        self.rows: list[Rows] = []
+        self.names = [source_name(s) for s in config.sources]
+        self.reads = reads
+        self._roots = [media_root(config.media.root, s.path) for s in config.sources]
+        self.counts: Counter[str] = Counter()
+        self.first_problem = ""
+        self.data_sources: set[str] = set()
+
+    def record(self, source: int, row: int) -> Record:
+        """Row ``row`` of source ``source``. Raises ``BadRow``."""
+        rows = self.rows[source]
+        return read_record(rows[row], self.config.columns, rows.where(row), self.reads, self._roots[source])
+
+    def where(self, source: int, row: int) -> str:
+        """Return the place of row ``row`` of source ``source``, for messages."""
+        return self.rows[source].where(row)
+
+    def chunks(self, source: int) -> Iterator[list[tuple[int, Record]]]:
+        """Numbered records of a source, some at a time; bad rows are errors or counted, as set."""
+        chunk: list[tuple[int, Record]] = []
+        for row in range(len(self.rows[source])):
+            self.counts["rows"] += 1
+            try:
+                chunk.append((row, self.record(source, row)))
+            except BadRow as error:
+                self.skip(error)
+            if len(chunk) == CHUNK:
+                yield chunk
+                chunk = []
+        yield chunk
+
+    def skip(self, error: BadRow) -> None:
+        """Count a bad row, or raise ``error`` if that is what is set."""
+        if self.config.malformed == "error":
+            raise error
+        self.counts["malformed"] += 1
+        self.first_problem = self.first_problem or str(error)
+
+    def lose(self, error: BadRow) -> None:
+        """Count a row whose media cannot be read any more, or raise ``error`` if that is what is set."""
+        if self.config.malformed == "error":
+            raise error
+        self.counts["unreadable"] += 1
+
+    def made(self, rows: Sequence[A], made: Sequence[list[str] | BadRow]) -> list[tuple[A, list[str]]]:
+        """Those of ``rows`` that something could be made of, with what; the others as ``skip`` says."""
+        pairs: list[tuple[A, list[str]]] = []
+        for row, result in zip(rows, made):
+            if isinstance(result, BadRow):
+                self.skip(result)
+            else:
+                pairs.append((row, result))
+        return pairs
+
+    def overlong(self, where: str, tokens: int, limit: int, setting: str) -> None:
+        """Count an overlong row that is dropped, or raise ``DataError`` if that is what is set."""
+        problem = f"{where}: {tokens} tokens, more than {setting} = {limit}"
+        if self.config.overlong == "error":
+            raise DataError(f"{problem}. Raise it, or set data.overlong: drop or truncate")
+        self.counts["overlong"] += 1
+        self.first_problem = self.first_problem or problem
+
+    def read(self, keep: Keep, kept: Columns, cache: TokenCache | None, seed: int) -> tuple[np.ndarray, Sequence[str]]:
+        """Open the sources and encode their rows, or take what an earlier start has stored of them.
+
+        Args:
+            keep: encodes some numbered records of a source into ``kept``, and returns the names of those that it keeps.
+            kept: the columns that ``keep`` fills, exchanged for stored ones where there are any.
+            cache: where tokens are stored; ``None`` if they are not.
+            seed: the seed of the blend.
+
+        Returns:
+            The order of everything that was kept, and a different name for each, in that order.
+
+        Raises:
+            DataError: a source cannot be read, holds a bad row that is not to be skipped, or has nothing left.
+        """
+        with nullcontext() if cache is None else cache.locked():
+            entry = None if cache is None else cache.read()
+            if entry is None:
+                lengths, names = self._encode(keep, kept, cache)
+            else:
+                lengths, names = self._restore(entry, kept)
+        order = self.order(lengths, seed)
+        if self.config.blend == "concat" and isinstance(names, Names):
+            return order, names
+        return order, unique_names([names[k] for k in order])
+
+    def _encode(self, keep: Keep, kept: Columns, cache: TokenCache | None) -> tuple[list[int], Sequence[str]]:
+        """Encode every row, and store what came of it. How many rows each source has left, and their names."""
+        before = () if cache is None else stamps(self.config)
+        indexes: list[Indexes] = [{} for _ in self.config.sources]
+        self._open(indexes)
+        found = [[name for chunk in self.chunks(s) for name in keep(s, chunk)] for s in range(len(self.rows))]
+        lengths, names = [len(some) for some in found], [name for some in found for name in some]
+        if cache is None or stamps(self.config) != before:
+            return lengths, names
+        columns = {f"kept/{name}": np.asarray(column) for name, column in kept.items()}
+        for s, index in enumerate(indexes):
+            for k, known in enumerate(index.values()):
+                columns |= {f"offsets/{s}/{k}": np.asarray(known.offsets), f"lines/{s}/{k}": np.asarray(known.lines)}
+        facts = {
+            "counts": self.counts,
+            "first_problem": self.first_problem,
+            "data_sources": sorted(self.data_sources),
+            "lengths": lengths,
+            "unique": len(set(names)) == len(names),
+            "files": [[(path, known.malformed, known.first_problem) for path, known in index.items()] for index in indexes],
+        }
+        cache.write(Entry(columns, names, facts))
+        return lengths, names
+
+    def _restore(self, entry: Entry, kept: Columns) -> tuple[list[int], Sequence[str]]:
+        """Take the columns, counts and indexes of ``entry``. How many rows each source has left, and their names."""
+        facts, columns = entry.facts, entry.columns
+        self._open(
+            [
+                {
+                    path: TextIndex(columns[f"offsets/{s}/{k}"], columns[f"lines/{s}/{k}"], malformed, problem)
+                    for k, (path, malformed, problem) in enumerate(files)
+                }
+                for s, files in enumerate(facts["files"])
+            ]
+        )
+        kept.update({name: columns[f"kept/{name}"] for name in kept})
+        self.counts.clear()
+        self.counts.update(facts["counts"])
+        self.first_problem, self.data_sources = facts["first_problem"], set(facts["data_sources"])
+        return facts["lengths"], entry.names if facts["unique"] else list(entry.names)
+
+    def _open(self, indexes: Sequence[Indexes]) -> None:
+        self.rows = [open_source(s, self.config.malformed, index) for s, index in zip(self.config.sources, indexes)]
+        self.counts["malformed"] += sum(r.malformed for r in self.rows)
+        self.first_problem = next((r.first_problem for r in self.rows if r.first_problem), "")
+
+    def order(self, lengths: Sequence[int], seed: int) -> np.ndarray:
+        """The blend of what was kept of each source. Raises ``DataError``, with the counts, when a source has nothing left."""
+        for spec, kept in zip(self.config.sources, lengths):
+            if not kept:
+                counts = ", ".join(f"{self.counts[k]} {k}" for k in ("rows", "malformed", "overlong"))
+                why = f"; the first: {self.first_problem}" if self.first_problem else ""
+                raise DataError(f"data.sources: nothing is left of {spec.path} ({counts}){why}")
+        weights = [s.weight for s in self.config.sources]
+        return blend(lengths, weights, self.config.blend, shuffle=self.config.shuffle, seed=seed)
+
+
+COLUMNS = {"tokens": "i", "ends": "Q", "source": "H", "row": "Q", "cut_rows": "Q", "cuts": "Q"}
+"""What is kept of prompts: their tokens laid end to end, where each ends, its source and row, and what was cut off which."""
+
+
+class PromptDataset:
+    """The prompts of ``config``, encoded once. Rows stay where they are and are read again when a prompt is asked for.
+
+    ``counts``: ``rows`` read, ``malformed`` (skipped), ``overlong`` (dropped), ``truncated``, ``special_tokens`` (prompts that
+    spell one as text), ``prompts`` (the length), ``unreadable`` (lost since). Picklable. With ``processor`` (see
+    ``lightrft.models.processors``) rows may hold media: measured at once, decoded when a prompt is asked for, never truncated.
+
+    Raises ``DataError`` for rows that cannot be used and when nothing is left, ``ConfigError`` and ``ModelError`` when the
+    settings do not fit the tokenizer.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any, *, seed: int, processor: Any = None) -> None:
+        self.config = config
+        self.encoder = Encoder(config, tokenizer, processor)
+        self._sources = Sources(config, self.encoder.reads)
+        self._fetcher = Fetcher(self.prompt, self.encoder.media)
+        self._unknown = UnknownText(tokenizer)
+        self.counts = self._sources.counts
+        self.counts.update(truncated=0, overlong=0, special_tokens=0)
+        cache = token_cache_of(config, tokenizer, "prompts", {}, processor)
+        self._kept: Columns = {name: array(kind) for name, kind in COLUMNS.items()}
+        self._order, self._ids = self._sources.read(self._add, self._kept, cache, seed)
+        self._cuts = dict(zip(self._kept["cut_rows"].tolist(), self._kept["cuts"].tolist()))
+        self.counts["prompts"] = len(self._order)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __getitem__(self, i: int) -> Prompt:
+        return self.prompt(i)
+
+    def prompt(self, i: int, *, media: bool = True) -> Prompt:
+        """Prompt ``i``, without its media where they are not wanted. Raises ``BadRow`` for media that cannot be read any more."""
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"prompt {i} of {len(self)}")
+        k = int(self._order[i])
+        source, ends = int(self._kept["source"][k]), self._kept["ends"]
+        record = self._sources.record(source, int(self._kept["row"][k]))
+        text = self.encoder.prompt(record, self._cuts.get(k, 0))
+        prompt = Prompt(
+            id=self._ids[i],
+            token_ids=self._kept["tokens"][ends[k - 1] if k else 0 : ends[k]].tolist(),
+            text=self.encoder.readable(text),
+            label=record.label,
+            reference=record.reference if record.reference is not None else record.answer,
+            data_source=record.data_source or self._sources.names[source],
+            columns=record.columns,
+        )
+        if media:
+            self.encoder.attach(prompt, record, text)
+        return prompt
+
+    @property
+    def reads_media(self) -> bool:
+        """Whether prompts may have media, which take time to decode and room to keep."""
+        return self.encoder.media is not None
+
+    def fetch(self, indices: Sequence[int]) -> list[Prompt | BadRow]:
+        """The prompts at ``indices``, their media decoded side by side; or why one cannot be read any more."""
+        return self._fetcher.fetch(indices)
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to decode the media of the prompts at ``indices``, for the next ``fetch``."""
+        self._fetcher.prefetch(indices)
+
+    def lose(self, error: BadRow) -> None:
+        """Count a prompt that ``fetch`` could not read, or raise ``error`` if that is what is set."""
+        self._sources.lose(error)
+
+    def places(self, ids: Sequence[str]) -> list[int]:
+        """Where the prompts called ``ids`` stand. Raises ``CheckpointError`` for one that is not here."""
+        wanted = set(ids)
+        found = {name: i for i, name in enumerate(self._ids) if name in wanted}
+        if missing := [name for name in ids if name not in found]:
+            raise CheckpointError(f"the checkpoint holds answers to prompt {missing[0]!r}, which the data does not have")
+        return [found[name] for name in ids]
+
+    @property
+    def ids(self) -> Sequence[str]:
+        """The id of each prompt, all different, in the order of the data set."""
+        return self._ids
+
+    @property
+    def data_sources(self) -> frozenset[str]:
+        """The data sources that prompts name."""
+        return frozenset(self._sources.data_sources)
+
+    @property
+    def first_problem(self) -> str:
+        """Why the first row that was left out was; empty when none was."""
+        return self._sources.first_problem
+
+    def first_with(self, doubt: str) -> str:
+        """Return where the first row is that was counted under ``doubt`` (see ``datasets.doubts``)."""
+        return self._sources.where(*first_place(self.counts, doubt))
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
+
+    def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
+        """Encode records and keep those that fit; the names of those kept."""
+        shown: list[tuple[int, Record, str]] = []
+        for row, record in chunk:
+            try:
+                shown.append((row, record, self.encoder.prompt(record)))
+            except BadRow as error:
+                self._sources.skip(error)
+        good = self._sources.made(shown, self.encoder.expanded([(record, [text]) for _, record, text in shown]))
+        names, kept = [], self._kept
+        for ((row, record, text), _), ids in zip(good, self.encoder.encode_prompts([full for _, (full,) in good])):
+            cut = 0
+            if len(ids) > self.config.max_prompt_tokens:
+                shorter = self._truncate(record, ids) if self.config.overlong == "truncate" and not record.media else None
+                if shorter is None:
+                    self._sources.overlong(record.where, len(ids), self.config.max_prompt_tokens, "data.max_prompt_tokens")
+                    continue
+                cut, ids = shorter
+                self.counts["truncated"] += 1
+            self.counts["special_tokens"] += self.encoder.is_shielded(text)
+            if cut:
+                kept["cut_rows"].append(len(kept["ends"]))
+                kept["cuts"].append(cut)
+            kept["tokens"].extend(ids)
+            kept["ends"].append(len(kept["tokens"]))
+            kept["source"].append(source)
+            kept["row"].append(row)
+            self._sources.data_sources.add(record.data_source or self._sources.names[source])
+            names.append(record.id or f"{self._sources.names[source]}/{row}")
+            note_text(self.counts, self._unknown.count(text, ids), len(ids), source, row)
+            reference = record.reference if record.reference is not None else record.answer
+            gold = record.label if record.label is not None else reference
+            note_label(self.counts, record.data_source or self._sources.names[source], gold, source, row)
+        return names
+
+    def _truncate(self, record: Record, ids: list[int]) -> tuple[int, list[int]] | None:
+        """The fewest characters to cut off the start of the last message, and the tokens then; None if no cut suffices."""
+        limit = self.config.max_prompt_tokens
+        text = self.encoder.last_message(record)
+        low, high = 0, len(text) - 1  # the cut low is too short; every step keeps high as the shortest one known to fit
+        best = self._at(record, high)
+        if len(text) < 2 or len(best) > limit:
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self._at(record, middle)
+            if len(tried) <= limit:
+                high, best = middle, tried
+            else:
+                low = middle
+        return high, best
+
+    def _at(self, record: Record, cut: int) -> list[int]:
+        return self.encoder.encode_prompts([self.encoder.prompt(record, cut)])[0]
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """``names`` with ``~2``, ``~3`` ... behind those that came before."""
+    seen: Counter[str] = Counter()
+    taken = set(names)
+    unique = []
+    for name in names:
+        seen[name] += 1
+        given = name if seen[name] == 1 else f"{name}~{seen[name]}"
+        while seen[name] > 1 and given in taken:
+            seen[name] += 1
+            given = f"{name}~{seen[name]}"
+        taken.add(given)
+        unique.append(given)
+    return unique

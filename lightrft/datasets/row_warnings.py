@@ -1,0 +1,122 @@
+"""What is doubtful about rows that can be read: text that the tokenizer does not know, and labels that are missing.
+
+Everything is counted in one ``Counter``, so that it is kept wherever the counts of a data set are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from lightrft.utils.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+UNKNOWN, TOKENS, UNLABELLED = "unknown_tokens", "tokens", "unlabelled"
+
+_SOURCE, _ROW = "source_of", "row_of"
+
+EXOTIC = "\u2603\u4e2d\U0001f600"
+"""Characters of which a tokenizer without bytes knows none."""
+
+
+class UnknownText:
+    """Count what ``tokenizer`` cannot write: unknown tokens or, for a tokenizer without such a token, characters that it drops."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        unknown = tokenizer.unk_token_id
+        ends = unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2 has one token for all three
+        self._unknown = None if ends else unknown
+        self._drops = self._unknown is None and not self._ids(EXOTIC)
+        self._known: dict[str, bool] = {}
+
+    def count(self, text: str, ids: Sequence[int]) -> int:
+        """Return how many tokens of ``ids``, or characters of ``text`` without tokens, are unknown."""
+        if self._unknown is not None:
+            return sum(i == self._unknown for i in ids)
+        return sum(not self._knows(character) for character in text) if self._drops else 0
+
+    def _knows(self, character: str) -> bool:
+        if character not in self._known:
+            matters = character.isprintable() and not character.isspace()
+            self._known[character] = not matters or bool(self._ids(character))
+        return self._known[character]
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+
+def note_text(counts: Counter[str], unknown: int, tokens: int, source: int, row: int) -> None:
+    """Count ``unknown`` of ``tokens`` in a row, which is number ``row`` of source number ``source``."""
+    counts[TOKENS] += tokens
+    if unknown:
+        _place(counts, UNKNOWN, source, row)
+        counts[UNKNOWN] += unknown
+
+
+def note_label(counts: Counter[str], data_source: str, gold: Any, source: int, row: int) -> None:
+    """Count a row of ``data_source`` that has nothing to compare a response with."""
+    if is_missing(gold):
+        name = f"{UNLABELLED}/{data_source}"
+        _place(counts, name, source, row)
+        counts[name] += 1
+
+
+def is_missing(gold: Any) -> bool:
+    """Return whether a label is null, blank or NaN."""
+    blank = isinstance(gold, str) and not gold.strip()
+    return gold is None or blank or (isinstance(gold, float) and math.isnan(gold))
+
+
+def unlabelled(counts: Counter[str]) -> dict[str, int]:
+    """Return the number of rows without a label for each data source that has such."""
+    return {name.partition("/")[2]: count for name, count in counts.items() if name.startswith(f"{UNLABELLED}/")}
+
+
+def first_place(counts: Counter[str], name: str) -> tuple[int, int]:
+    """Return source and row of the first row that was counted under ``name``."""
+    return counts[f"{_SOURCE}/{name}"], counts[f"{_ROW}/{name}"]
+
+
+def is_plain(name: str) -> bool:
+    """Return whether a count is of rows, and not of doubts or of places."""
+    return "/" not in name and name not in (TOKENS, UNKNOWN)
+
+
+def _place(counts: Counter[str], name: str, source: int, row: int) -> None:
+    if name not in counts:
+        counts[f"{_SOURCE}/{name}"], counts[f"{_ROW}/{name}"] = source, row
+
+
+MOST_UNKNOWN = 0.01
+"""Share of unknown tokens above which the tokenizer is not one of this text."""
+
+
+class Rows(Protocol):
+    """A data set that has counted its doubtful rows."""
+
+    counts: Counter[str]
+
+    def first_with(self, doubt: str, /) -> str: ...
+
+
+def check_text(rows: Rows, key: str) -> None:
+    """Warn of tokens that are unknown to the tokenizer. ``key`` is the setting that names the rows.
+
+    Raises ``DataError`` where their share is above ``MOST_UNKNOWN``.
+    """
+    unknown, tokens = rows.counts[UNKNOWN], rows.counts[TOKENS]
+    if not unknown:
+        return
+    problem = (
+        f"{key}: {unknown} of {tokens} tokens are of text that the tokenizer does not know; the first are in "
+        f"{rows.first_with(UNKNOWN)}"
+    )
+    if unknown > MOST_UNKNOWN * tokens:
+        raise DataError(f"{problem}. Set model.tokenizer (or model.path) to one that was made for this text, or mend the rows")
+    log.warning("%s", problem)

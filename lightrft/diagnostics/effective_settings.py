@@ -1,0 +1,202 @@
+"""Every number that an algorithm is run with, and where it came from."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.sample_selection import SELECTIONS
+from lightrft.algorithms.token_masks import GATES
+from lightrft.algorithms.validate.component_kinds import KINDS, Kind
+from lightrft.config.algorithm import PARTS, AlgorithmConfig
+from lightrft.config.presets import PRESETS, source_of
+from lightrft.config.verbs import RLConfig
+from lightrft.rollout.curriculum import CURRICULA
+
+OF_LIST = {row.key.removeprefix("algorithm."): row for row in KINDS.values()}
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One number in force and where it came from."""
+
+    key: str
+    value: object
+    source: str
+
+
+def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[Number, ...]:
+    """The settings of the algorithm that something reads, option by option, and those beside it that its formula reads.
+
+    ``sources`` says which file or argument gave a key.
+    """
+    algorithm = config.algorithm
+    preset = flat(PRESETS.get(algorithm.preset or "", {}))
+    tree = algorithm.model_dump(mode="json")
+    given = flat(tree)
+    found = []
+    for key, value in flat(with_option_defaults(tree)).items():
+        if value is None or value == {} or not is_read(key, algorithm):
+            continue
+        full = f"algorithm.{key}"
+        if key in given:
+            origin = _given(full, sources) or (_of_preset(algorithm.preset or "", key, value) if key in preset else "default")
+        else:
+            origin = f"default of {_owner(key, algorithm)}"
+        found.append(Number(full, value, origin))
+    return (*found, *(Number(key, value, sources.get(key, "default")) for key, value in _beside(config)))
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Leaves of a tree as ``{"a.b": value, "list.0.c": value}``; an empty branch is a leaf, an empty list none."""
+    branches = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    leaves: dict[str, Any] = {}
+    for key, value in branches:
+        name = f"{prefix}{key}"
+        leaves |= (
+            flat(value, f"{name}.")
+            if isinstance(value, list | tuple) or (isinstance(value, Mapping) and value)
+            else {name: value}
+        )
+    return leaves
+
+
+def is_read(key: str, algorithm: AlgorithmConfig) -> bool:
+    """Whether something reads the setting ``key`` (without ``algorithm.``) as the algorithm is set."""
+    branch, _, leaf = key.partition(".")
+    idle = IDLE.get(branch)
+    return idle is None or not idle(leaf, algorithm)
+
+
+def reads(kind: Kind, name: str) -> frozenset[str] | None:
+    """Which of the settings that its kind shares the function ``name`` reads; ``None`` for one of the user's, which may read all."""
+    return kind.registry.about(name).reads if name in kind.registry else None
+
+
+def _idle_advantage(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    read = reads(KINDS["advantage"], algorithm.advantage.name)
+    also = {"eps"} if algorithm.advantage.whiten != "none" else set()
+    return read is not None and leaf in SHARED["advantage"] and leaf not in read | also
+
+
+def _idle_loss(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    read = reads(KINDS["loss"], algorithm.loss.name)
+    by_gates = {s for part in algorithm.gates for s in (GATES.about(part.name).reads if part.name in GATES else SHARED["loss"])}
+    return read is not None and leaf in SHARED["loss"] and leaf not in read | by_gates
+
+
+def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    kl = algorithm.kl
+    refreshes = leaf in ("refresh_every", "refresh_decay")
+    if not kl.used:
+        return leaf != "where" and not (refreshes and kl.refresh_every)
+    steered = {"target": "adaptive", "horizon": "adaptive"}
+    scheduled = leaf in ("final", "steps") and kl.controller not in ("linear", "cosine")
+    weighted = leaf == "weighted" and kl.where != "loss"
+    still = refreshes and not kl.refresh_every
+    return kl.controller != steered.get(leaf, kl.controller) or scheduled or weighted or still
+
+
+def _idle_normalize(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    settings = algorithm.normalize
+    active = {"terms": settings.terms != "none", "rewards": settings.rewards != "none", "values": settings.values}
+    return not active.get(leaf, any(active.values()))
+
+
+SHARED = {
+    "advantage": frozenset({"gamma", "lam", "eps"}),
+    "loss": frozenset({"ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"}),
+}
+IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
+    "advantage": _idle_advantage,
+    "loss": _idle_loss,
+    "kl": _idle_kl,
+    "distill": lambda leaf, algorithm: algorithm.distill.kind == "none" or (leaf == "beta" and algorithm.distill.kind != "jsd"),
+    "entropy": lambda leaf, algorithm: leaf != "coef" and algorithm.entropy.target is None,
+    "normalize": _idle_normalize,
+    "drift": lambda leaf, algorithm: algorithm.drift.coef == 0,
+    "positive_nll": lambda leaf, algorithm: algorithm.positive_nll.coef == 0,
+    "value": lambda leaf, algorithm: "critic" not in needs_of(algorithm),
+    "constant_length": lambda leaf, algorithm: algorithm.aggregation != "constant",
+}
+"""Branch of ``algorithm`` to whether a leaf of it is read by nothing."""
+
+
+def with_option_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of an algorithm as a tree, with the options of every part at the defaults of its function where none are given."""
+    full = dict(tree)
+    for branch in ("advantage", "loss"):
+        full[branch] = _with_defaults(KINDS[branch], tree[branch])
+    for branch in PARTS:
+        full[branch] = [_with_defaults(OF_LIST[branch], part) for part in tree[branch]]
+    return full
+
+
+def _with_defaults(kind: Kind, part: Mapping[str, Any]) -> dict[str, Any]:
+    return {**part, "options": {**defaults_of(kind, part["name"]), **part["options"]}}
+
+
+def defaults_of(kind: Kind, name: str) -> dict[str, Any]:
+    """The options of the function ``name`` that have a default, and the default."""
+    options = kind.options(kind.registry[name])
+    return {option: value for option, value in options.items() if value is not inspect.Parameter.empty}
+
+
+def _owner(key: str, algorithm: AlgorithmConfig) -> str:
+    """The name of the function whose option ``key`` is."""
+    place: Any = algorithm
+    for word in key.partition(".options.")[0].split("."):
+        place = place[int(word)] if word.isdigit() else getattr(place, word)
+    return place.name
+
+
+def _of_preset(preset: str, key: str, value: object) -> str:
+    """The preset, and for a number where that has it from."""
+    found = source_of(preset, key) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return f"preset {preset}: {found}" if found else f"preset {preset}"
+
+
+def _given(key: str, sources: Mapping[str, str]) -> str | None:
+    """What gave ``key``: itself, a list that it stands in, or a bare value that stands for it."""
+    words = key.split(".")
+    above = (".".join(words[:n]) for n in range(len(words), 1, -1))
+    return next((sources[k] for k in above if k in sources), None) or next(
+        (s for k, s in sources.items() if k.startswith(f"{key}.")), None
+    )
+
+
+def _options(key: str, given: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    parameters = inspect.signature(function).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
+    for name, value in {**defaults, **given}.items():
+        if value is not None:
+            yield f"{key}.options.{name}", value
+
+
+def _beside(config: RLConfig) -> Iterator[tuple[str, Any]]:
+    if "critic" in needs_of(config.algorithm):
+        yield "critic.warmup_steps", config.critic.warmup_steps
+        yield "critic.optimizer.lr", config.critic.optimizer.lr
+    if "process" in needs_of(config.algorithm):
+        yield "process.beta", config.process.beta
+        yield "process.threshold", config.process.threshold
+        yield "process.forward", config.process.forward
+        yield "process.optimizer.lr", config.process.optimizer.lr
+    if config.ptx.coef:
+        yield "ptx.coef", config.ptx.coef
+        yield "ptx.batch_size", config.ptx.batch_size
+    yield "rollout.samples", config.rollout.samples
+    select, curriculum = config.rollout.select, config.rollout.curriculum
+    if select is not None:
+        yield from _options("rollout.select", select.options, SELECTIONS[select.name])
+    if curriculum is not None:
+        yield "rollout.curriculum.threshold", curriculum.threshold
+        yield "rollout.curriculum.momentum", curriculum.momentum
+        yield from _options("rollout.curriculum", curriculum.options, CURRICULA[curriculum.name])
+    yield "train.updates", config.train.updates
+    yield "train.mini_batches", config.train.mini_batches
+    yield "sampling.temperature", config.sampling.temperature
+    yield "sampling.max_new_tokens", config.sampling.max_new_tokens

@@ -1,0 +1,1 @@
+"""Estimate the memory of a run."""

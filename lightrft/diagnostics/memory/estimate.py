@@ -1,0 +1,184 @@
+"""What the run of a config needs in memory: its models on the meta device, and the phases of a step, for each kind of process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from lightrft.algorithms.requirements import needs_of, needs_reference
+from lightrft.config.model import ModelConfig
+from lightrft.config.strategy import in_worker
+from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.diagnostics.memory.formulas import Held, Phase, gradients, held, peak
+from lightrft.diagnostics.memory.phases import DRAWING, Device, Lengths, Model, Place, drawing_answers, passes, reading
+from lightrft.models.actor import Actor, Backbone
+from lightrft.models.critic import Critic
+from lightrft.models.loading.meta_device import meta_model
+from lightrft.utils.onednn_cache import products_bytes
+
+MIB = 2**20
+ROLES = {"engines": "engine", "references": "reference", "teachers": "teacher", "critic": "critic", "process": "process model"}
+"""Roles with a model, by the settings that give them workers of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Bytes on each device: of each model all the time, of each phase while it lasts. ``parameters`` counts those of each model, and
+    those of them that are trained; ``host`` are bytes in the host's memory, where that is another; ``problems`` are what could not be
+    computed."""
+
+    models: dict[str, Held]
+    phases: list[Phase]
+    parameters: dict[str, tuple[int, int]]
+    problems: list[str] = field(default_factory=list)
+    host: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def peak(self) -> float:
+        return peak(self.models, self.phases)[0]
+
+    @property
+    def largest(self) -> Phase:
+        return peak(self.models, self.phases)[1]
+
+
+def needs(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> Needs:
+    """What each of the ``device.processes`` ranks of ``config`` needs. Raises ``ModelError`` for a model whose config cannot be used."""
+    place = Place(config, lengths, device, config.strategy, device.processes)
+    apart = staffed(config)
+    models = [m for m in _models(config) if m.name not in apart]
+    kept = {m.name: place.held(m) for m in models}
+    phases = _drawing(place, models, apart)
+    for m in models:
+        phases += passes(place, m)
+    phases = _left_whole(place, models, phases)
+    if isinstance(config, RLConfig) and config.rollout.staleness:
+        kept["sampling copies"] = _copies(place, models[0], "engine" in apart)
+        if phases[0].name == DRAWING and "engine" not in apart:
+            phases = [phases[0], *(_beside(phases[0], phase) for phase in phases[1:])]
+    if device.processes > 1:
+        phases.append(reading(place, models, {m.name: kept[m.name] for m in models}))
+    if "engine" in apart and isinstance(config, RLConfig):
+        kept["weights for engines"] = _handed_over(config, models[0], device)
+    kept |= _compiled(models, device)
+    return Needs(kept, phases, _counts(models), place.problems, _on_host(place, models, phases))
+
+
+def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> dict[str, Needs]:
+    """What each worker of ``launch.ray`` that has a model needs, by the role that it is of."""
+    found: dict[str, Needs] = {}
+    for role in staffed(config):
+        assert isinstance(config, RLConfig)
+        model = next(m for m in _models(config) if m.name == {"engine": "policy"}.get(role, role))
+        among = {"engine": config.launch.ray.engines, "critic": 1, "process model": 1}.get(role, device.processes)
+        place = Place(config, lengths, replace(device, processes=1), in_worker(config.strategy), among)
+        if role == "engine":
+            model = replace(model, trained=False)
+            phases = list(drawing_answers(place, model))
+            kept = {"policy": place.held(model), "weights on their way": Held(config.launch.ray.bucket_mb * MIB)}
+        else:
+            phases, kept = list(passes(place, model)), {role: place.held(model)}
+        kept |= _compiled([model], device)
+        found[role] = Needs(kept, phases, _counts([model]), place.problems, _on_host(place, [model], phases))
+    return found
+
+
+def staffed(config: RLConfig | SFTConfig) -> list[str]:
+    """Roles with a model whose workers are apart from the ranks."""
+    if not isinstance(config, RLConfig):
+        return []
+    return [ROLES[name] for name, count in config.launch.ray.staff.items() if count and name in ROLES]
+
+
+def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
+    """The models that a run loads, as its launcher does; the policy first."""
+    model = config.model
+    yield _of("policy", model, trained=True)
+    if not isinstance(config, RLConfig):
+        return
+    alone = model.model_copy(update={"lora": None})
+    if needs_reference(config.algorithm) and (model.lora is None or config.reference is not None):
+        yield _of("reference", alone.model_copy(update={"path": config.reference or model.path}), trained=False)
+    if config.algorithm.distill.kind != "none":
+        plain = {"tokenizer": None, "chat_template": None, "freeze": (), "gradient_checkpointing": False}
+        yield _of("teacher", alone.model_copy(update={**plain, **config.teacher.model_dump()}), trained=False)
+    if "critic" in needs_of(config.algorithm):
+        yield _of("critic", alone.model_copy(update={"path": config.critic.path or model.path}), trained=True, kind=Critic)
+    if "process" in needs_of(config.algorithm):
+        yield _of("process model", alone.model_copy(update={"path": config.process.path or model.path}), trained=True)
+
+
+def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] = Actor) -> Model:
+    model = kind(meta_model(config), config)
+    if config.gradient_checkpointing:
+        model.gradient_checkpointing_enable()
+    if not trained:
+        model.requires_grad_(False)
+    return Model(name, model, trained, config.load_in_4bit)
+
+
+def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
+    return {m.name: (sum(p.count for p in ps), sum(p.count for p in ps if p.trained)) for m in models if (ps := m.parameters)}
+
+
+def _drawing(place: Place, models: list[Model], apart: list[str]) -> list[Phase]:
+    """Answers are drawn by the ranks themselves, but for those that engines draw; those held out are, where engines are busy ahead."""
+    config, ahead = place.config, isinstance(place.config, RLConfig) and bool(place.config.rollout.staleness)
+    if "engine" in apart and not ahead:
+        return []
+    phases = list(drawing_answers(place, models[0], evaluating="engine" in apart))
+    if not config.strategy.sleep or place.device.kind == "cpu" or ahead:
+        return phases
+    held = {m.name: place.held(m) for m in models}
+    resting = sum(held[m.name].masters + held[m.name].moments if m.trained else held[m.name].weights for m in models)
+    return [replace(phase, resting=resting) for phase in phases]
+
+
+def _left_whole(place: Place, models: list[Model], phases: list[Phase]) -> list[Phase]:
+    """``phases`` with the weights beside them that calls of other models have left whole, which their own backward pass lets go of."""
+    left = {m.name: place.shares(m).left * sum(m.units(place.shares(m).cut)[1]) for m in models if place.shares(m).left}
+    found = []
+    for phase in phases:
+        others = sum(size for name, size in left.items() if not phase.name.startswith((f"{name}:", DRAWING)))
+        found.append(replace(phase, parts={**phase.parts, "others left whole": others}) if others else phase)
+    return found
+
+
+def _copies(place: Place, policy: Model, engines: bool) -> Held:
+    """What answers are drawn by while the policy is trained: copies of the trained weights for each version that is still due, and beside
+    several processes a model of its own for the rest of them."""
+    assert isinstance(place.config, RLConfig)
+    trained = sum(p.count * p.itemsize for p in policy.parameters if p.trained)
+    alone = place.device.processes == 1 or engines
+    rest = 0.0 if alone else held(policy.parameters).weights - trained
+    return Held((place.config.rollout.staleness + 1) * trained + rest)
+
+
+def _compiled(models: list[Model], device: Device) -> dict[str, Held]:
+    """Products that a CPU has compiled for shapes that it has met, of weights in half precision."""
+    size = max(products_bytes(m.model.base.dtype) for m in models) if device.kind == "cpu" else 0.0
+    return {"compiled products": Held(size)} if size else {}
+
+
+def _handed_over(config: RLConfig, policy: Model, device: Device) -> Held:
+    """A bucket of weights on their way to engines; on the first rank's host, those of the last time, for engines that start anew."""
+    kept = sum(p.count * p.itemsize for p in policy.parameters if p.trained) if device.kind == "cpu" else 0.0
+    return Held(config.launch.ray.bucket_mb * MIB + kept)
+
+
+def _on_host(place: Place, models: list[Model], phases: list[Phase]) -> dict[str, float]:
+    """What lies in the host's memory of each model, for each process."""
+    if place.device.kind == "cpu":
+        return {}
+    found: dict[str, float] = {}
+    for m in models:
+        shares = place.shares(m)
+        size = held(m.parameters, shares).total - place.held(m).total
+        found[m.name] = size + (gradients(m.parameters, shares) if "gradients" in shares.away and m.trained else 0.0)
+    found["asleep while answers are drawn"] = max((phase.resting for phase in phases), default=0.0)
+    return {name: size for name, size in found.items() if size} | place.host
+
+
+def _beside(drawing: Phase, phase: Phase) -> Phase:
+    """``phase`` while answers of a later batch are drawn."""
+    return replace(phase, parts={**phase.parts, "drawing meanwhile": drawing.total})

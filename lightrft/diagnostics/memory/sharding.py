@@ -1,0 +1,51 @@
+"""How a strategy spreads models over processes, and what of them it keeps in the host's memory."""
+
+from __future__ import annotations
+
+from lightrft.config.strategy import StrategyConfig
+from lightrft.diagnostics.memory.formulas import WHOLE, Part, Shares
+from lightrft.strategy.wrap_policy import BUCKET, bucket_of
+
+
+def shares_of(strategy: StrategyConfig, processes: int, kind: str, *, trained: bool, block: int = BUCKET) -> Shares:
+    """How ``strategy`` spreads a model over ``processes`` with devices of ``kind``, where the host's memory is no other than that of a
+    ``cpu``; its largest ``block`` has so many trained weights."""
+    if processes == 1:
+        return WHOLE
+    if strategy.kind == "deepspeed":
+        return _zero(strategy, processes, kind, trained, block)
+    return _fsdp(strategy, processes, kind, trained)
+
+
+def rows_of(strategy: StrategyConfig, processes: int) -> int:
+    """Over how many processes weights are spread, those that share out its layers counted once (HSDP: that hold one copy)."""
+    rows = max(1, processes // strategy.tensor)
+    return rows if strategy.shard is None else min(strategy.shard, rows)
+
+
+def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) -> Shares:
+    """All of a model in equal shards, whole block by block. Weights that are trained lie in float32, unless layers are shared out."""
+    rows = rows_of(strategy, processes)
+    left = 0.0
+    if trained and strategy.reshard is not True:
+        left = 1.0 if strategy.reshard is False else 1 / strategy.reshard
+    away: tuple[Part, ...] = ("weights", "state", "gradients") if strategy.offload and kind != "cpu" else ()
+    return Shares(rows, rows, rows, cut=strategy.tensor, precise=strategy.tensor == 1, by_blocks=True, left=left, away=away)
+
+
+def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, block: int) -> Shares:
+    """Of what is trained, what the stage says; of what is not, weights in stage 3."""
+    stage, given = strategy.stage, strategy.deepspeed.get("zero_optimization", {})
+
+    def offloaded(what: str) -> bool:
+        return kind != "cpu" and (given.get(f"offload_{what}") or {}).get("device", "none") != "none"
+
+    weights = processes if stage == 3 else 1
+    lies: list[Part] = ["weights"] if stage == 3 and offloaded("param") else []
+    if not trained:
+        return Shares(weights, by_blocks=stage == 3, away=tuple(lies))
+    if offloaded("optimizer"):
+        lies += ["state", "gradients"] if stage > 1 else ["state"]
+    bucket = float(given.get("reduce_bucket_size", bucket_of(block)))
+    spread = processes if stage > 1 else 1
+    return Shares(weights, processes, spread, copied=stage < 3, by_blocks=stage == 3, bucket=bucket, away=tuple(lies))

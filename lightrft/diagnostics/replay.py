@@ -1,0 +1,112 @@
+"""Any phase of a step again, from the batch that a run kept of it: what would other settings have made of the same answers?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightrft.algorithms.validate.check_parts import check_parts
+from lightrft.config.base import load_settings
+from lightrft.config.verbs import RLConfig
+from lightrft.learner.controllers import Controls
+from lightrft.learner.distillation import with_teacher
+from lightrft.learner.forward_passes import settle_layouts
+from lightrft.learner.policy_update import update
+from lightrft.learner.process_reward import with_process_rewards
+from lightrft.learner.reference_update import load_refreshed, refresh
+from lightrft.models.processors import load_processor
+from lightrft.observability.metrics import Metrics
+from lightrft.roles import Roles
+from lightrft.rollout.prompt_stream import PromptStream
+from lightrft.rollout.serialization import load_batch
+from lightrft.strategy.checkpoint import CheckpointStore, load_state, verify
+from lightrft.trainer.rl_step import with_advantages, with_policy, with_reference, with_values
+from lightrft.types import Batch
+from lightrft.utils.errors import CheckpointError, ConfigError
+from lightrft.utils.seeding import restore_rng, seed_everything
+from lightrft.workers.local import local_roles, local_tokenizer, rollout_steps
+
+PHASES = ("policy", "reference", "values", "process", "advantages", "update")
+
+
+@dataclass(slots=True)
+class Replayed:
+    """The batch as the phases left it, and the metrics of what was trained."""
+
+    batch: Batch
+    metrics: Metrics = field(default_factory=Metrics)
+
+
+def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overrides: Sequence[str] = ()) -> Replayed:
+    """Put the batch that the run in ``folder`` kept of ``step`` through ``phases`` (of ``PHASES``, in that order), by the run's settings
+    with ``overrides`` (``a.b=value``). Columns that earlier phases made are those of the run.
+
+    Weights, optimizer and coefficients are those that the step began with, so that the same settings give the same numbers; they
+    come from the checkpoint before it. Nothing of the run is changed. Seeds the random generators of this process.
+    Raises ``CheckpointError`` when the batch or that checkpoint was not kept, ``ConfigError`` for settings that cannot be.
+    """
+    if unknown := [phase for phase in phases if phase not in PHASES]:
+        raise ConfigError(f"there is no phase {unknown[0]!r}; take some of {', '.join(PHASES)}")
+    folder = Path(folder)
+    config = load_settings(RLConfig, [folder / "config.yaml"], overrides).settings
+    check_parts(config.algorithm)
+    file = folder / "batches" / f"step_{step:06d}"
+    if not file.with_name(file.name + ".json").exists():
+        kept = sorted(int(f.stem.removeprefix("step_")) for f in file.parent.glob("step_*.json"))
+        raise CheckpointError(f"{folder} kept no batch of step {step}, but of {kept or 'none'}; set log.batches_every in the run")
+    batch = load_batch(file)
+    tokenizer = local_tokenizer(config.model)
+    processor = load_processor(config.model, tokenizer)
+    stream = None if config.train.steps else PromptStream.of(config.data, tokenizer, config.run.seed, processor=processor)
+    roles = local_roles(config, tokenizer, rollout_steps(config, 0 if stream is None else len(stream.dataset)), processor)
+    try:
+        controls = Controls.of(config.algorithm)
+        _take_up(roles, controls, config, folder, step - 1)
+        refresh(roles, config.algorithm.kl, step - 1)
+        settle_layouts(roles, batch)
+        return _run(roles, controls, config, step - 1, batch, phases)
+    finally:
+        roles.close()
+
+
+def _run(roles: Roles, controls: Controls, config: RLConfig, step: int, batch: Batch, phases: Sequence[str]) -> Replayed:
+    replayed = Replayed(batch)
+    if "policy" in phases:
+        batch = with_policy(batch, roles, config)
+    if "reference" in phases:
+        batch = with_teacher(with_reference(batch, roles, config), roles, config)
+    if "values" in phases:
+        batch = with_values(batch, roles, config, controls)
+    if "process" in phases:
+        batch = with_process_rewards(batch, roles, config, replayed.metrics)
+    if "advantages" in phases:
+        batch = with_advantages(batch, config, controls)
+    if "update" in phases:
+        replayed.metrics.merge(update(roles, batch, config, controls, step))
+    replayed.batch = batch
+    return replayed
+
+
+def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, step: int) -> None:
+    """Everything as it was when ``step`` steps were done. Raises ``CheckpointError`` when that was not saved."""
+    if step == 0:
+        seed_everything(config.run.seed)
+        return
+    saved = CheckpointStore(folder / "checkpoints", keep=1).steps()
+    if step not in saved:
+        raise CheckpointError(
+            f"{folder} has no checkpoint of step {step}, with whose weights the batch of step {step + 1} was trained on; it has "
+            f"{sorted(saved) or 'none'}. Set checkpoint.every=1 and checkpoint.keep in the run"
+        )
+    verify(saved[step])
+    state: Mapping[str, Any] = load_state(saved[step] / "trainer")
+    for name, role in roles.trained.items():
+        if (saved[step] / name).exists():  # settings that the run did not have may need a model that it did not have
+            role.load(roles.strategy, saved[step] / name)
+    controls.load_state_dict(state["controls"])
+    load_refreshed(roles, state)
+    if roles.ptx is not None and "ptx" in state:
+        roles.ptx.load_state_dict(state["ptx"])
+    restore_rng(state["rng"], roles.strategy.device)

@@ -1,0 +1,127 @@
+"""What a step of an algorithm costs: which models are loaded, how often each sees the batch, and what gets gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightrft.algorithms.requirements import needs_of, needs_old_logprobs, needs_reference
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.config.verbs import RLConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A model of a run, and what it is there for."""
+
+    name: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """``model`` sees the whole batch ``passes`` times a step, in micro-batches, with or without gradient."""
+
+    model: str
+    passes: int
+    gradient: bool
+    what: str
+
+
+def roles(config: RLConfig) -> Iterator[Role]:
+    """The models that are loaded."""
+    algorithm, needs = config.algorithm, needs_of(config.algorithm)
+    adapters = "its adapters are trained" if config.model.lora is not None else "trained"
+    yield Role("policy", f"{adapters}, and sampled from")
+    if needs_reference(algorithm):
+        yield Role("reference", _reference(config))
+    if "critic" in needs:
+        yield Role("critic", "trained on the returns; a value for each token")
+    if algorithm.distill.kind != "none":
+        yield Role("teacher", "frozen; asked about the policy's own answers")
+    if "process" in needs:
+        yield Role("process model", "trained on outcomes; a reward for each token")
+
+
+def forwards(config: RLConfig) -> Iterator[Forward]:
+    """Every pass over the batch of a step, in order; answers are drawn before it."""
+    algorithm, train, needs = config.algorithm, config.train, needs_of(config.algorithm)
+    old = needs_old_logprobs(config)
+    wanted = [*(["log-probs"] if old else []), *(word for word in ("entropy", "energy") if word in needs)]
+    if wanted:
+        yield Forward("policy", 1, False, f"{' and '.join(wanted)} before the update")
+    if needs_reference(algorithm):
+        yield Forward("reference", 1, False, "log-probs")
+    if algorithm.distill.kind == "sampled":
+        yield Forward("teacher", 1, False, "log-probs of the sampled tokens")
+    if "critic" in needs:
+        yield Forward("critic", 1, False, "values before the update")
+    if "process" in needs:
+        yield Forward("process model", 1, True, "the outcome loss, forward and backward")
+    if "process" in needs and config.process.forward == "double":
+        yield Forward("process model", 1, False, "log-probs after that")
+    if "current" in needs:
+        readers = "gates" if algorithm.gates else "corrections"
+        yield Forward("policy", train.updates, False, f"log-probs before each optimizer step, for the {readers}")
+    if algorithm.distill.whole:
+        yield Forward("teacher", train.updates, False, "distributions over the vocabulary")
+    yield Forward("policy", train.updates, True, "the loss, forward and backward")
+    if "critic" in needs:
+        yield Forward("critic", train.updates, True, "the value loss, forward and backward")
+
+
+def gradient(config: RLConfig) -> Iterator[str]:
+    """Which parts of the batch get gradient, in sentences."""
+    algorithm, train, needs = config.algorithm, config.train, needs_of(config.algorithm)
+    steps = train.updates * train.mini_batches
+    yield "Tokens that the policy sampled get gradient; prompt, tool and environment tokens do not."
+    if steps > 1:
+        yield f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts."
+    elif algorithm.proximal == "policy":
+        yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts."
+    else:
+        yield "Each batch gets one update; its ratio is to the sampler, not to the policy before the update."
+    if algorithm.proximal == "policy" and not needs_old_logprobs(config) and steps == 1:
+        yield "Old log-probs are not computed: the new ones, detached, are the old ones."
+    if algorithm.gates:
+        yield "Tokens that a gate leaves out get none from the policy loss."
+    reached = list(_reach_every_row(algorithm))
+    if reached:
+        yield f"Rows with advantage 0 still get gradient from {' and '.join(reached)}."
+    else:
+        yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
+    if "critic" in needs:
+        yield "The critic is trained on the returns beside the policy."
+        if config.critic.warmup_steps:
+            yield f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy that answers stays as it is."
+    if "process" in needs:
+        yield "The process model is trained on the outcomes of each batch before the advantages are taken."
+    if config.ptx.coef:
+        yield f"Each optimizer step of the policy also learns {config.ptx.batch_size} conversations of ptx.data."
+    if not needs_reference(algorithm):
+        yield "No KL term: no reference model is loaded or run."
+    if algorithm.filters:
+        yield "Groups that a filter drops are not trained on; others are drawn in their place."
+
+
+def _reach_every_row(algorithm: AlgorithmConfig) -> Iterator[str]:
+    if algorithm.kl.used and algorithm.kl.where == "loss":
+        yield "the KL term"
+    if algorithm.entropy.used:
+        yield "the entropy term"
+    if algorithm.drift.coef:
+        yield "the drift term"
+    if algorithm.distill.whole:
+        yield "the teacher's divergence"
+    if algorithm.positive_nll.coef:
+        yield "the likelihood of right answers, where they are right"
+
+
+def _reference(config: RLConfig) -> str:
+    kl = config.algorithm.kl
+    if config.model.lora is not None and config.reference is None:
+        return "the policy itself with its adapters off; nothing is loaded"
+    what = f"frozen; {config.reference or 'the model that training starts from'}"
+    if kl.refresh_every:
+        return f"{what}; every {kl.refresh_every} steps ref <- {kl.refresh_decay:g} ref + {1 - kl.refresh_decay:g} policy"
+    return what

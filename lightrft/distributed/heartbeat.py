@@ -1,0 +1,168 @@
+"""A sign of life of each rank in the store that all of them reach: so that the one that does not answer can be named, and none waits for
+it, or outlives its launcher, for ever."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+from lightrft.distributed.error_report import tell
+from lightrft.utils.errors import RankError, first_line
+
+BEAT = 1.0
+"""Seconds between two signs."""
+MISSED = 2.5
+"""Beats without a sign after which a rank is called silent."""
+GRACE = 20.0
+"""Seconds that whoever waits for a silent rank has beyond its own limit to say so itself."""
+LOST = 10
+"""Beats without an answer of the store after which it is taken for gone."""
+
+
+class Pulse:
+    """The sign of life of this rank, from a thread of its own, and what is known of the others.
+
+    A rank that is silent for ``minutes`` and some seconds ends the others, also where they wait in calls that have no such limit. When
+    the launcher has died, the rank is asked to stop as by SIGTERM, and is ended ``minutes`` later.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, minutes: float) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.size, self.limit = rank, size, 60 * minutes
+        self.reached: dict[str, int] = {}
+        self._run, self._failing = 0, -1
+        self._store = dist.PrefixStore("pulse", store.clone())
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else 0
+        self._beats = 0
+        self._over = threading.Event()
+        self._store.set(f"who/{rank}", f"process {os.getpid()} on {platform.node()}")
+        self._beat()
+        self._thread = threading.Thread(target=self._live, name="pulse", daemon=True)
+        self._thread.start()
+
+    def next_run(self) -> None:
+        """Another run of the same ranks begins: what has failed before is no matter of its own. On every rank, the same number of times."""
+        self._run += 1
+
+    @property
+    def failing(self) -> bool:
+        """Whether some rank is known to end this run with an error."""
+        return self._failing == self._run
+
+    def end(self, error: BaseException | None) -> None:
+        """No more signs; where an ``error`` is why, the others can be told of it."""
+        self._over.set()
+        self._thread.join(MISSED * BEAT)
+        if error is not None:
+            self.fail(error)
+            return
+        with suppress(RuntimeError):  # of the store
+            self._store.set(f"done/{self.rank}", "")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that ``error`` is about to end this rank."""
+        with suppress(RuntimeError):  # of the store
+            self._store.set(f"left/{self._run}/{self.rank}", f"{type(error).__name__}: {error}")
+            self._store.set(f"failing/{self._run}", "")
+
+    def come(self, line: str) -> None:
+        """One more call of those that are counted as ``line``: the calls of one group of ranks, which follow one another."""
+        self.reached[line] = self.reached.get(line, 0) + 1
+
+    def others(self, line: str = "", members: Iterable[int] = ()) -> str:
+        """Which of the others has failed or is silent, or has not come as far as this one in the calls of ``line``, which are those of
+        ``members``; in words, and empty where none is found. Takes some seconds."""
+        mine = self.reached.get(line, 0)
+        try:
+            before = self._signs(range(self.size))
+            self._over.wait(MISSED * BEAT)
+            after = self._signs(range(self.size))
+            rest = [rank for rank in range(self.size) if rank != self.rank]
+            if left := [f"rank {rank}: {said}" for rank in rest if (said := self._get(f"left/{self._run}/{rank}"))]:
+                return "; ".join(left)
+            if silent := [rank for rank in rest if after[rank] is None or after[rank] == before[rank]]:
+                return f"{self._named(silent)} gives no sign of life: it was killed, or is stopped"
+            if late := [rank for rank in members if rank != self.rank and (after[rank] or (0, {}))[1].get(line, 0) < mine]:
+                return f"{self._named(late)} is alive, and has not come to where the others wait"
+        except RuntimeError as error:  # of the store
+            return f"the launcher, or the machine of the first rank, cannot be reached ({first_line(error)})"
+        return ""
+
+    def _named(self, ranks: Iterable[int]) -> str:
+        return ", ".join(f"rank {rank} ({self._get(f'who/{rank}') or 'never seen'})" for rank in ranks)
+
+    def _live(self) -> None:
+        heard = {rank: (None, time.monotonic()) for rank in range(self.size)}
+        woke = last_answer = time.monotonic()
+        orphaned = 0.0
+        while not self._over.wait(BEAT):
+            slept, woke = time.monotonic() - woke, time.monotonic()
+            if slept > 2 * MISSED * BEAT:  # it was this one that was stopped
+                heard, last_answer = dict.fromkeys(heard, (None, woke)), woke
+            if self._launcher and os.getppid() != self._launcher and not orphaned:
+                orphaned = woke
+                _say("the launcher has ended; this process stops too")
+                os.kill(os.getpid(), signal.SIGTERM)
+            if orphaned and woke - orphaned > self.limit:
+                _leave(f"it has not stopped within {self.limit / 60:g} minutes after its launcher ended")
+            try:
+                self._beat()
+                self._watch(heard, woke)
+                last_answer = woke
+            except RuntimeError as error:  # of the store
+                if not orphaned and woke - last_answer > LOST * BEAT:
+                    orphaned = woke
+                    _say(
+                        f"the launcher, or the machine of the first rank, cannot be reached ({first_line(error)}); this process stops"
+                    )
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    def _watch(self, heard: dict[int, tuple[Any, float]], now: float) -> None:
+        """The first rank looks after all, and all look after the first: no rank asks for the signs of thousands."""
+        run = self._run
+        if self._store.check([f"failing/{run}"]):
+            self._failing = run
+        for rank, sign in self._signs(range(self.size) if self.rank == 0 else [0]).items():
+            if sign != heard[rank][0]:
+                heard[rank] = (sign, now)
+        late = [rank for rank, (_, at) in heard.items() if now - at > self.limit + GRACE and (self.rank == 0 or rank == 0)]
+        silent = [rank for rank in late if not self._store.check([f"done/{rank}"])]  # one that is done waits for who tidies up
+        if silent:
+            verdict = f"{self._named(silent)} has given no sign of life for strategy.timeout = {self.limit / 60:g} minutes"
+            self._store.set("verdict", verdict)
+        elif not self._store.check(["verdict"]):
+            return
+        _leave(f"{self._get('verdict')}. The same command goes on from the last checkpoint")
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._store.set(f"beat/{self.rank}", json.dumps([self._beats, self.reached.copy()]))
+
+    def _signs(self, ranks: Iterable[int]) -> dict[int, tuple[int, dict[str, int]] | None]:
+        keys = {rank: f"beat/{rank}" for rank in ranks}
+        if self._store.check(list(keys.values())):
+            return {rank: json.loads(value) for rank, value in zip(keys, self._store.multi_get(list(keys.values())))}
+        return {rank: json.loads(self._get(key) or "null") for rank, key in keys.items()}
+
+    def _get(self, key: str) -> str:
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+
+def _say(text: str) -> None:
+    with suppress(OSError):  # nobody may be left to read it
+        os.write(2, f"\n{text}\n".encode())
+
+
+def _leave(text: str) -> None:
+    """End this process from beside a call that does not return."""
+    if not tell(RankError(text)):
+        _say(text)
+    os._exit(2)

@@ -1,0 +1,84 @@
+"""Where the processes of a run leave what they have to say, and hear that they are to stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from lightrft.distributed.ray_cluster import package
+from lightrft.observability.logging_setup import FILE_ONLY, ROOT
+
+LEAVING = 5.0
+"""Seconds that a process which ends takes for its last words."""
+
+
+class Desk:
+    """Where ranks leave what they have to say and learn that they are to stop. An actor beside the driver."""
+
+    def __init__(self) -> None:
+        self._events: list[tuple[str, Any]] = []
+        self._news = asyncio.Event()
+        self._stop = asyncio.Event()
+
+    async def tell(self, event: tuple[str, Any]) -> None:
+        self._events.append(event)
+        self._news.set()
+
+    async def news(self, seconds: float) -> list[tuple[str, Any]]:
+        """Everything that was told since the last call, at most ``seconds`` after this one."""
+        if seconds:
+            try:
+                await asyncio.wait_for(self._news.wait(), seconds)
+            except TimeoutError:
+                return []
+        events, self._events = self._events, []
+        self._news.clear()
+        return events
+
+    async def stop(self) -> None:
+        self._stop.set()
+
+    async def stopped(self) -> bool:
+        """Answers once the ranks are to stop."""
+        return await self._stop.wait()
+
+
+class Teller(logging.Handler):
+    """In a rank: an observer, and a log handler, that pass everything on to the desk."""
+
+    def __init__(self, desk: Any, level: int) -> None:
+        super().__init__(level)
+        self._desk = desk
+        self._last: Any = None
+        self.addFilter(lambda record: not any(hasattr(record, key) for key in FILE_ONLY))
+
+    def begin(self, title: str, total: int, done: int) -> None:
+        self.tell("begin", (title, total, done))
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        self.tell("update", dict(row))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.tell("log", (record.levelno, record.getMessage()))
+
+    def tell(self, kind: str, value: Any) -> None:
+        self._last = self._desk.tell.remote((kind, value))
+
+    def leave(self, rank: int, error: BaseException) -> None:
+        """The ``error`` that ends this process, from beside the program. It is there when this returns, unless the desk is not."""
+        self.tell("left", (rank, str(error)))
+        package().wait([self._last], timeout=LEAVING)
+
+    def delivered(self) -> None:
+        """Wait until everything has arrived."""
+        if self._last is not None:
+            package().get(self._last)
+
+
+def told(teller: Teller) -> None:
+    """Have everything that this package logs passed on by ``teller``."""
+    logger = logging.getLogger(ROOT)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(teller)

@@ -1,0 +1,409 @@
+"""Ranks as actors on a Ray cluster: placed, started, watched, and started again when one is lost."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightrft.config import verbs as trees
+from lightrft.config.base import build, parse_yaml, to_yaml
+from lightrft.config.launch import RayConfig
+from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.distributed.error_report import heard_by
+from lightrft.distributed.placement import Layout, Place, Slot, environments, layout, side_by_side
+from lightrft.distributed.ray_cluster import actor, adopt, beside_driver, cluster, package, placed, reason_of, uses_devices
+from lightrft.distributed.ray_events import Desk, Teller, told
+from lightrft.distributed.ray_workers import Office, Roster, opened
+from lightrft.observability.logging_setup import ROOT
+from lightrft.observability.redaction import check_complete
+from lightrft.utils import errors
+from lightrft.utils.errors import ConfigError, RankError, UserError, WorkerError
+from lightrft.utils.stop_signal import StopFlag
+
+if TYPE_CHECKING:
+    from lightrft.observability.observer import Observer
+
+log = logging.getLogger(__name__)
+
+GRACE = 15.0
+"""Seconds that ranks have to end by themselves after one of them failed; whoever has not by then is taken for lost."""
+SETTLING = 30.0
+"""Seconds that a shared folder has to show what another node wrote, and the ranks before these to be gone."""
+
+
+def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> dict[str, Any]:
+    """Call ``module:name`` with ``config`` in ``launch.processes`` actors, and tell ``observer`` what the first one reports.
+
+    Returns what the call returned to the first rank. Raises the error of the rank that failed; ``RankError`` when ranks were lost
+    more than ``launch.ray.restarts`` times; ``ConfigError`` or ``ResourceError`` when there is no such cluster or no room in it.
+    """
+    check_launch(config)
+    with cluster(config.launch.ray), StopFlag() as stop:
+        summary = Driver(path, config, observer, stop).run()
+        # Ranks get SIGTERM whatever signal the driver got.
+        return {**summary, "stopped_by": stop.reason} if stop and "stopped_by" in summary else summary
+
+
+def check_launch(config: RLConfig | SFTConfig) -> None:
+    """Raises ``ConfigError`` where something is asked for that this config does not use."""
+    check_complete(config)
+    asked = config.launch.ray
+    if config.strategy.device == "cpu":
+        for name in ("devices", "engine_devices", "model_devices"):
+            if (share := getattr(asked, name)) is not None:
+                raise ConfigError(f"launch.ray.{name} = {share} changes nothing: strategy.device is cpu; leave one of them out")
+    limit = config.strategy.timeout
+    if asked.silence is not None and asked.silence >= limit and config.launch.processes > 1:
+        raise ConfigError(
+            f"launch.ray.silence = {asked.silence:g} minutes is not below strategy.timeout = {limit:g}: ranks that wait for a worker would "
+            "give up before it is started anew; lower the one or raise the other"
+        )
+    if isinstance(config, SFTConfig):
+        for name, count in asked.staff.items():
+            if count:
+                raise ConfigError(f"launch.ray.{name} = {count} changes nothing: sft has no such workers; leave it out")
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a rank is told to do. ``tree`` is YAML of the settings class ``kind``; ``again``: ranks before it were lost, and it goes on."""
+
+    path: str
+    kind: str
+    tree: str
+    environment: Mapping[str, str]
+    desk: Any
+    again: bool
+    before: tuple[Place, ...] = ()
+    roster: Any = None
+    slots: Mapping[str, Slot] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a call ended on a rank: with a result, or with an error by the name of its kind."""
+
+    result: Any = None
+    error: str = ""
+    text: str = ""
+    trace: str = ""
+
+    @property
+    def kind(self) -> type[UserError] | None:
+        """The class of the error, where it is a user's to fix."""
+        kind = getattr(errors, self.error, None)
+        return kind if isinstance(kind, type) and issubclass(kind, UserError) else None
+
+
+class RankLost(Exception):
+    """A rank ended without an answer."""
+
+
+class Rank:
+    """One rank: an actor whose main thread runs the program."""
+
+    def place(self, folder: str) -> Place:
+        """Go to ``folder`` and say where this is. Raises ``ConfigError`` where the node has no such folder."""
+        ray = package()
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        try:
+            os.chdir(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"node {address} has no folder {folder} ({error.strerror}); with launch.kind=ray, give the command in a folder that all "
+                "nodes share"
+            ) from None
+        devices = tuple(str(device) for device in context.get_accelerator_ids().get("GPU", ()))
+        return Place(context.get_node_id(), address, os.getpid(), devices)
+
+    def free_port(self) -> int:
+        """A port that nobody listens on here, for the ranks to meet."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    def put_mark(self, folder: str) -> str:
+        """Leave a file in ``folder``; its path. Raises ``ConfigError`` where that cannot be."""
+        mark = Path(folder) / f".seen-by-all-{secrets.token_hex(8)}"
+        try:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+        except OSError as error:
+            raise ConfigError(f"run.dir = {folder!r}: the first rank cannot write there: {error.strerror}") from None
+        return str(mark)
+
+    def sees(self, mark: str, seconds: float) -> bool:
+        """Whether the file is here too, or comes within that time."""
+        until = time.monotonic() + seconds
+        while not (found := Path(mark).exists()) and time.monotonic() < until:
+            list(Path(mark).parent.glob("*"))  # has a network file system look anew
+            time.sleep(0.2)
+        return found
+
+    def remove_mark(self, mark: str) -> None:
+        Path(mark).unlink(missing_ok=True)
+
+    def run(self, order: Order) -> Ended:
+        """Do as ordered; an error is part of the answer."""
+        adopt(order.environment)
+        teller = Teller(order.desk, logging.WARNING if order.environment["RANK"] == "0" else logging.ERROR)
+        told(teller)
+        office = Office(order.roster, order.slots, package().util.get_node_ip_address())
+        leave = partial(teller.leave, int(order.environment["RANK"]))
+        with StopFlag(), stopping(order.desk), opened(office), heard_by(leave):
+            ended = answer(order, teller)
+        teller.delivered()
+        return ended
+
+
+def answer(order: Order, observer: Observer) -> Ended:
+    """Call the program of ``order``."""
+    try:
+        config = going_on(order)
+        wait_until_gone(order.before)
+        if config.run.threads:
+            import torch
+
+            torch.set_num_threads(config.run.threads)
+        module, _, name = order.path.partition(":")
+        return Ended(result=getattr(importlib.import_module(module), name)(config, observer))
+    except Exception as error:
+        return Ended(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
+
+
+def going_on(order: Order) -> RLConfig | SFTConfig:
+    """The config of ``order``; that of ranks which go on takes up the newest checkpoint, whatever the first ones began with."""
+    config = build(getattr(trees, order.kind), parse_yaml(order.tree))
+    if not order.again:
+        return config
+    own = list((Path(config.run.dir).expanduser() / config.run.name / "checkpoints").glob("step_*"))
+    resume = config.run.resume if config.run.resume not in ("auto", "never") and not own else "auto"
+    return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume, "overwrite": False})})
+
+
+def wait_until_gone(before: Sequence[Place]) -> None:
+    """Wait for the processes of ``before`` that were on this node: one of them may hold the run folder still."""
+    here = package().get_runtime_context().get_node_id()
+    until = time.monotonic() + SETTLING
+    while any(alive(place.pid) for place in before if place.node == here) and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def alive(pid: int) -> bool:
+    """Whether there is a process of that number that still runs."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@contextmanager
+def stopping(desk: Any) -> Generator[None]:
+    """While the program runs, a stop at the desk becomes SIGTERM, which it takes as ever; again until it has."""
+    done = threading.Event()
+
+    def watch() -> None:
+        package().get(desk.stopped.remote())
+        while not done.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.wait(2.0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+@dataclass(slots=True)
+class Driver:
+    """Starts the ranks of a run and stays with them, in the process of the command."""
+
+    path: str
+    config: RLConfig | SFTConfig
+    observer: Observer
+    stop: StopFlag
+    losses: int = 0
+    began: bool = False
+    places: tuple[Place, ...] = ()
+    roster: Any = None
+    _asked_to_stop: bool = False
+    _desk: Any = None
+    _left: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def asked(self) -> RayConfig:
+        return self.config.launch.ray
+
+    def run(self) -> dict[str, Any]:
+        """The first rank's result, from as many starts as it takes."""
+        self._desk = beside_driver(Desk)
+        while True:
+            try:
+                return self.attempt()
+            except RankLost as lost:
+                self.losses += 1
+                self.after(lost)
+
+    def after(self, lost: RankLost) -> None:
+        """Say what was lost. Raises ``RankError`` when there is to be no other start."""
+        if self.stop:
+            raise RankError(f"{lost}, while the run was being stopped; the same command goes on from the last checkpoint")
+        if self.losses > self.asked.restarts:
+            raise RankError(
+                f"{lost}; the ranks were started again launch.ray.restarts = {self.asked.restarts} times. The same command goes on from "
+                "the last checkpoint"
+            )
+        log.warning("%s; all ranks start again from the last checkpoint (%d of %d)", lost, self.losses, self.asked.restarts)
+
+    def attempt(self) -> dict[str, Any]:
+        """Place the ranks and the workers, and see them through."""
+        plan = layout(self.config.launch, uses_devices(self.config))
+        with placed(plan, self.config.launch, self.stop) as group:
+            host = str(Path.cwd()), self.asked.environment, self._desk
+            self.roster = beside_driver(Roster, group, 60 * self.asked.wait, host) if plan.workers else None
+            actors = [actor(Rank, group, slot).remote() for slot in plan.ranks]
+            try:
+                return self.see_through(actors, plan)
+            finally:
+                for one in [*actors, *([self.roster] if self.roster is not None else [])]:
+                    package().kill(one)
+
+    def see_through(self, actors: list[Any], plan: Layout) -> dict[str, Any]:
+        """Give every actor its rank and its order, and wait for all of them."""
+        before, self._left = self.places, {}
+        folder = str(Path.cwd())
+        found = self.all_of(actors, [one.place.remote(folder) for one in actors], "start")
+        order = side_by_side(found)
+        actors, self.places = [actors[i] for i in order], tuple(found[i] for i in order)
+        self.check_shared(actors)
+        (port,) = self.all_of(actors[:1], [actors[0].free_port.remote()], "find a port")
+        orders = self.orders(port, plan, before)
+        ended = self.watch({one.run.remote(order): rank for rank, (one, order) in enumerate(zip(actors, orders))})
+        return self.outcome(ended)
+
+    def orders(self, port: int, plan: Layout, before: tuple[Place, ...] = ()) -> list[Order]:
+        """What each rank is told, at its place; ``before``: where the ranks were that these stand in for."""
+        kind, tree, asks = type(self.config).__name__, to_yaml(self.config), (self.roster, plan.workers)
+        common = Order(self.path, kind, tree, {}, self._desk, self.began, before, *asks)
+        environment = {**self.asked.environment, "TORCHELASTIC_RESTART_COUNT": str(self.losses)}
+        return [replace(common, environment={**environment, **own}) for own in environments(self.places, port)]
+
+    def all_of(self, actors: Sequence[Any], refs: list[Any], what: str) -> list[Any]:
+        """The answers to ``refs``. Raises ``RankLost`` for one that does not come within ``launch.ray.wait`` minutes."""
+        ray = package()
+        try:
+            return ray.get(refs, timeout=60 * self.asked.wait)
+        except ray.exceptions.RayTaskError as error:
+            raise error.cause if isinstance(error.cause, UserError) else error from None
+        except ray.exceptions.GetTimeoutError:
+            raise RankLost(f"{len(actors)} ranks did not {what} within launch.ray.wait = {self.asked.wait:g} minutes") from None
+        except ray.exceptions.RayError as error:  # an actor that died, a node or a connection that is gone
+            raise RankLost(f"a rank ended before it could {what} ({reason_of(error)})") from None
+
+    def check_shared(self, actors: list[Any]) -> None:
+        """Raises ``ConfigError`` when a node does not see what the first rank writes."""
+        folder = str(Path(self.config.run.dir).expanduser())
+        others = {p.node: i for i, p in enumerate(self.places) if p.node != self.places[0].node}
+        if not others:
+            return
+        (mark,) = self.all_of(actors[:1], [actors[0].put_mark.remote(folder)], "write to run.dir")
+        seen = self.all_of(actors, [actors[i].sees.remote(mark, SETTLING) for i in others.values()], "look at run.dir")
+        self.all_of(actors[:1], [actors[0].remove_mark.remote(mark)], "write to run.dir")
+        for rank, found in zip(others.values(), seen):
+            if not found:
+                raise ConfigError(
+                    f"run.dir = {self.config.run.dir!r}: rank {rank} on {self.places[rank]} does not see what rank 0 on {self.places[0]} "
+                    "writes there; set run.dir to a folder of a file system that all nodes share"
+                )
+
+    def watch(self, waiting: dict[Any, int]) -> dict[int, Ended]:
+        """Pass on what ranks say until each has ended, or some time after one failed. Raises ``RankLost`` for one that is gone."""
+        ray = package()
+        ended: dict[int, Ended] = {}
+        until = float("inf")
+        news = self._desk.news.remote(1.0)
+        while waiting and time.monotonic() < until:
+            done, _ = ray.wait([*waiting, news], timeout=1.0)
+            if self.stop and not self._asked_to_stop:
+                self._asked_to_stop = True
+                self._desk.stop.remote()
+            for ref in done:
+                if ref == news:
+                    self.pass_on(ray.get(ref))
+                    news = self._desk.news.remote(1.0)
+                    continue
+                rank = waiting.pop(ref)
+                try:
+                    ended[rank] = ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    self.pass_on([*ray.get(news), *ray.get(self._desk.news.remote(0.0))])
+                    raise self.lost(rank, reason_of(error)) from None
+                if ended[rank].error:
+                    until = min(until, time.monotonic() + GRACE)
+        self.pass_on([*ray.get(news), *ray.get(self._desk.news.remote(0.0))])
+        return ended
+
+    def pass_on(self, events: Sequence[tuple[str, Any]]) -> None:
+        """What the first rank observed, and what any rank logged."""
+        for kind, value in events:
+            if kind == "log":
+                logging.getLogger(ROOT).log(*value)
+            elif kind == "update":
+                self.observer.update(value)
+            elif kind == "left":
+                self._left[value[0]] = value[1]
+            else:
+                self.began = True
+                self.observer.begin(*value)
+
+    def lost(self, rank: int, reason: str) -> RankLost:
+        """``rank`` is gone: by what it has said itself, or else for ``reason``."""
+        place = f"rank {rank} on node {self.places[rank]}"
+        said = self._left.get(rank)
+        return RankLost(f"{place} has given up: {without_way_on(said)}" if said else f"{place} was lost: {reason}")
+
+    def outcome(self, ended: Mapping[int, Ended]) -> dict[str, Any]:
+        """The first rank's result, or the error of the rank where it began; those that only heard of one come last."""
+        failed = {rank: one for rank, one in ended.items() if one.error}
+        silent = [rank for rank in range(len(self.places)) if rank not in ended]
+        for rank, one in sorted(failed.items()):
+            if one.kind is WorkerError:
+                raise RankLost(one.text)
+            if one.kind is None or not issubclass(one.kind, RankError):
+                raise self.as_error(rank, one)
+        if silent:
+            where = ", ".join(f"rank {rank} on node {self.places[rank]}" for rank in silent)
+            raise RankLost(
+                f"{where} did not answer, though another had ended ({without_way_on(next(iter(failed.values())).text)})"
+            )
+        if failed:
+            raise RankLost(f"ranks lost one another: {without_way_on(failed[min(failed)].text)}")
+        return ended[0].result
+
+    def as_error(self, rank: int, one: Ended) -> Exception:
+        """The error of a rank, as its own kind where it is a user's to fix."""
+        if one.kind is not None:
+            return one.kind(one.text)
+        if one.error == MemoryError.__name__:
+            return MemoryError(one.text)
+        return RuntimeError(f"{one.error} on rank {rank}, node {self.places[rank]}: {one.text}\n{one.trace}")
+
+
+def without_way_on(text: str) -> str:
+    """What a rank has said, up to how to go on: the launcher says that itself."""
+    return text.partition(". The same command")[0]

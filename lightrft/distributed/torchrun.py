@@ -1,0 +1,138 @@
+"""Several processes of one program on this machine, by torch's launcher; of a run that fails, one line says which rank and why."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+from uuid import uuid4
+
+from lightrft.distributed.error_report import SPEAKER
+from lightrft.distributed.local_store import LOOPBACK, loopback_store
+
+BACKEND = "one-machine"
+GO_ON = "the same command goes on from the last checkpoint"
+
+
+def run_processes(name: str, program: Sequence[str], processes: int, minutes: float) -> int:
+    """Run ``python program...`` as many times side by side, and wait. The exit status: 0, 2 for what the user can fix, 1 for what else
+    fails, 128 and the signal's number after one to this process, which is passed on: they have ``minutes`` to stop."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # a wall of text, with no more in it than the line below
+    rendezvous_handler_registry.register(BACKEND, one_machine)
+    forced = Forced()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(30, round(60 * minutes))))
+    os.environ[SPEAKER] = "1"
+    settings = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        max_restarts=0,
+        rdzv_backend=BACKEND,
+        run_id=uuid4().hex,
+    )
+    try:
+        elastic_launch(settings, sys.executable)(*program)
+    except ChildFailedError as error:
+        text, status = cause(error.failures, forced.pids)
+        sys.stderr.write(f"\n{name}: {text}\n")
+        return status
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    return 0
+
+
+class OneMachine:
+    """Torch's ``RendezvousHandler`` for one launcher, whose store listens on the loopback interface alone."""
+
+    use_agent_store = True
+
+    def __init__(self, run_id: str) -> None:
+        self.run_id = run_id
+        self.store: Any = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self.run_id
+
+    def next_rendezvous(self) -> Any:
+        from torch.distributed import PrefixStore
+        from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
+
+        if self.store is None:
+            self.store = loopback_store(0, timedelta(minutes=10))
+        return RendezvousInfo(PrefixStore(self.run_id, self.store), 0, 1, RendezvousStoreInfo(LOOPBACK, self.store.port))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        return
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def one_machine(parameters: Any) -> Any:
+    """Make the handler that torch's launcher asks for by the name ``BACKEND``."""
+    return OneMachine(parameters.run_id)
+
+
+class Forced(logging.Handler):
+    """Collects ``pids`` of processes that torch's launcher has killed itself, since they did not end when they were asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.pids: set[int] = set()
+        logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+        logger.setLevel(logging.WARNING)
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "forcefully" in str(record.msg) and isinstance(record.args, tuple):
+            self.pids.update(pid for pid in record.args if isinstance(pid, int))
+
+
+def cause(failures: Mapping[int, Any], forced: Collection[int] = ()) -> tuple[str, int]:
+    """What the first of ``failures`` was, by rank as torch has them, and the exit status. What a rank says of another counts only where
+    that one says nothing; ``forced`` are processes that the launcher has killed afterwards."""
+    told = {rank: ("", "was killed") if failure.pid in forced else _told(failure) for rank, failure in failures.items()}
+    order = {"killed": 0, "bug": 1, "user": 1, "rank": 2, "": 3}
+    rank = min(told, key=lambda r: (order[told[r][0]], failures[r].timestamp, r))
+    kind, text = told[rank]
+    if kind == "rank":
+        return text, 2
+    if kind == "user":
+        everyone = all(said == text for _, said in told.values())
+        return (text if everyone else f"rank {rank}: {text}"), 2
+    return f"rank {rank} {text}; {GO_ON}", 1
+
+
+def _told(failure: Any) -> tuple[str, str]:
+    """The kind of a failure and its text."""
+    data = failure.error_file_data
+    message = data.get("message", {}) if isinstance(data, dict) else {}
+    if isinstance(message, dict) and "kind" in message.get("extraInfo", {}):
+        kind = message["extraInfo"]["kind"]
+        return kind, f"failed with {message['message']}" if kind == "bug" else message["message"]
+    if failure.exitcode in (-signal.SIGTERM, -signal.SIGINT):
+        return "", f"was ended by {failure.signal_name()}"
+    if failure.exitcode < 0:
+        memory = ", as happens when memory runs out" if failure.exitcode == -signal.SIGKILL else ""
+        return "killed", f"was killed by {failure.signal_name()}{memory}"
+    return "", f"ended with status {failure.exitcode}; see what it said above"

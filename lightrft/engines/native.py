@@ -1,0 +1,548 @@
+"""Continuous batching over the policy itself: no copy of the weights, each distinct prompt computed once."""
+
+from __future__ import annotations
+
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.config.strategy import EngineConfig, SamplingConfig
+from lightrft.engines import sampling as draws
+from lightrft.engines.base import Fingerprint, never
+from lightrft.engines.stop_strings import StopStrings
+from lightrft.types import FinishReason, Prompt, Request, Rollout
+from lightrft.utils.cpu_threads import threads_for
+from lightrft.utils.device_transfer import index_on, to_device
+from lightrft.utils.errors import ModelError, ResourceError
+
+
+class Session(Protocol):
+    """A cache over the policy: prompts by handle, answers in rows ``0 .. len - 1``."""
+
+    def tokens(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, /) -> int:
+        """Return the tokens whose memory such shapes take."""
+        ...
+
+    def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int, /) -> None: ...
+
+    def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+        """Compute prompts: a handle for each, and the logits ``[P, V]`` of the first answer tokens.
+
+        The last ``begun[p]`` tokens of prompt ``p`` are an answer that is resumed.
+        """
+        ...
+
+    def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
+        """Append one row with an empty answer for each handle. Prompts in ``sealed`` get no row after these."""
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feed ``tokens [R]``, the last of each row, and return the logits ``[R, V]`` of the next."""
+        ...
+
+    def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
+        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
+        ...
+
+    def release(self, handle: int) -> None: ...
+
+
+class Decoder(Protocol):
+    """What the engine needs of a policy."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def parameters(self) -> Iterable[tuple[str, Tensor]]: ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Use the tensors of ``weights`` from now on."""
+        ...
+
+    def session(self) -> Session: ...
+
+    def running(self) -> AbstractContextManager[None]:
+        """Context in which sessions may be called."""
+        ...
+
+
+class NativeEngine:
+    """The reference engine. An answer depends on its request alone, up to floating-point rounding.
+
+    ``version`` is that of the weights that ``decoder`` holds. With ``shared`` they are the policy's own, so that nothing has to
+    be handed over; without, they are those that ``load_weights`` brought last. ``whole`` is a context in which the policy's weights are
+    not spread over ranks: it is entered by ``wake``, and left by ``sleep``. Any number of ``generate`` iterators may be open, each with
+    caches of its own; one that is dropped early frees them.
+    """
+
+    of_all = False
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Any,
+        config: EngineConfig,
+        version: int = 0,
+        *,
+        shared: bool = True,
+        whole: Callable[[], AbstractContextManager[None]] | None = None,
+        together: int = 1,
+    ) -> None:
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.config = config
+        self.version = version
+        self.shared = shared
+        self.together = together
+        self.awake = whole is None
+        self._whole, self._held = whole, ExitStack()
+        self._stops: dict[tuple[str, ...], StopStrings] = {}
+        self.size = sum(tensor.numel() for _, tensor in decoder.parameters())
+
+    def generate(
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+    ) -> Iterator[Rollout]:
+        """See ``Engine.generate``. Raises ``ResourceError`` at once for a request that ``token_budget`` can never hold."""
+        wanted = list(requests)
+        check_requests(wanted, sampling, self.config)
+        return self._answers(wanted, sampling, stopped)
+
+    def _answers(self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]) -> Iterator[Rollout]:
+        drawing = Drawing(self, requests, sampling)
+        while drawing.unfinished:
+            if stopped():
+                yield from drawing.abort()
+                return
+            yield from drawing.advance(stopped)
+
+    def stop_strings(self, stop: tuple[str, ...]) -> StopStrings:
+        if stop not in self._stops:
+            self._stops[stop] = StopStrings(self.tokenizer, stop)
+        return self._stops[stop]
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
+        """See ``Engine.load_weights``. Weights that are shared are in use already: then ``weights`` is not read."""
+        if not self.shared:
+            self.decoder.load(weights)
+        self.version = version
+        return checksums(self.decoder.parameters())
+
+    def sleep(self, level: int) -> None:
+        """Nothing is held between calls, at either level; open iterators raise ``RuntimeError`` when next asked."""
+        self.awake = False
+        self._held.close()
+
+    def wake(self) -> None:
+        if self._whole is not None and not self.awake:
+            self._held.enter_context(self._whole())
+        self.awake = True
+
+    def close(self) -> None:
+        self.sleep(2)
+
+
+class Drawing:
+    """Answers under way, in the hands of whoever asks for the next tokens; more requests may join at any time."""
+
+    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        self._engine = engine
+        self._run = _Run(engine, requests, sampling)
+
+    @property
+    def unfinished(self) -> bool:
+        return self._run.unfinished
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue ``requests``, which share the computation of a prompt with one another, not with those that came before."""
+        self._run.queue(requests)
+
+    def advance(self, stopped: Callable[[], bool] = never) -> list[Rollout]:
+        """The next answers that are finished; none once ``stopped``, which is asked between tokens. The policy is itself again
+        whenever the caller has control."""
+        engine, run = self._engine, self._run
+        done: list[Rollout] = []
+        if not engine.awake:
+            raise RuntimeError("the engine was put to sleep or closed while answers were being drawn; call wake() first")
+        with threads_for(2.0 * engine.size * run.width, engine.decoder.device), engine.decoder.running():
+            while run.unfinished and not done and not stopped():
+                done = run.advance()
+        return done
+
+    def abort(self) -> list[Rollout]:
+        """What is not finished, as it is."""
+        return self._run.abort()
+
+
+def check_requests(requests: Iterable[Request], sampling: SamplingConfig, config: EngineConfig) -> None:
+    """Raises ``ResourceError`` for a request that ``token_budget`` can never hold, ``ValueError`` for one that asks for nothing."""
+    for request in requests:
+        if _limit(request, sampling) < 1:
+            raise ValueError(f"max_new_tokens {request.max_new_tokens} of a request must be at least 1")
+        if request.held >= _end(request, sampling):
+            raise ValueError(
+                f"{request.held} tokens of an answer to {request.prompt.id!r} are there; it ends at {_end(request, sampling)}"
+            )
+        tokens = len(request.prompt.token_ids) + _limit(request, sampling)
+        if tokens > config.token_budget:
+            raise ResourceError(
+                f"engine.token_budget = {config.token_budget} cannot hold prompt {request.prompt.id!r}: "
+                f"{len(request.prompt.token_ids)} prompt tokens + max_new_tokens {_limit(request, sampling)} = {tokens}; "
+                f"raise engine.token_budget to at least {tokens}, or lower max_new_tokens or the prompt length"
+            )
+
+
+def _limit(request: Request, sampling: SamplingConfig) -> int:
+    return sampling.max_new_tokens if request.max_new_tokens is None else request.max_new_tokens
+
+
+def _end(request: Request, sampling: SamplingConfig) -> int:
+    """Tokens of the answer at which it comes back, finished or not."""
+    limit = _limit(request, sampling)
+    return limit if request.pause is None else min(limit, request.pause)
+
+
+def _room(request: Request, sampling: SamplingConfig) -> int:
+    """Tokens that the answer may grow by in this call."""
+    return _end(request, sampling) - request.held
+
+
+def _read(request: Request) -> Prompt:
+    """What is computed before the first token that is drawn: the prompt, and after it what was begun of the answer."""
+    if request.begun is None or not request.held:
+        return request.prompt
+    return replace(request.prompt, token_ids=request.prompt.token_ids + request.begun.token_ids)
+
+
+CHECKSUM_PART = 1 << 22
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(tensor: Tensor) -> str:
+    """Type, shape and two sums over the raw bits, exact on any device: one over all, one over a sample weighted by place."""
+    return checksums([("", tensor)])[""]
+
+
+def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
+    """The ``checksum`` of each of the named ``tensors``. The host waits once for each device, not once for each tensor."""
+    made: dict[torch.device, list[tuple[str, str, Tensor, Tensor]]] = {}
+    for name, tensor in tensors:
+        tensor = getattr(tensor, "to_local", lambda t=tensor: t)()  # of a tensor spread over ranks: this rank's shard
+        bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+        # In parts: a sum in another type first converts its input, which for a whole embedding is twice its size.
+        sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(CHECKSUM_PART)])
+        sampled = bits[:: max(1, bits.numel() // 4096)].contiguous()
+        made.setdefault(tensor.device, []).append((name, f"{tensor.dtype}{list(tensor.shape)}", sums, sampled))
+    found: Fingerprint = {}
+    for rows in made.values():
+        raw = torch.cat([x.view(torch.uint8) for _, _, *both in rows for x in both]).cpu().numpy()
+        start = 0
+        for name, about, sums, sampled in rows:
+            middle, end = start + sums.nbytes, start + sums.nbytes + sampled.nbytes
+            total = sum(raw[start:middle].view(np.int64).tolist())
+            found[name] = f"{about}:{total:x}:{zlib.crc32(raw[middle:end].tobytes()):x}"
+            start = end
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """The requests of one prompt. ``logits [V]`` of its first answer token are kept while some of them wait.
+
+    The last ``begun`` tokens of ``prompt`` are an answer that is resumed.
+    """
+
+    prompt: Prompt
+    begun: int = 0
+    waiting: deque[Request] = field(default_factory=deque)
+    rows: int = 0
+    handle: int = -1
+    logits: Tensor | None = None
+
+
+class _Shape(NamedTuple):
+    """The rows and prompts that the cache holds, all as long as the longest of their kind."""
+
+    prompts: int
+    prompt_tokens: int
+    rows: int
+    answer_tokens: int
+
+    def with_row(self, limit: int, prompt: int | None) -> _Shape:
+        """One row more, with its prompt if that is new."""
+        prompts = (self.prompts, self.prompt_tokens) if prompt is None else (self.prompts + 1, max(self.prompt_tokens, prompt))
+        return _Shape(*prompts, self.rows + 1, max(self.answer_tokens, limit))
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Answers that grow, by row: what the host must know of each."""
+
+    requests: list[Request] = field(default_factory=list)
+    groups: list[_Group] = field(default_factory=list)
+    keys: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    greedy: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=bool))
+    limits: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    steps: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+    logprobs: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.float32))
+    versions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), dtype=np.int64))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+    def append(self, requests: list[Request], groups: list[_Group], limits: list[int]) -> None:
+        first = len(self)
+        self.requests += requests
+        self.groups += groups
+        self.keys = np.concatenate([self.keys, draws.seed_keys([r.seed for r in requests])])
+        self.greedy = np.concatenate([self.greedy, np.array([r.greedy for r in requests], dtype=bool)])
+        self.limits = np.concatenate([self.limits, np.array(limits, dtype=np.int64)])
+        held = np.array([r.held for r in requests], dtype=np.int64)
+        self.steps = np.concatenate([self.steps, held])
+        self._resize(len(self), max(self.tokens.shape[1], int(held.max(initial=0))))
+        for row, request in enumerate(requests, start=first):
+            if request.begun is not None:
+                for column, values in zip((self.tokens, self.logprobs, self.versions), _columns(request.begun)):
+                    column[row, : request.held] = values
+
+    def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+        """One more token in every row."""
+        if int(self.steps.max()) >= self.tokens.shape[1]:
+            self._resize(len(self), max(64, 2 * self.tokens.shape[1]))
+        at = np.arange(len(self)), self.steps
+        self.tokens[at], self.logprobs[at], self.versions[at] = tokens, logprobs, version
+        self.steps += 1
+
+    def evict(self, moves: list[tuple[int, int]], rows: int) -> None:
+        for dst, src in moves:
+            self.requests[dst], self.groups[dst] = self.requests[src], self.groups[src]
+        if moves:
+            to, of = (list(side) for side in zip(*moves))
+            for column in (self.keys, self.greedy, self.limits, self.steps, self.tokens, self.logprobs, self.versions):
+                column[to] = column[of]
+        del self.requests[rows:], self.groups[rows:]
+        self.keys, self.greedy = self.keys[:rows], self.greedy[:rows]
+        self.limits, self.steps = self.limits[:rows], self.steps[:rows]
+        self.tokens, self.logprobs, self.versions = self.tokens[:rows], self.logprobs[:rows], self.versions[:rows]
+
+    def _resize(self, rows: int, columns: int) -> None:
+        for name in ("tokens", "logprobs", "versions"):
+            old = getattr(self, name)
+            new = np.zeros((rows, columns), dtype=old.dtype)
+            new[: old.shape[0], : old.shape[1]] = old
+            setattr(self, name, new)
+
+
+def _columns(rollout: Rollout) -> tuple[list[int], list[float], list[int]]:
+    return rollout.token_ids, rollout.logprobs, rollout.versions
+
+
+def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Copy ``tokens [R]`` and ``logprobs [R]`` to the host in one transfer: each transfer waits for the device."""
+    bits = logprobs.view(_INTEGERS[logprobs.element_size()])
+    both = torch.stack([tokens, bits.long()]).cpu()
+    return both[0].numpy(), both[1].to(bits.dtype).view(logprobs.dtype).numpy()
+
+
+class _Run:
+    """One ``generate`` call: who waits, who grows, and the cache. ``advance`` adds one token to every row."""
+
+    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+        self._engine, self._sampling, self._config = engine, sampling, engine.config
+        self._likeliest = sampling.model_copy(update={"temperature": 0.0})
+        self._device = engine.decoder.device
+        self._session = engine.decoder.session()
+        eos = () if engine.tokenizer.eos_token_id is None else (engine.tokenizer.eos_token_id,)
+        self._ends = np.unique(np.array([*engine.decoder.eos_token_ids, *eos, *sampling.stop_token_ids], dtype=np.int64))
+        self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
+        self._waiting: deque[_Group] = deque()
+        self._open: list[_Group] = []  # groups whose prompt is in the cache
+        self._rows = _Rows()
+        self._last = torch.zeros(0, dtype=torch.long, device=self._device)
+        self._seen: Tensor | None = None  # [R, V], kept only for the repetition penalty
+        self.queue(requests)
+
+    def queue(self, requests: Sequence[Request]) -> None:
+        """Have ``requests`` wait for their turn."""
+        groups: dict[Any, _Group] = {}
+        for request in requests:
+            read = _read(request)
+            key = (id(request.prompt) if request.prompt.media else None, *read.token_ids)
+            groups.setdefault(key, _Group(read, request.held)).waiting.append(request)
+        self._waiting.extend(groups.values())
+
+    @property
+    def width(self) -> int:
+        """Rows that grow together, now or once the first are let in."""
+        return len(self._rows) or min(self._config.max_rows, sum(len(group.waiting) for group in self._waiting))
+
+    @property
+    def unfinished(self) -> bool:
+        return bool(self._waiting) or len(self._rows) > 0
+
+    def advance(self) -> list[Rollout]:
+        """One token for every row and for whoever can be let in; the answers that this finished."""
+        parts = [self._session.step(self._last)] if len(self._rows) else []
+        admitted = self._admit()
+        if admitted:
+            parts.append(torch.stack(admitted))
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._last, logprobs = self._draw(logits)
+        host_tokens, host_logprobs = _to_host(self._last, logprobs)
+        if np.isnan(host_logprobs).any():
+            bad = self._rows.requests[int(np.flatnonzero(np.isnan(host_logprobs))[0])]
+            raise ModelError(
+                f"the policy gave logits that are not numbers after prompt {bad.prompt.id!r}; its weights have diverged"
+            )
+        self._rows.record(host_tokens, host_logprobs, self._engine.version)
+        return self._finish(host_tokens)
+
+    def abort(self) -> list[Rollout]:
+        """What is not finished, as it is."""
+        begun = [self._rollout(row, "abort", None) for row in range(len(self._rows))]
+        waiting = [r for group in self._waiting for r in group.waiting]
+        return begun + [r.begun or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in waiting]
+
+    def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        rows, sampling = self._rows, self._sampling
+        suppress = None
+        if sampling.min_new_tokens and len(self._ends) and (early := rows.steps < sampling.min_new_tokens).any():
+            mask = np.zeros(tuple(logits.shape), dtype=bool)
+            mask[np.ix_(early, self._ends)] = True
+            suppress = to_device(torch.from_numpy(mask), self._device)
+        if sampling.temperature == 0 or rows.greedy.all():
+            tokens, logprobs = draws.greedy(draws.process(logits, self._likeliest, self._seen, suppress))
+        else:
+            u = to_device(torch.from_numpy(draws.uniforms(rows.keys, rows.steps)), self._device)
+            tokens, logprobs = draws.draw(draws.process(logits, sampling, self._seen, suppress), u)
+            if rows.greedy.any():
+                at = to_device(torch.from_numpy(np.flatnonzero(rows.greedy)), self._device)
+                part = [None if mask is None else mask[at] for mask in (self._seen, suppress)]
+                tokens[at], logprobs[at] = draws.greedy(draws.process(logits[at], self._likeliest, *part))
+        if self._seen is not None:
+            self._seen[torch.arange(len(rows), device=self._device), tokens] = True
+        return tokens, logprobs
+
+    def _admit(self) -> list[Tensor]:
+        """Let in who fits, in order; the logits ``[V]`` of each new row's first token."""
+        entering: list[tuple[_Group, Request]] = []
+        fresh: list[_Group] = []
+        shape = _Shape(
+            len(self._open),
+            max((len(g.prompt.token_ids) for g in self._open), default=0),
+            len(self._rows),
+            max((_room(r, self._sampling) for r in self._rows.requests), default=0),
+        )
+        while self._waiting and shape.rows < self._config.max_rows:
+            group = self._waiting[0]
+            new = group.handle < 0 and (not fresh or fresh[-1] is not group)
+            larger = shape.with_row(_room(group.waiting[0], self._sampling), len(group.prompt.token_ids) if new else None)
+            if self._session.tokens(*larger) > self._config.token_budget:
+                break
+            shape = larger
+            if new:
+                fresh.append(group)
+            entering.append((group, group.waiting.popleft()))
+            if not group.waiting:
+                self._waiting.popleft()
+        if not entering:
+            return []
+        self._session.reserve(*shape, self._config.token_budget)
+        self._prefill(fresh)
+        sealed = {group.handle for group, _ in entering if not group.waiting}
+        self._session.admit([group.handle for group, _ in entering], sorted(sealed))
+        return self._enter(entering)
+
+    def _prefill(self, fresh: list[_Group]) -> None:
+        if not fresh:
+            return
+        handles, logits = self._session.prefill([g.prompt for g in fresh], [g.begun for g in fresh])
+        for group, handle, row in zip(fresh, handles, logits):
+            group.handle, group.logits = handle, row
+        self._open += fresh
+
+    def _enter(self, entering: list[tuple[_Group, Request]]) -> list[Tensor]:
+        groups, requests = [g for g, _ in entering], [r for _, r in entering]
+        logits = [g.logits for g in groups if g.logits is not None]
+        self._rows.append(requests, groups, [_end(r, self._sampling) for r in requests])
+        if self._sampling.repetition_penalty != 1:
+            seen = torch.zeros(len(groups), logits[0].shape[0], dtype=torch.bool, device=self._device)
+            for row, group in zip(seen, groups):
+                row[index_on(self._device, group.prompt.token_ids)] = True
+            self._seen = seen if self._seen is None else torch.cat([self._seen, seen])
+        for group in groups:
+            group.rows += 1
+            if not group.waiting:
+                group.logits = None
+        return logits
+
+    def _finish(self, tokens: np.ndarray) -> list[Rollout]:
+        rows = self._rows
+        late = rows.steps >= self._sampling.min_new_tokens
+        stopped = np.isin(tokens, self._ends) & late
+        cuts: dict[int, str] = {}
+        if self._stops is not None:
+            for row in np.flatnonzero(~stopped & late).tolist():
+                if self._stops.may_end(int(tokens[row])):
+                    cut = self._stops.cut(rows.tokens[row, : rows.steps[row]])
+                    if cut is not None:
+                        cuts[row] = cut
+        stopped[list(cuts)] = True
+        finished = np.flatnonzero(stopped | (rows.steps >= rows.limits))
+        if not len(finished):
+            return []
+        done = [self._rollout(row, "stop" if stopped[row] else self._cut(row), cuts.get(row)) for row in finished.tolist()]
+        self._evict(finished)
+        return done
+
+    def _cut(self, row: int) -> FinishReason:
+        """Why an answer that did not stop comes back: it is as long as it may be, or to go on later."""
+        return "length" if self._rows.steps[row] >= _limit(self._rows.requests[row], self._sampling) else "abort"
+
+    def _rollout(self, row: int, reason: FinishReason, text: str | None) -> Rollout:
+        rows, request = self._rows, self._rows.requests[row]
+        length = int(rows.steps[row])
+        token_ids = rows.tokens[row, :length].tolist()
+        if text is None:
+            text = self._engine.tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Rollout(
+            prompt=request.prompt,
+            token_ids=token_ids,
+            sampled=(request.begun.sampled if request.begun is not None else []) + [True] * (length - request.held),
+            logprobs=rows.logprobs[row, :length].tolist(),
+            versions=rows.versions[row, :length].tolist(),
+            finish_reason=reason,
+            seed=request.seed,
+            sample=request.sample,
+            text=text,
+        )
+
+    def _evict(self, finished: np.ndarray) -> None:
+        """Free the rows; the last ones take their places."""
+        groups = {id(g): g for g in (self._rows.groups[row] for row in finished.tolist())}
+        for row in finished.tolist():
+            self._rows.groups[row].rows -= 1
+        kept = len(self._rows) - len(finished)
+        staying = np.setdiff1d(np.arange(kept, len(self._rows)), finished)
+        moves = list(zip(finished[finished < kept].tolist(), staying.tolist()))
+        self._session.evict(moves, kept)
+        self._rows.evict(moves, kept)
+        left = np.arange(kept)
+        left[[dst for dst, _ in moves]] = [src for _, src in moves]
+        index = to_device(torch.from_numpy(left), self._device)
+        self._last = self._last[index]
+        self._seen = None if self._seen is None else self._seen[index]
+        for group in groups.values():
+            if not group.rows and not group.waiting:
+                self._session.release(group.handle)
+                self._open.remove(group)

@@ -1,0 +1,136 @@
+"""How the next token is drawn from logits: pure functions over ``[R, V]``, one row per answer.
+
+Every filter sets what it removes to ``-inf``; ``draw`` then samples from, and reports log-probs of, exactly what is left.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.config.strategy import SamplingConfig
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * _MIX[0]
+    z = (z ^ (z >> np.uint64(27))) * _MIX[1]
+    return z ^ (z >> np.uint64(31))
+
+
+def seed_keys(seeds: list[int]) -> np.ndarray:
+    """``[R]`` uint64 keys of ``seeds``, any integers, well mixed so that neighbouring seeds share nothing."""
+    return _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64) + _GOLDEN)
+
+
+def uniforms(keys: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """``[R]`` float64 in [0, 1): one number per (key, step), whatever else is drawn.
+
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) is a counter-based generator: the n-th number is a hash of the counter.
+    """
+    bits = _mix(keys + (steps.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
+    # 52 bits, so that u * total < total for every float64 total.
+    return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
+
+
+def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits of tokens in ``seen [R, V]`` pushed down by ``penalty`` (arXiv 1909.05858, equation in section 4.1)."""
+    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+
+
+def keep_top_k(logits: Tensor, k: int) -> Tensor:
+    """The ``k`` largest of each row; tokens that tie with the k-th stay."""
+    if k >= logits.shape[-1]:
+        return logits
+    kth = torch.topk(logits, k, dim=-1).values[:, -1:]
+    return logits.masked_fill(logits < kth, -torch.inf)
+
+
+def keep_top_p(logits: Tensor, p: float) -> Tensor:
+    """The smallest set of likeliest tokens whose probability reaches ``p`` (arXiv 1904.09751); of equals the lower id stays."""
+    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    probability = torch.softmax(ordered, dim=-1, dtype=_wide(logits))
+    before = torch.cumsum(probability, dim=-1) - probability
+    removed = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, before >= p)
+    return logits.masked_fill(removed, -torch.inf)
+
+
+def keep_min_p(logits: Tensor, p: float) -> Tensor:
+    """Tokens at least ``p`` times as likely as the likeliest (arXiv 2407.01082)."""
+    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + float(np.log(p)), -torch.inf)
+
+
+def process(logits: Tensor, sampling: SamplingConfig, seen: Tensor | None = None, suppress: Tensor | None = None) -> Tensor:
+    """``logits [R, V]`` to those of the distribution to sample from, float32.
+
+    ``seen [R, V]`` marks tokens of the prompt and of the answer so far, ``suppress [R, V]`` those that may not come now.
+    At temperature 0 only the repetition penalty and ``suppress`` apply: the rest does not move the maximum.
+    """
+    logits = logits.float()
+    if seen is not None:
+        logits = penalize_repetition(logits, seen, sampling.repetition_penalty)
+    if suppress is not None:
+        logits = logits.masked_fill(suppress, -torch.inf)
+    if sampling.temperature == 0:
+        return logits
+    if sampling.temperature != 1:
+        logits = logits / sampling.temperature
+    if sampling.top_k:
+        logits = keep_top_k(logits, sampling.top_k)
+    if sampling.top_p < 1:
+        logits = keep_top_p(logits, sampling.top_p)
+    if sampling.min_p > 0:
+        logits = keep_min_p(logits, sampling.min_p)
+    return logits
+
+
+def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the likeliest token of each row and its log-prob at temperature 1, both ``[R]``. NaN stays NaN.
+
+    Under the point mass that it comes from, the log-prob would be 0 for every token, which says nothing. Training scores greedy
+    responses at temperature 1 too.
+    """
+    best, tokens = logits.max(-1)
+    return tokens, best - torch.logsumexp(logits, -1)
+
+
+def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens ``[R]`` by inverse distribution function at ``u [R]`` in [0, 1), and their log-probs ``[R]`` float32.
+
+    A token of probability 0 is never drawn. Cumulative sums are over blocks of about sqrt(V) tokens, then inside the one
+    block that was hit, so no ``[R, V]`` array is scanned in float64.
+    """
+    rows, vocabulary = logits.shape
+    wide = _wide(logits)
+    size = 1 << max(0, (vocabulary - 1).bit_length() // 2)
+    blocks = -(-vocabulary // size)
+    top = logits.amax(-1, keepdim=True)
+    weights = logits.new_empty(rows, blocks * size)
+    weights[:, vocabulary:] = 0
+    torch.exp(logits - top, out=weights[:, :vocabulary])
+    weights = weights.view(rows, blocks, size)
+    outer = torch.cumsum(weights.sum(-1).to(wide), dim=-1)  # a sum straight to float64 would first copy [R, V] to it
+    target = u.to(wide).unsqueeze(-1) * outer[:, -1:]
+    block = _first_above(outer, target)
+    below = torch.where(block > 0, outer.gather(-1, (block - 1).clamp_(min=0)), 0)
+    inner = torch.cumsum(weights[torch.arange(rows, device=logits.device), block[:, 0]].to(wide), dim=-1)
+    tokens = (block * size + _first_above(inner, target - below)).clamp_(max=vocabulary - 1)
+    logprobs = (logits.gather(-1, tokens) - top).to(wide) - outer[:, -1:].log()
+    return tokens[:, 0], logprobs[:, 0].float()
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """``[R, 1]`` index of the first of ``cumulative [R, n]`` above ``target [R, 1]``; never one that adds nothing.
+
+    Rounding can put the target at or past the end: then the last index that adds something. NaN gives some valid index.
+    """
+    last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
+    found = torch.minimum(torch.searchsorted(cumulative, target, right=True), last)
+    return found.clamp_(max=cumulative.shape[-1] - 1)
+
+
+def _wide(logits: Tensor) -> torch.dtype:
+    return torch.float32 if logits.device.type == "mps" else torch.float64  # Apple's GPUs have no float64

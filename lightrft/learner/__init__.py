@@ -1,0 +1,1 @@
+"""Turn a scored batch into optimizer steps: forward passes, micro-batches, loss, update."""

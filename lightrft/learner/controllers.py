@@ -1,0 +1,87 @@
+"""What a run carries from step to step besides weights: coefficients in force and running moments."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from lightrft.algorithms.kl import EntropyController, KLController
+from lightrft.algorithms.running_stats import Moments
+from lightrft.algorithms.token_ops import Rows
+from lightrft.config.algorithm import AlgorithmConfig, NormalizeConfig
+from lightrft.observability.metrics import Last, Mean, Metrics
+from lightrft.types import Batch
+
+
+@dataclass(slots=True)
+class Controls:
+    """Saved with the run; a step reads them at its start and steers them at its end."""
+
+    kl: KLController
+    entropy: EntropyController
+    normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
+    rewards: Moments = field(default_factory=Moments)
+    returns: Moments = field(default_factory=Moments)
+
+    @staticmethod
+    def of(algorithm: AlgorithmConfig) -> Controls:
+        return Controls(KLController.of(algorithm.kl), EntropyController.of(algorithm.entropy), algorithm.normalize)
+
+    def values(self, spoken: Tensor) -> Tensor:
+        """What the critic says, in the unit of rewards."""
+        return self.returns.natural(spoken, self.normalize.eps) if self.normalize.values else spoken
+
+    def for_critic(self, batch: Batch) -> Batch:
+        """``batch`` with returns in the unit that its critic is to speak from now on, and with values as it spoke them."""
+        if not self.normalize.values or batch.returns is None or batch.values is None:
+            return batch
+        eps, seen = self.normalize.eps, self._returns_with(batch)
+        return batch.replace(returns=seen.standardised(batch.returns, eps), values=self.returns.standardised(batch.values, eps))
+
+    def _returns_with(self, batch: Batch) -> Moments:
+        return self.returns if batch.returns is None else self.returns.including(batch.returns[batch.mask])
+
+    def steer(self, batch: Batch, *, frozen: bool = False) -> Metrics:
+        """Report what was in force and move it by what ``batch`` shows. A coefficient is not to blame for a policy that was ``frozen``:
+        those that follow what the policy does then stay."""
+        metrics = Metrics({"policy/kl_coef": Mean(self.kl.coef)}) if self.kl.config.used else Metrics()
+        if batch.old_logprobs is not None and batch.ref_logprobs is not None:
+            distance = Rows.of(batch).sum(batch.old_logprobs - batch.ref_logprobs).mean()
+            metrics.add("policy/kl_per_answer", Mean(distance))
+            if not frozen:
+                self.kl.update(float(distance), len(batch))
+        self.kl.advance()
+        if self.entropy.config.target is not None:
+            entropy = mean_entropy(batch)
+            metrics.add("policy/entropy_coef", Mean(self.entropy.in_force(entropy)))
+            if not frozen:
+                self.entropy.update(entropy)
+        if self.normalize.rewards != "none" and batch.outcomes is not None:
+            self.rewards = self.rewards.including(batch.outcomes)
+            metrics.merge(_of("reward/seen", self.rewards))
+        if self.normalize.values:
+            self.returns = self._returns_with(batch)
+            metrics.merge(_of("critic/seen", self.returns))
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        coefficients = {"kl_coef": self.kl.coef, "kl_step": self.kl.step, "entropy_coef": self.entropy.coef}
+        return {**coefficients, "rewards": asdict(self.rewards), "returns": asdict(self.returns)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kl.coef, self.kl.step = state["kl_coef"], state["kl_step"]
+        self.entropy.coef = state["entropy_coef"]
+        self.rewards, self.returns = Moments(**state["rewards"]), Moments(**state["returns"])
+
+
+def _of(name: str, seen: Moments) -> Metrics:
+    return Metrics({f"{name}_mean": Last(seen.mean), f"{name}_std": Last(seen.deviation())})
+
+
+def mean_entropy(batch: Batch) -> float | None:
+    """Nats a token of the policy before the update; ``None`` where it was not measured or nothing was sampled."""
+    if batch.entropy is None or not batch.mask.any():
+        return None
+    return float(batch.entropy[batch.mask].double().mean())

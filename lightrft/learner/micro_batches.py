@@ -1,0 +1,135 @@
+"""From a batch to optimizer steps (mini-batches) and to forwards (micro-batches). Any size splits; nothing has to divide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from lightrft.distributed.process_group import Ranks
+from lightrft.types import Batch
+
+SLACK = 1.05
+"""How much more than its part of the work a rank may have."""
+
+
+def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[Tensor]:
+    """Index tensors of ``count`` parts of nearly equal size, in a random order that ``generator`` decides.
+
+    Whole groups stay together, so that their prompts are computed once, unless there are fewer groups than parts.
+    """
+    if count == 1:
+        return [torch.arange(len(batch))]
+    if len(batch.prompts) < count:
+        return [part.sort().values for part in torch.randperm(len(batch), generator=generator).tensor_split(count) if len(part)]
+    parts = torch.randperm(len(batch.prompts), generator=generator).tensor_split(count)
+    of = batch.prompt_of.cpu()
+    return [index for part in parts if len(index := torch.isin(of, part).nonzero()[:, 0])]
+
+
+def my_micro_batches(batch: Batch, budget: int, layout: str, ranks: Ranks) -> list[Tensor]:
+    """This rank's part of ``micro_batches``: over all ranks every row occurs once. Every rank has equally many, since a call of a
+    model that is spread over ranks is a call on all of them; the last ones may be empty."""
+    if ranks.size == 1:
+        return micro_batches(batch, budget, layout)
+    parts = [
+        [rows[index] for index in micro_batches(batch.select(rows), budget, layout)] for rows in shares(batch, layout, ranks.size)
+    ]
+    empty = torch.zeros(0, dtype=torch.long)
+    mine = parts[ranks.rank]
+    return mine + [empty] * (max(map(len, parts)) - len(mine))
+
+
+def shares(batch: Batch, layout: str, count: int) -> list[Tensor]:
+    """The rows of ``batch`` in ``count`` parts of nearly equal work. Groups stay whole unless that leaves a part with more than
+    ``SLACK`` of its due: then the largest group of the fullest part is cut, or of all where that part has none."""
+    cost = _cost(batch, layout)
+    pieces = list(_members(batch).items())
+    while True:
+        bins = _spread([(cost(p, rows), p, rows) for p, rows in pieces], count)
+        loads = [_work(part, cost) for part in bins]
+        fullest = bins[loads.index(max(loads))]
+        whole = [piece for piece in fullest if len(piece[2]) > 1] or [
+            piece for part in bins for piece in part if len(piece[2]) > 1
+        ]
+        if max(loads) <= SLACK * sum(loads) / count or not whole:
+            return [torch.tensor(sorted(r for _, _, rows in part for r in rows), dtype=torch.long) for part in bins]
+        _, prompt, rows = max(whole, key=lambda piece: piece[0])
+        order = sorted(rows, key=lambda r: (-int(batch.lengths[r]), r))
+        at = pieces.index((prompt, rows))
+        pieces[at : at + 1] = [(prompt, order[::2]), (prompt, order[1::2])]
+
+
+def _work(part: list[tuple[int, int, list[int]]], cost: Callable[[int, list[int]], int]) -> int:
+    """What ``part`` costs: pieces of one group that have met in it again are one."""
+    members: dict[int, list[int]] = {}
+    for _, prompt, rows in part:
+        members.setdefault(prompt, []).extend(rows)
+    return sum(cost(prompt, rows) for prompt, rows in members.items())
+
+
+def _spread(pieces: list[tuple[int, int, list[int]]], count: int) -> list[list[tuple[int, int, list[int]]]]:
+    """The costliest first, each into the part that has least."""
+    bins: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(count)]
+    loads = [0] * count
+    for piece in sorted(pieces, key=lambda p: (-p[0], p[2][0])):
+        least = loads.index(min(loads))
+        bins[least].append(piece)
+        loads[least] += piece[0]
+    return bins
+
+
+def _members(batch: Batch) -> dict[int, list[int]]:
+    """The rows of each prompt."""
+    members: dict[int, list[int]] = {}
+    for row, prompt in enumerate(batch.prompt_of.tolist()):
+        members.setdefault(prompt, []).append(row)
+    return members
+
+
+def _cost(batch: Batch, layout: str) -> Callable[[int, list[int]], int]:
+    """Tokens that ``layout`` runs for answers ``rows`` to one prompt."""
+    prompt_length = batch.prompts.lengths.tolist()
+    answer_length = batch.lengths.tolist()
+
+    def cost(prompt: int, rows: list[int]) -> int:
+        answers = [answer_length[i] for i in rows]
+        if layout == "prefix_shared":
+            return prompt_length[prompt] + sum(answers)
+        if layout == "padded":
+            return len(rows) * (prompt_length[prompt] + max(answers))
+        return len(rows) * prompt_length[prompt] + sum(answers)
+
+    return cost
+
+
+def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
+    """Index tensors whose forwards see at most ``budget`` tokens each in ``layout``; a single longer answer goes alone.
+
+    Longest groups first, each into the first part with room (first fit decreasing). A group that does not fit is cut.
+    """
+    prompt_length = batch.prompts.lengths.tolist()
+    answer_length = batch.lengths.tolist()
+    cost = _cost(batch, layout)
+    pieces: list[tuple[int, int, list[int]]] = []  # cost, longest row, rows
+    for prompt, rows in _members(batch).items():
+        piece: list[int] = []
+        for i in sorted(rows, key=lambda i: (-answer_length[i], i)):
+            if piece and cost(prompt, [*piece, i]) > budget:
+                pieces.append((cost(prompt, piece), prompt_length[prompt] + answer_length[piece[0]], piece))
+                piece = []
+            piece.append(i)
+        pieces.append((cost(prompt, piece), prompt_length[prompt] + answer_length[piece[0]], piece))
+
+    bins: list[tuple[int, int, list[int]]] = []
+    for tokens, longest, rows in sorted(pieces, key=lambda p: (-p[1], -p[0], p[2][0])):
+        for b, (used, widest, inside) in enumerate(bins):
+            wide = max(widest, longest)
+            total = wide * (len(inside) + len(rows)) if layout == "padded" else used + tokens
+            if total <= budget:
+                bins[b] = (used + tokens, wide, inside + rows)
+                break
+        else:
+            bins.append((tokens, longest, rows))
+    return [torch.tensor(rows, dtype=torch.long) for _, _, rows in bins]

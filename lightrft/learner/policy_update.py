@@ -1,0 +1,310 @@
+"""A batch to optimizer steps: mini-batches, micro-batches, the objective of each, one step of the strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.importance_sampling import compares_whole_batch, correction_weights, interpolated_proximal
+from lightrft.algorithms.kl import KL_ESTIMATORS, capped_k3
+from lightrft.algorithms.nonfinite_tokens import readable, unread_tokens, without_tokens
+from lightrft.algorithms.policy_losses import POLICY_LOSSES, value_loss
+from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.token_masks import gated
+from lightrft.algorithms.token_ops import Rows, absolute_gap, ratio_of, require_column, weighted_sum
+from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.distributed.reduce_metrics import merged
+from lightrft.learner.controllers import Controls, mean_entropy
+from lightrft.learner.distillation import targets
+from lightrft.learner.forward_passes import logprobs_by_parts, sampling_temperature
+from lightrft.learner.micro_batches import mini_batches, my_micro_batches
+from lightrft.models.actor import Scores
+from lightrft.observability.metrics import Last, Max, Mean, Metrics, Sum
+from lightrft.roles import Roles, Trained
+from lightrft.strategy.base import StepInfo, Strategy
+from lightrft.types import Batch
+from lightrft.utils.seeding import request_seed
+
+FLAT_AT_0 = ("k2", "k3", "k3_straight")
+"""Estimators of a distance whose gradient is 0, and not only its mean, where the policies are one."""
+
+LossOf = Callable[[Batch], tuple[Tensor, Metrics]]
+"""The part of a loss (0-d) that a micro-batch holds, and its metrics."""
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The loss in force: ``algorithm`` with the coefficients of this step; ``version`` is that of the policy before the update."""
+
+    algorithm: AlgorithmConfig
+    kl_coef: float
+    entropy_coef: float
+    version: int = 0
+
+    @staticmethod
+    def of(algorithm: AlgorithmConfig, controls: Controls, batch: Batch | None = None, version: int = 0) -> Objective:
+        entropy = None if batch is None else mean_entropy(batch)
+        return Objective(algorithm, controls.kl.coef, controls.entropy.in_force(entropy), version)
+
+    @property
+    def wants_entropy(self) -> bool:
+        return self.entropy_coef != 0
+
+    @property
+    def wants_kl(self) -> bool:
+        return self.algorithm.kl.where == "loss" and self.kl_coef > 0
+
+    def active(self, batch: Batch) -> Tensor:
+        """``[K]``: the rows that can get gradient. A row whose policy loss is 0 has none unless another term reaches it."""
+        rows = Rows.of(batch)
+        leaves = batch.old_logprobs is not None or self.algorithm.proximal == "interpolated"
+        drifts = self.algorithm.drift.coef > 0 and (leaves or self.algorithm.drift.estimator not in FLAT_AT_0)
+        if self.wants_entropy or self.wants_kl or drifts or self.algorithm.distill.whole or batch.pull is not None:
+            return (rows.count() > 0).nonzero()[:, 0]
+        useful = require_column(batch.advantages) != 0
+        if batch.gate is not None:
+            useful = useful & (batch.gate != 0)
+        if batch.positive_weights is not None:
+            useful = useful | (batch.positive_weights != 0)
+        return (rows.sum(useful.long()) > 0).nonzero()[:, 0]
+
+    def __call__(self, batch: Batch, scores: Scores) -> tuple[Tensor, Metrics]:
+        """The part of the global loss that ``batch`` holds (0-d), and its metrics. ``batch.loss_weights`` carry the denominator.
+
+        A token with an infinite or NaN log-prob counts as not sampled; ``policy/nonfinite_tokens`` counts them.
+        """
+        old = old_logprobs(batch, scores.logprobs, self.algorithm.proximal, self.version)
+        lost = self._lost(batch, scores, old)
+        batch = without_tokens(batch, lost)
+        rows = Rows.of(batch)
+        logprobs, old = _counted(scores.logprobs, rows), _counted(old, rows)
+        loss, metrics = self._policy(batch, rows, logprobs, old)
+        metrics.add("policy/nonfinite_tokens", Sum(lost.sum()))
+        loss = loss + self._drift(batch, logprobs, old)
+        loss = loss + self._kl(batch, rows, logprobs, old, metrics)
+        if batch.teacher_logprobs is not None:
+            metrics.add("policy/teacher_kl", Mean.of(logprobs.detach() - _counted(batch.teacher_logprobs, rows), rows.mask))
+        if scores.divergence is not None:
+            metrics.add("policy/divergence", Mean.of(scores.divergence, rows.mask))
+            loss = loss + self.algorithm.distill.coef * weighted_sum(scores.divergence, batch)
+        if scores.entropy is not None:
+            metrics.add("policy/entropy", Mean.of(scores.entropy, rows.mask))
+            if self.wants_entropy:
+                loss = loss - self.entropy_coef * weighted_sum(scores.entropy, batch)
+        if batch.positive_weights is not None:
+            metrics.add("policy/positive_nll", Mean.of(-logprobs, rows.mask & (batch.positive_weights != 0)))
+            loss = loss - self.algorithm.positive_nll.coef * weighted_sum(logprobs, batch, batch.positive_weights)
+        return loss, metrics
+
+    def _lost(self, batch: Batch, scores: Scores, old: Tensor) -> Tensor:
+        """``[N]`` bool: trained tokens that a term of the loss cannot be computed for."""
+        read = [scores.logprobs, old, *([scores.entropy] if self.wants_entropy else []), scores.divergence]
+        finite = ~unread_tokens(batch, self.algorithm)
+        for column in read:
+            if column is not None:
+                finite = finite & torch.isfinite(column.detach())
+        return batch.mask & ~finite
+
+    def _policy(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
+        """The policy loss with its corrections, gates and pulls."""
+        algorithm, settings = self.algorithm, self.algorithm.loss
+        advantages = _counted(require_column(batch.advantages), rows)
+        losses, stats = POLICY_LOSSES[settings.name](logprobs, old, advantages, rows, settings, **settings.options)
+        if algorithm.corrections:
+            factor = batch.correction
+            if factor is None:
+                behavior = _counted(require_column(batch.behavior_logprobs), rows)
+                factor = correction_weights(algorithm.corrections, logprobs.detach(), old, behavior, advantages, rows)
+            losses, stats = _times(losses, factor), {**stats, "correction": factor}
+        if batch.gate is not None:
+            losses, stats = _times(losses, batch.gate), {**stats, "gate": batch.gate}
+        if batch.pull is not None:
+            losses = losses + batch.pull * absolute_gap(logprobs, old)
+        metrics = Metrics({f"policy/{k}": Mean.of(v, rows.mask) for k, v in stats.items()})
+        if batch.behavior_logprobs is not None:
+            metrics.add("policy/sampler_gap", Mean.of((old - batch.behavior_logprobs).abs(), rows.mask))
+        metrics.add("policy/old_kl", Mean.of(KL_ESTIMATORS["k3"](old, logprobs.detach()), rows.mask))
+        return weighted_sum(losses, batch), metrics
+
+    def _drift(self, batch: Batch, logprobs: Tensor, old: Tensor) -> Tensor | float:
+        """The distance from the old policy, times its coefficient."""
+        drift = self.algorithm.drift
+        if not drift.coef:
+            return 0.0
+        rows = Rows.of(batch)
+        if drift.level == "response":
+            old, logprobs = rows.spread(rows.sum(old)), rows.spread(rows.sum(logprobs))
+        losses = KL_ESTIMATORS[drift.estimator](old, logprobs) if drift.cap is None else capped_k3(old, logprobs, drift.cap)
+        if drift.level == "response":
+            losses = losses / rows.spread(rows.count().clamp(min=1)).to(losses.dtype)  # the tokens' sum is that of the response
+        return drift.coef * weighted_sum(losses, batch)
+
+    def _kl(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor, metrics: Metrics) -> Tensor | float:
+        """The distance from the reference, times its coefficient where it is in the loss."""
+        if batch.ref_logprobs is None:
+            return 0.0
+        ref, kl = _counted(batch.ref_logprobs, rows), self.algorithm.kl
+        metrics.add("policy/kl", Mean.of(KL_ESTIMATORS["k3"](logprobs.detach(), ref), rows.mask))
+        if not self.wants_kl:
+            return 0.0
+        losses = KL_ESTIMATORS[kl.estimator](logprobs, ref)
+        if kl.weighted:
+            losses = ratio_of(logprobs, old) * losses
+        return self.kl_coef * weighted_sum(losses, batch)
+
+
+def old_logprobs(batch: Batch, logprobs: Tensor, proximal: str, version: int) -> Tensor:
+    """``[N]`` without gradient: the ratio's denominator. Where the batch has none it is the policy itself, or what lies between the
+    sampler and it."""
+    if batch.old_logprobs is not None:
+        return batch.old_logprobs
+    if proximal == "interpolated":
+        return interpolated_proximal(
+            logprobs, require_column(batch.behavior_logprobs), require_column(batch.versions), version, version + 1
+        )
+    return logprobs.detach()
+
+
+def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, step: int) -> Metrics:
+    """Train policy and critic on ``batch``: ``train.updates`` passes of ``train.mini_batches`` optimizer steps each."""
+    objective = Objective.of(config.algorithm, controls, batch, step)
+    frozen = actor_frozen(roles, config, step)
+    batch = controls.for_critic(batch)
+    metrics = Metrics()
+    for epoch in range(config.train.updates):
+        generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
+        for index in mini_batches(batch, config.train.mini_batches, generator):
+            mini = weighted(batch.select(index), config)
+            mini = readable(with_current(mini, roles, config, step), config.algorithm)
+            mini = gated(mini, config.algorithm.gates, config.algorithm.loss, generator)
+            mini = corrected(mini, config.algorithm)
+            if not frozen:
+                metrics.merge(policy_step(roles, mini, objective, config))
+            if isinstance(roles.critic, Trained):
+                metrics.merge(critic_step(roles.strategy, roles.critic, mini, config))
+            elif roles.critic is not None:
+                metrics.merge(roles.critic.learn(mini))
+    return metrics
+
+
+def actor_frozen(roles: Roles, config: RLConfig, step: int) -> bool:
+    """Whether the critic is still trained alone."""
+    return roles.critic is not None and step < config.critic.warmup_steps
+
+
+def weighted(batch: Batch, config: RLConfig) -> Batch:
+    """``batch``, whole, with the share of each token in its loss. From here on any split gives the same sum."""
+    algorithm, rows = config.algorithm, Rows.of(batch)
+    constant = algorithm.constant_length or config.sampling.max_new_tokens
+    batch = batch.replace(loss_weights=AGGREGATIONS[algorithm.aggregation](rows, constant))
+    if not algorithm.positive_nll.coef:
+        return batch
+    positive = rows.mask & rows.spread(require_column(batch.outcomes) >= algorithm.positive_nll.threshold)
+    return batch.replace(positive_weights=positive.double() / max(1, int(positive.sum())))
+
+
+def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> Batch:
+    """The policy's log-probs before this optimizer step, and the old ones, when a gate or a correction reads them."""
+    if "current" not in needs_of(config.algorithm):
+        return mini
+    logprobs = logprobs_by_parts(roles.actor, mini, roles, config)
+    return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, config.algorithm.proximal, version))
+
+
+def corrected(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
+    """Return ``mini``, a whole mini-batch, with its correction weights where they depend on all of it."""
+    if not compares_whole_batch(algorithm.corrections):
+        return mini
+    rows = Rows.of(mini)
+    columns = (mini.logprobs, mini.old_logprobs, mini.behavior_logprobs, mini.advantages)
+    now, old, behavior, advantages = (_counted(require_column(column), rows) for column in columns)
+    return mini.replace(correction=correction_weights(algorithm.corrections, now, old, behavior, advantages, rows))
+
+
+def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfig) -> Metrics:
+    """One optimizer step of the policy on the rows of ``mini`` that can get gradient."""
+    entropy, target = objective.wants_entropy or config.log.entropy, targets(roles, config)
+
+    def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
+        temperature = sampling_temperature(config)
+        return objective(part, roles.actor.score(part, temperature=temperature, entropy=entropy, target=target(part)))
+
+    active = mini.select(objective.active(mini))
+    beside = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
+    budget = config.train.micro_batch_tokens
+    loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, budget, loss_of, beside)
+    metrics.add("policy/loss", Mean(loss))
+    metrics.add("policy/active_rows", Mean(len(active), max(1, len(mini))))
+    return metrics
+
+
+def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConfig) -> Metrics:
+    """One optimizer step of the critic, on returns and old values in the unit in which it speaks."""
+
+    def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
+        values, _ = critic.model.values(part)
+        losses = value_loss(values, require_column(part.values), require_column(part.returns), config.algorithm.value.clip)
+        metrics = Metrics(
+            {"critic/values": Mean.of(values, part.mask), "critic/returns": Mean.of(require_column(part.returns), part.mask)}
+        )
+        return weighted_sum(losses, part), metrics
+
+    loss, metrics = optimizer_step("critic", strategy, critic, mini, config.train.micro_batch_tokens, loss_of)
+    metrics.add("critic/loss", Mean(loss))
+    return metrics
+
+
+def optimizer_step(
+    who: str,
+    strategy: Strategy,
+    trained: Trained,
+    batch: Batch,
+    budget: int,
+    loss_of: LossOf,
+    beside: Sequence[tuple[Batch, LossOf]] = (),
+) -> tuple[Tensor, Metrics]:
+    """One optimizer step on ``batch`` and those ``beside`` it, in micro-batches of at most ``budget`` tokens; none without rows.
+
+    Returns the whole loss and all metrics, with those of the step under ``who/``.
+    """
+    total, metrics = torch.zeros((), device=strategy.device), Metrics()
+    trained.model.train()
+    layout, teams = trained.model.layout, strategy.teams
+    parts = [(b, f, index) for b, f in ((batch, loss_of), *beside) for index in my_micro_batches(b, budget, layout, teams)]
+    for i, (whole, loss_of_part, index) in enumerate(parts):
+        loss, found = loss_of_part(whole.select(index).to(strategy.device))
+        strategy.backward(trained.state, loss, last=i == len(parts) - 1)
+        total = total + loss.detach()
+        metrics.merge(found)
+    trained.model.eval()
+    metrics = merged(metrics, teams)
+    if parts:
+        metrics.merge(_step_metrics(who, strategy.step(trained.state)))
+    return teams.sum(total), metrics
+
+
+def _step_metrics(who: str, info: StepInfo) -> Metrics:
+    return Metrics(
+        {
+            f"{who}/grad_norm": Max(info.grad_norm),
+            f"{who}/lr": Last(info.lr),
+            f"{who}/skipped_steps": Sum(1 if info.skipped else 0),
+            f"{who}/optimizer_steps": Sum(0 if info.skipped else 1),
+        }
+    )
+
+
+def _times(losses: Tensor, factor: Tensor) -> Tensor:
+    """``losses [N]`` times ``factor [N]``; where that is 0, exactly 0 whatever the loss is, as is its gradient."""
+    kept = torch.where(factor != 0, losses, torch.zeros_like(losses))
+    return kept * factor
+
+
+def _counted(column: Tensor, rows: Rows) -> Tensor:
+    """``column [N]`` with 0 at tokens that do not count: an overflow there would turn their zero gradient into nan."""
+    return torch.where(rows.mask, column, torch.zeros_like(column))

@@ -1,0 +1,56 @@
+"""Supervised data mixed into the policy's optimizer steps, against forgetting (PPO-ptx, arXiv 2203.02155, eq. 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.token_ops import Rows
+from lightrft.config.train import PtxConfig
+from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.sampler import PromptSampler, draw, report
+from lightrft.datasets.sft_dataset import SFTDataset
+from lightrft.learner.policy_update import LossOf
+from lightrft.learner.sft_step import examples_to_batch, mean_nll
+from lightrft.models.actor import Actor
+from lightrft.observability.metrics import Metrics
+from lightrft.types import Batch
+
+
+@dataclass(slots=True)
+class Ptx:
+    """The next conversations of ``dataset`` in the order of ``sampler``, and their share in the loss."""
+
+    config: PtxConfig
+    dataset: SFTDataset
+    sampler: PromptSampler
+
+    @staticmethod
+    def of(config: PtxConfig, tokenizer: Any, seed: int, processor: Any = None) -> Ptx | None:
+        """``None`` when it has no share in the loss."""
+        if not config.coef:
+            return None
+        dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=seed, processor=processor)
+        report("ptx", dataset.counts, dataset.first_problem)
+        check_text(dataset, "ptx.data.sources")
+        return Ptx(config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle))
+
+    def term(self, actor: Actor) -> tuple[Batch, LossOf]:
+        """The next batch, and ``coef`` times the mean of -logp over its trained tokens as a loss of its parts."""
+        batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
+        batch = batch.replace(loss_weights=AGGREGATIONS["token"](Rows.of(batch), 1))
+
+        def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
+            loss, nll, lost = mean_nll(actor.score(part).logprobs, part)
+            return self.config.coef * loss, Metrics({"ptx/nll": nll, "ptx/nonfinite_tokens": lost})
+
+        return batch, loss_of
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.sampler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sampler.load_state_dict(state)

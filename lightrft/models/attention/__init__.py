@@ -1,0 +1,1 @@
+"""Attention over shared prompts, packed rows and padded rows."""

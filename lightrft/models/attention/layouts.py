@@ -1,0 +1,224 @@
+"""How a batch becomes one model call, in three layouts that give the same numbers.
+
+The last token of an answer is not run unless ``final`` asks for it: nobody reads the state after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.config.model import Layout
+from lightrft.models.attention.segment_plan import Run, SegmentPlan
+from lightrft.types import Batch
+from lightrft.utils.device_transfer import to_device
+
+
+@dataclass(slots=True)
+class Packed:
+    """One model call: ``input_ids``/``position_ids [S, T]`` (``[axes, S, T]``), and where its ``[S * T]`` hidden states are read.
+
+    ``gather [N]``: the state that predicts each response token; ``final [B]``: the state after each answer's last token
+    (only when asked for). ``plan`` is what the flat layouts attend to; ``None`` means rows of their own (``padded``).
+    ``source [S * T]`` is each token's place among the prompts' tokens followed by the answers', -1 where rows were filled up.
+    ``mask [S, T]`` is 0 there, where rows are not filled up on the right alone.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    plan: SegmentPlan | None
+    gather: Tensor
+    final: Tensor | None
+    source: Tensor
+    mask: Tensor | None = None
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """Keywords of the model's forward."""
+        plan = {} if self.plan is None else {"attention_plan": self.plan}
+        mask = {} if self.mask is None else {"attention_mask": self.mask}
+        return {"input_ids": self.input_ids, "position_ids": self.position_ids, **plan, **mask}
+
+
+@dataclass(slots=True)
+class _Rows:
+    """Lengths as lists: prompts' and answers', tokens of each answer that are run, and the rows that are run at all."""
+
+    prompts: list[int]
+    answers: list[int]
+    run: list[int]
+    prompt_of: list[int]
+    needed: list[int]
+
+
+@dataclass(slots=True)
+class _Flat:
+    """Runs of tokens copied into a flat row: from ``source``, ``length`` long, at position ``first`` of their sequence."""
+
+    source: list[int] = field(default_factory=list)
+    length: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    end: int = 0
+
+    def add(self, source: int, length: int, first: int) -> Run:
+        """The run's place in the row."""
+        self.source.append(source)
+        self.length.append(length)
+        self.first.append(first)
+        self.end += length
+        return self.end - length, length
+
+
+def pack(batch: Batch, layout: Layout, *, final: bool = False, pad: int = 0, axes: Tensor | None = None) -> Packed:
+    """``batch`` as one model call. Rows of length 0 and empty batches are fine: nothing is read from them.
+
+    ``axes [axes, N]`` are positions of the prompts' tokens followed by the answers', where they are not places in the sequence.
+
+    Raises ``ValueError`` for a prompt of length 0: nothing would predict the first token of its answers.
+    """
+    rows = _rows(batch, final)
+    empty = [rows.prompt_of[b] for b in rows.needed if rows.prompts[rows.prompt_of[b]] == 0]
+    if empty:
+        raise ValueError(f"prompt {empty[0]} of the batch has no tokens, so nothing predicts the first token of its answers")
+    if not rows.needed:
+        return _nothing(batch, layout, final)
+    make = {"prefix_shared": _prefix_shared, "packed": _packed, "padded": _padded}[layout]
+    packed = make(batch, rows, final, pad)
+    if axes is not None:
+        packed.position_ids = axes[:, packed.source.clamp(min=0)].unflatten(1, packed.input_ids.shape)
+    return packed
+
+
+def _rows(batch: Batch, final: bool) -> _Rows:
+    prompts, answers, prompt_of = batch.prompts.sizes, batch.responses.sizes, batch.groups
+    run = [n if final else max(0, n - 1) for n in answers]
+    needed = [b for b, n in enumerate(answers) if n or final]
+    return _Rows(prompts, answers, run, prompt_of, needed)
+
+
+def _starts(lengths: Sequence[int]) -> list[int]:
+    starts, total = [], 0
+    for n in lengths:
+        starts.append(total)
+        total += n
+    return starts
+
+
+def _nothing(batch: Batch, layout: Layout, final: bool) -> Packed:
+    """One token that nobody reads: every rank of a job makes its model call, and gradients of zero flow."""
+    device = batch.responses.tokens.device
+    one = torch.zeros(1, 1, dtype=torch.long, device=device)
+    none = torch.zeros(0, dtype=torch.long, device=device)
+    plan = None if layout == "padded" else SegmentPlan([(0, 1)], [], one[0])
+    return Packed(one, one.clone(), plan, none, none.clone() if final else None, one[0] - 1)
+
+
+def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
+    """Per group: the prompt once, then each answer; an answer's positions go on from its prompt's."""
+    groups: dict[int, list[int]] = {}
+    for b in rows.needed:
+        groups.setdefault(rows.prompt_of[b], []).append(b)
+    prompt_at, answer_at = _starts(rows.prompts), _sources(batch, rows)
+    flat, runs, shared, heads = _Flat(), [], [], []
+    last, start = [0] * len(rows.answers), [0] * len(rows.answers)
+    for p, members in groups.items():
+        head = flat.add(prompt_at[p], rows.prompts[p], 0)
+        if len(members) == 1:  # nothing to share: prompt and answer are one run
+            (b,) = members
+            last[b], start[b] = flat.end - 1, flat.end
+            if rows.run[b]:
+                flat.add(answer_at[b], rows.run[b], rows.prompts[p])
+            runs.append((head[0], head[1] + rows.run[b]))
+            continue
+        heads.append(head)
+        answers = []
+        for b in members:
+            last[b] = head[0] + head[1] - 1
+            if rows.run[b]:
+                answers.append(flat.add(answer_at[b], rows.run[b], rows.prompts[p]))
+                start[b] = answers[-1][0]
+        runs += [head, *answers]
+        if answers:
+            shared.append((head, answers))
+    return _flat_row(batch, rows, flat, runs, shared, last, start, final, heads)
+
+
+def _packed(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
+    """Prompt and answer of every sample end to end; positions restart with each."""
+    prompt_at, answer_at = _starts(rows.prompts), _sources(batch, rows)
+    flat, runs = _Flat(), []
+    last, start = [0] * len(rows.answers), [0] * len(rows.answers)
+    for b in rows.needed:
+        n = rows.prompts[rows.prompt_of[b]]
+        head = flat.add(prompt_at[rows.prompt_of[b]], n, 0)
+        last[b], start[b] = head[0] + n - 1, head[0] + n
+        if rows.run[b]:
+            flat.add(answer_at[b], rows.run[b], n)
+        runs.append((head[0], n + rows.run[b]))
+    return _flat_row(batch, rows, flat, runs, [], last, start, final)
+
+
+def _sources(batch: Batch, rows: _Rows) -> list[int]:
+    """Where each answer starts among the prompts' tokens followed by the answers'."""
+    offset = batch.prompts.tokens.numel()
+    return [offset + s for s in _starts(rows.answers)]
+
+
+def _flat_row(
+    batch: Batch,
+    rows: _Rows,
+    flat: _Flat,
+    runs: list[Run],
+    shared: list[tuple[Run, list[Run]]],
+    last: list[int],
+    start: list[int],
+    final: bool,
+    heads: Sequence[Run] = (),
+) -> Packed:
+    device = batch.responses.tokens.device
+    length = torch.tensor(flat.length)
+    within = torch.arange(int(length.sum())) - torch.repeat_interleave(length.cumsum(0) - length, length)
+    source = to_device(torch.repeat_interleave(torch.tensor(flat.source), length) + within, device)
+    places = torch.repeat_interleave(torch.tensor(flat.first), length) + within
+    positions = to_device(places, device)
+    tokens = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source]
+    plan = SegmentPlan(runs, shared, positions, heads, places=places)
+    gather, after = _reads(rows, torch.tensor(last), torch.tensor(start))
+    last_states = to_device(after, device) if final else None
+    return Packed(tokens[None], positions[None], plan, to_device(gather, device), last_states, source)
+
+
+def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
+    """A rectangle, filled up on the right: no real token sees what comes after it, so no mask is needed."""
+    device = batch.responses.tokens.device
+    of, prompt_at, answer_at = rows.prompt_of, _starts(rows.prompts), _sources(batch, rows)
+    width = max(rows.prompts[of[b]] + rows.run[b] for b in rows.needed)
+    source = torch.full((len(rows.needed), width), -1, dtype=torch.long)
+    last, start = torch.zeros(len(rows.answers), dtype=torch.long), torch.zeros(len(rows.answers), dtype=torch.long)
+    for s, b in enumerate(rows.needed):
+        n, p = rows.prompts[of[b]], prompt_at[of[b]]
+        source[s, :n] = torch.arange(p, p + n)
+        source[s, n : n + rows.run[b]] = torch.arange(answer_at[b], answer_at[b] + rows.run[b])
+        last[b], start[b] = s * width + n - 1, s * width + n
+    source = to_device(source, device)
+    ids = torch.cat([batch.prompts.tokens, batch.responses.tokens])[source].masked_fill(source < 0, pad)
+    gather, after = _reads(rows, last, start)
+    positions = torch.arange(width, device=device).expand(len(rows.needed), -1)
+    last_states = to_device(after, device) if final else None
+    return Packed(ids, positions, None, to_device(gather, device), last_states, source.flatten())
+
+
+def _reads(rows: _Rows, last: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the states that predict response tokens lie, and the states after the last tokens.
+
+    The first token of an answer is predicted by its prompt's ``last [B]`` token, the next ones from ``start [B]`` on.
+    """
+    length = torch.tensor(rows.answers, dtype=torch.long)
+    row = torch.repeat_interleave(torch.arange(len(length)), length)
+    step = torch.arange(len(row)) - (length.cumsum(0) - length)[row]
+    gather = torch.where(step == 0, last[row], start[row] + step - 1)
+    return gather, torch.where(length == 0, last, start + length - 1)

@@ -1,0 +1,141 @@
+"""Rectangles ``[B, L]`` and packed rows ``[1, sum L]``, media and all, as one model call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.models import utils
+from lightrft.models.actor import Backbone
+from lightrft.models.attention.layouts import Packed
+from lightrft.models.attention.segment_plan import SegmentPlan
+from lightrft.models.multimodal.merge_inputs import Seen, own_keywords, see
+from lightrft.types import Ragged, Segments
+from lightrft.utils.errors import ModelError
+
+Given = Mapping[str, Tensor | None]
+"""Media by input name, those of all samples laid end to end; ``None`` is nothing."""
+
+
+@dataclass(slots=True)
+class Rows:
+    """What a caller holds. ``lengths`` are those of the samples of a packed row; ``None`` where each row is a sample.
+
+    ``mask [B, L]`` is 0 where a rectangle is filled up, and holds 1..n for the samples of a packed row, 0 after the last.
+    ``num_actions`` are the tokens at the end of each sample that were sampled: a column count, or one number per packed sample.
+    """
+
+    tokens: Tensor
+    mask: Tensor
+    lengths: Sequence[int] | None
+    num_actions: int | Sequence[int] | None
+
+    @staticmethod
+    def of(
+        tokens: Tensor,
+        mask: Tensor | None,
+        num_actions: int | Sequence[int] | None,
+        lengths: Sequence[int] | None,
+        packing: bool,
+    ) -> Rows:
+        """Raises ``ValueError`` when packed rows come without lengths or mask, or do not fit them."""
+        if not packing:
+            return Rows(tokens, torch.ones_like(tokens) if mask is None else mask.long(), None, num_actions)
+        if lengths is None or mask is None:
+            raise ValueError("packing_samples is on, so packed_seq_lens and attention_mask must be given")
+        if tokens.shape[0] != 1 or sum(lengths) > tokens.shape[1]:
+            raise ValueError(f"sequences {tuple(tokens.shape)} is not one row that holds packed_seq_lens = {list(lengths)}")
+        return Rows(tokens, mask, lengths, num_actions)
+
+    @property
+    def places(self) -> Tensor:
+        """Where, in the flattened rows, the states that predict actions lie: ``[B, num_actions]``, or ``[1, sum]`` when packed."""
+        count, width = self.tokens.shape
+        device, actions = self.tokens.device, self.num_actions
+        if isinstance(actions, int):
+            if not 0 <= actions < width:
+                raise ValueError(f"num_actions = {actions} must be below the row length {width}")
+            steps = torch.arange(width - actions - 1, width - 1, device=device)
+            return torch.arange(count, device=device)[:, None] * width + steps
+        if self.lengths is None or actions is None or len(self.lengths) != len(actions):
+            raise ValueError("num_actions has one number per sample, so packed_seq_lens must have as many")
+        pieces, offset = [], 0
+        for length, some in zip(self.lengths, actions):
+            pieces.append(torch.arange(max(0, offset + length - some - 1), offset + length - 1, device=device))
+            offset += length
+        return torch.cat(pieces)[None]
+
+    def states(self, backbone: Backbone, media: Given) -> Tensor:
+        """Last hidden states ``[B, L, H]``. Raises ``ModelError`` for media that do not fit the model or the placeholders."""
+        packed, lengths = self._rectangle() if self.lengths is None else self._packed(backbone)
+        seen = self._see(backbone, lengths, {name: values for name, values in media.items() if values is not None})
+        if seen is not None and seen.positions is not None:
+            packed.position_ids = seen.positions[:, packed.source.clamp(min=0)].unflatten(1, self.tokens.shape)
+        return backbone.states(packed, seen)
+
+    def keywords(self, backbone: Backbone, media: Given) -> dict[str, Any]:
+        """Keywords of the model's own forward and generation for ``media``. Raises as ``states``."""
+        rows = {name: Ragged(values, torch.tensor([len(values)])) for name, values in media.items() if values is not None}
+        if not rows:
+            return {}
+        if backbone.family.reader is None:
+            raise ModelError(f"model type {backbone.base.config.model_type!r} cannot read media ({', '.join(rows)})")
+        return own_keywords(backbone.base, backbone.family.reader, self.tokens, rows)
+
+    def _rectangle(self) -> tuple[Packed, list[int]]:
+        real = self.mask != 0
+        positions = (real.long().cumsum(-1) - 1).masked_fill(~real, 1)
+        source = torch.where(real.flatten(), real.flatten().long().cumsum(0) - 1, -1)
+        none = source.new_zeros(0)
+        return Packed(self.tokens, positions, None, none, None, source, real.long()), real.sum(1).tolist()
+
+    def _packed(self, backbone: Backbone) -> tuple[Packed, list[int]]:
+        """One flat row of samples that do not see one another. Places after the last sample belong to none."""
+        if backbone.family.layout == "padded":
+            raise ModelError(f"packing_samples: model type {backbone.base.config.model_type!r} cannot be packed")
+        assert self.lengths is not None
+        width = self.tokens.shape[1]
+        lengths = [n for n in [*self.lengths, width - sum(self.lengths)] if n]
+        runs = [(end - n, n) for end, n in zip(torch.tensor(lengths).cumsum(0).tolist(), lengths)]
+        positions = utils.reset_position_ids(self.mask)
+        plan = SegmentPlan(runs, [], positions[0])
+        source = torch.arange(width, device=self.tokens.device)
+        return Packed(self.tokens, positions, plan, source[:0], None, source), lengths
+
+    def _see(self, backbone: Backbone, lengths: list[int], media: dict[str, Tensor]) -> Seen | None:
+        if not media:
+            return None
+        tokens = self.tokens[self.mask != 0] if self.lengths is None else self.tokens[0]
+        runs = _runs(backbone, tokens, torch.tensor(lengths, device=tokens.device), media)
+        try:
+            return see(backbone.base, backbone.family, runs)
+        except ModelError:  # a placeholder that was sampled stands for nothing
+            return see(backbone.base, backbone.family, runs, begun=self._sampled())
+
+    def _sampled(self) -> list[int]:
+        """Of each sample, how many of its last tokens are actions."""
+        if self.num_actions is None:
+            return []
+        if isinstance(self.num_actions, int):
+            return self.mask[:, self.mask.shape[1] - self.num_actions :].sum(1).tolist()
+        return [some for some, n in zip(self.num_actions, self.lengths or ()) if n]
+
+
+def _runs(backbone: Backbone, tokens: Tensor, lengths: Tensor, media: dict[str, Tensor]) -> Segments:
+    """Samples with their media. Which of a tensor's rows belong to which sample is not told, nor needed: they are in order, and the
+    samples that have some are those with placeholders. So each of these gets one row, and the last of them the rest."""
+    of = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), lengths)
+    reader = backbone.family.reader
+    ragged = {}
+    for name, values in media.items():
+        ids = [tower.token_id(backbone.base.config) for tower in (reader.towers if reader else ()) if name in tower.inputs]
+        placed = torch.isin(tokens, torch.tensor(ids, dtype=tokens.dtype, device=tokens.device))
+        share = torch.zeros_like(lengths).index_fill_(0, of[placed], 1)
+        last = int(share.nonzero().max()) if placed.any() else 0
+        share[last] += len(values) - int(share.sum())
+        ragged[name] = Ragged(values.to(tokens.device), share)
+    return Segments(tokens, lengths, ragged)

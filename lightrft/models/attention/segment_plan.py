@@ -1,0 +1,379 @@
+"""Exact attention over runs of tokens laid end to end, where an answer sees its prompt and itself.
+
+Each query's softmax is taken apart into parts: causal attention inside its own run, full attention to the run before it, and,
+inside a span whose tokens all see one another, attention to what comes after it.
+Every part yields an output and the log of its softmax denominator; the parts are joined by those denominators (as in
+arXiv 2310.01889), and the backward pass of a part is exact when it is given the joined output and denominator. So a prompt's
+keys are never copied per answer, all answers of a group read them in one call, and no mask of the whole row exists.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrft.models.attention import varlen_cuda
+from lightrft.utils.device_transfer import to_device
+
+Run = tuple[int, int]
+"""Start and length of tokens that lie side by side in the row."""
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Runs of nearly equal length that each attend to themselves, causally, in one call.
+
+    ``index [G * L]`` are their positions, filled up to the longest by repeating position 0; ``real [G, L]`` tells them apart
+    and is ``None`` when nothing was filled up. ``index`` is ``None`` for a single run, ``start`` long ``length``.
+    ``kept [n]`` are the places of ``real`` in ``index``, and ``places [n]`` the positions there: to select by ``real`` itself
+    would make the host wait for the device, which alone knows how many there are.
+    """
+
+    start: int
+    length: int
+    index: Tensor | None
+    real: Tensor | None
+    kept: Tensor | None = None
+    places: Tensor | None = None
+
+    @staticmethod
+    def filled(index: Tensor, real: Tensor | None, device: torch.device) -> Own:
+        """Runs whose positions on the host are ``index [G, L]``, with ``real [G, L]``, on ``device``."""
+        flat, length = index.reshape(-1), index.shape[1]
+        if real is None:
+            return Own(0, length, to_device(flat, device), None)
+        kept = real.reshape(-1).nonzero()[:, 0]
+        return Own(0, length, *(to_device(x, device) for x in (flat, real, kept, flat[kept])))
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """Queries that see keys of an earlier run: a slice of the row, or ``index [n]``; ``mask [n, m]`` where not all of them."""
+
+    query: slice | Tensor
+    key: slice
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Queries that see keys after them: both lie in the order in which that is causal attention, from the last to the first."""
+
+    query: Own
+    key: Own
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A softmax taken apart; each kind of part is joined to those before it."""
+
+    own: list[Own]
+    before: list[Before]
+    ahead: list[Ahead]
+
+
+@dataclass(slots=True)
+class SegmentPlan:
+    """``runs`` attend to themselves; in ``shared``, several runs (side by side) also see all of an earlier one.
+
+    ``shared`` holds pairs of the key run and the query runs. ``positions [T]`` are the tokens' places in their own sequence;
+    ``places`` are the same numbers on the host, where they are known there.
+    Of the runs in ``heads`` only the last token's final state is read: in ``last_layer`` no other of their queries is computed.
+    Tokens of one of ``spans``, each inside a run, also see those that come after them in it, however far.
+    """
+
+    runs: Sequence[Run]
+    shared: Sequence[tuple[Run, Sequence[Run]]]
+    positions: Tensor
+    heads: Sequence[Run] = ()
+    last_layer: int | None = None
+    spans: Sequence[Run] = ()
+    places: Tensor | None = None
+    _parts: dict[tuple[int | None, bool], Parts] = field(default_factory=dict)
+    _varlen: dict[str, varlen_cuda.Keys] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        """``query [1, H, T, d]``, ``key``/``value [1, H_kv, T, d]`` to ``[1, T, H, d]``."""
+        if not self.spans and varlen_cuda.usable(query, value, softcap):
+            if "keys" not in self._varlen:
+                self._varlen["keys"] = varlen_cuda.gather_keys(self.runs, self.shared, query.device)
+            return varlen_cuda.attend(query, key, value, self._varlen["keys"], scale, window)
+        return _Joined.apply(query, key, value, self.parts(window, layer == self.last_layer), scale, softcap)
+
+    def parts(self, window: int | None, last: bool = False) -> Parts:
+        """The parts of the softmax under a sliding window of ``window`` keys; made once, since layers share them."""
+        longest = max((length for _, length in self.runs), default=0)
+        reach = max((length + max(n for _, n in queries) for (_, length), queries in self.shared), default=0)
+        if window is not None and window >= max(longest, reach):
+            window = None
+        key = window, last and window is None and bool(self.heads)
+        if key not in self._parts:
+            self._parts[key] = self._make_parts(*key)
+        return self._parts[key]
+
+    def _make_parts(self, window: int | None, last: bool) -> Parts:
+        heads = set(self.heads) if last else set()
+        chunks = [chunk for run in self.runs if run not in heads for chunk in _chunks(run, window)]
+        own = [_own(bucket, self.positions.device) for bucket in _buckets(chunks)]
+        unread = [(k, k + m) for k, m in heads]
+        spans = [(s, n) for s, n in self.spans if n > 1 and not any(k <= s < end for k, end in unread)]
+        ahead = [_ahead(bucket, self.positions.device) for bucket in _buckets(spans)]
+        return Parts(own, self._before(window, heads), ahead)
+
+    def _before(self, window: int | None, heads: set[Run]) -> list[Before]:
+        if window is None:
+            whole = [(slice(runs[0][0], runs[-1][0] + runs[-1][1]), slice(k, k + m)) for (k, m), runs in self.shared]
+            whole += [(slice(k + m - 1, k + m), slice(k, k + m)) for k, m in self.runs if (k, m) in heads]
+            return [Before(query, key, None) for query, key in whole]
+        reach = window - 1  # how far before itself a query sees
+        before = []
+        for run in self.runs:
+            pieces = list(_chunks(run, window))
+            for (k, m), (q, n) in itertools.pairwise(pieces):
+                before.append(self._masked(slice(q, q + min(n, reach)), slice(k, k + m), window))
+        for (k, m), runs in self.shared:
+            where = self.positions.device if self.places is None else self.places.device
+            firsts = [torch.arange(q, q + min(n, reach), device=where) for q, n in runs]
+            before.append(self._masked(torch.cat(firsts), slice(k + max(0, m - reach), k + m), window))
+        return [b for b in before if b.mask is None or b.mask.numel()]
+
+    def _masked(self, query: slice | Tensor, key: slice, window: int) -> Before:
+        at = self.positions if self.places is None else self.places
+        seen = at[key][None, :] > at[query][:, None] - window
+        device = self.positions.device
+        rows = to_device(query, device) if isinstance(query, Tensor) else query
+        return Before(rows, key, None if bool(seen.all()) and seen.numel() else to_device(seen, device))
+
+
+def _chunks(run: Run, window: int | None) -> Iterator[Run]:
+    """``run`` in pieces within which a window of ``window`` hides nothing that is not in the future."""
+    start, length = run
+    step = window or max(length, 1)
+    for offset in range(0, length, step):
+        yield start + offset, min(step, length - offset)
+
+
+def _buckets(runs: Sequence[Run]) -> list[list[Run]]:
+    """Runs grouped so that filling each up to its group's longest adds little."""
+    buckets: list[list[Run]] = []
+    for run in sorted(runs, key=lambda r: (r[1], r[0])):
+        if buckets and run[1] <= 8 + buckets[-1][0][1] * 5 // 4:
+            buckets[-1].append(run)
+        else:
+            buckets.append([run])
+    return buckets
+
+
+def _own(runs: Sequence[Run], device: torch.device) -> Own:
+    if len(runs) == 1:
+        return Own(*runs[0], None, None)
+    longest = runs[-1][1]
+    starts, lengths = torch.tensor(runs).unbind(1)
+    steps = torch.arange(longest)
+    real = steps[None, :] < lengths[:, None]
+    index = torch.where(real, starts[:, None] + steps[None, :], 0)
+    return Own.filled(index, None if runs[0][1] == longest else real, device)
+
+
+def _ahead(spans: Sequence[Run], device: torch.device) -> Ahead:
+    """All but the last token of each span as queries, all but the first as keys."""
+    longest = spans[-1][1] - 1
+    starts, lengths = torch.tensor([(s, n - 1) for s, n in spans]).unbind(1)
+    steps = torch.arange(longest)
+    real = steps[None, :] < lengths[:, None]
+    index = torch.where(real, (starts + lengths)[:, None] - 1 - steps[None, :], 0)
+    kept = None if spans[0][1] - 1 == longest else real
+    return Ahead(Own.filled(index, kept, device), Own.filled(index + 1, kept, device))
+
+
+class _Joined(torch.autograd.Function):
+    """Attention from parts, all with their own kernel call, joined by the logs of their denominators."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        parts: Parts,
+        scale: float,
+        softcap: float | None,
+    ) -> Tensor:
+        q, k, v = query[0], key[0], value[0]  # [H, T, d], [H_kv, T, d]
+        heads, tokens, repeat = q.shape[0], q.shape[1], q.shape[0] // k.shape[0]
+        out = q.new_zeros(heads, tokens, v.shape[-1])  # stays 0 where nobody asks
+        lse = q.new_full((heads, tokens), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        for part in parts.own:
+            o, log = _forward(
+                _take(q, part), _repeat(_take(k, part), repeat), _repeat(_take(v, part), repeat), None, True, scale, softcap
+            )
+            _put(out, part, o)
+            _put(lse.unsqueeze(-1), part, log.unsqueeze(-1))
+        for part in parts.before:
+            at, keys = part.query, part.key
+            o, log = _forward(
+                _fold(q[:, at], repeat), k[None, :, keys], v[None, :, keys], _tile(part.mask, repeat), False, scale, softcap
+            )
+            out[:, at], lse[:, at] = _join(out[:, at], lse[:, at], _unfold(o, heads), _unfold(log, heads))
+        for part in parts.ahead:
+            at, keys = part.query, part.key
+            o, log = _forward(
+                _take(q, at), _repeat(_take(k, keys), repeat), _repeat(_take(v, keys), repeat), None, True, scale, softcap
+            )
+            o, log = _join(_take(out, at), _take(lse.unsqueeze(-1), at).squeeze(-1), o, log)
+            _put(out, at, o)
+            _put(lse.unsqueeze(-1), at, log.unsqueeze(-1))
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.parts = parts, scale, softcap
+        return out.transpose(0, 1).unsqueeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        parts, scale, softcap = ctx.parts
+        q, k, v, grad = query[0], key[0], value[0], grads[0][0].transpose(0, 1)
+        heads, repeat = q.shape[0], q.shape[0] // k.shape[0]
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for at, keys in [*((part, part) for part in parts.own), *((part.query, part.key) for part in parts.ahead)]:
+            inputs = _take(q, at), _repeat(_take(k, keys), repeat), _repeat(_take(v, keys), repeat)
+            log, g = _take(lse.unsqueeze(-1), at).squeeze(-1), _take(grad, at)
+            if at.real is not None:  # a filled-up place has no gradient and must not overflow: its probabilities become 0
+                log, g = log.masked_fill(~at.real[:, None], 1e30), g * at.real[:, None, :, None]
+            a, b, c = _backward(g, *inputs, _take(out, at), log, None, True, scale, softcap)
+            _add(dq, at, a)
+            _add(dk, keys, _collect(b, repeat))
+            _add(dv, keys, _collect(c, repeat))
+        for part in parts.before:
+            at, keys = part.query, part.key
+            inputs = _fold(q[:, at], repeat), k[None, :, keys], v[None, :, keys]
+            sums = _fold(grad[:, at], repeat), *inputs, _fold(out[:, at], repeat), _fold(lse[:, at], repeat)
+            a, b, c = _backward(*sums, _tile(part.mask, repeat), False, scale, softcap)
+            dq[:, at] += _unfold(a, heads)
+            dk[:, keys] += b[0]
+            dv[:, keys] += c[0]
+        return dq[None], dk[None], dv[None], None, None, None
+
+
+def _join(out: Tensor, log: Tensor, more: Tensor, more_log: Tensor) -> tuple[Tensor, Tensor]:
+    """One softmax ``[..., n, d]`` and its log denominators ``[..., n]`` from those of two disjoint sets of keys."""
+    joined = torch.logaddexp(log, more_log)
+    sums = out * (log - joined).exp().unsqueeze(-1) + more * (more_log - joined).exp().unsqueeze(-1)
+    return sums.to(out.dtype), joined
+
+
+def _take(x: Tensor, part: Own) -> Tensor:
+    """The runs of ``part`` from ``x [H, T, d]`` as ``[G, H, L, d]``."""
+    if part.index is None:
+        return x[None, :, part.start : part.start + part.length]
+    rows = x.index_select(1, part.index)
+    return rows.reshape(x.shape[0], -1, part.length, x.shape[-1]).transpose(0, 1)
+
+
+def _put(x: Tensor, part: Own, rows: Tensor) -> None:
+    """Write ``rows [G, H, L, d]`` at the places of ``part`` in ``x [H, T, d]``; what filled up is dropped."""
+    if part.index is None:
+        x[:, part.start : part.start + part.length] = rows[0]
+    else:
+        flat = rows.transpose(0, 1).reshape(x.shape[0], -1, x.shape[-1])
+        x[:, part.index if part.places is None else part.places] = flat if part.kept is None else flat[:, part.kept]
+
+
+def _add(x: Tensor, part: Own, rows: Tensor) -> None:
+    """Add ``rows [G, H, L, d]`` at the places of ``part``; what filled up is exactly zero."""
+    if part.index is None:
+        x[:, part.start : part.start + part.length] += rows[0]
+    else:
+        x.index_add_(1, part.index, rows.transpose(0, 1).reshape(x.shape[0], -1, x.shape[-1]))
+
+
+def _repeat(x: Tensor, times: int) -> Tensor:
+    """Key heads ``[G, H_kv, L, d]`` once for every query head that reads them."""
+    return x if times == 1 else x.repeat_interleave(times, dim=1)
+
+
+def _collect(x: Tensor, times: int) -> Tensor:
+    return x if times == 1 else x.unflatten(1, (-1, times)).sum(2)
+
+
+def _fold(x: Tensor, times: int) -> Tensor:
+    """Query heads ``[H, n, ...]`` that read one key head, laid end to end as more queries: ``[1, H_kv, times * n, ...]``."""
+    return x.unflatten(0, (-1, times)).flatten(1, 2).unsqueeze(0)
+
+
+def _unfold(x: Tensor, heads: int) -> Tensor:
+    return x[0].unflatten(1, (heads // x.shape[1], -1)).flatten(0, 1)
+
+
+def _tile(mask: Tensor | None, times: int) -> Tensor | None:
+    return mask if mask is None or times == 1 else mask.repeat(times, 1)
+
+
+def _fused(q: Tensor, v: Tensor, softcap: float | None) -> bool:
+    """Return whether the CPU's fused kernel computes a part."""
+    return softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Output ``[G, H, n, d]`` and log denominators ``[G, H, n]`` of one part."""
+    if _fused(q, v, softcap):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
+        )
+    scores, _ = _scores(q, k, mask, causal, scale, softcap)
+    log = scores.logsumexp(-1)
+    return ((scores - log.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), log
+
+
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    log: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one part, given the joined output and log denominators."""
+    if _fused(q, v, softcap):
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, log, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
+        )
+    scores, slope = _scores(q, k, mask, causal, scale, softcap)
+    p = (scores - log.unsqueeze(-1)).exp()
+    wide = p.dtype
+    centre = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+    ds = p * (grad.to(wide) @ v.to(wide).transpose(-1, -2) - centre) * scale
+    if slope is not None:
+        ds = ds * slope
+    dq, dk = ds @ k.to(wide), ds.transpose(-1, -2) @ q.to(wide)
+    return dq.to(q.dtype), dk.to(k.dtype), (p.transpose(-1, -2) @ grad.to(wide)).to(v.dtype)
+
+
+def _scores(
+    q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor | None]:
+    """Scaled, capped and masked scores ``[G, H, n, m]``, and the slope of the cap."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores, slope = (q @ k.transpose(-1, -2)).to(wide) * scale, None
+    if softcap is not None:
+        bent = (scores / softcap).tanh()
+        scores, slope = softcap * bent, 1 - bent * bent
+    if causal:
+        mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
+    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)), slope
+
+
+def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if mask is None else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)

@@ -1,0 +1,162 @@
+"""Sequence parallelism by exchange of heads (Ulysses, arXiv 2309.14509): a team of ranks shares out the tokens of one row.
+
+Outside of attention a token needs nothing of the others, so that each rank holds its own tokens alone. For attention tokens are
+exchanged for heads: each rank sees the whole row in its part of the heads, by the plan of the row as it is, and what it finds goes
+back to whose tokens they are. Tokens are dealt out like cards, so that prompts and answers are spread evenly.
+
+Each rank computes the whole loss and the gradient of what its own tokens contribute to it: summed over ranks, that is the gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedConfig
+
+from lightrft.distributed.process_group import Team
+from lightrft.models.attention.interface import AttentionPlan
+from lightrft.utils.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank has of ``count`` things that a team shares out: those at ``which [n]``; all where that is ``None``."""
+
+    team: Team
+    count: int
+    which: Tensor | None = None
+
+    def of(self, column: Tensor) -> Tensor:
+        """Rows ``[n, ...]`` of this rank, of ``column [count, ...]``."""
+        return column if self.which is None else column.index_select(0, self.which)
+
+    def whole(self, own: Tensor) -> Tensor:
+        """The column ``[count, ...]`` of which each rank has its ``own [n, ...]``, on all of them. Gradient comes back to ``own`` alone:
+        whoever reads the column computes the same loss on every rank."""
+        if self.which is None:
+            return own
+        column = own.new_zeros(self.count, *own.shape[1:]).index_copy(0, self.which, own)
+        return _Sum.apply(column, self.team.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """``tokens`` tokens of which rank ``i % size`` has the i-th. The row is filled up so that each has equally many."""
+
+    team: Team
+    tokens: int
+
+    @property
+    def each(self) -> int:
+        """Tokens that a rank has, with those that fill up."""
+        return -(-self.tokens // self.team.size)
+
+    def own(self, x: Tensor, fill: int = 0) -> Tensor:
+        """This rank's places ``[..., each]`` of ``x [..., tokens]``."""
+        full = F.pad(x, (0, self.each * self.team.size - self.tokens), value=fill)
+        return full[..., self.team.place :: self.team.size].contiguous()
+
+    def reads(self, places: Tensor) -> tuple[Part, Tensor]:
+        """Which of ``places [N]`` of the row are this rank's, and where they lie among its own tokens ``[n]``."""
+        which = (places % self.team.size == self.team.place).nonzero()[:, 0]
+        return Part(self.team, len(places), which), places[which] // self.team.size
+
+
+@dataclass(slots=True)
+class Exchanged:
+    """``AttentionPlan`` of one rank's tokens of ``row``: ``plan``, that of the whole row, attends in this rank's heads."""
+
+    plan: AttentionPlan
+    row: Row
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        """``query [1, H, t, d]``, ``key``/``value [1, H_kv, t, d]`` of own tokens to ``[1, t, H, d]``."""
+        size = self.row.team.size
+        copies = _copies(query.shape[1], key.shape[1], self.row.team)
+        if copies > 1:
+            key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+        parts = [x[0].unflatten(0, (size, -1)) for x in (query, key, value)]  # [size, h, t, d], a block of heads for each rank
+        sizes = [part[0].numel() for part in parts]
+        sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
+        got = exchange(sent, self.row.team.group).split(sizes, 1)
+        q, k, v = (self._row_of(x.view_as(part)) for x, part in zip(got, parts))
+        out = self.plan.attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)[0]  # [tokens, h, d]
+        out = F.pad(out, (0, 0, 0, 0, 0, self.row.each * size - self.row.tokens)).unflatten(0, (-1, size))  # [t, size, h, d]
+        back = exchange(out.transpose(0, 1).contiguous(), self.row.team.group)  # [size, t, h, d], a block of heads from each
+        return back.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def _row_of(self, x: Tensor) -> Tensor:
+        """``[1, h, tokens, d]`` of ``x [size, h, t, d]``, tokens of each rank."""
+        return x.permute(1, 2, 0, 3).flatten(1, 2)[None, :, : self.row.tokens]
+
+
+def check_heads(config: PreTrainedConfig, team: Team) -> int:
+    """Return how many copies of each key head the ranks of ``team`` need to share the heads of a language model of ``config``.
+
+    Raises ``ModelError`` where they cannot share the heads that ``team.tensor`` leaves to each rank.
+    """
+    heads: Any = config.num_attention_heads if hasattr(config, "num_attention_heads") else None
+    keys: Any = (config.num_key_value_heads if hasattr(config, "num_key_value_heads") else None) or heads
+    if not isinstance(heads, int) or not isinstance(keys, int):
+        raise ModelError(
+            f"strategy.sequence = {team.size}: model type {config.model_type!r} does not say how many heads it has; set it to 1"
+        )
+    return _copies(heads // team.tensor, keys // team.tensor, team)
+
+
+def _copies(heads: int, keys: int, team: Team) -> int:
+    """How often each key head must be there so that the ranks of ``team`` get equally many of both, which belong together."""
+    size = team.size
+    copies = size // math.gcd(keys, size)
+    if heads % size or heads % (keys * copies):
+        left = f"of the model that strategy.tensor = {team.tensor} leaves to each rank" if team.tensor > 1 else "of the model"
+        fits = [n for n in range(2, size) if heads % n == 0 and heads % (keys * n // math.gcd(keys, n)) == 0]
+        raise ModelError(
+            f"strategy.sequence = {size} does not divide the {heads} heads {left} (with {keys} of keys); "
+            f"set it to {' or '.join(map(str, [1, *fits]))}"
+        )
+    return copies
+
+
+def exchange(x: Tensor, group: Any) -> Tensor:
+    """Send entry ``i`` of ``x [size, ...]`` to rank ``i`` of ``group``; return one entry from each rank. Differentiable."""
+    return _Exchange.apply(x, group)
+
+
+class _Exchange(torch.autograd.Function):
+    """``x [size, ...]``, one entry for each rank, to one from each. The way back is the same."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchanged(grads[0].contiguous(), ctx.group), None
+
+
+def _exchanged(x: Tensor, group: Any) -> Tensor:
+    got = torch.empty_like(x)
+    dist.all_to_all_single(got, x, group=group)
+    return got
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], None

@@ -1,0 +1,310 @@
+"""Token-by-token decoding through a model's own forward and its own cache, for models that cannot decode by an attention plan.
+
+The cache is whatever the model returns: keys and values, recurrent states, convolution states. Rows of equal length share one
+cache, so no row is ever padded: padding on the left would enter a recurrent state. A prompt is computed once, and its cache is
+copied for each of its responses. A model that returns no usable cache runs over the whole prefix for each token.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from lightrft.models.decoding.kinds import rereads_prefix, steps_alone
+from lightrft.models.families import decoder_of, family_of, head_transform
+from lightrft.models.logprobs import bend_logits
+from lightrft.models.lora import base_model
+from lightrft.models.multimodal.merge_inputs import see
+from lightrft.types import Prompt, Segments
+from lightrft.utils.errors import DataError, ModelError
+
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
+"""Names under which transformers' models return their cache, and take it back."""
+
+
+@dataclass(slots=True)
+class _Cache:
+    """What a model remembers of ``rows`` sequences of ``length`` tokens each.
+
+    ``name`` is the keyword of the model's forward that takes ``state``. ``state`` is ``None`` for a model without a usable
+    cache; ``tokens [rows, length]`` are then kept instead. ``shift`` leads from a token's index to its rotary position.
+    """
+
+    rows: int
+    length: int
+    shift: int
+    name: str = ""
+    state: Any = None
+    tokens: Tensor | None = None
+
+    def joins(self, other: _Cache) -> bool:
+        """Return whether the rows of both can be run in one call."""
+        return (self.length, self.shift, self.name) == (other.length, other.shift, other.name)
+
+    def select(self, index: Sequence[int]) -> _Cache:
+        """Copy the rows ``index``, each as often as it is named."""
+
+        def pick(tensor: Tensor) -> Tensor:
+            self._check(tensor)
+            return tensor.index_select(0, torch.tensor(index, device=tensor.device))
+
+        tokens = None if self.tokens is None else pick(self.tokens)
+        return _Cache(len(index), self.length, self.shift, self.name, _mapped(pick, self.state), tokens)
+
+    def join(self, other: _Cache) -> _Cache:
+        """Put the rows of ``other`` after these."""
+
+        def cat(*parts: Tensor) -> Tensor:
+            self._check(parts[0])
+            return torch.cat(parts)
+
+        tokens = None if self.tokens is None or other.tokens is None else cat(self.tokens, other.tokens)
+        state = _mapped(cat, self.state, other.state)
+        return _Cache(self.rows + other.rows, self.length, self.shift, self.name, state, tokens)
+
+    def _check(self, tensor: Tensor) -> None:
+        if tensor.shape[0] != self.rows:
+            raise ModelError(
+                f"the model's cache holds a tensor of shape {list(tensor.shape)} for {self.rows} rows: how to share it "
+                "out to responses is not known, so this model cannot be sampled from"
+            )
+
+
+@dataclass(slots=True)
+class _Block:
+    """Rows of the session that share one cache. ``rows[i]`` is the session's row at place ``i`` of the cache."""
+
+    cache: _Cache
+    rows: list[int]
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt of the session. ``cache`` is ``None`` once no further row needs it, or where there is no room to keep it."""
+
+    prompt: Prompt
+    begun: int
+    cache: _Cache | None = None
+
+
+@dataclass(slots=True)
+class _Room:
+    """Tokens that the session may hold, and those that the rows admitted so far can grow to."""
+
+    budget: int = 0
+    rows: int = 0
+
+    def keeps(self, prompt_tokens: int) -> bool:
+        return self.rows + prompt_tokens <= self.budget
+
+
+class CachedDecodeSession:
+    """Prompts by handle, responses in rows ``0 .. len(session) - 1``. Every call must be inside ``Decoder.running()``.
+
+    It has the methods of ``decoding.Session``, and gives the same tokens wherever both are right.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = base_model(model)
+        self._family = family_of(self._model.config)
+        self._device = next(model.parameters()).device
+        self._rereads = rereads_prefix(self._model.config)
+        self._alone = steps_alone(self._model.config)
+        self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        self._prompts: dict[int, _Prompt] = {}
+        self._next_handle = 0
+        self._blocks: list[_Block] = []
+        self._count = 0
+        self._room = _Room()
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def held(self) -> int:
+        """Tokens that the caches of prompts and rows stand for."""
+        kept = sum(p.cache.length for p in self._prompts.values() if p.cache is not None)
+        return kept + sum(b.cache.rows * b.cache.length for b in self._blocks)
+
+    @staticmethod
+    def tokens(prompts: int, prompt_tokens: int, rows: int, response_tokens: int) -> int:
+        """Return the tokens held for such shapes: each row has its own copy of its prompt."""
+        return rows * (prompt_tokens + response_tokens)
+
+    def reserve(self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int, budget: int) -> None:
+        """Allow these shapes within ``budget`` held tokens. Caches take their memory as they grow."""
+        self._room = _Room(budget, self.tokens(prompts, prompt_tokens, rows, response_tokens))
+
+    def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+        """Compute ``prompts``, and return a handle for each and the logits ``[P, V]`` of their first response tokens.
+
+        The last ``begun[p]`` tokens of prompt ``p`` are a response that is resumed.
+        """
+        handles, logits = [], []
+        for number, prompt in enumerate(prompts):
+            if not prompt.token_ids:
+                raise DataError(f"prompt {prompt.id!r} has no tokens")
+            handle, entry = self._next_handle, _Prompt(prompt, begun[number] if begun else 0)
+            entry.cache, first = self._read(entry)
+            self._next_handle += 1
+            self._prompts[handle] = entry
+            handles.append(handle)
+            logits.append(first)
+        return handles, torch.cat(logits)
+
+    def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
+        """Append one row with an empty response for each of ``handles``. Prompts in ``sealed`` get no row after these."""
+        first = self._count
+        self._count += len(handles)
+        for handle, count in Counter(handles).items():
+            entry = self._prompts[handle]
+            cache = entry.cache if entry.cache is not None else self._read(entry)[0]
+            rows = [first + i for i, h in enumerate(handles) if h == handle]
+            entry.cache = cache if handle not in sealed and self._room.keeps(cache.length) else None
+            if self._alone:
+                self._blocks += [_Block(cache.select([0]), [row]) for row in rows]
+            elif count == 1 and entry.cache is None:  # nobody else reads it, so the row takes it as it is
+                self._place(_Block(cache, rows))
+            else:
+                self._place(_Block(cache.select([0] * count), rows))
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feed ``tokens [R]``, the last of each row, and return the logits ``[R, V]`` of the next."""
+        parts = [self._advance(block, tokens) for block in self._blocks]
+        order = torch.tensor([row for block in self._blocks for row in block.rows], device=self._device)
+        logits = torch.cat(parts)
+        return torch.empty_like(logits).index_copy_(0, order, logits)
+
+    def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
+        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
+        new = {row: row for row in range(rows)} | {src: dst for dst, src in moves}
+        for dst, _ in moves:
+            del new[dst]
+        self._count = rows
+        for block in self._blocks:
+            kept = [place for place, row in enumerate(block.rows) if row in new]
+            if len(kept) < len(block.rows) and kept:
+                block.cache = block.cache.select(kept)
+            block.rows = [new[block.rows[place]] for place in kept]
+        self._blocks = [block for block in self._blocks if block.rows]
+
+    def release(self, handle: int) -> None:
+        """Forget a prompt that no row uses any more."""
+        del self._prompts[handle]
+
+    def _place(self, block: _Block) -> None:
+        """Add ``block``, to one of the same length where there is one: the two then run in one call."""
+        for other in self._blocks:
+            if other.cache.joins(block.cache):
+                other.cache, other.rows = other.cache.join(block.cache), other.rows + block.rows
+                return
+        self._blocks.append(block)
+
+    def _advance(self, block: _Block, tokens: Tensor) -> Tensor:
+        """One token for each row of ``block``; the logits ``[n, V]`` of the next."""
+        cache = block.cache
+        ids = tokens[torch.tensor(block.rows, device=self._device)][:, None]
+        if cache.tokens is not None:
+            cache.tokens = torch.cat([cache.tokens, ids], dim=1)
+            logits, _ = self._call({"input_ids": cache.tokens}, 0, cache.length + 1, use_cache=False)
+        else:
+            logits, output = self._call({"input_ids": ids, cache.name: cache.state}, cache.length + cache.shift, 1)
+            cache.state = output[cache.name]
+        cache.length += 1
+        return logits
+
+    def _read(self, entry: _Prompt) -> tuple[_Cache, Tensor]:
+        """Run the model over a prompt; its cache and the logits ``[1, V]`` after its last token."""
+        ids = torch.tensor([entry.prompt.token_ids], device=self._device)
+        runs = Segments.of_prompts([entry.prompt]).to(self._device)
+        seen = see(self._model, self._family, runs, begun=[entry.begun])
+        if seen is not None:
+            return self._read_media(ids, seen)
+        length = ids.shape[1]
+        logits, output = self._call({"input_ids": ids}, 0, length, use_cache=not self._rereads)
+        for name in CACHE_NAMES:
+            state = None if self._rereads else output.get(name)
+            if state is not None:
+                return _Cache(1, length, 0, name, state), logits
+        return _Cache(1, length, 0, tokens=ids), logits
+
+    def _read_media(self, ids: Tensor, seen: Any) -> tuple[_Cache, Tensor]:
+        """As ``_read``, for a prompt whose placeholders stand for features of media."""
+        length = ids.shape[1]
+        source = torch.arange(length, device=self._device)
+        inputs = seen.inputs(self._model, ids, source)
+        text = self._model.config.get_text_config(decoder=True)
+        inputs |= seen.masks(text, inputs["inputs_embeds"], source, None)
+        positions = source if seen.positions is None else seen.positions
+        shift = 0 if seen.positions is None else int(seen.positions.max()) + 1 - length
+        inputs["position_ids"] = positions[None] if positions.ndim == 1 else positions[:, None]
+        decoder = decoder_of(self._model, self._family)
+        output = decoder(**inputs, use_cache=True)
+        softcap, scale = head_transform(self._model.config, self._family)
+        head: Any = self._model.get_output_embeddings()
+        state = output.get("past_key_values")
+        if state is None:
+            raise ModelError(f"model type {self._model.config.model_type!r} returns no cache, so it cannot sample with media")
+        logits = bend_logits(head(output.last_hidden_state[:, -1]), scale, softcap)
+        return _Cache(1, length, shift, "past_key_values", state), logits
+
+    def _call(self, inputs: dict[str, Any], first: int, width: int, use_cache: bool = True) -> tuple[Tensor, Any]:
+        """The model's own forward over ``width`` tokens from position ``first``: logits ``[n, V]`` after the last, and all it
+        returned."""
+        if self._takes_positions:
+            # Given, since models whose first layer keeps no keys take a cache's length, hence the position, for 0.
+            positions = torch.arange(first, first + width, device=self._device)
+            inputs["position_ids"] = positions.expand(len(inputs["input_ids"]), -1)
+        with _last_alone(self._model.get_output_embeddings()):
+            output = self._model(**inputs, use_cache=use_cache)
+        return output.logits[:, -1], output
+
+
+@contextmanager
+def _last_alone(head: Any) -> Generator[None]:
+    """``head`` computes the logits of each row's last state alone."""
+
+    def cut(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (given[0][:, -1:], *given[1:])
+
+    hook = head.register_forward_pre_hook(cut)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _mapped(change: Callable[..., Tensor], *trees: Any) -> Any:
+    """``change`` of the tensors at each place of ``trees``, which are of one form; the first is not changed.
+
+    Tensors of fewer than two axes are settings of a layer, not states of rows, and are kept, as is all that is no tensor.
+    """
+    first = trees[0]
+    if isinstance(first, Tensor):
+        return change(*trees) if first.ndim > 1 else first
+    if isinstance(first, dict):
+        return type(first)((key, _mapped(change, *(tree[key] for tree in trees))) for key in first)
+    if isinstance(first, list | tuple):
+        return type(first)(_mapped(change, *parts) for parts in zip(*trees, strict=True))
+    if not _is_state(first):
+        return first
+    made = copy.copy(first)
+    for name in vars(first):
+        setattr(made, name, _mapped(change, *(vars(tree)[name] for tree in trees)))
+    return made
+
+
+def _is_state(value: Any) -> bool:
+    """Whether ``value`` is a cache of transformers, or a layer of one."""
+    kind = type(value)
+    ours = kind.__module__.partition(".")[0] == "transformers" and not isinstance(value, type | PreTrainedConfig)
+    return ours and hasattr(value, "__dict__")

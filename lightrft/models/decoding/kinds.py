@@ -1,0 +1,107 @@
+"""How a model can be decoded, decided by what is proved: by an attention plan, or with the model's own cache."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from transformers import PreTrainedConfig
+
+PLAN_FAMILIES: frozenset[str] = frozenset(
+    (
+        *("apertus", "arcee", "aria_text", "axk1", "beam", "biogpt", "bitnet", "cohere"),
+        *("cohere2", "ctrl", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5"),
+        *("ernie4_5_moe", "exaone4", "exaone_moe", "flex_olmo", "gemma", "gemma2"),
+        *("gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "glm", "glm4"),
+        *("glm4_moe", "glm4_moe_lite", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "granite"),
+        *("granitemoe", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm3"),
+        *("iquestcoder", "jais2", "kolibri1", "laguna", "llama", "longcat_flash", "mellum"),
+        *("minimax_m2", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "olmo"),
+        *("olmo2", "olmo3", "olmoe", "opt", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe"),
+        *("qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma"),
+        "youtu",
+        # models of several modalities, and their text models
+        *("gemma3", "internvl", "llava_onevision", "qwen2_5_omni_text", "qwen2_5_omni_thinker"),
+        *("qwen2_5_vl", "qwen2_5_vl_text", "qwen2_audio", "qwen2_vl", "qwen2_vl_text"),
+        *("qwen3_vl", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_vl_text", "smolvlm"),
+        "voxtral",
+    )
+)
+"""Model types that decode by an attention plan.
+
+``tests/unit/engines/test_engine_families.py`` compares each with the model's own forward. A type that is not listed
+decodes with its own cache, which is slower: a recurrent state, a sink, ALiBi or a chunk is not in the plan.
+"""
+
+PLAN_LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of attention that a plan knows. A config of a listed type that names another kind decodes with its own cache."""
+
+REREADING_FAMILIES = frozenset({"qwen4_exp_text", "recurrent_gemma"})
+"""Model types whose cache cannot be copied for each response: they run over the whole prefix for each token.
+
+recurrent_gemma keeps its state in its modules, and the cache of qwen4_exp_text has tensors without an axis of rows.
+"""
+
+LONE_FAMILIES = frozenset({"rwkv"})
+"""Model types that run a step of one row at a time: transformers 5.23 mixes the rows of rwkv in a step of several."""
+
+_STEP_FLOOR_FAMILIES = frozenset({"nemotron_h", "zamba2"})
+"""Model types that take the floor of a recurrent layer's time step from ``time_step_min``."""
+
+
+def decodes_by_plan(config: PreTrainedConfig) -> bool:
+    """Return whether a model of ``config`` is proved to decode by an attention plan."""
+    text = config.get_text_config(decoder=True)
+    if not {config.model_type, text.model_type} <= PLAN_FAMILIES:
+        return False
+    return set(text.to_dict().get("layer_types") or ()) <= PLAN_LAYERS
+
+
+def rereads_prefix(config: PreTrainedConfig) -> bool:
+    """Return whether the cache of a model of ``config`` is unusable, or gives other log-probs than its own forward.
+
+    transformers bounds the time step of mamba2's layers in a forward over many tokens, and not in a step of one token.
+    """
+    text = config.get_text_config(decoder=True)
+    if text.model_type in REREADING_FAMILIES:
+        return True
+    fields = text.to_dict()
+    if text.model_type in _STEP_FLOOR_FAMILIES:
+        return fields["time_step_min"] > 0
+    low, high = fields.get("time_step_limit") or (0.0, float("inf"))
+    return low > 0 or high < float("inf")
+
+
+def steps_alone(config: PreTrainedConfig) -> bool:
+    """Return whether a step of a model of ``config`` takes one row at a time."""
+    return config.get_text_config(decoder=True).model_type in LONE_FAMILIES
+
+
+class LengthBound(NamedTuple):
+    """``tokens`` within which a token's log-prob depends on the tokens before it alone, and the ``reason`` for the bound."""
+
+    tokens: int
+    reason: str
+
+
+def length_bound(config: PreTrainedConfig) -> LengthBound | None:
+    """Return the bound of a model of ``config``; ``None`` where rows of any length are scored alike.
+
+    Beyond it a token's log-prob depends on what else is in the row, or on the order of equal numbers. So what is sampled
+    token by token is not what is trained.
+    """
+    text = config.get_text_config(decoder=True)
+    fields = text.to_dict()
+    bounds: list[LengthBound] = []
+    rope = fields.get("rope_parameters") or {}
+    for part in (rope, *rope.values()):
+        kind = part.get("rope_type") if isinstance(part, dict) else None
+        if kind == "longrope":
+            tokens = part["original_max_position_embeddings"]
+            bounds.append(LengthBound(tokens, "rope_type longrope changes the frequencies of all tokens there"))
+        elif isinstance(kind, str) and "dynamic" in kind:
+            tokens = fields["max_position_embeddings"]
+            bounds.append(LengthBound(tokens, f"rope_type {kind} changes the frequencies of all tokens there"))
+    for name in ("keep_window_size", "index_topk"):
+        if fields.get(name):
+            bounds.append(LengthBound(fields[name], f"{name} keys are chosen there, among equal ones by chance"))
+    return min(bounds, default=None)

@@ -1,0 +1,440 @@
+"""Token-by-token decoding through a model's own forward, with a key/value cache that stores each prompt once.
+
+Prompts and answers are two rectangles per layer: ``[slots, H_kv, prompt tokens, d]`` and ``[rows, H_kv, answer tokens, d]``.
+A step is a constant number of tensor operations per layer, whatever the number of rows: the queries of a prompt's rows meet
+its keys in one batched product, then each row its own keys, and one softmax covers both.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from lightrft.models.attention import interface
+from lightrft.models.attention.segment_plan import Run, SegmentPlan
+from lightrft.models.decoding.cache_decoder import CachedDecodeSession
+from lightrft.models.decoding.kinds import decodes_by_plan
+from lightrft.models.families import decoder_of, family_of, head_transform
+from lightrft.models.logprobs import bend_logits
+from lightrft.models.lora import base_model
+from lightrft.models.multimodal.merge_inputs import see
+from lightrft.types import Prompt, Segments
+from lightrft.utils.device_transfer import to_device
+from lightrft.utils.errors import DataError, ModelError
+
+PREFILL_TOKENS = 8192
+"""Prompt tokens (padded) that go through the model in one call; bounds the activations of a prefill."""
+
+
+class Decoder:
+    """Runs any transformers causal language model (adapters included) for sampling; the weights stay the model's own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        interface.register()
+        self.model = model
+        config: Any = model.config
+        self._config = config.get_text_config(decoder=True)
+        self.by_plan = decodes_by_plan(config)
+        loaded = self._config._attn_implementation
+        self._own_attention = family_of(config).padded_attention if loaded == interface.NAME else loaded
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.model.parameters()).device
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer, of the generation config and of the model's."""
+        sources = (getattr(self.model, "generation_config", None), self._config)
+        found: list[int] = []
+        for eos in (source.eos_token_id for source in sources if source is not None):
+            found += [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        return tuple(dict.fromkeys(found))
+
+    def parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return self.model.named_parameters()
+
+    def apart(self) -> Decoder:
+        """A decoder whose weights can be replaced by ``load`` without a trace in this one's. Until then, and for frozen ones for
+        good, the two share memory; nothing else is shared, so that each may be used in a thread of its own."""
+        frozen: dict[int, Any] = {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        mine = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self.model.parameters() if p.requires_grad}
+        other = Decoder(copy.deepcopy(self.model, frozen | mine))
+        other._own_attention = self._own_attention
+        return other
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Use the tensors of ``weights`` from now on, as they are: a copy is made only where device or type differ.
+
+        Raises ``ModelError`` for a name or a shape that is not the model's.
+        """
+        parameters = dict(self.model.named_parameters())
+        for name, tensor in weights:
+            here = parameters.get(name)
+            if here is None or here.shape != tensor.shape:
+                found = "no such parameter" if here is None else f"shape {list(here.shape)}"
+                raise ModelError(f"weights {name!r} of shape {list(tensor.shape)} do not fit the sampling model: it has {found}")
+            here.data = tensor.detach().to(device=here.device, dtype=here.dtype)
+
+    def session(self) -> Session | CachedDecodeSession:
+        """An empty cache over this model. Sessions share nothing but the weights."""
+        return Session(self.model) if self.by_plan else CachedDecodeSession(self.model)
+
+    @contextmanager
+    def running(self) -> Generator[None]:
+        """Evaluation mode, no gradients, and attention by plan or the model's own, as its sessions need it.
+
+        All are put back as they were at the end.
+        """
+        training = [module for module in self.model.modules() if module.training]
+        before, wanted = self._config._attn_implementation, interface.NAME if self.by_plan else self._own_attention
+        for module in training:
+            module.training = False
+        if before != wanted:
+            self._config._attn_implementation = wanted
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            if before != wanted:
+                self._config._attn_implementation = before
+            for module in training:
+                module.training = True
+
+
+class Session:
+    """Prompts in slots, answers in rows. Every call must be inside ``Decoder.running()``.
+
+    Rows are ``0 .. len(session) - 1``: ``admit`` appends, ``evict`` moves and cuts, ``step`` feeds one token to each.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = base_model(model)
+        self._family = family_of(self._model.config)
+        self._decoder = decoder_of(self._model, self._family)
+        self._device = next(model.parameters()).device
+        self._prompts = _Rectangle()
+        self._answers = _Rectangle()
+        self._handles: list[int] = []  # slot -> handle
+        self._next_handle = 0
+        self._prompt_lengths = np.zeros(0, dtype=np.int64)  # by slot
+        self._shifts = np.zeros(0, dtype=np.int64)  # by slot: from a place in the sequence to its rotary position
+        self._handle_of = np.zeros(0, dtype=np.int64)  # by row
+        self._lengths = np.zeros(0, dtype=np.int64)  # by row: answer tokens whose keys are held
+        self._room = 0
+        self._rows: _Rows | None = None
+        self._shift: Tensor | None = None  # by row
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @property
+    def held(self) -> int:
+        """Tokens whose keys and values have memory now, used or not."""
+        return self._prompts.rows * self._prompts.columns + self._answers.rows * self._answers.columns
+
+    @staticmethod
+    def tokens(prompts: int, prompt_tokens: int, rows: int, answer_tokens: int) -> int:
+        """Return the tokens held for such shapes: both are rectangles, and a prompt is held once."""
+        return prompts * prompt_tokens + rows * answer_tokens
+
+    def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int) -> None:
+        """Allow ``prompts`` of up to ``prompt_tokens`` and ``rows`` of up to ``answer_tokens`` tokens, within ``budget`` held tokens.
+
+        Answers take their memory as they grow. Earlier, larger arrays stay unless the budget then could be exceeded.
+        """
+        shapes = [(prompts, prompt_tokens), (rows, answer_tokens)]
+        largest = [(max(x.rows, r), max(x.columns, c)) for x, (r, c) in zip((self._prompts, self._answers), shapes)]
+        if sum(r * c for r, c in largest) <= budget:
+            shapes = largest
+        (prompts, prompt_tokens), (rows, self._room) = shapes
+        self._prompts.resize(prompts, prompt_tokens, len(self._handles), int(self._prompt_lengths.max(initial=0)))
+        self._answers.resize(rows, min(self._room, self._answers.columns), len(self), int(self._lengths.max(initial=0)))
+
+    def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+        """Compute ``prompts`` into new slots: a handle for each, and the logits ``[P, V]`` of their first answer tokens.
+
+        The last ``begun[p]`` tokens of prompt ``p`` are an answer that goes on.
+        """
+        for prompt in prompts:
+            if not prompt.token_ids:
+                raise DataError(f"prompt {prompt.id!r} has no tokens")
+        handles = [self._next_handle + i for i in range(len(prompts))]
+        self._next_handle += len(prompts)
+        logits: list[Tensor] = [torch.empty(0)] * len(prompts)
+        for part in _by_budget([len(p.token_ids) for p in prompts]):
+            held = [begun[i] for i in part] if begun else []
+            found = self._prefill([prompts[i] for i in part], [handles[i] for i in part], held)
+            for i, row in zip(part, found):
+                logits[i] = row
+        return handles, torch.stack(logits)
+
+    def _prefill(self, prompts: list[Prompt], handles: list[int], begun: Sequence[int]) -> Tensor:
+        lengths = np.array([len(p.token_ids) for p in prompts], dtype=np.int64)
+        runs = Segments.of_prompts(prompts).to(self._device)
+        tokens, shifts = runs.tokens[None], np.zeros_like(lengths)
+        source = torch.arange(tokens.numel(), device=self._device)
+        seen = see(self._model, self._family, runs, begun=begun)
+        spans = [] if seen is None else seen.spans(source)
+        plan = _PrefillPlan(self._prompts, len(self._handles), lengths, self._device, spans)
+        inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": plan.positions}
+        if seen is not None:
+            inputs = seen.inputs(self._model, tokens, source)
+            inputs["position_ids"] = plan.positions if seen.positions is None else seen.positions[:, None]
+            if seen.positions is not None:
+                ends = [int(p[:, -1].max()) + 1 for p in seen.positions.split(lengths.tolist(), dim=1)]
+                shifts = np.array(ends, dtype=np.int64) - lengths
+        logits = self._logits(inputs, plan, plan.last)
+        self._handles += handles
+        self._prompt_lengths = np.concatenate([self._prompt_lengths, lengths])
+        self._shifts = np.concatenate([self._shifts, shifts])
+        self._rows = None
+        return logits
+
+    def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
+        """Append one row, with an empty answer, for each of ``handles``. ``sealed`` changes nothing: rows share their prompt."""
+        self._handle_of = np.concatenate([self._handle_of, np.array(handles, dtype=np.int64)])
+        self._lengths = np.concatenate([self._lengths, np.zeros(len(handles), dtype=np.int64)])
+        self._rows = None
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feed ``tokens [R]``, the last of each row, and return the logits ``[R, V]`` of the next."""
+        needed = int(self._lengths.max()) + 1
+        if needed > self._answers.columns:
+            columns = max(needed, min(self._room, max(64, 2 * self._answers.columns)))
+            self._answers.resize(len(self), columns, len(self), needed - 1)
+        if self._rows is None:
+            slot_of = {handle: slot for slot, handle in enumerate(self._handles)}
+            slots = np.array([slot_of[h] for h in self._handle_of.tolist()], dtype=np.int64)
+            self._rows = _Rows(slots, self._prompt_lengths, self._lengths, self._device)
+            self._shift = to_device(torch.from_numpy(self._shifts[slots]), self._device) if self._shifts.any() else None
+        plan = _StepPlan(self._prompts, self._answers, self._rows)
+        positions = self._rows.positions if self._shift is None else self._rows.positions + self._shift
+        logits = self._logits({"input_ids": tokens[None], "position_ids": positions[None]}, plan)
+        self._rows.advance()
+        self._lengths += 1
+        return logits
+
+    def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
+        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
+        if moves:
+            dst, src = (np.array(side, dtype=np.int64) for side in zip(*moves))
+            self._answers.move(dst, src, int(self._lengths.max()))
+            self._handle_of[dst], self._lengths[dst] = self._handle_of[src], self._lengths[src]
+        self._handle_of, self._lengths = self._handle_of[:rows], self._lengths[:rows]
+        self._rows = None
+
+    def release(self, handle: int) -> None:
+        """Forget a prompt that no row uses any more."""
+        slot, last = self._handles.index(handle), len(self._handles) - 1
+        if slot != last:
+            self._prompts.move(np.array([slot]), np.array([last]), int(self._prompt_lengths[last]))
+            self._handles[slot], self._prompt_lengths[slot] = self._handles[last], self._prompt_lengths[last]
+            self._shifts[slot] = self._shifts[last]
+        self._handles.pop()
+        self._prompt_lengths, self._shifts = self._prompt_lengths[:-1], self._shifts[:-1]
+        self._rows = None
+
+    def _logits(self, inputs: dict[str, Any], plan: interface.AttentionPlan, keep: Tensor | None = None) -> Tensor:
+        """Logits ``[T, V]`` of one flat row of tokens, or of the places ``keep`` of it."""
+        states = self._decoder(**inputs, use_cache=False, attention_plan=plan).last_hidden_state
+        softcap, scale = head_transform(self._model.config, self._family)
+        return bend_logits(self._model.get_output_embeddings()(states if keep is None else states[:, keep])[0], scale, softcap)
+
+
+def _by_budget(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Indices of ``lengths``, longest first, in parts whose rectangles hold at most ``PREFILL_TOKENS`` (one prompt always fits)."""
+    part: list[int] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if part and (len(part) + 1) * lengths[part[0]] > PREFILL_TOKENS:
+            yield part
+            part = []
+        part.append(i)
+    if part:
+        yield part
+
+
+class _Rectangle:
+    """Keys and values ``[rows, H_kv, columns, d]`` of every layer; layers are made when first seen.
+
+    Unused places are finite (zero at first), since a masked value still meets a probability of zero.
+    """
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.columns = 0
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """This layer's two arrays, for keys and values shaped and typed like ``key``/``value [.., H_kv, T, d]``."""
+        found = self._layers.get(index)
+        if found is None:
+            new_key, new_value = (x.new_zeros(self.rows, x.shape[-3], self.columns, x.shape[-1]) for x in (key, value))
+            found = self._layers[index] = (new_key, new_value)
+        return found
+
+    def resize(self, rows: int, columns: int, used_rows: int, used_columns: int) -> None:
+        """Take new memory, layer by layer so that only one layer exists twice, and keep what is used."""
+        if (rows, columns) == (self.rows, self.columns):
+            return
+        self.rows, self.columns = rows, columns
+        for index, (key, value) in self._layers.items():
+            larger = _resized(key, rows, columns, used_rows, used_columns)
+            self._layers[index] = larger, _resized(value, rows, columns, used_rows, used_columns)
+
+    def move(self, dst: np.ndarray, src: np.ndarray, used_columns: int) -> None:
+        for pair in self._layers.values():
+            for x in pair:
+                used = x[:, :, :used_columns]
+                used[to_device(torch.from_numpy(dst), x.device)] = used[to_device(torch.from_numpy(src), x.device)]
+
+
+def _resized(old: Tensor, rows: int, columns: int, used_rows: int, used_columns: int) -> Tensor:
+    new = old.new_zeros(rows, old.shape[1], columns, old.shape[3])
+    new[:used_rows, :, :used_columns] = old[:used_rows, :, :used_columns]
+    return new
+
+
+class _PrefillPlan:
+    """Prompts laid end to end; each attends to itself, and its keys and values go to its slot."""
+
+    def __init__(
+        self, store: _Rectangle, first: int, lengths: np.ndarray, device: torch.device, spans: Sequence[Run] = ()
+    ) -> None:
+        self._store, self._first, self._count, self._columns = store, first, len(lengths), int(lengths.max())
+        ends = np.cumsum(lengths)
+        columns = np.arange(self._columns)
+        inside = columns < lengths[:, None]
+        gather = np.where(inside, (ends - lengths)[:, None] + columns, 0).reshape(-1)
+        self._gather = to_device(torch.from_numpy(gather), device)  # place in the rectangle -> token
+        places = torch.from_numpy(np.broadcast_to(columns, inside.shape)[inside])
+        self.positions = to_device(places, device).unsqueeze(0)
+        self.last = to_device(torch.from_numpy(ends - 1), device)
+        runs = list(zip((ends - lengths).tolist(), lengths.tolist()))
+        self._plan = SegmentPlan(runs, [], self.positions[0], spans=spans, places=places)
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        for store, new in zip(self._store.layer(layer, key, value), (key, value)):
+            rectangle = new[0].index_select(1, self._gather).unflatten(1, (self._count, self._columns)).transpose(0, 1)
+            store[self._first : self._first + self._count, :, : self._columns] = rectangle
+        return self._plan.attend(layer, query, key, value, scale=scale, softcap=softcap, window=window)
+
+
+def _capped(scores: Tensor, softcap: float | None) -> Tensor:
+    return scores if softcap is None else torch.tanh(scores / softcap) * softcap
+
+
+class _Rows:
+    """Where each row stands: its position, and its lane among the rows of its prompt. Rebuilt when rows come or go."""
+
+    def __init__(self, slots: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, device: torch.device) -> None:
+        self.device = device
+        self.count, self.slots = len(slots), len(prompt_lengths)
+        order = np.argsort(slots, kind="stable")
+        counts = np.bincount(slots, minlength=self.slots)
+        self.lanes = int(counts.max())
+        lane = np.empty_like(slots)
+        lane[order] = np.arange(self.count) - np.repeat(np.cumsum(counts) - counts, counts)
+        self._slot, self._lane = slots, lane
+        own_prompt = prompt_lengths[slots]
+        self.prompt_columns, self.longest = int(prompt_lengths.max()), int(lengths.max())
+        self.prompt_end = to_device(torch.from_numpy(own_prompt), device)
+        self.positions = to_device(torch.from_numpy(own_prompt + lengths), device)
+        self._ragged = bool((own_prompt != self.prompt_columns).any() or (lengths != self.longest).any())
+        self._last = int((own_prompt + lengths).max())
+        self._maps: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def advance(self) -> None:
+        self.positions += 1
+        self.longest += 1
+        self._last += 1
+
+    def maps(self, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """``(row, head) -> lane``, ``lane -> (row, head)`` and ``(row, head) -> first place in the flat answers``, over ``kv_heads``.
+
+        Lanes are ordered (slot, head, lane); a lane that no row has repeats row 0, and nothing reads its result.
+        """
+        found = self._maps.get(kv_heads)
+        if found is None:
+            head = np.arange(kv_heads)
+            to_lane = (self._slot[:, None] * kv_heads + head) * self.lanes + self._lane[:, None]
+            from_lane = np.zeros(self.slots * kv_heads * self.lanes, dtype=np.int64)
+            from_lane[to_lane.reshape(-1)] = np.arange(self.count * kv_heads)
+            index = np.arange(self.count * kv_heads)
+            arrays = to_lane.reshape(-1), from_lane, index
+            there, back, place = (to_device(torch.from_numpy(x), self.device) for x in arrays)
+            found = self._maps[kv_heads] = (there, back, place)
+        return found
+
+    def hidden(self, window: int | None) -> Tensor | None:
+        """``[R, 1, prompt + answer columns]``: keys that a row must not see; ``None`` when it sees all."""
+        windowed = window is not None and self._last >= window
+        if not self._ragged and not windowed:
+            return None
+        end, at = self.prompt_end.unsqueeze(1), self.positions.unsqueeze(1)
+        prompt_at = torch.arange(self.prompt_columns, device=self.device).expand(self.count, -1)
+        answer_at = torch.arange(self.longest + 1, device=self.device) + end
+        hidden = torch.cat([prompt_at >= end, answer_at > at], dim=1)
+        if windowed:
+            hidden |= torch.cat([prompt_at, answer_at], dim=1) <= at - window
+        return hidden.unsqueeze(1)
+
+
+class _StepPlan:
+    """One new token per row, which sees its prompt, its answer so far, and itself."""
+
+    def __init__(self, prompts: _Rectangle, answers: _Rectangle, rows: _Rows) -> None:
+        self._prompts, self._answers, self._rows = prompts, answers, rows
+        self._hidden: dict[int | None, Tensor | None] = {}
+        self._places: dict[int, Tensor] = {}
+
+    def _place(self, kv_heads: int) -> Tensor:
+        """``[R * H_kv]`` where the new key of each row and head goes in the flat answers."""
+        if kv_heads not in self._places:
+            _, _, index = self._rows.maps(kv_heads)
+            own = (self._rows.positions - self._rows.prompt_end).repeat_interleave(kv_heads)
+            self._places[kv_heads] = index * self._answers.columns + own
+        return self._places[kv_heads]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+    ) -> Tensor:
+        rows, kv_heads, repeats = self._rows, key.shape[1], query.shape[1] // key.shape[1]
+        to_lane, from_lane, _ = rows.maps(kv_heads)
+        place = self._place(kv_heads)
+        own = []
+        for store, new in zip(self._answers.layer(layer, key, value), (key, value)):
+            store.view(-1, store.shape[-1]).index_copy_(0, place, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
+            own.append(store[: rows.count, :, : rows.longest + 1].flatten(0, 1))
+        shared = [x[: rows.slots, :, : rows.prompt_columns].flatten(0, 1) for x in self._prompts.layer(layer, key, value)]
+
+        flat = (query[0].transpose(0, 1) * scale).reshape(rows.count * kv_heads, -1)
+        by_lane = flat.index_select(0, from_lane).view(rows.slots * kv_heads, rows.lanes * repeats, -1)
+        on_prompt = (by_lane @ shared[0].transpose(1, 2)).view(-1, repeats * rows.prompt_columns).index_select(0, to_lane)
+        on_own = flat.view(rows.count * kv_heads, repeats, -1) @ own[0].transpose(1, 2)
+        scores = _capped(torch.cat([on_prompt.view(rows.count * kv_heads, repeats, -1), on_own], dim=-1), softcap)
+
+        if window not in self._hidden:
+            self._hidden[window] = rows.hidden(window)
+        hidden = self._hidden[window]
+        if hidden is not None:
+            scores.view(rows.count, kv_heads * repeats, -1).masked_fill_(hidden, -torch.inf)
+        weights = torch.softmax(scores, -1, dtype=torch.float32).to(value.dtype)
+        on_prompt, on_own = weights.split([rows.prompt_columns, rows.longest + 1], dim=-1)
+
+        by_lane = on_prompt.reshape(rows.count * kv_heads, -1).index_select(0, from_lane)
+        by_lane = by_lane.view(rows.slots * kv_heads, rows.lanes * repeats, -1) @ shared[1]
+        out = by_lane.view(-1, repeats * value.shape[-1]).index_select(0, to_lane).view(rows.count * kv_heads, repeats, -1)
+        return torch.baddbmm(out, on_own, own[1]).view(1, rows.count, query.shape[1], -1)

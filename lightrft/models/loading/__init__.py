@@ -1,0 +1,1 @@
+"""Load and save models, tokenizers and chat templates."""

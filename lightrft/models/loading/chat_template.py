@@ -1,0 +1,60 @@
+"""The chat template of a model that reads more than text: its processor may have one that its tokenizer lacks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from lightrft.models.families import family_of
+from lightrft.utils.chat_template import rendered
+
+_log = logging.getLogger(__name__)
+_CLASSES = {"qwen2_audio": "Qwen2AudioProcessor"}
+"""Processors that bring a template of their own, since published folders have none but the tokenizer's, for text alone."""
+
+
+def fit_template(tokenizer: PreTrainedTokenizerBase, settings: PreTrainedConfig, where: str, revision: str | None) -> None:
+    """Give ``tokenizer`` the chat template of the processor in ``where`` if that takes parts of kinds which the model of ``settings``
+    reads and the tokenizer's own does not. A tokenizer without any gets one from a file alone, never from a class.
+
+    Raises ``OSError``, ``ValueError`` or ``KeyError`` for files that cannot be read.
+    """
+    reader = family_of(settings).reader
+    kinds = {tower.kind for tower in reader.towers} if reader is not None else set()
+    own = _taken(tokenizer, None, kinds)
+    if own == kinds:
+        return
+    for template in _of_processor(settings.model_type, where, revision, chat=bool(tokenizer.chat_template)):
+        if (taken := _taken(tokenizer, template, kinds)) > own:
+            _log.info("the tokenizer's chat template takes no %s: the processor's is used", ", ".join(sorted(taken - own)))
+            tokenizer.chat_template = template
+            return
+
+
+def _taken(tokenizer: PreTrainedTokenizerBase, template: str | None, kinds: set[str]) -> set[str]:
+    """Those of ``kinds`` for which ``template``, or the tokenizer's own, writes anything."""
+
+    def apply(messages: list[dict[str, Any]]) -> str:
+        return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
+
+    word = {"type": "text", "text": "(word)"}
+    alone = rendered(apply, [word])
+    texts = {kind: rendered(apply, [{"type": kind}, word]) for kind in kinds}
+    return {kind for kind, text in texts.items() if text is not None and text != alone and "(word)" in text}
+
+
+def _of_processor(model_type: str, where: str, revision: str | None, *, chat: bool) -> Iterator[str]:
+    """Templates in the order in which transformers takes them: of files, then, with ``chat``, of the processor's class."""
+    from transformers import ProcessorMixin  # text alone needs none of what this loads
+
+    fields, _ = ProcessorMixin.get_processor_dict(where, revision=revision)
+    found = fields.get("chat_template")
+    if found := found.get("default") if isinstance(found, dict) else found:
+        yield found
+    own = getattr(getattr(transformers, _CLASSES.get(model_type, ""), None), "default_chat_template", None)
+    if chat and isinstance(own, property) and own.fget is not None:
+        yield own.fget(None)

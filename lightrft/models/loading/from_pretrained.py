@@ -1,0 +1,326 @@
+"""From a folder or a hub name to a model and a tokenizer that fit together, or an error that says what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+from lightrft.config.model import ModelConfig
+from lightrft.models.families import check_family, family_of
+from lightrft.models.loading.chat_template import fit_template
+from lightrft.models.loading.hf_logging import quiet
+from lightrft.models.lora import base_model, is_adapted, merged_state
+from lightrft.models.multimodal.submodules import PARTS, check_parts, part_of
+from lightrft.utils.atomic_files import looks_like_path, nearest_name
+from lightrft.utils.errors import ModelError, first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_log = logging.getLogger(__name__)
+_PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|fim_pad|>", "<|vision_pad|>", "<unk>")
+_TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # newer and older name of the same
+BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
+
+
+def load_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    device_map: str | dict[str, Any] | None = None,
+) -> PreTrainedModel:
+    """The model of ``config.path`` on ``device``, in evaluation mode, with ``config.freeze`` applied.
+
+    ``device_map`` places parts as transformers understands it, instead of ``device``.
+
+    A folder of adapters gives its base model with those adapters, trainable.
+
+    ``dtype`` wins over ``config.dtype``. Raises ``ModelError``: no such folder and no hub, not a model folder, a family that is
+    not known, an attention that its class lacks, damaged or missing weights, quantisation without bitsandbytes, a frozen part or
+    prefix that names nothing.
+    """
+    if (found := saved_adapters(config)) is not None:
+        model = load_model(config.model_copy(update={"path": found[0]}), device=device, dtype=dtype)
+        return with_saved_adapters(model, found[1], config)  # ty: ignore[invalid-explicit-return]
+    options = _options(config, device, dtype)
+    if device_map is not None:
+        options["device_map"] = device_map
+    settings = known_settings(config)
+    family = family_of(settings)
+    implementation = config.attention or family.padded_attention
+    where = where_of(config)
+    try:
+        with quiet(local=Path(where).is_dir()):
+            loaded: Any = getattr(transformers, family.loader).from_pretrained(
+                where, config=settings, attn_implementation=implementation, output_loading_info=True, **options
+            )
+        model, info = loaded
+    except ImportError as error:
+        raise ModelError(f"model.attention = {implementation!r}: {first_line(error)}") from error
+    except BROKEN as error:
+        check_class(config, settings)
+        raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({first_line(error)})") from error
+    if info["missing_keys"] or info["mismatched_keys"]:
+        lacking = sorted(str(k) for k in (*info["missing_keys"], *info["mismatched_keys"]))
+        raise ModelError(f"model.path = {config.path!r}: {len(lacking)} weights are missing or misshapen, e.g. {lacking[0]}")
+    if "device_map" not in options:
+        model = model.to(device)
+    freeze(model, config.freeze)
+    return model.eval()
+
+
+def known_settings(config: ModelConfig) -> PreTrainedConfig:
+    """Return ``model_settings`` of a family that can be trained. Raises ``ModelError`` as ``check_family`` does too."""
+    settings = model_settings(config)
+    check_family(settings, f"model.path = {config.path!r}", allow_unproved=config.unproved_family == "allow")
+    return settings
+
+
+def from_settings(settings: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
+    """Make a model of ``settings`` by transformers, on the device that is torch's default."""
+    loader: Any = getattr(transformers, family_of(settings).loader)
+    make = getattr(loader, "from_config", None) or loader._from_config
+    with quiet(local=True):
+        return make(settings, dtype=dtype, **options)
+
+
+def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
+    """Raise ``ModelError`` if the class of ``settings`` cannot be made at all, so that weights are not to blame."""
+    implementation = config.attention or family_of(settings).padded_attention
+    options: dict[str, Any] = {"trust_remote_code": True} if config.trust_remote_code else {}
+    try:
+        with torch.device("meta"):
+            from_settings(settings, torch.float32, attn_implementation=implementation, **options)
+    except (*BROKEN, AttributeError, ImportError, TypeError) as error:
+        name = f"model.path = {config.path!r}"
+        if config.attention is not None:
+            name = f"model.attention = {config.attention!r} with {name}"
+        raise ModelError(f"{name}: no model can be made of its config ({first_line(error)})") from error
+
+
+def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:
+    """Of a folder of adapters, its base model and the folder. Raises ``ModelError`` when it names none."""
+    file = Path(config.path).expanduser() / "adapter_config.json"
+    if not file.is_file():
+        return None
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"model.path = {config.path!r}: its adapter_config.json does not name a base model")
+    return base, file.parent
+
+
+def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfig) -> nn.Module:
+    """``model`` with the adapters of ``folder``, trainable. Raises ``ModelError``."""
+    from peft import PeftModel
+
+    try:
+        with quiet(local=True):
+            return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
+    except BROKEN as error:
+        raise ModelError(f"model.path = {config.path!r}: the adapters cannot be read ({first_line(error)})") from error
+
+
+def where_of(config: ModelConfig) -> str:
+    """Folder or hub name. Raises ``ModelError`` for what can be neither."""
+    path = config.path
+    if not path:
+        raise ModelError("model.path is not set: give a Hugging Face folder or name")
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"model.path = {path!r}: not a model folder, since it has no config.json")
+        return str(folder)
+    if looks_like_path(path) or folder.exists():
+        raise ModelError(f"model.path = {path!r}: there is no such folder{nearest_name(folder)}")
+    return path
+
+
+def model_settings(config: ModelConfig) -> PreTrainedConfig:
+    """The config of ``config.path``; that of the base model for a folder of adapters. Raises ``ModelError``.
+
+    Of a model that speaks, too, it is that of the part which answers in text: that part alone is loaded."""
+    where = where_of(config)
+    try:
+        found = AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        return getattr(found, "thinker_config", found)
+    except BROKEN as error:
+        if Path(where).is_dir():
+            raise ModelError(f"model.path = {config.path!r}: config.json cannot be used ({first_line(error)})") from error
+        raise ModelError(
+            f"model.path = {config.path!r}: there is no folder of that name here, and the model hub did not give it either "
+            f"({first_line(error)}). Give a folder, or check the name and the network"
+        ) from error
+
+
+def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | None) -> dict[str, Any]:
+    kind = dtype or ("auto" if config.dtype == "auto" else getattr(torch, config.dtype))
+    options: dict[str, Any] = {"dtype": kind, "revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    if config.load_in_4bit:
+        if find_spec("bitsandbytes") is None:
+            raise ModelError("model.load_in_4bit needs bitsandbytes: pip install 'lightrft[quant]'")
+        from transformers import BitsAndBytesConfig
+
+        compute = kind if isinstance(kind, torch.dtype) else torch.bfloat16
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=compute, bnb_4bit_use_double_quant=True
+        )
+        options["device_map"] = {"": str(device)}
+    return options
+
+
+def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
+    """No gradient for the parameters of parts that ``what`` names, nor for those whose name, with or without a leading ``model.``,
+    starts with another of its entries, nor for those that no feature is made from.
+
+    Raises ``ModelError`` for a part that the model lacks and for a prefix that names nothing.
+    """
+    names = dict(model.named_parameters())
+    check_parts(model.config, "model.freeze", [part for part in what if part in PARTS])
+    family = family_of(model.config)
+    for name, parameter in names.items():
+        if family.reader is not None and name.startswith(family.reader.unread):
+            parameter.requires_grad_(False)
+    for prefix in what:
+        if prefix in PARTS:
+            hit = [p for name, p in names.items() if part_of(family, name) == prefix]
+        else:
+            hit = [p for name, p in names.items() if name.startswith(prefix) or name.removeprefix("model.").startswith(prefix)]
+        if not hit:
+            tops = sorted({".".join(name.split(".")[:2]) for name in names})
+            raise ModelError(f"model.freeze = {prefix!r} names no parameter; names start with {', '.join(tops)}")
+        for parameter in hit:
+            parameter.requires_grad_(False)
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of ``config.tokenizer`` or ``config.path``, padding on the left with a token of its own where there is one.
+
+    For a model that reads more than text it has the chat template of the model's processor if its own is for text alone.
+
+    Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, a chat template that cannot be read.
+    """
+    where = config.tokenizer or (where_of(config) if not _is_adapter(config.path) else config.path)
+    name = "model.tokenizer" if config.tokenizer else "model.path"
+    folder = Path(where).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise ModelError(f"{name} = {where!r}: the folder holds no tokenizer; set model.tokenizer")
+    try:
+        said = get_tokenizer_config(where, revision=config.revision)
+        plain = said.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in said
+        # For some model types transformers takes a class of its own choice, which puts another pre-tokenizer in the place of the
+        # file's: characters get lost. A tokenizer that was saved by the plain class is loaded by it.
+        loader: Any = PreTrainedTokenizerFast if plain else AutoTokenizer
+        tokenizer: Any = loader.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
+    except (*BROKEN, TypeError, AttributeError, ImportError) as error:
+        raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({first_line(error)})") from error
+    settings = None if _is_adapter(config.path) or not config.path else model_settings(config)
+    rows = None if settings is None else settings.get_text_config().vocab_size
+    if rows is not None and len(tokenizer) > rows:
+        raise ModelError(
+            f"the tokenizer {where!r} has {len(tokenizer)} tokens, the model {config.path!r} only {rows}: "
+            "they do not belong together"
+        )
+    tokenizer.padding_side = "left"
+    _own_pad(tokenizer, rows)
+    if config.chat_template is not None:
+        tokenizer.chat_template = _template(config.chat_template)
+    elif settings is not None:
+        try:
+            fit_template(tokenizer, settings, where_of(config), config.revision)
+        except BROKEN as error:
+            says = f"the chat template of its processor cannot be read ({first_line(error)}); set model.chat_template"
+            raise ModelError(f"model.path = {config.path!r}: {says}") from error
+    return tokenizer
+
+
+def _is_adapter(path: str) -> bool:
+    return (Path(path).expanduser() / "adapter_config.json").is_file()
+
+
+def _own_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> None:
+    """Give the tokenizer a pad token that is not its end token, without growing the model."""
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
+        return
+    was = "no pad token" if tokenizer.pad_token_id is None else "its end token as pad"
+    vocabulary = tokenizer.get_vocab()
+    taken = {tokenizer.eos_token, tokenizer.bos_token}
+    free = next((token for token in _PADS if token in vocabulary and token not in taken), None)
+    if free is None and rows is not None and len(tokenizer) < rows:
+        free = "<|pad|>"
+    if free is not None:
+        tokenizer.add_special_tokens({"pad_token": free})
+        _log.warning("the tokenizer has %s: using %s to pad", was, free)
+        return
+    tokenizer.pad_token = tokenizer.eos_token
+    _log.warning("the tokenizer has %s and no token is free: padding with the end token. Masks come from lengths, so a real "
+                 "end token is still trained", was)  # fmt: skip
+
+
+def _template(text: str) -> str:
+    """A chat template given as such, or as a file that holds one."""
+    if "{%" in text or "{{" in text:
+        return text
+    file = Path(text).expanduser()
+    if not file.is_file():
+        raise ModelError(f"model.chat_template = {text!r} is neither a Jinja template nor a file")
+    return file.read_text(encoding="utf-8")
+
+
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ``ModelError`` when ``tokenizer`` can yield ids that ``model`` has no embedding for."""
+    embeddings: Any = base_model(model).get_input_embeddings()
+    rows = embeddings.num_embeddings
+    if len(tokenizer) > rows:
+        raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model only {rows}: they do not belong together")
+
+
+class Saved(Protocol):
+    """What writes itself beside a model's weights."""
+
+    def save(self, path: str | Path, /) -> None: ...
+
+
+def save_model(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    path: str | Path,
+    *,
+    processor: Saved | None = None,
+    merge: bool = True,
+) -> None:
+    """Write a folder that ``from_pretrained`` loads. ``model`` may be an actor.
+
+    Adapters are added into the weights that are written; those in memory stay. With ``merge`` off, only adapters are written."""
+    inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
+    with quiet(local=True):
+        if is_adapted(inner) and not merge:
+            inner.save_pretrained(str(path))
+        else:
+            base = base_model(inner)
+            implementation = base.config._attn_implementation
+            state = merged_state(inner) if is_adapted(inner) else None
+            base.save_pretrained(str(path), state_dict=state)
+            base.config._attn_implementation = implementation
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(path))
+    if processor is not None:
+        processor.save(path)

@@ -1,0 +1,54 @@
+"""A model without its weights: every parameter has its shape and type, and none has memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightrft.config.model import ModelConfig
+from lightrft.models.loading.from_pretrained import freeze, from_settings, known_settings, model_settings
+from lightrft.models.loading.hf_logging import quiet
+from lightrft.models.lora import add_adapters, base_model
+from lightrft.utils.errors import ModelError
+
+
+def meta_model(config: ModelConfig) -> nn.Module:
+    """The model of ``config.path`` on the meta device, with adapters and frozen parts as they will be trained. Only its config is read.
+
+    Raises ``ModelError`` as ``load_model`` does for what a config can show, and for a class that cannot be made without weights.
+    """
+    adapters = Path(config.path).expanduser() / "adapter_config.json"
+    if adapters.is_file():
+        base = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
+        return _with_saved_adapters(meta_model(config.model_copy(update={"path": base, "lora": None})), adapters.parent)
+    settings = known_settings(config)
+    try:
+        with torch.device("meta"), quiet(local=True):
+            model = from_settings(settings, dtype_of(config, settings))
+            freeze(model, config.freeze)
+            model = model if config.lora is None else add_adapters(model, config.lora)
+    except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+        raise ModelError(f"model.path = {config.path!r}: no model can be made of its config ({error})") from error
+    return model.eval()
+
+
+def _with_saved_adapters(model: nn.Module, folder: Path) -> nn.Module:
+    from peft import PeftConfig, get_peft_model
+
+    saved = PeftConfig.from_pretrained(str(folder))
+    saved.inference_mode = False
+    with torch.device("meta"), quiet(local=True):
+        return get_peft_model(base_model(model), saved).eval()
+
+
+def dtype_of(config: ModelConfig, settings: Any = None) -> torch.dtype:
+    """The type that weights will have: ``auto`` is what the model's config names, float32 where it names none."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    settings = model_settings(config) if settings is None else settings
+    named = settings.to_dict().get("dtype") or settings.get_text_config(decoder=True).to_dict().get("dtype")
+    return torch.float32 if named is None else named if isinstance(named, torch.dtype) else getattr(torch, named)

@@ -1,0 +1,339 @@
+"""A model that is made without its weights, and the weights that are read once it is known which part of each lies here.
+
+Names are those of transformers' own loading: its renamings are applied, and where it makes one weight of several (experts that are
+stored one by one) that weight alone is put together whole, cut, and let go.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.utils import cached_file
+
+from lightrft.config.model import ModelConfig
+from lightrft.distributed.shards import Holding, held_of
+from lightrft.models.families import family_of
+from lightrft.models.loading.from_pretrained import (
+    BROKEN,
+    freeze,
+    from_settings,
+    known_settings,
+    load_model,
+    saved_adapters,
+    where_of,
+    with_saved_adapters,
+)
+from lightrft.models.loading.meta_device import dtype_of
+from lightrft.models.lora import add_adapters, base_model, is_adapted, plain_name
+from lightrft.utils.errors import ModelError
+from lightrft.utils.module_tensors import exchange
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PIECE = 2**20
+"""Bytes that are read at once: a whole slice would lie there twice until it is copied."""
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a safetensors file, of which any part can be read by its index."""
+
+    file: str
+    key: str
+
+    def get_shape(self) -> list[int]:
+        with safe_open(self.file, framework="pt") as opened:
+            return opened.get_slice(self.key).get_shape()
+
+    @contextmanager
+    def opened(self) -> Generator[Any]:
+        """What any part can be taken from. A file that stays open keeps all that was read of it in memory."""
+        with safe_open(self.file, framework="pt") as opened:
+            yield opened.get_slice(self.key)
+
+    def whole(self) -> Tensor:
+        with self.opened() as tensor:
+            return tensor[...]
+
+
+@dataclass(slots=True)
+class Unread:
+    """Where the weights of a model with these ``types`` are: ``stored`` as they are needed, by name, or ``converted`` from what is
+    stored. What neither has, the first rank reads as one process would, and tells the others."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    types: dict[str, torch.dtype]
+    stored: dict[str, Stored] = field(default_factory=dict)
+    converted: dict[str, WeightConverter] = field(default_factory=dict)
+    dora: bool = False
+
+    @torch.no_grad()
+    def read(self, model: nn.Module, held: Holding = held_of) -> None:
+        """Fill every parameter and stored buffer of ``model``, which has memory by now for what is ``held`` of each."""
+        tensors = _by_plain_name(model)
+        magnitudes = _magnitudes(model) if self.dora else {}
+        filled: set[int] = set()
+
+        def fill(name: str, tensor: Tensor, source: Any) -> None:
+            self._fill(name, tensor, source, held)
+            for magnitude in magnitudes.get(id(tensor), []):
+                self._fill_norms(name, magnitude, source, held)
+            filled.add(id(tensor))
+
+        for name, source in self._sources(base_model(model)):
+            if (tensor := tensors.get(name)) is None:
+                continue
+            if id(tensor) in filled:
+                self._check_tied(name, tensor, source, held)
+            else:
+                fill(name, tensor, source)
+        if left := {name: tensor for name, tensor in tensors.items() if id(tensor) not in filled}:
+            for name, whole in self._from_first_rank({name: (held(tensor).shape, tensor) for name, tensor in left.items()}):
+                fill(name, left[name], whole)
+
+    def _sources(self, base: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+        yield from self.stored.items()
+        for first, converter in self.converted.items():
+            made = converter.convert(first, model=base, config=base.config)
+            for name, tensor in made.items():
+                yield name, tensor[0] if isinstance(tensor, list) else tensor
+
+    def _check_tied(self, name: str, tensor: Tensor, source: Any, held: Holding) -> None:
+        known = held(tensor)
+        with _opened(source) as stored:
+            if _shape(source) == known.shape and all(torch.equal(stored[i or ...].to(x), x) for i, x in known.pieces(PIECE)):
+                return
+        raise ModelError(
+            f"model.path = {self.config.path!r}: config.json says that {name} is tied to another weight, and the files hold "
+            "different values for them; set tie_word_embeddings to false there"
+        )
+
+    def _from_first_rank(self, wanted: Mapping[str, tuple[tuple[int, ...], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Each of ``wanted`` whole, of that shape and of the kind and on the device of that tensor."""
+        several = dist.is_available() and dist.is_initialized()
+        first = not several or dist.get_rank() == 0
+        whole: dict[str, Tensor] = {}
+        failure = [""]
+        if first:
+            try:
+                whole = load_model(self.config.model_copy(update={"freeze": ()}), dtype=self.dtype).state_dict()
+            except ModelError as error:
+                failure = [str(error)]
+        if several:
+            dist.broadcast_object_list(failure)
+        if failure[0]:
+            raise ModelError(failure[0])
+        for name, (shape, tensor) in wanted.items():
+            value = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            if first:
+                value.copy_(whole.pop(name))
+            if several:
+                dist.broadcast(value, src=0)
+            yield name, value
+
+    def _fill(self, name: str, tensor: Tensor, source: Any, held: Holding) -> None:
+        here = held(tensor)
+        if _shape(source) != here.shape:
+            raise ModelError(
+                f"model.path = {self.config.path!r}: 1 weights are missing or misshapen, e.g. {name}, {list(_shape(source))} where the "
+                f"model has {list(here.shape)}"
+            )
+        with _opened(source) as stored:
+            for index, part in here.pieces(PIECE):
+                # Rounded as if the model had been loaded, also where more precise weights are kept of it.
+                part.copy_(stored[index or ...].to(self.types[name]))
+
+    def _fill_norms(self, name: str, magnitude: Tensor, source: Any, held: Holding) -> None:
+        """Of new adapters with weight decomposition: the norm of each row of what they adapt, which only its source tells."""
+        width = PIECE // max(1, _shape(source)[1])
+        with _opened(source) as stored:
+            for index, part in held(magnitude).pieces(width):
+                part.copy_(torch.linalg.norm(stored[(*index, slice(None))].to(self.types[name]), dim=1))
+
+
+def made(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | None) -> tuple[nn.Module, Unread | None]:
+    """The model of ``config.path`` with adapters on ``device``; on the meta device without its weights, which are still to be read."""
+    if torch.device(device).type == "meta":
+        return shell(config, dtype)
+    model: nn.Module = load_model(config, device=device, dtype=dtype)
+    if config.lora is not None and not is_adapted(model):
+        model = add_adapters(base_model(model), config.lora)
+    return model, None
+
+
+def shell(config: ModelConfig, dtype: torch.dtype | None = None) -> tuple[nn.Module, Unread]:
+    """The model of ``config.path`` with adapters and frozen parts, whose own weights have a type and a shape and no memory; adapters and
+    what is computed, not stored, are there. With it, where the weights are.
+
+    Raises ``ModelError`` as ``load_model`` does for what can be seen without weights, and for weights that are quantised.
+    """
+    found = saved_adapters(config)
+    of_base = config if found is None else config.model_copy(update={"path": found[0]})
+    settings = _settings(of_base)
+    keys = _keys(of_base, settings)
+    kind = dtype or _stored_dtype(of_base, settings, keys)
+    base = _bare(of_base, settings, kind)
+    unread = _located(base, Unread(of_base, kind, {name: tensor.dtype for name, tensor in base.state_dict().items()}), keys)
+    freeze(base, config.freeze)
+    # peft puts adapters where the weights are, so these must not be on the meta device yet.
+    exchange(base, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
+    hollow = {id(p) for p in base.parameters()}
+    model: nn.Module = base
+    if found is not None:
+        model = with_saved_adapters(base, found[1], config)
+    elif config.lora is not None:
+        model = add_adapters(base, config.lora)
+        unread.dora = config.lora.dora
+    exchange(model, lambda p: torch.empty(p.shape, dtype=p.dtype, device="meta") if id(p) in hollow else None)
+    return model.eval(), unread
+
+
+def _settings(config: ModelConfig) -> PreTrainedConfig:
+    settings = known_settings(config)
+    if config.load_in_4bit or vars(settings).get("quantization_config") is not None:
+        raise ModelError(
+            f"model.path = {config.path!r}: quantised weights cannot be spread over processes; set launch.processes=1, or take a model "
+            "that is not quantised, with model.load_in_4bit=false"
+        )
+    return settings
+
+
+def _stored_dtype(config: ModelConfig, settings: PreTrainedConfig, keys: Mapping[str, str]) -> torch.dtype:
+    """As transformers has it: where neither the setting nor the model's config names a type, that of the first tensor."""
+    if config.dtype != "auto" or settings.dtype is not None:
+        return dtype_of(config, settings)
+    for key, file in keys.items():
+        with safe_open(file, framework="pt") as opened:
+            if (found := _FLOATS.get(opened.get_slice(key).get_dtype())) is not None:
+                return found
+    return torch.float32
+
+
+def _bare(config: ModelConfig, settings: PreTrainedConfig, kind: torch.dtype) -> PreTrainedModel:
+    """The model itself, on the meta device but for buffers that are computed."""
+    options = {"attn_implementation": config.attention or family_of(settings).padded_attention}
+    try:
+        with torch.device("meta"):
+            model = from_settings(settings, kind, **options)
+    except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
+        raise ModelError(f"model.path = {config.path!r}: no model can be made of its config ({error})") from error
+    for pattern, wanted in model._get_dtype_plan(kind).items():
+        for name, parameter in model.named_parameters():
+            if re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", name):
+                parameter.data = parameter.data.to(wanted)
+    for parameter in model.parameters():  # transformers' own loading leaves none as its class has made it
+        parameter.requires_grad_(parameter.is_floating_point())
+    _compute_buffers(model)
+    with suppress(OSError):  # not every model has one
+        model.generation_config = GenerationConfig.from_pretrained(where_of(config), revision=config.revision or "main")
+    return model
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Give those that are not stored the values that transformers gives them when it loads a model."""
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers.get(name)) is not None:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        model.initialize_weights()
+
+
+def _located(model: PreTrainedModel, unread: Unread, keys: Mapping[str, str]) -> Unread:
+    """``unread`` with the place from where transformers' own loading would take each weight of ``model``."""
+    targets = model.state_dict()
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    for key, file in sorted(keys.items(), key=lambda item: dot_natural_key(item[0])):
+        prefix = model.base_model_prefix
+        name, pattern = rename_source_key(key, renamings, converters, prefix, targets)
+        if name not in targets and key in targets:
+            name, pattern = rename_source_key(key, [], [], prefix, targets)
+        if name not in targets:
+            continue
+        if pattern is None:
+            unread.stored.setdefault(name, Stored(file, key))
+            continue
+        converter = unread.converted.setdefault(name, deepcopy(by_pattern[pattern]))
+        whole: Any = Stored(file, key).whole  # called when it is needed
+        converter.add_tensor(name, key, pattern, whole)
+    return unread
+
+
+def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
+    """The file that holds each tensor of a folder or of the hub; none where they are not in safetensors files of the usual names."""
+    kind: Any = type(settings)
+    if vars(settings).get("transformers_weights") or (hasattr(kind, "extra_files") and kind.extra_files):
+        return {}
+    where = where_of(config)
+    options: dict[str, Any] = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
+    try:
+        if (single := cached_file(where, SINGLE, **options)) is not None:
+            files = {Path(single).name: single}
+        elif (index := cached_file(where, INDEX, **options)) is not None:
+            names = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+            files = {name: cached_file(where, name, revision=config.revision) for name in names}
+        else:
+            return {}
+        keys: dict[str, str] = {}
+        for file in files.values():
+            with safe_open(file, framework="pt") as opened:
+                keys |= dict.fromkeys(opened.keys(), file)
+        return keys
+    except BROKEN as error:
+        raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({error})") from error
+
+
+def _by_plain_name(model: nn.Module) -> dict[str, Tensor]:
+    """What is stored of ``model``, by the names that it has without adapters."""
+    base = base_model(model)
+    stored = base.state_dict(keep_vars=True)
+    names = {name: plain_name(name) for name in stored}
+    return {plain: stored[name] for name, plain in names.items() if plain is not None}
+
+
+def _opened(source: Any) -> AbstractContextManager[Any]:
+    return source.opened() if isinstance(source, Stored) else nullcontext(source)
+
+
+def _shape(source: Any) -> tuple[int, ...]:
+    return tuple(source.shape if isinstance(source, Tensor) else source.get_shape())
+
+
+def _magnitudes(model: nn.Module) -> dict[int, list[Tensor]]:
+    """Those of new adapters with weight decomposition, by the id of the weight whose rows they are the norms of."""
+    found: dict[int, list[Tensor]] = {}
+    for name, module in model.named_modules():
+        for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
+            adapted: Any = module
+            layer = adapted.get_base_layer()
+            if not isinstance(layer, nn.Linear):
+                raise ModelError(f"model.lora.dora: {name} is no linear layer, and its weights are spread over processes")
+            found.setdefault(id(layer.weight), []).append(magnitude.weight)
+    return found
+
+
+def put_together(model: PreTrainedModel) -> set[str]:
+    """Names of the parameters of ``model`` that transformers makes of several tensors of its files."""
+    converters = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)]
+    made = [pattern for converter in converters for pattern in converter.target_patterns]
+    return {name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in made)}

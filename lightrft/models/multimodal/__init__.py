@@ -1,0 +1,1 @@
+"""Encode media and merge their features into the token embeddings."""

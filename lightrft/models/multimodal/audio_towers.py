@@ -1,0 +1,215 @@
+"""Towers that read sound: log-mel frames of clips, laid end to end, in; one feature for every few frames out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu
+from torch.nn.utils.rnn import pad_sequence
+from transformers.masking_utils import create_bidirectional_mask
+
+from lightrft.models.multimodal.towers import IMAGE, TIMED_VIDEO, Blank, Features, Reader, Tower
+
+_AROUND = 2  # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still see
+_SPILL = 2  # frames after a clip's last whose window of samples, up to four hops wide, can reach back into it
+
+
+def frames_around(frames: int, window: int) -> int:
+    """Of a clip of ``frames``, those that its features depend on, where the tower masks the rest of its window."""
+    return min(frames + _AROUND, window)
+
+
+def frames_alone(frames: int, window: int = 0) -> int:
+    """Of a clip of ``frames``, those that its features depend on, where the tower puts nothing around it: its own."""
+    return frames
+
+
+def frames_to_silence(frames: int, window: int) -> int:
+    """Of a clip of ``frames``, those that differ, where the tower hears the silence after it to the end of the last window: they
+    end with one frame of silence, unless the window ends before."""
+    return min(frames + _SPILL + 1, -(-frames // window) * window)
+
+
+def qwen2_audio_features(frames: int) -> int:
+    """Features of a clip of ``frames``: a convolution of stride 2, then means of two."""
+    return ((frames - 1) // 2 + 1) // 2
+
+
+def _clips(inputs: dict[str, Tensor], window: int, kept: Callable[[int, int], int]) -> tuple[list[Tensor], Tensor]:
+    """Frames ``[k, mels]`` of each clip, and how many of them are the clip's own."""
+    own = inputs["feature_lengths"]
+    return list(inputs["input_features"].split([kept(n, window) for n in own.tolist()])), own
+
+
+def _window(tower: Any) -> int:
+    return tower.config.max_source_positions * tower.conv1.stride[0] * tower.conv2.stride[0]
+
+
+def voxtral_features(frames: int, window: int, stacked: int) -> int:
+    """Features of a clip of ``frames``: those of as many whole windows as it takes, ``stacked`` states of the encoder in one."""
+    return -(-frames // window) * (window // 2) // stacked
+
+
+def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
+    """``audio_tower`` and projector of the model's own forward, on the frames that there are.
+
+    The model's fills every clip up to its window of 30 seconds, and masks what was filled: the numbers are the same."""
+    tower = model.model.audio_tower
+    clips, own = _clips(inputs, _window(tower), frames_around)
+    weight = tower.conv1.weight
+    mels = pad_sequence(clips, batch_first=True).to(weight.device, weight.dtype).transpose(1, 2)
+    states = gelu(tower.conv2(gelu(tower.conv1(mels)))).transpose(1, 2)
+    states = states + tower.embed_positions.weight[: states.shape[1]]
+    states = torch.nn.functional.dropout(states, p=tower.dropout, training=tower.training)
+    steps = torch.arange(states.shape[1], device=states.device)
+    seen = (steps < ((own.to(states.device) - 1) // 2 + 1)[:, None]).long()
+    mask = create_bidirectional_mask(config=tower.config, inputs_embeds=states, attention_mask=seen)
+    for layer in tower.layers:
+        states = layer(states, mask)
+    states = tower.layer_norm(tower.avg_pooler(states.transpose(1, 2)).transpose(1, 2))
+    features = model.model.multi_modal_projector(states)
+    counts = [qwen2_audio_features(n) for n in own.tolist()]
+    return Features(torch.cat([row[:n] for row, n in zip(features, counts, strict=True)]))
+
+
+def _own_frames(clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None) -> list[int]:
+    """How many frames of each clip ``[mels, T]`` count. Where that is not told all do, unless they would make more features than
+    the clip has placeholders: then as many as make those."""
+    if lengths is not None:
+        return list(lengths)
+    own = [clip.shape[1] for clip in clips]
+    return own if places is None else [n if qwen2_audio_features(n) <= f else 4 * f for n, f in zip(own, places, strict=True)]
+
+
+def _qwen2_audio_arranged(
+    model: Any, clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
+) -> dict[str, Tensor]:
+    window = _window(model.model.audio_tower)
+    own = _own_frames([clip[:, :window] for clip in clips], lengths, places)
+    kept = [frames_around(n, window) for n in own]
+    frames = [torch.nn.functional.pad(clip[:, :n], (0, max(0, n - clip.shape[1]))) for clip, n in zip(clips, kept)]
+    return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor(own)}
+
+
+def _qwen2_audio_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    window = _window(model.model.audio_tower)
+    clips, own = _clips(inputs, window, frames_around)
+    mels = torch.stack([torch.nn.functional.pad(clip, (0, 0, 0, window - len(clip))) for clip in clips])
+    mask = torch.arange(window, device=own.device) < own[:, None]
+    return {"input_features": mels.transpose(1, 2), "feature_attention_mask": mask.long()}
+
+
+def _voxtral(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """Whole windows ``[W, mels, window]``: its tower hears the silence after a clip, too."""
+    window = _window(model.model.audio_tower)
+    clips, _ = _clips(inputs, window, frames_to_silence)
+    whole = [torch.cat([c, c[-1:].expand(-len(c) % window, -1)]) for c in clips]
+    return {"input_features": torch.cat(whole).unflatten(0, (-1, window)).transpose(1, 2)}
+
+
+def _voxtral_arranged(
+    model: Any, windows: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
+) -> dict[str, Tensor]:
+    """``windows [mels, T]`` each, of which all counts."""
+    window = _window(model.model.audio_tower)
+    frames = [torch.nn.functional.pad(part[:, :window], (0, max(0, window - part.shape[1]))) for part in windows]
+    return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor([window] * len(frames))}
+
+
+def _omni_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    """Its tower cuts clips into pieces that do not see one another, and fills nothing up: a clip's own frames are all."""
+    clips, own = _clips(inputs, 0, frames_alone)
+    mels = pad_sequence(clips, batch_first=True)
+    mask = torch.arange(mels.shape[1], device=own.device) < own[:, None]
+    return {"input_features": mels.transpose(1, 2), "feature_attention_mask": mask.long()}
+
+
+def _omni(model: Any, inputs: dict[str, Tensor]) -> Features:
+    return Features(model.get_audio_features(**_omni_own(model, inputs), return_dict=True).last_hidden_state)
+
+
+def _omni_arranged(
+    model: Any, clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
+) -> dict[str, Tensor]:
+    own = _own_frames(clips, lengths, places)
+    frames = [clip[:, :n] for clip, n in zip(clips, own)]
+    return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor(own)}
+
+
+def _omni_video(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+    names = {"second_per_grid_ts": "video_second_per_grid"}
+    return {names.get(name, name): values for name, values in inputs.items()}
+
+
+def _omni_positions(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
+    """Positions by the model's own ``get_rope_index``, which goes by the tokens themselves: those of media, and the marks before
+    them. Here it sees them only where they stand for something."""
+    real = types > 0
+    first = torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~real  # the place before each run: its mark
+    return model.get_rope_index(
+        torch.where(real | first, ids, -1),
+        media.get("image_grid_thw"),
+        media.get("video_grid_thw"),
+        mask,
+        audio_seqlens=media.get("feature_lengths"),
+        second_per_grids=media.get("second_per_grid_ts"),
+    )[0]
+
+
+def _clip_blank(kept: Callable[[int, int], int]) -> Blank:
+    """One clip of eight frames, with those after it that the tower wants."""
+
+    def blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+        audio = model.config.audio_config
+        frames = kept(8, 2 * audio.max_source_positions)
+        return {names[0]: torch.zeros(frames, audio.num_mel_bins), names[1]: torch.tensor([8])}
+
+    return blank
+
+
+_INPUTS = ("input_features", "feature_lengths")
+_PARTS = {"tower": ("model.audio_tower.",), "projector": ("model.multi_modal_projector.",)}
+_QWEN2_AUDIO = Tower(
+    "audio",
+    _INPUTS,
+    "audio_token_index",
+    adapt=_qwen2_audio_own,
+    compute=_qwen2_audio,
+    arrange=_qwen2_audio_arranged,
+    blank=_clip_blank(frames_around),
+)
+_VOXTRAL = Tower(
+    "audio",
+    _INPUTS,
+    "audio_token_id",
+    "get_audio_features",
+    _voxtral,
+    arrange=_voxtral_arranged,
+    blank=_clip_blank(frames_to_silence),
+)
+QWEN2_AUDIO = Reader((_QWEN2_AUDIO,), parts=_PARTS)
+VOXTRAL = Reader((_VOXTRAL,), parts=_PARTS)
+_OMNI = (
+    IMAGE,
+    replace(TIMED_VIDEO, adapt=_omni_video),
+    Tower(
+        "audio",
+        _INPUTS,
+        "audio_token_id",
+        adapt=_omni_own,
+        compute=_omni,
+        type_id=3,
+        arrange=_omni_arranged,
+        blank=_clip_blank(frames_alone),
+    ),
+)
+_OMNI_PARTS = {  # with and without a prefix: older releases of transformers have none
+    "tower": ("model.audio_tower.", "model.visual.", "audio_tower.", "visual."),
+    "projector": ("model.audio_tower.proj.", "model.visual.merger.", "audio_tower.proj.", "visual.merger."),
+}
+_OMNI_UNREAD = ("model.audio_tower.audio_bos_eos_token.", "audio_tower.audio_bos_eos_token.")
+OMNI = Reader(_OMNI, _omni_positions, _OMNI_PARTS, unread=_OMNI_UNREAD)

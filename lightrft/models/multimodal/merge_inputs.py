@@ -1,0 +1,272 @@
+"""Media in its place: features by tower, the tokens whose embeddings they replace, and positions on every axis.
+
+A batch's media goes through its tower in one call, once per prompt, whatever the layout: rows that repeat a prompt read the same
+features again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import blockwise_overlay, create_causal_mask, sliding_window_overlay
+
+from lightrft.models.attention.layouts import Packed
+from lightrft.models.attention.segment_plan import Run
+from lightrft.models.families import Family
+from lightrft.models.multimodal.towers import Features, Reader, Tower
+from lightrft.types import Batch, Media, Ragged, Segments
+from lightrft.utils.errors import ModelError
+
+
+@dataclass(slots=True)
+class Seen:
+    """``row [N]``: the feature that replaces each token's embedding, -1 for text; ``features [K, H]`` and ``deep``, as ``Features``.
+
+    ``positions [axes, N]`` is ``None`` where a token's position is its place in its own sequence. ``blocks [N]`` numbers the spans
+    whose tokens see one another both ways, -1 outside of them; ``None`` where there are none. ``idle`` is 0, by
+    which gradients of 0 reach the towers that ran for nothing.
+    """
+
+    row: Tensor
+    features: Tensor
+    deep: tuple[Tensor, ...]
+    positions: Tensor | None
+    blocks: Tensor | None = None
+    idle: Tensor | None = None
+
+    def inputs(self, model: PreTrainedModel, ids: Tensor, source: Tensor) -> dict[str, object]:
+        """Keywords of the decoder for tokens ``ids [S, T]`` that come from places ``source [S * T]`` of the N (-1: filled up)."""
+        row = torch.where(source < 0, -1, self.row[source.clamp(min=0)])
+        places = (row >= 0).nonzero()[:, 0]
+        embeddings = model.get_input_embeddings()(ids)
+        flat, taken = embeddings.flatten(0, 1), row[places]
+        flat = flat.index_copy(0, places, self.features[taken].to(flat.dtype))
+        if self.idle is not None:
+            flat = flat + self.idle.to(flat.dtype)
+        made: dict[str, object] = {"inputs_embeds": flat.view_as(embeddings)}
+        if self.deep:
+            made["visual_pos_masks"] = (row >= 0).view(ids.shape)
+            made["deepstack_visual_embeds"] = [d[taken].to(flat.dtype) for d in self.deep]
+        return made
+
+    def spans(self, source: Tensor) -> list[Run]:
+        """Start and length of each copy of a block in a row of tokens that come from places ``source [T]``."""
+        if self.blocks is None:
+            return []
+        block = self._block_of(source)
+        follows = (block[1:] == block[:-1]) & (source[1:] == source[:-1] + 1)
+        edge = torch.ones(1, dtype=torch.bool, device=source.device)
+        starts = torch.cat([edge, ~follows]).nonzero()[:, 0]
+        lengths = torch.diff(starts, append=starts.new_tensor([len(source)]))
+        return [(s, n) for s, n, b in zip(starts.tolist(), lengths.tolist(), block[starts].tolist()) if b >= 0]
+
+    def masks(self, config: PreTrainedConfig, embeddings: Tensor, source: Tensor, real: Tensor | None) -> dict[str, object]:
+        """Keywords of the decoder of ``config`` for ``embeddings [S, T, H]`` in rows of their own, by its own attention; ``real
+        [S, T]`` is 0 where they are filled up, ``None`` where nothing sees that."""
+        if self.blocks is None:
+            return {}
+        block = self._block_of(source).view(embeddings.shape[:2])
+        masks: dict[str, object] = {}
+        for kind in set(config.layer_types):
+            near = sliding_window_overlay(config.sliding_window) if kind == "sliding_attention" else None
+            masks[kind] = create_causal_mask(
+                config, embeddings, real, None, or_mask_function=blockwise_overlay(block), and_mask_function=near
+            )
+        return {"attention_mask": masks}
+
+    def _block_of(self, source: Tensor) -> Tensor:
+        assert self.blocks is not None
+        return torch.where(source < 0, -1, self.blocks[source.clamp(min=0)])
+
+
+def see(
+    model: PreTrainedModel,
+    family: Family,
+    prompts: Segments,
+    responses: Segments | None = None,
+    prompt_of: Tensor | None = None,
+    begun: Sequence[int] = (),
+    every_tower: bool = False,
+) -> Seen | None:
+    """Media of ``prompts`` and of ``responses``, over the tokens of both laid end to end; ``None`` where there is none.
+
+    With ``every_tower``, one that has no media runs on a blank, so that all processes of a job make the same calls.
+    The last ``begun[p]`` tokens of prompt ``p`` are an answer: no placeholder among them stands for anything.
+    Raises ``ModelError`` for media that the family cannot read and for placeholders that are not as many as features.
+    """
+    responses = Segments.of([]) if responses is None else responses
+    reader = family.reader
+    if not has_media(prompts) and not has_media(responses) and (reader is None or not every_tower):
+        return None
+    names = {name for segments in (prompts, responses) for name, rows in segments.media.items() if rows.values.numel()}
+    unknown = sorted(names - {name for tower in reader.towers for name in (*tower.inputs, *tower.hints)} if reader else names)
+    if reader is None or unknown:
+        raise ModelError(f"model type {model.config.model_type!r} cannot read media ({', '.join(unknown)})")
+    both = Segments.cat([prompts, responses.to(prompts.tokens.device)]) if len(responses) else prompts
+    row, found, idle = torch.full_like(both.tokens, -1), [], []
+    inside = _inside(both.lengths, begun)
+    for tower in reader.towers:
+        features = _features(model, tower, both.media)
+        if features is None:
+            idle += [_nothing(model, tower)] if every_tower else []
+            continue
+        places = _places(model, tower, both, inside)
+        if len(places) != len(features.values):
+            raise ModelError(
+                f"{len(places)} {tower.kind} tokens in the batch, but {len(features.values)} {tower.kind} features: "
+                "prompts must hold one token for each feature"
+            )
+        row[places] = torch.arange(len(places), device=row.device) + sum(len(f.values) for f in found)
+        found.append(features)
+    deep = tuple(torch.cat(level) for level in zip(*(f.deep for f in found)))
+    axes = reader.positions is not None and found
+    positions = _positions(model, reader, prompts, responses, prompt_of, begun) if axes else None
+    blocks = _blocks(row, both.lengths) if reader.both_ways and found else None
+    embeddings: Any = model.get_input_embeddings()
+    features = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
+    return Seen(row, features, deep, positions, blocks, torch.stack(idle).sum() if idle else None)
+
+
+def has_media(segments: Segments) -> bool:
+    """Whether some run has media."""
+    return any(rows.values.shape[0] for rows in segments.media.values())
+
+
+def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
+    """``[B]`` bool: answers in which a placeholder was sampled. Beside media the model's own forward would take it for one of theirs."""
+    if family.reader is None or not has_media(batch.prompts):
+        return torch.zeros_like(batch.prompt_of, dtype=torch.bool)
+    ids = torch.tensor([tower.token_id(model.config) for tower in family.reader.towers], device=batch.prompt_of.device)
+    sampled = torch.isin(batch.responses.tokens, ids)
+    rich = sum((rows.lengths for rows in batch.responses.media.values()), torch.zeros_like(batch.lengths))
+    return torch.zeros_like(rich).index_add_(0, batch.row_of, sampled.long()).gt(0) & (rich == 0)
+
+
+def given(tower: Tower, media: Media, hints: bool = False) -> dict[str, Tensor]:
+    """The inputs of ``tower`` that ``media`` holds, with or without its hints; empty when its content is missing."""
+    first = media.get(tower.inputs[0])
+    if first is None or not first.values.shape[0]:
+        return {}
+    names = (*tower.inputs, *tower.hints) if hints else tower.inputs
+    return {name: media[name].values for name in names if name in media}
+
+
+def _features(model: PreTrainedModel, tower: Tower, media: Media) -> Features | None:
+    inputs = given(tower, media)
+    return tower.features(model, inputs) if inputs else None
+
+
+def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
+    """0, made of all that the tower computes of a blank."""
+    if tower.blank is None:
+        raise ModelError(f"model type {model.config.model_type!r}: its {tower.kind} tower has no blank to run on")
+    blank = {name: value.to(model.device) for name, value in tower.blank(model, tower.inputs).items()}
+    features = tower.features(model, blank)
+    return torch.stack([0 * level.sum() for level in (features.values, *features.deep)]).sum()
+
+
+def _inside(lengths: Tensor, begun: Sequence[int]) -> Tensor:
+    """``[N]`` bool: tokens that are not part of an answer that was begun."""
+    runs = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    step = torch.arange(len(runs), device=lengths.device) - (lengths.cumsum(0) - lengths)[runs]
+    held = torch.zeros_like(lengths)
+    held[: len(begun)] = torch.tensor(list(begun), dtype=torch.long, device=lengths.device)
+    return step < (lengths - held)[runs]
+
+
+def _places(model: PreTrainedModel, tower: Tower, both: Segments, inside: Tensor) -> Tensor:
+    """Placeholders of ``tower`` in the runs that have its media: elsewhere such a token is one that was sampled, or plain text."""
+    with_media = torch.repeat_interleave(both.media[tower.inputs[0]].lengths > 0, both.lengths)
+    return ((both.tokens == tower.token_id(model.config)) & with_media & inside).nonzero()[:, 0]
+
+
+def _blocks(row: Tensor, lengths: Tensor) -> Tensor:
+    """Placeholders that lie side by side in one run are one block."""
+    run = torch.repeat_interleave(torch.arange(len(lengths), device=row.device), lengths)
+    real = row >= 0
+    follows = torch.zeros_like(real)
+    follows[1:] = real[:-1] & (run[1:] == run[:-1])
+    return torch.where(real, (real & ~follows).cumsum(0) - 1, -1)
+
+
+def _positions(
+    model: PreTrainedModel,
+    reader: Reader,
+    prompts: Segments,
+    responses: Segments,
+    prompt_of: Tensor | None,
+    begun: Sequence[int],
+) -> Tensor:
+    """``[axes, N]`` of prompts' tokens, then of responses': those go on after the last token of their prompt, as text does."""
+    inside = _inside(prompts.lengths, begun)
+    rows = _rope(model, reader, prompts, inside)
+    if prompt_of is None or not len(responses):
+        return torch.cat(rows, dim=1)
+    of = prompt_of.tolist()
+    plain = [torch.arange(n, device=prompts.tokens.device) for n in responses.lengths.tolist()]
+    after = [rows[p][:, -1].max() + 1 + steps.expand(len(rows[p]), -1) for p, steps in zip(of, plain)]
+    rich = [b for b in range(len(of)) if any(int(r.lengths[b]) for r in responses.media.values())]
+    if rich:
+        whole = _joined(prompts.select(prompt_of[rich]), responses.select(torch.tensor(rich, device=prompt_of.device)))
+        for b, row in zip(rich, _rope(model, reader, whole, torch.ones_like(whole.tokens, dtype=torch.bool))):
+            after[b] = row[:, int(prompts.lengths[of[b]]) :]
+    return torch.cat([*rows, *after], dim=1)
+
+
+def _joined(first: Segments, second: Segments) -> Segments:
+    """Run b of ``first`` followed by run b of ``second``, as one run."""
+    count = len(first)
+    order = torch.arange(2 * count, device=first.tokens.device).view(2, -1).t().reshape(-1)
+    both = Segments.cat([first, second]).select(order)
+    media = {name: Ragged(r.values, r.lengths.view(-1, 2).sum(1)) for name, r in both.media.items()}
+    return Segments(both.tokens, both.lengths.view(-1, 2).sum(1), media)
+
+
+def _rope(model: PreTrainedModel, reader: Reader, runs: Segments, inside: Tensor) -> list[Tensor]:
+    """Positions ``[axes, n]`` of each run."""
+    assert reader.positions is not None
+    lengths = runs.lengths.tolist()
+    types = torch.zeros_like(runs.tokens)
+    for tower in reader.towers:
+        if tower.inputs[0] in runs.media:
+            types[_places(model, tower, runs, inside)] = tower.type_id
+    pad = lambda flat: torch.nn.utils.rnn.pad_sequence(list(flat.split(lengths)), batch_first=True)  # noqa: E731
+    mask = pad(torch.ones_like(runs.tokens))
+    media = {name: values for tower in reader.towers for name, values in given(tower, runs.media, hints=True).items()}
+    found = reader.positions(model, pad(runs.tokens), pad(types), mask, media)
+    return [row[:, :n] for row, n in zip(found.unbind(1), lengths)]
+
+
+def own_inputs(model: PreTrainedModel, family: Family, batch: Batch, packed: Packed) -> dict[str, Any]:
+    """Keywords of the model's own forward for ``packed`` rows, media and all: the slow way, by which the other is checked."""
+    if not has_media(batch.prompts) and not has_media(batch.responses):
+        return packed.inputs
+    reader = family.reader
+    if reader is None:
+        raise ModelError(f"model type {model.config.model_type!r} cannot read media")
+    needed = torch.unique(packed.gather // packed.input_ids.shape[1])
+    rows = [b for b, n in enumerate(batch.lengths.tolist()) if n]
+    assert len(rows) == len(needed)
+    index = torch.tensor(rows, device=batch.prompt_of.device)
+    whole = _joined(batch.prompts.select(batch.prompt_of[index]), batch.responses.select(index))
+    real = packed.source.view(packed.input_ids.shape) >= 0
+    made = {"input_ids": packed.input_ids, "attention_mask": real.long()}
+    return made | own_keywords(model, reader, packed.input_ids, whole.media)
+
+
+def own_keywords(model: PreTrainedModel, reader: Reader, ids: Tensor, media: Media) -> dict[str, Any]:
+    """Keywords of the model's own forward for the ``media`` of rows ``ids [S, T]``."""
+    made: dict[str, Any] = {}
+    types = torch.zeros_like(ids)
+    for tower in reader.towers:
+        if inputs := given(tower, media, hints=True):
+            made |= tower.adapt(model, inputs)
+            types[ids == tower.token_id(model.config)] = tower.type_id
+    names = {"mm_token_type_ids", "token_type_ids"} & set(inspect.signature(model.forward).parameters)
+    return made | dict.fromkeys(names, types)

@@ -1,5 +1,0 @@
-"""From decoded media to the inputs of a family's towers, and to the text that stands for them in a prompt."""
-
-from lightrft.models.processing.base import Part, Processor, load_processor
-
-__all__ = ["Part", "Processor", "load_processor"]

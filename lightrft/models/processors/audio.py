@@ -1,0 +1,131 @@
+"""Sound: log-mel frames by the feature extractor of the folder, no more of them than make a difference."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
+
+from lightrft.config.model import ModelConfig
+from lightrft.models.multimodal import audio_towers
+from lightrft.models.processors import qwen
+from lightrft.models.processors.base import Part, known, spelling
+from lightrft.types import Extent
+
+
+def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Clips up to the tower's window."""
+    extractor, window = _extractor(config, settings.audio_config)
+    kept = partial(audio_towers.frames_around, window=window)
+    written = spelling(tokenizer, settings.audio_token_index)
+    around = (known(tokenizer, "<|audio_bos|>"), known(tokenizer, "<|audio_eos|>"))
+    return {"audio": Clip(extractor, written, around, audio_towers.qwen2_audio_features, kept)}
+
+
+def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Clips of any length, in as many windows as they take."""
+    tower = settings.audio_config
+    extractor, window = _extractor(config, tower)
+    if extractor.n_fft > 4 * extractor.hop_length:
+        raise ValueError(f"n_fft = {extractor.n_fft} is more than 4 * hop_length = {4 * extractor.hop_length}: where the silence "
+                         "after a clip begins would not be known")  # fmt: skip
+    features = partial(audio_towers.voxtral_features, window=window, stacked=tower.intermediate_size // tower.hidden_size)
+    kept = partial(audio_towers.frames_to_silence, window=window)
+    written, around = spelling(tokenizer, settings.audio_token_id), (known(tokenizer, "[BEGIN_AUDIO]"), "")
+    return {"audio": Clip(extractor, written, around, features, kept, windows=None)}
+
+
+def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Clips up to the extractor's window, which is longer than the tower's pieces; pictures and frames as in Qwen2.5-VL."""
+    extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
+    if extractor.feature_size != settings.audio_config.num_mel_bins:
+        raise ValueError(f"the feature extractor makes {extractor.feature_size} mel bins, the audio tower takes "
+                         f"{settings.audio_config.num_mel_bins}")  # fmt: skip
+    names = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
+    written, start, end = (spelling(tokenizer, getattr(settings, name)) for name in names)
+    clip = OmniClip(extractor, written, (start, end), audio_towers.qwen2_audio_features, audio_towers.frames_alone)
+    return {**qwen.build(config, settings, tokenizer), "audio": clip}
+
+
+def _extractor(config: ModelConfig, tower: Any) -> tuple[Any, int]:
+    """The extractor of the folder, and the tower's window in frames. Raises ``ValueError`` when they do not fit."""
+    extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
+    made, taken = (extractor.feature_size, extractor.nb_max_frames), (tower.num_mel_bins, 2 * tower.max_source_positions)
+    if made != taken:
+        raise ValueError(f"the feature extractor makes (mel bins, frames) = {made}, the audio tower takes {taken}")
+    return extractor, taken[1]
+
+
+@dataclass(frozen=True)
+class Clip:
+    """Sound of at most so many ``windows``, or of any length. ``written`` is one placeholder; ``features`` and ``kept`` give for a
+    number of frames how many features are made of them, and how many frames are handed to the tower."""
+
+    extractor: Any
+    written: str
+    around: tuple[str, str]
+    features: Callable[[int], int]
+    kept: Callable[[int], int]
+    windows: int | None = 1
+
+    @property
+    def rate(self) -> int:
+        return self.extractor.sampling_rate
+
+    def expand(self, extent: Extent) -> str:
+        return self.written * self.features(self._frames(extent.shape[0]))
+
+    def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
+        frames = self._frames(len(value))
+        kept, whole = self.kept(frames), -(-len(value) // self.extractor.n_samples) * self.extractor.n_samples
+        # Silence up to the end of the last window of samples that is kept: there is no need to fill up all that the model can hear.
+        enough = (kept + -(-self.extractor.n_fft // self.extractor.hop_length) + 1) * self.extractor.hop_length
+        made = self.extractor(value, sampling_rate=self.rate, max_length=min(enough, whole), return_tensors="pt")
+        mels = made["input_features"][0, :, :kept].transpose(0, 1).contiguous()
+        return {"input_features": mels, "feature_lengths": torch.tensor([frames])}
+
+    def count(self, inputs: Mapping[str, Tensor]) -> int:
+        return sum(self.features(n) for n in inputs["feature_lengths"].tolist())
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> Clip:
+        return self
+
+    def save(self, path: Path) -> None:
+        self.extractor.save_pretrained(path)
+
+    def _frames(self, samples: int) -> int:
+        """Raises ``ValueError`` for a clip that the model cannot hear as a whole, or of which it would hear nothing."""
+        if self.windows is not None and samples > self.windows * self.extractor.n_samples:
+            raise ValueError(
+                f"a clip of {samples / self.rate:.3g} s at {self.rate} samples a second, and the model hears at most "
+                f"{self.windows * self.extractor.chunk_length} s: cut it into shorter clips"
+            )
+        frames = -(-samples // self.extractor.hop_length)
+        if not samples or not self.features(frames):
+            raise ValueError(f"a clip of {samples} samples ({samples / self.rate:.3g} s) is too short to hear anything in it")
+        return frames if self.windows is None else min(frames, self.windows * self.extractor.nb_max_frames)
+
+
+class OmniClip(Clip):
+    """A clip of a model that sees, too: its extractor's config lies in one file with that of pictures."""
+
+    def save(self, path: Path) -> None:
+        save_beside_pictures(self.extractor, path)
+
+
+def save_beside_pictures(extractor: Any, path: Path) -> None:
+    """Add the config of ``extractor`` to the file in which that of pictures is."""
+    file = path / "preprocessor_config.json"
+    pictures = json.loads(file.read_text(encoding="utf-8"))
+    own = type(extractor)().to_dict()  # one that was read from such a file holds the settings of pictures, too
+    sound = {name: value for name, value in json.loads(extractor.to_json_string()).items() if name in own}
+    text = json.dumps({**pictures, **sound}, indent=2, sort_keys=True)
+    file.write_text(text + "\n", encoding="utf-8")

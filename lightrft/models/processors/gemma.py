@@ -1,0 +1,77 @@
+"""Gemma 3: every picture at one size, and crops of long ones where the folder's settings ask for them (pan and scan)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+from lightrft.config.model import ModelConfig
+from lightrft.models.processors.base import Part, spelling, within
+from lightrft.types import Extent
+
+_CROPS = {"pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}
+"""What ``Gemma3Processor`` uses where a folder's settings are null."""
+
+
+def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Pictures, by the picture processor of the folder."""
+    processor = Gemma3ImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
+    begin, soft, end = (
+        spelling(tokenizer, i) for i in (settings.boi_token_index, settings.image_token_index, settings.eoi_token_index)
+    )
+    features = settings.mm_tokens_per_image
+    return {"image": GemmaImage(processor, begin, f"\n\n{begin}{soft * features}{end}\n\n", features)}
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaImage:
+    """Pictures. ``written`` begins one, ``whole`` is the text of one picture or crop, which becomes ``features`` features."""
+
+    processor: Any
+    written: str
+    whole: str
+    features: int
+    around: tuple[str, str] = ("", "")
+    rate: int = 0
+
+    def expand(self, extent: Extent) -> str:
+        crops = self._crops(*extent.shape[:2])
+        if not crops:
+            return self.whole
+        many = " ".join([self.whole] * crops)
+        return f"Here is the original image {self.whole} and here are some crops to help you see better {many}"
+
+    def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
+        made = self.processor(images=[Image.fromarray(value)], return_tensors="pt", **self._options)
+        return {"pixel_values": made["pixel_values"]}
+
+    def count(self, inputs: Mapping[str, Tensor]) -> int:
+        return len(inputs["pixel_values"]) * self.features
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> GemmaImage:
+        size = self.processor.size
+        within(size["height"] * size["width"], min_pixels, max_pixels)
+        return self
+
+    def save(self, path: Path) -> None:
+        self.processor.save_pretrained(path)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        """Settings of crops, none of them null."""
+        chosen = {name: getattr(self.processor, name) for name in _CROPS}
+        return {name: _CROPS[name] if value is None else value for name, value in chosen.items()}
+
+    def _crops(self, height: int, width: int) -> int:
+        if not self.processor.do_pan_and_scan:
+            return 0
+        shape = np.broadcast_to(np.uint8(0), (3, height, width))
+        return len(self.processor.pan_and_scan(shape, **self._options))

@@ -1,0 +1,191 @@
+"""The Qwen-VL families: patches of pictures and frames at their own size, on a grid of time, height and width."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as clip_resize
+from transformers.video_processing_utils import BaseVideoProcessor
+
+from lightrft.config.model import ModelConfig
+from lightrft.models.processors.base import Part, spelling, write_settings
+from lightrft.types import Extent
+
+
+def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Pictures and frames, by the processors of the folder: frames by the pictures' where it has none for them."""
+    revision = config.revision or "main"
+    processor = Qwen2VLImageProcessorPil.from_pretrained(config.path, revision=revision)
+    fields, _ = BaseVideoProcessor.get_video_processor_dict(config.path, revision=revision)
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    image, video, start, end = (spelling(tokenizer, getattr(settings, name)) for name in names)
+    marks = (start, end)
+    frames = Qwen2VLImageProcessorPil.from_dict({k: v for k, v in fields.items() if k in processor.to_dict()})
+    clip: dict[str, Any] = {"processor": frames, "written": video, "fields": fields}
+    plain = QwenVideo(**clip, around=marks)
+    timed = replace(plain, timed=True)
+    kinds: dict[str, QwenVideo] = {"qwen2_vl": plain, "qwen2_5_vl": timed, "qwen2_5_omni_thinker": timed}
+    return {
+        "image": QwenImage(processor, image, marks),
+        "video": kinds.get(settings.model_type) or Qwen3Video(**clip, marks=marks),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class QwenImage:
+    """Pictures. ``written`` is one placeholder; where pictures begin is told by the vision marks ``around`` them alone."""
+
+    processor: Any
+    written: str
+    around: tuple[str, str]
+    rate: int = 0
+
+    def expand(self, extent: Extent) -> str:
+        height, width = self._resized(*extent.shape[:2])
+        return self.written * (height * width // _side(self.processor) ** 2)
+
+    def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
+        made = self.processor(images=[Image.fromarray(value)], return_tensors="pt")
+        return {"pixel_values": made["pixel_values"], "image_grid_thw": made["image_grid_thw"]}
+
+    def count(self, inputs: Mapping[str, Tensor]) -> int:
+        return int(inputs["image_grid_thw"].prod(-1).sum()) // self.processor.merge_size**2
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> QwenImage:
+        return replace(self, processor=_limited(self.processor, min_pixels, max_pixels))
+
+    def save(self, path: Path) -> None:
+        self.processor.save_pretrained(path)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        size = self.processor.size
+        return smart_resize(height, width, _side(self.processor), size["shortest_edge"], size["longest_edge"])
+
+
+@dataclass(frozen=True)
+class QwenVideo:
+    """Frames, in pairs: the last is repeated where one is missing. ``limited`` bounds each frame.
+
+    ``fields`` is the config of the folder's own processor of clips. With ``timed``, positions along time follow the clock.
+    """
+
+    processor: Any
+    written: str
+    fields: Mapping[str, Any]
+    timed: bool = False
+    around: tuple[str, str] = ("", "")
+    rate: int = 0
+
+    def expand(self, extent: Extent) -> str:
+        return self.written * (int(self._grid(extent).prod()) // self.processor.merge_size**2)
+
+    def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
+        grid = self._grid(extent)
+        made = {"pixel_values_videos": self._patches(value, grid), "video_grid_thw": grid[None]}
+        if self.timed:
+            made["second_per_grid_ts"] = torch.tensor([self.processor.temporal_patch_size * _spacing(extent)])
+        return made
+
+    def _patches(self, value: np.ndarray, grid: Tensor) -> Tensor:
+        """``[grid.prod(), colours * time * height * width]``, without torchvision, which the processor of clips needs."""
+        per_patch, side = self.processor.temporal_patch_size, self.processor.patch_size
+        size = (int(grid[2]) * side, int(grid[1]) * side)
+        taken = [min(t, len(value) - 1) for t in range(int(grid[0]) * per_patch)]
+        frames = [Image.fromarray(value[t]).resize(size, resample=self.processor.resample) for t in taken]
+        patches = self.processor(images=frames, do_resize=False, return_tensors="pt")["pixel_values"]
+        # The picture processor repeats each frame to fill a patch's time; here consecutive frames take those places.
+        each = patches.view(int(grid[0]), per_patch, int(grid[1] * grid[2]), -1)
+        colours = each.unflatten(-1, (-1, per_patch, side**2))[..., 0, :]
+        return colours.permute(0, 2, 3, 1, 4).reshape(int(grid.prod()), -1)
+
+    def count(self, inputs: Mapping[str, Tensor]) -> int:
+        return int(inputs["video_grid_thw"].prod(-1).sum()) // self.processor.merge_size**2
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> QwenVideo:
+        limited = _limited(self.processor, min_pixels, max_pixels)
+        return replace(self, processor=limited, fields={**self.fields, "size": dict(limited.size)})
+
+    def save(self, path: Path) -> None:
+        write_settings(path / "video_preprocessor_config.json", {**self.fields, "video_processor_type": "Qwen2VLVideoProcessor"})
+
+    def _grid(self, extent: Extent) -> Tensor:
+        """Patches along time, height and width."""
+        height, width = (n // self.processor.patch_size for n in self._resized(*extent.shape[:3]))
+        return torch.tensor([-(-extent.shape[0] // self.processor.temporal_patch_size), height, width])
+
+    def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        size = self.processor.size
+        return smart_resize(height, width, _side(self.processor), size["shortest_edge"], size["longest_edge"])
+
+
+@dataclass(frozen=True)
+class Qwen3Video(QwenVideo):
+    """Frames whose times are told in text: each pair is a picture of its own between ``marks``. The folder's bounds on pixels are
+    for the whole clip, those of ``limited`` (in ``each``) for one frame."""
+
+    marks: tuple[str, str] = ("", "")
+    each: tuple[int | None, int | None] = (None, None)
+
+    @property
+    def least(self) -> int:
+        """Frames that a clip must have."""
+        return self.processor.temporal_patch_size
+
+    def expand(self, extent: Extent) -> str:
+        grid, (start, end) = self._grid(extent), self.marks
+        times, step = _times(extent), self.processor.temporal_patch_size
+        pairs = [(times[t], times[min(t + step, len(times)) - 1]) for t in range(0, len(times), step)]
+        picture = start + self.written * (int(grid[1] * grid[2]) // self.processor.merge_size**2) + end
+        return "".join(f"<{(first + last) / 2:.1f} seconds>{picture}" for first, last in pairs)
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> Qwen3Video:
+        low, high = self.each
+        return replace(self, each=(low if min_pixels is None else min_pixels, high if max_pixels is None else max_pixels))
+
+    def save(self, path: Path) -> None:
+        write_settings(path / "video_preprocessor_config.json", {**self.fields, "video_processor_type": "Qwen3VLVideoProcessor"})
+
+    def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
+        size, step = self.processor.size, self.least
+        if frames < step:
+            raise ValueError(f"a clip of {frames} frames: this model needs at least {step}")
+        counted = round(frames / step) * step
+        low, high = (None if bound is None else bound * counted for bound in self.each)
+        low, high = size["shortest_edge"] if low is None else low, size["longest_edge"] if high is None else high
+        return clip_resize(frames, height, width, step, _side(self.processor), low, high)
+
+
+def _side(processor: Any) -> int:
+    """Pixels of one side of what becomes one feature."""
+    return processor.patch_size * processor.merge_size
+
+
+def _times(extent: Extent) -> tuple[float, ...]:
+    if len(extent.times) != extent.shape[0]:
+        raise ValueError(f"a clip of {extent.shape[0]} frames whose times are not known: this model reads them")
+    return extent.times
+
+
+def _spacing(extent: Extent) -> float:
+    """Seconds from one frame to the next."""
+    times = _times(extent)
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+
+
+def _limited(processor: Any, min_pixels: int | None, max_pixels: int | None) -> Any:
+    size = processor.size
+    fields = processor.to_dict()
+    fields["size"] = {
+        "shortest_edge": size["shortest_edge"] if min_pixels is None else min_pixels,
+        "longest_edge": size["longest_edge"] if max_pixels is None else max_pixels,
+    }
+    return type(processor).from_dict(fields)

@@ -1,0 +1,22 @@
+"""Which parts each family is made of."""
+
+from __future__ import annotations
+
+from lightrft.models.processors import audio, gemma, qwen, smolvlm, tiles
+from lightrft.models.processors.base import Build
+
+BUILD: dict[str, Build] = {
+    "qwen2_vl": qwen.build,
+    "qwen2_5_vl": qwen.build,
+    "qwen3_vl": qwen.build,
+    "qwen3_vl_moe": qwen.build,
+    "qwen3_5": qwen.build,
+    "qwen3_5_moe": qwen.build,
+    "internvl": tiles.internvl,
+    "llava_onevision": tiles.onevision,
+    "qwen2_audio": audio.qwen2_audio,
+    "voxtral": audio.voxtral,
+    "gemma3": gemma.build,
+    "smolvlm": smolvlm.build,
+    "qwen2_5_omni_thinker": audio.omni,
+}

@@ -1,0 +1,87 @@
+"""SmolVLM: a picture becomes square crops of one size, row by row, and last the whole picture at that size."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, isqrt
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil, get_resize_output_image_size
+from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+from lightrft.config.model import ModelConfig
+from lightrft.models.processors.base import Part, spelling, within
+from lightrft.types import Extent
+
+
+def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Pictures, by the picture processor of the folder."""
+    processor = SmolVLMImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
+    side = processor.max_image_size["longest_edge"] // settings.vision_config.patch_size
+    return {"image": SmolImage(processor, spelling(tokenizer, settings.image_token_id), side**2 // settings.scale_factor**2)}
+
+
+@dataclass(frozen=True, slots=True)
+class SmolImage:
+    """Pictures. ``written`` is one placeholder; a crop becomes ``features`` of them, between marks that say which crop it is."""
+
+    processor: Any
+    written: str
+    features: int
+    around: tuple[str, str] = ("", "")
+    rate: int = 0
+
+    def expand(self, extent: Extent) -> str:
+        marks = {
+            "fake_token_around_image": "<fake_token_around_image>",
+            "image_token": self.written,
+            "global_image_token": "<global-img>",
+        }
+        return get_image_prompt_string(*self._grid(*extent.shape[:2]), self.features, **marks)
+
+    def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
+        made = self.processor(images=[Image.fromarray(value)], return_tensors="pt")
+        # Crops all have the size that the tower takes, so nothing is filled up and no mask is needed.
+        return {"pixel_values": made["pixel_values"][0]}
+
+    def count(self, inputs: Mapping[str, Tensor]) -> int:
+        return len(inputs["pixel_values"]) * self.features
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> SmolImage:
+        """``max_pixels`` lowers the size to which a picture's longest edge is brought before it is cut."""
+        within(self._side**2, min_pixels, max_pixels)
+        longest = self.processor.size["longest_edge"]
+        if max_pixels is None or longest**2 <= max_pixels:
+            return self
+        fields = self.processor.to_dict()
+        fields["size"] = {"longest_edge": isqrt(max_pixels) // self._side * self._side}
+        return SmolImage(type(self.processor).from_dict(fields), self.written, self.features)
+
+    def save(self, path: Path) -> None:
+        self.processor.save_pretrained(path)
+
+    @property
+    def _side(self) -> int:
+        return self.processor.max_image_size["longest_edge"]
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of crops; 0 and 0 for a picture that is not cut. As ``SmolVLMImageProcessorPil._preprocess`` sizes it."""
+        if not self.processor.do_image_splitting:
+            return 0, 0
+        if self.processor.do_resize:
+            shape = np.broadcast_to(np.uint8(0), (height, width))
+            height, width = get_resize_output_image_size(shape, self.processor.size["longest_edge"])
+        side, ratio = self._side, width / height
+        if width >= height:
+            columns = ceil(width / side)
+            rows = ceil(int(columns * side / ratio) / side)
+        else:
+            rows = ceil(height / side)
+            columns = ceil(int(rows * side * ratio) / side)
+        return (rows, columns) if max(rows, columns) > 1 else (0, 0)

@@ -1,0 +1,186 @@
+"""Families that cut a picture into square tiles: InternVL and LLaVA-OneVision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+from transformers.image_processing_utils import select_best_resolution
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+from transformers.video_processing_utils import BaseVideoProcessor
+
+from lightrft.config.model import ModelConfig
+from lightrft.models.processors.base import Part, spelling, write_settings
+from lightrft.types import Extent
+
+
+def internvl(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Pictures. A tile is a square of the tower, its features shuffled into fewer and wider ones."""
+    processor = GotOcr2ImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
+    vision = settings.vision_config
+    side = vision.image_size[0] // vision.patch_size[0] * settings.downsample_ratio
+    marks = (getattr(tokenizer, "start_image_token", "<img>"), getattr(tokenizer, "end_image_token", "</img>"))
+    return {"image": InternImage(processor, spelling(tokenizer, settings.image_token_id), marks, int(side**2))}
+
+
+@dataclass(frozen=True, slots=True)
+class InternImage:
+    """As many tiles as fit the picture's shape best, and the whole picture as one more. ``each`` is a tile's count of features."""
+
+    processor: Any
+    written: str
+    marks: tuple[str, str]
+    each: int
+    around: tuple[str, str] = ("", "\n")
+    rate: int = 0
+
+    def expand(self, extent: Extent) -> str:
+        tiles = self.processor.get_number_of_image_patches(*extent.shape[:2], {"crop_to_patches": True})
+        return self.marks[0] + self.written * (self.each * tiles) + self.marks[1]
+
+    def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
+        made = self.processor(images=[Image.fromarray(value)], crop_to_patches=True, return_tensors="pt")
+        return {"pixel_values": made["pixel_values"]}
+
+    def count(self, inputs: Mapping[str, Tensor]) -> int:
+        return len(inputs["pixel_values"]) * self.each
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> InternImage:
+        fields = self.processor.to_dict()
+        tile = self.processor.size["height"] * self.processor.size["width"]
+        most = fields["max_patches"] if max_pixels is None else max(1, max_pixels // tile)
+        least = fields["min_patches"] if min_pixels is None else -(-min_pixels // tile)
+        limited = type(self.processor).from_dict({**fields, "min_patches": max(1, min(least, most)), "max_patches": most})
+        return replace(self, processor=limited)
+
+    def save(self, path: Path) -> None:
+        self.processor.save_pretrained(path)
+        fields = {"processor_class": "InternVLProcessor", "image_seq_length": self.each}
+        write_settings(path / "processor_config.json", fields)
+
+
+def onevision(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+    """Pictures and frames: frames by the folder's own processor of clips, or the pictures' where it has none.
+
+    Raises ``ValueError`` for a folder whose model and processor do not cut a picture into the same tiles."""
+    revision = config.revision or "main"
+    processor = LlavaOnevisionImageProcessorPil.from_pretrained(config.path, revision=revision)
+    grids = [list(grid) for grid in settings.image_grid_pinpoints]
+    if [list(grid) for grid in processor.image_grid_pinpoints] != grids:
+        raise ValueError("image_grid_pinpoints differ between config.json and preprocessor_config.json")
+    if settings.vision_feature_select_strategy != "full":
+        raise ValueError(f"vision_feature_select_strategy {settings.vision_feature_select_strategy!r}, where 'full' is known")
+    fields, _ = BaseVideoProcessor.get_video_processor_dict(config.path, revision=revision)
+    known = SiglipImageProcessorPil().to_dict()
+    frames = SiglipImageProcessorPil.from_dict({k: v for k, v in fields.items() if k in known})
+    side = settings.vision_config.image_size // settings.vision_config.patch_size
+    most = int(settings.vision_aspect_ratio.removeprefix("anyres_max_"))
+    image, video = (spelling(tokenizer, i) for i in (settings.image_token_index, settings.video_token_index))
+    return {"image": OnevisionImage(processor, image, side, most), "video": OnevisionVideo(frames, video, side, fields)}
+
+
+@dataclass(frozen=True, slots=True)
+class OnevisionImage:
+    """The whole picture as one tile, then tiles of it at the resolution that fits best, without what only fills them up and with a
+    mark at the end of each line. ``side`` is a tile's count of features along one side; more than ``most`` tiles are shrunk.
+
+    Every picture is cut so, as transformers does for pictures given one by one; where it knows that several belong to one
+    message, it takes each whole."""
+
+    processor: Any
+    written: str
+    side: int
+    most: int
+    bounds: tuple[int | None, int | None] = (None, None)
+    around: tuple[str, str] = ("", "\n")
+    rate: int = 0
+
+    def expand(self, extent: Extent) -> str:
+        return self.written * self._features(*self._bounded(*extent.shape[:2]))
+
+    def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
+        height, width = self._bounded(*value.shape[:2])
+        picture = Image.fromarray(value)
+        if (height, width) != value.shape[:2]:
+            picture = picture.resize((width, height), resample=self.processor.resample)
+        made = self.processor(images=[picture], return_tensors="pt")
+        return {"pixel_values": made["pixel_values"][0], "image_sizes": made["image_sizes"]}
+
+    def count(self, inputs: Mapping[str, Tensor]) -> int:
+        return sum(self._features(height, width) for height, width in inputs["image_sizes"].tolist())
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> OnevisionImage:
+        low, high = self.bounds
+        return replace(self, bounds=(low if min_pixels is None else min_pixels, high if max_pixels is None else max_pixels))
+
+    def save(self, path: Path) -> None:
+        self.processor.save_pretrained(path)
+        fields = {
+            "processor_class": "LlavaOnevisionProcessor",
+            "num_image_tokens": self.side**2,
+            "vision_feature_select_strategy": "full",
+            "vision_aspect_ratio": f"anyres_max_{self.most}",
+        }
+        write_settings(path / "processor_config.json", fields)
+
+    def _bounded(self, height: int, width: int) -> tuple[int, int]:
+        """The size at which the picture is read: its own, unless that is out of bounds."""
+        low, high = self.bounds
+        scale = 1.0
+        if high is not None and height * width > high:
+            scale = math.sqrt(high / (height * width))
+        elif low is not None and height * width < low:
+            scale = math.sqrt(low / (height * width))
+        return (height, width) if scale == 1 else (max(1, int(height * scale)), max(1, int(width * scale)))
+
+    def _features(self, height: int, width: int) -> int:
+        """As ``pack_image_features`` of the model has it, rounding and all."""
+        best = select_best_resolution((height, width), self.processor.image_grid_pinpoints)
+        rows, columns = (self.side * (n // self.processor.size["height"]) for n in best)
+        if width / height > columns / rows:
+            rows -= (rows - int(round(height * (columns / width), 7))) // 2 * 2
+        else:
+            columns -= (columns - int(round(width * (rows / height), 7))) // 2 * 2
+        ratio = math.sqrt(rows * columns / (self.most * self.side**2))
+        if ratio > 1.1:
+            rows, columns = int(rows // ratio), int(columns // ratio)
+        return self.side**2 + rows * columns + rows
+
+
+@dataclass(frozen=True, slots=True)
+class OnevisionVideo:
+    """Frames, each one tile whose features are halved along each side, and a mark at the end of the clip."""
+
+    processor: Any
+    written: str
+    side: int
+    fields: Mapping[str, Any]
+    around: tuple[str, str] = ("", "\n")
+    rate: int = 0
+
+    def expand(self, extent: Extent) -> str:
+        return self.written * (extent.shape[0] * math.ceil(self.side / 2) ** 2 + 1)
+
+    def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
+        made = self.processor(images=[Image.fromarray(frame) for frame in value], return_tensors="pt")
+        return {"pixel_values_videos": made["pixel_values"], "video_lengths": torch.tensor([len(value)])}
+
+    def count(self, inputs: Mapping[str, Tensor]) -> int:
+        return len(inputs["pixel_values_videos"]) * math.ceil(self.side / 2) ** 2 + len(inputs["video_lengths"])
+
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> OnevisionVideo:
+        return self  # a frame is one tile, whatever its size
+
+    def save(self, path: Path) -> None:
+        fields = {**self.fields, "video_processor_type": "LlavaOnevisionVideoProcessor"}
+        write_settings(path / "video_preprocessor_config.json", fields)

@@ -1,0 +1,337 @@
+"""The documented actors and critics, but for what each reads besides text: thin edges over ``Actor`` and ``Critic``."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import is_flash_attn_2_available
+
+from lightrft.config.model import ModelConfig
+from lightrft.models import utils
+from lightrft.models.actor import Actor, Backbone
+from lightrft.models.actor_modality import ActorModality
+from lightrft.models.attention.padded import Given, Rows
+from lightrft.models.critic import Critic
+from lightrft.models.loading.from_pretrained import load_model
+from lightrft.models.lora import base_model, is_adapted, trainable_summary
+from lightrft.models.module_actor import ModuleActor
+from lightrft.utils.errors import ModelError
+
+_log = logging.getLogger(__name__)
+NOTHING = "num_actions is None, so return_output must be True: there would be nothing to return"
+_GENERATE: dict[str, Any] = {
+    "attention_mask": None,
+    "do_sample": True,
+    "early_stopping": None,
+    "eos_token_id": None,
+    "max_length": None,
+    "max_new_tokens": None,
+    "min_new_tokens": 1,
+    "num_beams": 1,
+    "pad_token_id": None,
+    "temperature": 1.0,
+    "top_k": None,
+    "top_p": None,
+    "use_cache": True,
+}
+
+
+def refuse(why: str, **given: object) -> None:
+    """Raise ``ModelError`` with ``why`` where one of the ``given`` inputs is not ``None``."""
+    if found := [name for name, value in given.items() if value is not None]:
+        raise ModelError(f"{', '.join(found)}: {why}")
+
+
+class DocumentedModel(nn.Module):
+    """The methods that documented actors and critics share."""
+
+    @property
+    def backbone(self) -> Backbone:
+        """The actor or the critic inside."""
+        raise NotImplementedError
+
+    @property
+    def model(self) -> nn.Module:
+        """The model inside: one of transformers or peft, or the module that was given."""
+        return self.backbone.model
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
+        """Recompute layers in the backward pass, by default with ``{"use_reentrant": False}``; in training mode only."""
+        self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        """Keep activations for the backward pass again."""
+        self.backbone.gradient_checkpointing_disable()
+
+    def print_trainable_parameters(self) -> None:
+        """Write the counts of trainable and of all parameters to standard output, in peft's format. A value head counts."""
+        counts = trainable_summary(self.backbone)
+        share = 100 * counts["trainable"] / max(1, counts["all"])
+        text = f"trainable params: {counts['trainable']:,} || all params: {counts['all']:,} || trainable%: {share:.4f}\n"
+        sys.stdout.write(text)
+
+
+class DocumentedActor(DocumentedModel):
+    """A policy with the documented surface. ``actor`` is the policy that a loop over ``Batch`` uses; both share weights.
+
+    ``pretrain_or_model``: a folder, a hub name, a transformers (or peft) model, which keeps its device, dtype and attention, or
+    any module with the forward of a causal language model (see ``ModuleActor``), which gets no adapters and is not packed.
+    ``use_flash_attention_2`` falls back to the model's default attention, with a warning, where flash-attn cannot run.
+    ``packing_samples``: ``forward`` takes rows of several samples. ``high_entropy_token_ratio`` above 0 makes its output carry
+    ``action_entropy``. Raises ``ModelError`` for what cannot be loaded or adapted.
+    """
+
+    modality: ClassVar[ActorModality]
+
+    def __init__(
+        self,
+        pretrain_or_model: str | nn.Module,
+        use_flash_attention_2: bool = False,
+        bf16: bool = True,
+        lora_rank: int = 0,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        target_modules: str | list[str] | None = None,
+        ds_config: dict[str, Any] | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        packing_samples: bool = False,
+        high_entropy_token_ratio: float = 0.0,
+        *,
+        load_in_4bit: bool = False,
+    ) -> None:
+        super().__init__()
+        loader = _Loader(use_flash_attention_2, bf16, ds_config, device_map, load_in_4bit)
+        model, config = loader.model(pretrain_or_model)
+        if lora_rank > 0:
+            model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
+        if packing_samples and not _is_known(model):
+            raise ModelError(f"packing_samples: a {type(model).__name__} is called on rectangles alone; leave it off")
+        self._loader = loader  # DeepSpeed's settings act only while their object lives
+        self.actor = Actor(model, config) if _is_known(model) else ModuleActor(model)
+        self.pretrain_or_model: str = config.path or _type_of(model)
+        self.packing_samples = packing_samples
+        self.high_entropy_token_ratio = high_entropy_token_ratio
+
+    @property
+    def backbone(self) -> Backbone:
+        return self.actor
+
+    def score_rows(
+        self,
+        sequences: Tensor,
+        num_actions: int | Sequence[int] | None,
+        attention_mask: Tensor | None,
+        return_output: bool,
+        packed_seq_lens: Sequence[int] | None,
+        media: Given,
+    ) -> Any:
+        """What ``forward`` of every kind of actor gives.
+
+        Log-probs of the actions, or ``(log-probs, output)``; without ``num_actions``, the model's output alone.
+        Rectangles: ``sequences``/``attention_mask [B, L]``, log-probs ``[B, num_actions]`` of the last columns. Packed:
+        ``[1, sum L]``, the mask holding 1..n for the samples, ``num_actions`` one number per sample, log-probs laid end to end
+        ``[1, sum]``. Raises ``ValueError`` when there is nothing to return, or packed lengths are missing; ``ModelError`` for
+        media that the model cannot read, or that do not fit the placeholders.
+        """
+        if num_actions is None and not return_output:
+            raise ValueError(NOTHING)
+        rows = Rows.of(sequences, attention_mask, num_actions, packed_seq_lens, self.packing_samples)
+        at = None if num_actions is None else rows.places
+        states = rows.states(self.actor, media)
+        scores = None
+        if at is not None:
+            predicting, targets = states.flatten(0, 1)[at.reshape(-1)], sequences.reshape(-1)[at.reshape(-1) + 1]
+            scores = self.actor.score_states(predicting, targets, entropy=self.high_entropy_token_ratio > 0)
+        logprobs = None if scores is None or at is None else scores.logprobs.reshape(at.shape)
+        if not return_output:
+            return logprobs
+        output = CausalLMOutputWithPast(logits=self.actor.logits(states))
+        if scores is not None and at is not None and scores.entropy is not None:
+            output["action_entropy"] = scores.entropy.reshape(at.shape)
+        return output if logprobs is None else (logprobs, output)
+
+    @torch.no_grad()
+    def sample_rows(self, input_ids: Tensor, media: Given, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``generate`` of every kind of actor gives: answers by transformers' ``generate``, as
+        ``(sequences [B, L], attention_mask [B, L], action_mask [B, L - L_in])``.
+
+        Takes ``attention_mask``, ``do_sample``, ``early_stopping``, ``eos_token_id``, ``max_length``, ``max_new_tokens``,
+        ``min_new_tokens``, ``num_beams``, ``pad_token_id``, ``temperature``, ``top_k``, ``top_p``, ``use_cache``; raises
+        ``TypeError`` for another name. See ``process_sequences`` for what becomes of a row that was cut.
+        """
+        unknown = sorted(set(given) - set(_GENERATE))
+        if unknown:
+            raise TypeError(f"generate() got unknown {', '.join(unknown)}; known: {', '.join(_GENERATE)}")
+        options = {name: value for name, value in {**_GENERATE, **given}.items() if value is not None}
+        options.setdefault("early_stopping", options["num_beams"] > 1)
+        generation = getattr(self.actor.base, "generation_config", None)
+        for name in ("eos_token_id", "pad_token_id"):
+            options.setdefault(name, getattr(generation, name, None))
+        eos = options["eos_token_id"]
+        eos = eos[0] if isinstance(eos, list | tuple) else eos
+        pad = eos if options["pad_token_id"] is None else options["pad_token_id"]
+        if eos is None:
+            raise ModelError("generate() needs eos_token_id: the model's generation config has none")
+        self.actor.use_attention("padded")
+        rows = Rows.of(input_ids, options.get("attention_mask"), None, None, packing=False)
+        base: Any = self.actor.base
+        keywords = rows.keywords(self.actor, media)
+        options["pad_token_id"] = pad
+        if isinstance(self.actor, ModuleActor):
+            sequences = self.actor.generate(input_ids, rows.mask, options)
+        else:
+            sequences = base.generate(input_ids=input_ids, **keywords, **options)
+        return self.process_sequences(sequences, input_ids.shape[1], eos, pad)
+
+    def process_sequences(
+        self, sequences: Tensor, input_len: int, eos_token_id: int, pad_token_id: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``(sequences, attention_mask [B, L], action_mask [B, L - input_len])`` of generated rows ``[B, L]``.
+
+        Note that a row cut by the length limit has its last token replaced by the end token.
+        """
+        return utils.process_sequences(sequences, input_len, eos_token_id, pad_token_id)
+
+
+class DocumentedCritic(DocumentedModel):
+    """A value function with the documented surface, over ``Critic``.
+
+    ``normalize_reward`` shifts and scales values by ``mean`` and ``std`` of the model's config. ``init_value_head`` draws a fresh
+    head even where the folder holds one; ``value_head_prefix`` is the name under which the head is found on this module.
+    """
+
+    modality: ClassVar[ActorModality]
+
+    def __init__(
+        self,
+        pretrain_or_model: str | nn.Module,
+        use_flash_attention_2: bool = False,
+        bf16: bool = True,
+        lora_rank: int = 0,
+        lora_alpha: float = 16,
+        lora_dropout: float = 0.0,
+        target_modules: str | list[str] | None = None,
+        ds_config: dict[str, Any] | None = None,
+        device_map: str | dict[str, Any] | None = None,
+        packing_samples: bool = False,
+        normalize_reward: bool = False,
+        init_value_head: bool = False,
+        value_head_prefix: str = "score",
+    ) -> None:
+        super().__init__()
+        loader = _Loader(use_flash_attention_2, bf16, ds_config, device_map, False)
+        model, config = loader.model(pretrain_or_model)
+        if lora_rank > 0:
+            model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
+        self._loader = loader
+        if not _is_known(model):
+            raise ModelError(
+                f"pretrain_or_model is a {type(model).__name__}: a critic needs a path, a transformers or a peft model"
+            )
+        self.critic = Critic(model, config)
+        if isinstance(pretrain_or_model, str) and not init_value_head:
+            self.critic.load_value_head(pretrain_or_model)
+        self.value_head_prefix = value_head_prefix
+        self.packing_samples = packing_samples
+        self.normalize_reward = normalize_reward
+        settings = self.critic.base.config.to_dict()
+        self.register_buffer("mean", torch.tensor(float(settings.get("mean") or 0.0)), persistent=False)
+        self.register_buffer("std", torch.tensor(float(settings.get("std") or 1.0)), persistent=False)
+
+    @property
+    def backbone(self) -> Backbone:
+        return self.critic
+
+    def __getattr__(self, name: str) -> Any:
+        if name != "value_head_prefix" and name == self.__dict__.get("value_head_prefix"):
+            return self.critic.value_head
+        return super().__getattr__(name)
+
+    def value_rows(
+        self,
+        input_ids: Tensor,
+        num_actions: int | Sequence[int] | None,
+        attention_mask: Tensor | None,
+        return_output: bool,
+        packed_seq_lens: Sequence[int] | None,
+        media: Given,
+    ) -> Any:
+        """What ``forward`` of every kind of critic gives: values of the states before the actions, laid out as an actor's
+        log-probs; with ``return_output``, also the values of all states ``[B, L]``. Raises as an actor's forward."""
+        if num_actions is None and not return_output:
+            raise ValueError(NOTHING)
+        rows = Rows.of(input_ids, attention_mask, num_actions, packed_seq_lens, self.packing_samples)
+        at = None if num_actions is None else rows.places
+        values = self.critic.value(rows.states(self.critic, media))
+        if self.normalize_reward:
+            values = (values - self.mean) / self.std
+        if at is None:
+            return values
+        actions = values.reshape(-1)[at]
+        return (actions, values) if return_output else actions
+
+
+class _Loader:
+    """How a path or a module becomes the model inside."""
+
+    def __init__(
+        self,
+        use_flash_attention_2: bool,
+        bf16: bool,
+        ds_config: dict[str, Any] | None,
+        device_map: str | dict[str, Any] | None,
+        load_in_4bit: bool,
+    ) -> None:
+        self.settings: dict[str, Any] = {
+            "attention": "flash_attention_2" if use_flash_attention_2 and _has_flash_attention() else None,
+            "dtype": "bfloat16" if bf16 else "auto",
+            "load_in_4bit": load_in_4bit,
+        }
+        self.device_map = device_map
+        self.deepspeed: Any = None
+        if ds_config is not None and ds_config.get("zero_optimization", {}).get("stage") == 3:
+            from transformers.integrations import HfDeepSpeedConfig
+
+            self.deepspeed = HfDeepSpeedConfig(ds_config)
+
+    def model(self, source: str | nn.Module) -> tuple[nn.Module, ModelConfig]:
+        if isinstance(source, nn.Module):
+            return source, ModelConfig()
+        config = ModelConfig(path=str(source), **self.settings)
+        device_map = None if torch.empty(0).device.type == "meta" else self.device_map
+        return load_model(config, device=torch.empty(0).device, device_map=device_map), config
+
+
+def _is_known(model: nn.Module) -> bool:
+    """Return whether ``model`` is one of transformers or peft, whose hidden states can be read."""
+    return isinstance(model, PreTrainedModel) or is_adapted(model)
+
+
+def _type_of(model: nn.Module) -> str:
+    return base_model(model).config.model_type if _is_known(model) else type(model).__name__
+
+
+def _has_flash_attention() -> bool:
+    """Return whether flash-attn can run here. Log a warning where it cannot."""
+    if is_flash_attn_2_available():
+        return True
+    _log.warning(
+        "use_flash_attention_2 = True, but flash-attn is not installed or there is no GPU that it runs on: "
+        "using the model's default attention"
+    )
+    return False
+
+
+def _adapt(model: nn.Module, rank: int, alpha: float, dropout: float, targets: str | list[str] | None) -> nn.Module:
+    if not _is_known(model):
+        raise ModelError(f"lora_rank = {rank}: adapters need a path or a transformers model, not a {type(model).__name__}")
+    if is_adapted(model):
+        raise ModelError(f"lora_rank = {rank} but the model has adapters already: pass lora_rank=0 to train those")
+    return utils.apply_lora_configuration(model, rank, alpha, dropout, targets)  # ty: ignore[invalid-argument-type]

@@ -1,0 +1,103 @@
+"""Small real models that read media, made from the configs of their families, with tokenizer and processors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from lightrft.models.families import FAMILIES
+from lightrft.models.loading.from_pretrained import save_model
+from lightrft.models.tiny import audio, gemma, qwen, smolvlm, tiles
+from lightrft.models.tiny.spec import Tiny
+from lightrft.models.tiny.text import PRINTABLE, tiny_tokenizer
+from lightrft.utils.errors import ModelError
+
+
+def tiny_media_tokenizer(family: str, **options: Any) -> PreTrainedTokenizerFast:
+    """``tiny_tokenizer`` with the tokens of ``family`` and a chat template that takes parts of its kinds."""
+    tiny = _tiny(family)
+    return tiny_tokenizer(special=tiny.special, chat_template=_chat_template(tiny.written), **options)
+
+
+def tiny_media_model(
+    family: str,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    tower: dict[str, Any] | None = None,
+    **overrides: Any,
+) -> PreTrainedModel:
+    """A model of ``family`` with weights drawn from ``seed``; ``overrides`` are fields of its text config, ``tower`` of its tower's."""
+    tiny = _tiny(family)
+    tokenizer = tokenizer or tiny_media_tokenizer(family)
+    sizes: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 3,
+        "initializer_range": 0.1,
+        **overrides,
+    }
+    sizes.setdefault("intermediate_size", 2 * sizes["hidden_size"])
+    ids = {name: int(tokenizer.convert_tokens_to_ids(name)) for name in tiny.special}  # ty: ignore[invalid-argument-type]
+    config = tiny.config(sizes, ids, tower or {})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = getattr(transformers, FAMILIES[config.model_type].loader)(config)
+        for parameter in model.parameters():
+            if parameter.ndim > 1 and not parameter.any():  # a projector of zeros would hide the picture
+                torch.nn.init.normal_(parameter, std=0.1)
+    model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 3
+    return model.to(dtype).eval()
+
+
+def save_tiny_media(
+    family: str,
+    path: str | Path,
+    *,
+    chars: str = PRINTABLE,
+    whole_roles: bool = False,
+    processor: dict[str, Any] | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Write a folder with a model of ``tiny_media_model``, its tokenizer and its processors; returns the model.
+
+    ``processor`` are settings of the processor that is saved; those of the tower must fit them."""
+    tokenizer = tiny_media_tokenizer(family, chars=chars, whole_roles=whole_roles)
+    model = tiny_media_model(family, tokenizer, **options)
+    save_model(model, tokenizer, path)
+    _tiny(family).processor(**(processor or {})).save_pretrained(str(path))
+    return model
+
+
+def _tiny(family: str) -> Tiny:
+    if family not in _FAMILIES:
+        raise ModelError(f"unknown family {family!r}; known: {', '.join(_FAMILIES)}")
+    return _FAMILIES[family]
+
+
+def _chat_template(written: dict[str, str]) -> str:
+    """The template of ``tiny.CHAT_TEMPLATE``, for content that is text or parts."""
+    kinds = "".join(f"{{% elif p['type'] == '{kind}' %}}{text}" for kind, text in written.items())
+    content = (
+        "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
+        f"{{% if p['type'] == 'text' %}}{{{{ p['text'] }}}}{kinds}{{% endif %}}{{% endfor %}}{{% endif %}}"
+    )
+    return (
+        f"{{% for m in messages %}}<|im_start|>{{{{ m['role'] }}}}\n{content}<|im_end|>\n{{% endfor %}}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+
+
+_FAMILIES: dict[str, Tiny] = {**qwen.FAMILIES, **tiles.FAMILIES, **gemma.FAMILIES, **smolvlm.FAMILIES, **audio.FAMILIES}
+MEDIA_FAMILIES: tuple[str, ...] = tuple(_FAMILIES)

@@ -1,0 +1,126 @@
+"""Models that hear, with towers of two layers and windows of one second."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+from lightrft.models.processors.audio import save_beside_pictures
+from lightrft.models.tiny import qwen
+from lightrft.models.tiny.spec import Tiny
+
+
+def _whisper_extractor(**settings: Any) -> Any:
+    """Windows of one second at 16 kHz, 16 mel bins: 100 frames."""
+    sizes: dict[str, Any] = {"feature_size": 16, "chunk_length": 1, "sampling_rate": 16000, **settings}
+    return transformers.WhisperFeatureExtractor(**sizes)
+
+
+def _qwen2_audio(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    audio = {
+        "model_type": "qwen2_audio_encoder",
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "initializer_range": 0.1,
+        **tower,
+    }
+    audio.setdefault("encoder_ffn_dim", 2 * audio["d_model"])
+    text = {"model_type": "qwen2", **sizes}
+    return transformers.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=ids["<|AUDIO|>"])
+
+
+def _voxtral(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    audio = {
+        "model_type": "voxtral_encoder",
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "initializer_range": 0.05,  # the long silences that it hears add up: at 0.1 float32 is less sharp than what tests look at
+        **tower,
+    }
+    audio.setdefault("intermediate_size", 2 * audio["hidden_size"])
+    text = {"model_type": "llama", "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"], **sizes}
+    return transformers.VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=ids["[AUDIO]"])
+
+
+_OMNI_SPECIAL = (
+    "<|audio_bos|>",
+    "<|AUDIO|>",
+    "<|audio_eos|>",
+    "<|vision_bos|>",
+    "<|IMAGE|>",
+    "<|VIDEO|>",
+    "<|vision_eos|>",
+)
+
+
+def _omni(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    audio = {
+        "num_mel_bins": 16,
+        "max_source_positions": 50,
+        "n_window": 10,
+        "d_model": 32,
+        "encoder_layers": 2,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 64,
+        "output_dim": sizes["hidden_size"],
+        "initializer_range": 0.1,
+        **tower.get("audio", {}),
+    }
+    marks: dict[str, Any] = {
+        "vision_start_token_id": ids["<|vision_bos|>"],
+        "vision_end_token_id": ids["<|vision_eos|>"],
+    }
+    return transformers.Qwen2_5OmniThinkerConfig(
+        audio_config=audio,
+        vision_config=qwen.vision_2_5(sizes, tower.get("vision", {})),
+        text_config=qwen.text(sizes),
+        audio_token_index=ids["<|AUDIO|>"],
+        image_token_index=ids["<|IMAGE|>"],
+        video_token_index=ids["<|VIDEO|>"],
+        audio_start_token_id=ids["<|audio_bos|>"],
+        audio_end_token_id=ids["<|audio_eos|>"],
+        initializer_range=0.1,
+        **marks,
+    )
+
+
+class _OmniProcessors:
+    """``settings`` by kind: ``image`` and ``audio``."""
+
+    def __init__(self, **settings: dict[str, Any]) -> None:
+        self.pictures = qwen.processor(**settings.get("image", {}))
+        self.sound = _whisper_extractor(**settings.get("audio", {}))
+
+    def save_pretrained(self, path: str) -> None:
+        self.pictures.save_pretrained(path)
+        save_beside_pictures(self.sound, Path(path))
+
+
+FAMILIES = {
+    "qwen2_audio": Tiny(
+        ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"),
+        {"audio": "<|audio_bos|><|AUDIO|><|audio_eos|>"},
+        _qwen2_audio,
+        _whisper_extractor,
+    ),
+    "voxtral": Tiny(("[BEGIN_AUDIO]", "[AUDIO]"), {"audio": "[BEGIN_AUDIO][AUDIO]"}, _voxtral, _whisper_extractor),
+    "qwen2_5_omni_thinker": Tiny(
+        _OMNI_SPECIAL,
+        {
+            "audio": "<|audio_bos|><|AUDIO|><|audio_eos|>",
+            "image": "<|vision_bos|><|IMAGE|><|vision_eos|>",
+            "video": "<|vision_bos|><|VIDEO|><|vision_eos|>",
+        },
+        _omni,
+        _OmniProcessors,
+    ),
+}

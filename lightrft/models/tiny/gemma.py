@@ -1,0 +1,43 @@
+"""Gemma 3 with a tower of two layers. A picture is 9 tokens, one more than the window of the layers that slide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+from lightrft.models.tiny.spec import Tiny
+
+
+def _processor(**settings: Any) -> Any:
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    sizes: dict[str, Any] = {"size": {"height": 24, "width": 24}, **settings}
+    return Gemma3ImageProcessorPil(**sizes)
+
+
+def _gemma3(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    head = sizes["hidden_size"] // sizes["num_attention_heads"]
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 24,
+        "patch_size": 4,
+        "vision_use_head": False,
+        **tower,
+    }
+    layers = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["num_hidden_layers"])]
+    text = {"head_dim": head, "query_pre_attn_scalar": head, "sliding_window": 8, "layer_types": layers, **sizes}
+    begin, end, soft = ids.values()
+    fields: dict[str, Any] = {"boi_token_index": begin, "eoi_token_index": end, "image_token_index": soft}
+    return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=9, **fields)
+
+
+FAMILIES = {
+    "gemma3": Tiny(
+        ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), {"image": "<start_of_image>"}, _gemma3, _processor
+    ),
+}

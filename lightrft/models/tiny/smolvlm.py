@@ -1,0 +1,41 @@
+"""SmolVLM with a tower of two layers: crops of 16 pixels become 4 tokens, and a picture is cut into two by two of them at most."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+
+from lightrft.models.tiny.spec import Tiny
+
+
+def _processor(**settings: Any) -> Any:
+    from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
+
+    sizes: dict[str, Any] = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, **settings}
+    return SmolVLMImageProcessorPil(**sizes)
+
+
+def _smolvlm(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+        "initializer_range": 0.1,
+        **tower,
+    }
+    text = {"model_type": "llama", **sizes}
+    return transformers.SmolVLMConfig(text_config=text, vision_config=vision, scale_factor=2, image_token_id=ids["<image>"])
+
+
+_CROPS = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
+
+FAMILIES = {
+    "smolvlm": Tiny(
+        ("<image>", "<fake_token_around_image>", "<global-img>", *_CROPS), {"image": "<image>"}, _smolvlm, _processor
+    ),
+}

@@ -1,0 +1,1 @@
+"""Reports of a run about itself: metrics, timers, trackers, run directory, progress bar."""

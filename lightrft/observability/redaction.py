@@ -1,0 +1,66 @@
+"""Secrets in settings, which are kept out of everything that a run writes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from lightrft.config.base import Settings, Tree, dotted
+from lightrft.utils.errors import ConfigError
+
+MARK = "<redacted>"
+ENVIRONMENT = "environment"
+_VARIABLE = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD|PWD|CREDENTIAL|AUTH|COOKIE)S?(_|$)|(^|_)PASS", re.IGNORECASE)
+_OPTION = re.compile(
+    r"(^|[_.-])((api|access|secret|private|auth)[_.-]?key|token|secret|password|passwd|credentials?|auth|authorization)$",
+    re.IGNORECASE,
+)
+_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+
+
+def redacted(settings: Settings, *, exclude_defaults: bool = False) -> Tree:
+    """Return the tree of ``settings`` with ``MARK`` in the place of secrets.
+
+    These are values of tables, such as ``launch.ray.environment`` and the options of a function, whose names say that they are
+    secret, and names and passwords in URLs. Fields that ``lightrft`` defines itself hold no other secrets.
+    """
+    tree = settings.model_dump(mode="json", exclude_defaults=exclude_defaults)
+    return {name: _cleaned(getattr(settings, name), value, name) for name, value in tree.items()}
+
+
+def is_secret(name: str, table: str) -> bool:
+    """Return whether entry ``name`` of ``table`` is a secret by its name."""
+    return bool((_VARIABLE if table == ENVIRONMENT else _OPTION).search(name))
+
+
+def check_complete(settings: Settings) -> None:
+    """Raise ``ConfigError`` for settings read back from a file in which secrets were redacted."""
+    missing = [name for name, value in _leaves(settings.model_dump(mode="json")) if isinstance(value, str) and MARK in value]
+    if missing:
+        raise ConfigError(
+            f"{', '.join(missing)}: the secret was left out of the file that these settings come from; give it again on the command "
+            "line, or leave it out and set it in the environment of the command"
+        )
+
+
+def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in dotted(tree):
+        if isinstance(value, list):
+            yield from _leaves({f"{name}.{number}": one for number, one in enumerate(value)})
+        else:
+            yield name, value
+
+
+def _cleaned(held: Any, value: Any, table: str) -> Any:
+    """Return the dumped ``value`` of what is ``held`` in the settings under the name ``table``."""
+    if isinstance(held, Settings):
+        return {name: _cleaned(getattr(held, name), one, name) for name, one in value.items()}
+    if isinstance(held, Mapping):
+        return {
+            name: MARK if isinstance(one, str) and one and is_secret(str(name), table) else _cleaned(old, one, table)
+            for (name, one), old in zip(value.items(), held.values(), strict=True)
+        }
+    if isinstance(held, list | tuple):
+        return [_cleaned(old, one, table) for old, one in zip(held, value, strict=True)]
+    return _IN_URL.sub(MARK, value) if isinstance(value, str) else value

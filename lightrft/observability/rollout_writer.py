@@ -1,0 +1,153 @@
+"""Rollouts to files, in a thread of its own: a step waits for the disk only when the disk is slower than the steps."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightrft.utils.atomic_files import is_disk_full, json_line, sync_folder, write_atomic
+from lightrft.utils.errors import ResourceError
+
+
+class Attached(Protocol):
+    """A small file that belongs to rollouts; its name is made from its content."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def data(self) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    path: Path
+    rollouts: Sequence[Any]
+    columns: Mapping[str, Sequence[Any]]
+    attached: Sequence[Attached]
+
+
+class RolloutWriter:
+    """Writes each batch of rollouts to a file of its own, which appears only when it is whole, and what is attached to them to
+    the folder ``media`` beside that of the rollouts, each once.
+
+    Nothing is dropped: what could not be written stays queued, the error is raised by the next call, and a call after
+    that tries again. At most ``depth`` batches wait; then ``write`` blocks.
+    """
+
+    def __init__(self, folder: Path, depth: int = 4) -> None:
+        self.folder = folder
+        self._depth = depth
+        self._jobs: deque[_Job] = deque()
+        self._error: BaseException | None = None
+        self._closing = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def write(
+        self, path: Path, rollouts: Sequence[Any], columns: Mapping[str, Sequence[Any]], attached: Iterable[Attached] = ()
+    ) -> None:
+        """Queue one file: a line per rollout (a dataclass), with its entry of each of ``columns``.
+
+        The caller must not change the rollouts any more. Raises ``ValueError`` for a column of another length, and what
+        an earlier write failed with (the batch of this call is queued all the same).
+        """
+        for name, column in columns.items():
+            if len(column) != len(rollouts):
+                raise ValueError(f"column {name!r} has {len(column)} entries for {len(rollouts)} rollouts")
+        with self._changed:
+            self._start()
+            self._changed.wait_for(lambda: len(self._jobs) < self._depth or self._error is not None)
+            self._jobs.append(_Job(path, rollouts, columns, tuple(attached)))
+            self._changed.notify_all()
+            self._raise_error()
+
+    def flush(self) -> None:
+        """Wait until every file is written. Raises what a write failed with."""
+        with self._changed:
+            if self._jobs and self._error is None:
+                self._start()
+            self._changed.wait_for(lambda: not self._jobs or self._error is not None)
+            self._raise_error()
+
+    def close(self) -> None:
+        """Write what is left and end the thread. Raises what a write failed with; the thread has ended then too, and
+        another ``close`` tries again."""
+        try:
+            self.flush()
+        finally:
+            with self._changed:
+                self._closing = True
+                self._changed.notify_all()
+            if self._thread is not None:
+                self._thread.join()
+                self._thread = None
+            self._closing = False
+
+    def _start(self) -> None:
+        if self._thread is None and self._error is None:
+            self._thread = threading.Thread(target=self._work, name="rollout writer", daemon=True)
+            self._thread.start()
+
+    def _raise_error(self) -> None:
+        error, self._error = self._error, None
+        if error is None:
+            return
+        waiting = f"{len(self._jobs)} batches of rollouts are not written yet, the first to {self._jobs[0].path}"
+        if is_disk_full(error):
+            raise ResourceError(f"the disk is full: {waiting}; free some space, or set log.rollouts_every=0") from error
+        raise RuntimeError(f"{waiting}: {type(error).__name__}: {error}") from error
+
+    def _work(self) -> None:
+        """Write jobs in order until closed, or until one fails: the next call starts another thread, which tries it again."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closing)
+                if not self._jobs:
+                    return
+                job = self._jobs[0]
+            try:
+                _write_attached(self.folder.parent / "media", job.attached)
+                _write_file(job)
+            except Exception as error:
+                with self._changed:
+                    self._error, self._thread = error, None
+                    self._changed.notify_all()
+                return
+            with self._changed:
+                self._jobs.popleft()
+                self._changed.notify_all()
+
+
+def _write_attached(folder: Path, attached: Iterable[Attached]) -> None:
+    for one in {a.name: a for a in attached}.values():
+        if not (folder / one.name).exists():
+            folder.mkdir(exist_ok=True)
+            write_atomic(folder / one.name, one.data)
+
+
+def _write_file(job: _Job) -> None:
+    temporary = job.path.with_name(f".{job.path.name}.tmp")
+    job.path.parent.mkdir(exist_ok=True)  # it may have been removed
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            for i, rollout in enumerate(job.rollouts):
+                extra = {name: column[i] for name, column in job.columns.items()}
+                file.write(_line(rollout, extra) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(job.path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(job.path.parent)
+
+
+def _line(rollout: Any, extra: Mapping[str, Any]) -> str:
+    line = json_line(rollout)
+    return line if not extra else f"{line[:-1]},{json_line(extra)[1:]}"

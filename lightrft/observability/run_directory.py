@@ -1,0 +1,334 @@
+"""``runs/<name>/``: everything that a run leaves behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import yaml
+
+from lightrft.config.base import Settings, dotted, tree_to_yaml
+from lightrft.config.setting_paths import made_absolute
+from lightrft.observability.logging_setup import FILE_ONLY, log_to_file, stop_logging
+from lightrft.observability.redaction import MARK, check_complete, redacted
+from lightrft.observability.rollout_writer import Attached, RolloutWriter
+from lightrft.observability.trackers import JsonLines, Row, TensorBoard, Tracker, Wandb
+from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
+from lightrft.utils.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+LOCK = ".lock"
+AT_START = "free some space, or choose another run.dir"
+LATER = (
+    "free some space, or restore the folder and the right to write there; the same command then resumes from the last checkpoint"
+)
+SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
+OURS = (
+    *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "wandb_id"),
+    *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "eval.yaml", "config.yaml"),
+)
+"""What a run writes, and all that ``overwrite`` ever removes; the config goes last, as the sign that the folder is a run's."""
+
+
+class RunFolder:
+    """The folder of one run, held by one process at a time. Made by ``open``, closed by ``with``.
+
+    ``fresh`` is true when the run starts from nothing. ``checkpoint`` is the checkpoint that the user named, if any; a folder
+    that is not fresh and has none named goes on from its newest one. Whoever resumes calls ``rewind`` with the step it took up.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None, lock: int | None) -> None:
+        self.path = path
+        self.fresh = fresh
+        self.checkpoint = checkpoint
+        self._lock = lock
+        self._changed: dict[str, Any] = {}
+        self._tensorboard = False
+        self._trackers: list[Tracker] = []
+        self._names: set[str] = set()
+        (path / "rollouts").mkdir(exist_ok=True)
+        for torn in [*(path / "rollouts").glob(".*.jsonl.tmp"), *(path / "media").glob(".*.tmp")]:
+            torn.unlink()
+        self.metrics = JsonLines(path / "metrics.jsonl")
+        self._writer = RolloutWriter(path / "rollouts")
+        self._log = log_to_file(path / "log.txt")
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        config: Settings,
+        *,
+        resume: str,
+        overwrite: bool,
+        tensorboard: bool = False,
+        wandb: str | None = None,
+        ignore: Collection[str] = (),
+    ) -> RunFolder:
+        """Make the folder, or take one up again.
+
+        ``resume``: ``never`` refuses a folder that holds a run, ``auto`` goes on with it, a path goes on from that checkpoint.
+        ``overwrite`` removes an earlier run first. ``ignore``: dotted keys, or branches, in which a resumed run may differ.
+
+        Raises ``ConfigError`` for a folder that is not a run's, is in use, may not be resumed, or has another config (the
+        differing keys are listed).
+        """
+        check_complete(config)
+        checkpoint = None if resume in ("auto", "never") else Path(resume).expanduser()
+        if checkpoint is not None and not checkpoint.is_dir():
+            raise ConfigError(f"run.resume = {resume!r}: there is no such checkpoint; use auto, never, or a checkpoint's folder")
+        _make(path)
+        with disk_errors(path, AT_START):
+            lock = _take(path)
+            try:
+                fresh = _settle(path, config, resume, overwrite, ignore)
+                folder = cls(path, fresh=fresh, checkpoint=checkpoint, lock=lock)
+            except BaseException:
+                _release(lock)
+                raise
+        try:
+            folder._changed = dict(dotted(redacted(config, exclude_defaults=True)))
+            folder._tensorboard = tensorboard
+            if wandb:
+                folder._trackers.append(Wandb(wandb, path, path.name, redacted(config)))
+        except BaseException:
+            folder.close()
+            raise
+        log.info("%s %s", "started" if fresh else "opened", path)
+        return folder
+
+    def rewind(self, step: int, phase: str = "") -> int:
+        """Forget what was written after ``step`` of ``phase``: rows of metrics, rollouts, batches, and every later phase.
+
+        Returns:
+            How many steps of ``phase`` were forgotten.
+        """
+        written = self.metrics.last_steps().get(phase, 0)
+        self.metrics.rewind(step, phase)
+        last = 0 if phase == SUPERVISED else step
+        for file in [*(self.path / "rollouts").glob("*.jsonl"), *(self.path / "batches").glob("step_*.*")]:
+            match = re.fullmatch(r"[a-z]+_(\d+)\.(jsonl|json|safetensors)", file.name)
+            if match and int(match[1]) > last:
+                file.unlink()
+        return max(0, written - max(step, 0))
+
+    def recall(self, row: Row) -> None:
+        """Write the numbers of a step that was saved, unless they are there: its process may have been killed in between."""
+        if self.metrics.last_steps().get(str(row["phase"]), -1) < int(row["step"]):
+            self.log(row)
+
+    def log(self, row: Row) -> None:
+        """Write one step's numbers everywhere. ``row`` has ``step``, and ``phase`` when the run has several."""
+        if self._tensorboard:
+            self._trackers.append(TensorBoard(self.path / "tensorboard", self.metrics.last_steps()))
+            self._tensorboard = False
+        self.metrics.log(row)
+        for tracker in self._trackers:
+            tracker.log(row)
+
+    def write_rollouts(
+        self,
+        step: int,
+        rollouts: Sequence[Any],
+        *,
+        name: str = "step",
+        attached: Iterable[Attached] = (),
+        **columns: Sequence[Any],
+    ) -> None:
+        """Queue ``rollouts/<name>_000012.jsonl``: a line per rollout with all its fields and its entry of each of ``columns``
+        (``advantages``, say: a list of floats per rollout); what is ``attached`` to them goes to ``media/``, by name. Raises what
+        an earlier write failed with.
+
+        Raises ``ValueError`` when that file was written before.
+        """
+        file = f"{name}_{step:06d}.jsonl"
+        if file in self._names:
+            raise ValueError(f"{file} was written before")
+        self._names.add(file)
+        self._writer.write(self.path / "rollouts" / file, rollouts, columns, attached)
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        """Write ``summary.json``: ``values``, and under ``changed`` the settings that are not at their default."""
+        rows = sum(tracker.lost for tracker in self._trackers if isinstance(tracker, TensorBoard))
+        lost = {name: n for name, n in (("log_lines_lost", self._log.lost), ("tensorboard_rows_lost", rows)) if n}
+        write_json(self.path / "summary.json", {**values, **lost, "changed": self._changed}, private=MARK in str(self._changed))
+
+    def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+        """Write ``samples.json``: answers to the same prompts, each with ``prompt``, ``attachments`` (names of files in ``media/``),
+        ``text``, ``label``, ``correct``."""
+        write_json(self.path / "samples.json", {"before": list(before), "after": list(after)})
+
+    def flush(self) -> None:
+        """Wait until every rollout is on disk. Raises what a write failed with."""
+        self._writer.flush()
+        self.metrics.restore()
+
+    def close(self) -> None:
+        """Write what is queued and let go of the folder. Raises what a write failed with, after letting go."""
+        try:
+            self._writer.close()
+        finally:
+            for tracker in [*self._trackers, self.metrics]:
+                tracker.close()
+            stop_logging(self._log)
+            _release(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is None:
+            with disk_errors(self.path, LATER):
+                self.close()
+            return
+        log.error("ended by %s: %s", type(error).__name__, error, extra=FILE_ONLY)
+        try:
+            self.close()
+        except Exception as second:  # the first error is the one to show
+            error.add_note(f"and while closing the run folder: {second}")
+        with disk_errors(self.path, LATER):
+            raise error
+
+
+class Elsewhere(RunFolder):
+    """The run folder as the ranks see it that do not write: the first one does."""
+
+    def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None) -> None:
+        self.path, self.fresh, self.checkpoint = path, fresh, checkpoint
+
+    def rewind(self, step: int, phase: str = "") -> int:
+        return 0
+
+    def recall(self, row: Row) -> None:
+        return
+
+    def log(self, row: Row) -> None:
+        return
+
+    def write_rollouts(
+        self,
+        step: int,
+        rollouts: Sequence[Any],
+        *,
+        name: str = "step",
+        attached: Iterable[Attached] = (),
+        **columns: Sequence[Any],
+    ) -> None:
+        return
+
+    def write_summary(self, values: Mapping[str, Any]) -> None:
+        return
+
+    def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
+        return
+
+    def flush(self) -> None:
+        return
+
+    def close(self) -> None:
+        return
+
+
+def _make(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"run.dir/run.name: cannot make {path}: {error.strerror}; choose another") from None
+
+
+def _settle(path: Path, config: Settings, resume: str, overwrite: bool, ignore: Collection[str]) -> bool:
+    """Leave ``path`` with the config of this run in it; true when the run starts from nothing."""
+    saved = path / "config.yaml"
+    found = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
+    if found and "config.yaml" not in found:
+        raise ConfigError(f"{path} exists and is not a run's folder (it holds {min(found)}); choose another run.name or run.dir")
+    if overwrite:
+        _clear(path)
+    elif found and _has_begun(path):
+        if resume == "never":
+            raise ConfigError(
+                f"{path} holds a run already; set another run.name, run.resume=auto to go on with it, "
+                "or run.overwrite=true to start anew"
+            )
+        _compare(saved, config, ignore)
+    else:
+        found = set()
+    text = _saved_yaml(config)
+    write_atomic(saved, text, private=MARK in text)
+    return overwrite or not found
+
+
+def _saved_yaml(config: Settings) -> str:
+    """The text of ``config.yaml``: paths are absolute, secrets are redacted."""
+    return tree_to_yaml(made_absolute(type(config), redacted(config)))
+
+
+def _has_begun(path: Path) -> bool:
+    """Whether there is anything to lose; a run that failed at its start leaves its config and a log, and may be mended."""
+    kept = (*path.glob("checkpoints/step_*"), *path.glob("rollouts/*.jsonl"), path / "summary.json", path / "metrics.jsonl")
+    return any(entry.exists() and (entry.is_dir() or entry.stat().st_size > 0) for entry in kept)
+
+
+def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
+    try:
+        old = dict(dotted(yaml.safe_load(saved.read_text(encoding="utf-8")) or {}))
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as error:
+        raise ConfigError(f"{saved} is not YAML: {error}; choose another run.name") from None
+    new = dict(dotted(yaml.safe_load(_saved_yaml(config))))
+    missing = object()
+    differing = [
+        f"  {key}: {_shown(old.get(key, missing), missing)} in the folder, {_shown(new.get(key, missing), missing)} now"
+        for key in dict.fromkeys([*old, *new])
+        if old.get(key, missing) != new.get(key, missing)
+        and not any(key == name or key.startswith(f"{name}.") for name in ignore)
+    ]
+    if differing:
+        raise ConfigError(
+            f"{saved.parent} holds a run of another config; set another run.name, run.overwrite=true to start anew, or give the "
+            "same settings. They differ in:\n" + "\n".join(differing)
+        )
+
+
+def _shown(value: Any, missing: object) -> str:
+    return "not set" if value is missing else repr(value)
+
+
+def _clear(path: Path) -> None:
+    """Remove an earlier run, and nothing that a run does not write."""
+    for name in OURS:
+        entry = path / name
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.rmtree(entry)
+        else:
+            entry.unlink(missing_ok=True)
+
+
+def _take(path: Path) -> int | None:
+    """Lock the folder against other processes, where the system can; the lock dies with the process."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return None
+    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not held on by a forked worker that outlives us
+    except OSError:
+        holder = os.read(handle, 20).decode("ascii", "replace").strip()
+        os.close(handle)
+        raise ConfigError(f"{path} is in use by process {holder or 'unknown'}; stop it, or choose another run.name") from None
+    os.truncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+def _release(lock: int | None) -> None:
+    if lock is not None:
+        os.close(lock)

@@ -1,0 +1,71 @@
+"""Where the wall clock went: phases of a step, nested by name."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+from lightrft.observability.metrics import Metrics, Sum
+
+
+class Timers:
+    """Wall seconds per phase of the thread that owns it.
+
+    A phase opened inside another is named under it: ``update`` then ``forward`` gives ``time/update`` and
+    ``time/update/forward``. ``synchronize`` is called at the end of each phase, so that work queued on an accelerator is
+    charged to the phase that queued it.
+    """
+
+    def __init__(self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._synchronize = synchronize
+        self._clock = clock
+        self._open: list[str] = []
+        self._seconds: dict[str, float] = {}
+        self._began = clock()
+
+    @contextmanager
+    def __call__(self, name: str) -> Generator[None]:
+        """Charge the body to phase ``name``, also when it raises."""
+        self._open.append(name)
+        full = "/".join(self._open)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            if self._synchronize is not None:
+                self._synchronize()
+            self._seconds[full] = self._seconds.get(full, 0.0) + self._clock() - start
+            self._open.pop()
+
+    def seconds(self, name: str) -> float:
+        """Seconds charged to ``name`` since the last ``take``."""
+        return self._seconds.get(name, 0.0)
+
+    def take(self) -> Metrics:
+        """``time/<phase>`` of all phases, ``time/step`` (everything since the last ``take``) and ``time/other`` (what no phase
+        was charged with), in seconds; then start from zero. Raises ``RuntimeError`` inside a phase, whose time would be split."""
+        if self._open:
+            raise RuntimeError(f"phase {'/'.join(self._open)!r} is still open")
+        now = self._clock()
+        step, self._began = now - self._began, now
+        phases, self._seconds = self._seconds, {}
+        charged = sum(seconds for name, seconds in phases.items() if "/" not in name)
+        metrics = Metrics({f"time/{name}": Sum(seconds) for name, seconds in phases.items()})
+        metrics.add("time/other", Sum(max(0.0, step - charged)))
+        metrics.add("time/step", Sum(step))
+        return metrics
+
+
+def queued_is_done() -> None:
+    """Wait for what this thread has queued on an accelerator, where one is in use."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
+        torch.accelerator.current_stream().synchronize()  # not of the device: another thread may draw answers on it meanwhile
+
+
+def tokens_per_second(tokens: float, seconds: float) -> float:
+    """Throughput; 0 where no time passed."""
+    return tokens / seconds if seconds > 0 else 0.0

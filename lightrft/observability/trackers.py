@@ -1,0 +1,189 @@
+"""Where a run's numbers go, one row per step: a file of JSON lines always, TensorBoard and wandb when asked for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from lightrft.utils.atomic_files import json_line, write_atomic
+from lightrft.utils.errors import ConfigError, DataError
+
+log = logging.getLogger(__name__)
+Row = Mapping[str, float | int | str]
+
+
+class Tracker(Protocol):
+    """Somewhere that rows of metrics go."""
+
+    def log(self, row: Row) -> None:
+        """Record one row; it has ``step``, and ``phase`` when the run has several."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """``metrics.jsonl``: one object per step, in order, each step of each phase once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows = _whole_rows(path)
+        self._last = self.last_steps()
+        self._warned: set[str] = set()
+        self._file = path.open("a", encoding="utf-8")
+
+    def rewind(self, step: int, phase: str = "") -> None:
+        """Forget the rows of ``phase`` after ``step``, and every row that was written after the first of those."""
+        late = (i for i, row in enumerate(self.rows) if row.get("phase", "") == phase and row["step"] > step)
+        cut = next(late, len(self.rows))
+        if cut == len(self.rows):
+            return
+        self.rows = self.rows[:cut]
+        self._last = self.last_steps()
+        self._write_all()
+
+    def restore(self) -> None:
+        """Write all rows again if the file was removed."""
+        if not self.path.exists():
+            log.warning("%s was removed during the run: its %d rows are written again", self.path, len(self.rows))
+            self._write_all()
+
+    def _write_all(self) -> None:
+        self._file.close()
+        write_atomic(self.path, "".join(json_line(row) + "\n" for row in self.rows))
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def last_steps(self) -> dict[str, int]:
+        """The last step of each phase."""
+        return {row.get("phase", ""): row["step"] for row in self.rows}
+
+    def log(self, row: Row) -> None:
+        """Raises ``ValueError`` when the row's step is not after the last one of its phase."""
+        phase = str(row.get("phase", ""))
+        last = self._last.get(phase)
+        step = int(row["step"])
+        if last is not None and step <= last:
+            raise ValueError(f"step {step} of phase {phase!r} comes after step {last}")
+        odd = {k for k, v in row.items() if isinstance(v, float) and not math.isfinite(v)} - self._warned
+        if odd:
+            self._warned |= odd
+            log.warning("step %s: not finite, written as null: %s", step, ", ".join(sorted(odd)))
+        self.restore()
+        self._file.write(json_line(row) + "\n")
+        self._file.flush()
+        self.rows.append(dict(row))
+        self._last[phase] = step
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files under ``folder``, one TensorBoard run per phase.
+
+    ``lost`` counts rows that could not be written. After the first one no other is tried: ``metrics.jsonl`` has them all.
+    """
+
+    def __init__(self, folder: Path, last: Mapping[str, int]) -> None:
+        """``last``: the last step that counts, by phase; what an earlier process wrote after it is hidden."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._make = SummaryWriter
+        self._folder = folder
+        self._last = dict(last)
+        self._writers: dict[str, Any] = {}
+        self.lost = 0
+        self._hook = threading.excepthook
+        threading.excepthook = self._on_thread_error
+
+    def _on_thread_error(self, told: Any) -> None:
+        """Leave out the traceback of TensorBoard's own thread: its error is raised again by the next call."""
+        if not (isinstance(told.exc_value, OSError) and type(told.thread).__module__.startswith("tensorboard.")):
+            self._hook(told)
+
+    def log(self, row: Row) -> None:
+        if not self.lost:
+            try:
+                self._log(row)
+                return
+            except OSError as error:
+                log.warning("TensorBoard events end before step %s (%s); metrics.jsonl has every step", row["step"], error)
+        self.lost += 1
+
+    def _log(self, row: Row) -> None:
+        phase, step = str(row.get("phase", "")), int(row["step"])
+        if phase not in self._writers:
+            purge = self._last.get(phase, -1) + 1
+            self._writers[phase] = self._make(str(self._folder / phase), purge_step=purge, flush_secs=10)
+        for name, value in row.items():
+            if name != "step" and not isinstance(value, str):
+                self._writers[phase].add_scalar(name, value, step)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            try:
+                writer.close()
+            except OSError as error:
+                log.warning("the last TensorBoard events are not written (%s); metrics.jsonl has every step", error)
+        if threading.excepthook == self._on_thread_error:
+            threading.excepthook = self._hook
+
+
+class Wandb:
+    """A wandb run; a resumed run folder goes on in the same one."""
+
+    def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, Any]) -> None:
+        """Raises ``ConfigError`` when wandb is not installed."""
+        try:
+            import wandb  # ty: ignore[import-not-found]
+        except ImportError:
+            raise ConfigError(
+                f"log.wandb = {project!r} needs the package wandb: pip install 'lightrft[wandb]', or leave log.wandb empty"
+            ) from None
+        known = folder / "wandb_id"
+        if not known.exists():
+            write_atomic(known, uuid.uuid4().hex[:16])
+        identity = known.read_text(encoding="utf-8")
+        self._run = wandb.init(
+            project=project, name=name, dir=str(folder), config=dict(config), id=identity, resume="allow", reinit="create_new"
+        )
+
+    def log(self, row: Row) -> None:
+        phase = f"{row['phase']}/" if row.get("phase") else ""
+        self._run.log({f"{phase}{k}": v for k, v in row.items() if k != "phase"})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a ``metrics.jsonl``; a last line that a killed process left in the middle is not one.
+
+    Raises ``DataError`` naming file and line for any other line that is not a row.
+    """
+    text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
+    rows = []
+    lines = text.split("\n")
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            row = json.loads(line)
+            row["step"] + 0
+        except (ValueError, KeyError, TypeError):
+            raise DataError(f"{path}, line {number} is not a row of metrics: {line[:80]!r}") from None
+        rows.append(row)
+    return rows
+
+
+def _whole_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of ``path``, after cutting an unfinished last line from the file, since new rows are appended."""
+    rows = read_rows(path)
+    data = path.read_bytes() if path.exists() else b""
+    if data and not data.endswith(b"\n"):
+        write_atomic(path, data[: data.rfind(b"\n") + 1])
+    return rows

@@ -1,0 +1,6 @@
+"""Reward functions by rule, and the processes that reward functions run in."""
+
+from lightrft.rewards.registry import REWARDS, Reward, load_reward
+from lightrft.rewards.rules import exact_match, format, length, math, multiple_choice
+
+__all__ = ["REWARDS", "Reward", "exact_match", "format", "length", "load_reward", "math", "multiple_choice"]

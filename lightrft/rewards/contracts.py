@@ -1,0 +1,87 @@
+"""What any reward function owes a run. Each check calls it in a process of its own, under a time limit."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.rewards.registry import REWARDS, Reward, load_reward
+from lightrft.rewards.sandbox.trial import calls_on, try_rewards
+from lightrft.types import Prompt, Rollout
+from lightrft.utils.contract_result import Verdict
+from lightrft.utils.errors import ConfigError
+
+TEXTS = ("42", "The answer is \\boxed{42}.", "I do not know.")
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Responses that a reward is called on. ``same``: it must give the same numbers again."""
+
+    check: str
+    asks: str
+    texts: tuple[str, ...]
+    same: bool = False
+
+
+CASES = (
+    Case("number", "gives a finite number, or a dict of named ones, for right and wrong responses", TEXTS),
+    Case("empty response", "scores a response without any text", ("", " ", "\n")),
+    Case("long response", "scores 100,000 characters within the time limit", ("1 + " * 25_000,)),
+    Case("odd characters", "scores what no one would type", ("\x00\x1b[2J", "\U0001f600" * 5, "{}%s\\frac{", "\ufffd")),
+    Case("repeatable", "gives the same response the same number again", TEXTS, same=True),
+)
+"""The checks, in the order in which they are shown."""
+
+
+def is_reward(name: str) -> bool:
+    """Return whether ``name`` is a registered reward, or a function whose one argument by place is called rollout(s)."""
+    if ":" not in name:
+        return name in REWARDS
+    try:
+        function = REWARDS[name]
+        parameters = list(inspect.signature(function).parameters.values())
+    except (ConfigError, TypeError, ValueError):  # told where the function is looked up again
+        return False
+    return bool(parameters) and parameters[0].name in ("rollout", "rollouts")
+
+
+def reward_verdicts(name: str, options: Mapping[str, Any], limit: float) -> list[Verdict]:
+    """Run every check on the reward ``name`` with ``options``, each of its calls under ``limit`` seconds.
+
+    Raises ``RewardError`` where the function does not exist, or does not take a rollout and its options.
+    """
+    reward = load_reward(name, options)
+    return [Verdict(case.check, case.asks, _broken(reward, case, limit)) for case in CASES]
+
+
+def _broken(reward: Reward, case: Case, limit: float) -> str:
+    """Return what is broken; empty where the check holds."""
+    calls = calls_on(reward, [_rollout(text) for text in case.texts])
+    outcomes = try_rewards([(reward.name, dict(reward.options))], calls * (1 + case.same), limit)
+    for outcome in outcomes:
+        if outcome.problem:
+            at = "" if reward.batched else f" on the response {case.texts[outcome.call % len(case.texts)][:40]!r}"
+            problem = outcome.problem.replace("reward.deadline =", "the limit of")
+            return f"{problem}{at}" + (f"\n{outcome.trace}" if outcome.trace else "")
+    if len(outcomes) < len(calls) * (1 + case.same):
+        return f"only {len(outcomes)} calls within {limit:g} s"
+    first, again = outcomes[: len(calls)], outcomes[len(calls) :]
+    for one, other in zip(first, again):
+        if one.values != other.values:
+            return f"gave {_shown(one.values)}, then {_shown(other.values)}: a run could not be repeated"
+    return ""
+
+
+def _rollout(text: str) -> Rollout:
+    """Return a response of one token per character."""
+    tokens = [ord(character) for character in text]
+    prompt = Prompt("check", [1], "What is 6 * 7?", label="42", reference="42")
+    zeros = [0.0] * len(tokens)
+    return Rollout(prompt, tokens, [True] * len(tokens), zeros, [0] * len(tokens), "stop", seed=0, text=text)
+
+
+def _shown(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:g}" for value in values)

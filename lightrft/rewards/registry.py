@@ -1,0 +1,115 @@
+"""Where reward functions are filed, and what makes a function one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from lightrft.utils.errors import ConfigError, RewardError
+from lightrft.utils.registry import Registry
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+REWARDS: Registry[Callable[..., Any]] = Registry("reward")
+"""``reward(rollout, **options) -> float | {term: float}``; with a first parameter named ``rollouts``, a list in and a list (or a
+dict of lists) out; either may be ``async def``. A function ``warm_up()`` in the same module runs once in each worker, outside
+the deadline, before the first call."""
+
+
+class OverBudget(BaseException):
+    """Raised in a call that has used its CPU time. Not an ``Exception``, so that handlers in libraries let it through."""
+
+
+_CPU_SECONDS: dict[Callable[..., Any], float] = {}
+
+
+def ungraded_beyond(cpu_seconds: float) -> Callable[[F], F]:
+    """Mark a reward function whose calls count as wrong once they have used ``cpu_seconds`` of CPU time.
+
+    Such an answer gets reward 0 and the term ``ungraded`` = 1. Without this mark a call that takes too long costs
+    ``reward.deadline`` and fails, so the policy never learns to avoid the answer. For functions of one rollout that are not
+    ``async``.
+    """
+
+    def mark(function: F) -> F:
+        _CPU_SECONDS[function] = cpu_seconds
+        return function
+
+    return mark
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """A reward function with its options. ``name`` finds it from another process. ``cpu_seconds``: see ``ungraded_beyond``."""
+
+    name: str
+    function: Callable[..., Any]
+    options: Mapping[str, Any]
+    batched: bool
+    asynchronous: bool
+    cpu_seconds: float | None = None
+
+    @property
+    def grouped(self) -> bool:
+        """Whether one call, or one event loop, serves several rollouts."""
+        return self.batched or self.asynchronous
+
+
+def load_reward(name: str, options: Mapping[str, Any]) -> Reward:
+    """The function called ``name``, checked to take a rollout and ``options``.
+
+    Raises ``RewardError`` when it cannot be found, is not a function, or does not take them.
+    """
+    try:
+        function = REWARDS[name]
+    except ConfigError as error:
+        raise RewardError(str(error)) from None
+    if not callable(function) or inspect.isclass(function):
+        raise RewardError(f"reward {name!r} is {type(function).__name__}, not a function of a rollout")
+    try:
+        signature = inspect.signature(function)
+    except ValueError as error:
+        raise RewardError(f"reward {name!r} has no signature that can be read: {error}; wrap it in a def") from None
+    _check_signature(name, signature, options)
+    called = function if inspect.isroutine(function) else type(function).__call__
+    asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
+    batched = next(iter(signature.parameters)) == "rollouts"
+    budget = None if batched or asynchronous else _budget(function)
+    return Reward(_portable_name(name, function), function, dict(options), batched, asynchronous, budget)
+
+
+def _budget(function: Callable[..., Any]) -> float | None:
+    try:
+        return _CPU_SECONDS.get(function)
+    except TypeError:  # an object that has no hash
+        return None
+
+
+def _check_signature(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
+    shown = f"reward {name!r} is called as function(rollout{''.join(f', {k}=...' for k in options)})"
+    first = next(iter(signature.parameters.values()), None)
+    by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    if first is None or first.kind not in by_position:
+        raise RewardError(f"{shown}, but its signature is {signature}: its first parameter must take the rollout")
+    try:
+        signature.bind(None, **options)
+    except TypeError as error:
+        raise RewardError(f"{shown}, but its signature is {signature}: {error}") from None
+
+
+def _portable_name(name: str, function: Callable[..., Any]) -> str:
+    """A name under which a worker, which has not run the user's program, finds ``function`` too."""
+    if ":" in name:
+        if name.startswith("__main__:"):
+            raise RewardError(f"reward {name!r}: workers cannot import the running program; use file.py:function")
+        return name
+    module, qualified = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", ".")
+    if module.startswith("lightrft.rewards."):
+        return name
+    if module == "__main__" or "." in qualified:
+        raise RewardError(
+            f"reward {name!r} was registered by the running program, where workers cannot find it; use file.py:function"
+        )
+    return f"{module}:{qualified}"

@@ -1,0 +1,65 @@
+"""Finding the final answer in what a model wrote. Only ever the answer's own text: a prompt may hold tags and boxes too."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from lightrft.rewards.sandbox.rollout_view import RolloutView
+
+_BOX = re.compile(r"\\f?box(?:ed)?\s*(?=[{\s\\\w])")
+_TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+def gold_of(rollout: RolloutView) -> Any:
+    """What the answer is compared with: the prompt's label, or its reference. Raises ``ValueError`` when it has neither."""
+    prompt = rollout.prompt
+    gold = prompt.reference if prompt.label is None else prompt.label
+    if gold is None or (isinstance(gold, str) and not gold.strip()):
+        raise ValueError(f"prompt {prompt.id!r} has neither a label nor a reference to compare with")
+    return gold
+
+
+def after_thinking(text: str) -> str:
+    """``text`` less its thinking; empty while the thinking has not ended."""
+    _, end, tail = text.rpartition("</think>")
+    text = tail if end else text
+    return text.partition("<think>")[0]
+
+
+def in_tags(text: str) -> str | None:
+    """What the last ``<answer>`` tag holds, if there is one."""
+    found = _TAG.findall(text)
+    return found[-1] if found else None
+
+
+def last_box(text: str) -> tuple[int, str | None] | None:
+    """Where the last ``\\boxed{}`` starts and what it holds, which is None when it never closes. None where there is no box."""
+    boxes = list(_BOX.finditer(text))
+    if not boxes:
+        return None
+    last = boxes[-1]
+    if last.end() == len(text) or text[last.end()] != "{":
+        word = re.match(r"\\[A-Za-z]+|\S", text[last.end() :])
+        return last.start(), word.group() if word else None
+    depth, escaped = 0, False
+    for position in range(last.end(), len(text)):
+        character = text[position]
+        if escaped:
+            escaped = False
+            continue
+        escaped = character == "\\"
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return last.start(), text[last.end() + 1 : position]
+    return last.start(), None
+
+
+def visible_answer(text: str) -> str | None:
+    """The answer: in the last box, else in the last tag, else all that follows the thinking. None for an empty or open box."""
+    text = after_thinking(text)
+    tagged = in_tags(text)
+    text = text if tagged is None else tagged
+    box = last_box(text)
+    answer = text if box is None else box[1]
+    return answer if answer and answer.strip() else None

@@ -1,0 +1,248 @@
+"""Whether the final answer of a derivation equals the label, as mathematics.
+
+Plain numbers are compared exactly and at once; everything else by math-verify, without its own clocks: a call's deadline is the
+worker's business. Nothing that a model writes is ever evaluated as Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+from functools import lru_cache
+from typing import Any
+
+from lightrft.rewards.registry import REWARDS, OverBudget, ungraded_beyond
+from lightrft.rewards.rules.answer_extraction import after_thinking, gold_of, in_tags, last_box
+from lightrft.rewards.rules.number_parsing import plain, quantity, same_quantity, tidy
+from lightrft.rewards.sandbox.results import UNGRADED
+from lightrft.rewards.sandbox.rollout_view import RolloutView
+
+CPU_SECONDS = 1.2  # of one call: nearly all need a hundredth of it
+LONGEST = 1000  # characters of an answer that are worth parsing
+DEEPEST = 40  # brackets within one another: the parser's time and recursion grow fast with them
+MOST_TERMS = 50_000  # of a power of a sum once it is expanded
+MOST_DIGITS = 5000  # of a number that is worth computing: towers of powers would only burn the deadline
+_MARK = re.compile(r"####[ \t]*(.*)")
+_SAID = re.compile(
+    r"\b(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|are|=|:)\s*(?:\*\*)?\s*:?\s*(.+?)\s*(?=\.\s|\.?\**\s*$|\n)", re.IGNORECASE | re.M
+)
+_NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|-?\.\d+")
+
+
+@REWARDS.register("math", needs={"label"})
+@ungraded_beyond(CPU_SECONDS)
+def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | dict[str, float]:
+    """1 when the final answer equals the prompt's label (or, without one, its reference), else 0.
+
+    The final answer is the last ``\\boxed{}`` or ``####`` after any thinking, whichever comes later; else what follows "the
+    answer is"; else the whole answer when that is one expression; else, with ``last_number``, its last number.
+    An answer that cannot be compared within ``CPU_SECONDS`` or the worker's memory counts as wrong, with the term ``ungraded``.
+    Raises ``ValueError`` when the label is not mathematics, or takes that long to read.
+    """
+    gold = gold_text(gold_of(rollout))
+    try:
+        _check_gold(gold)
+    except OverBudget:
+        _forget()
+        raise ValueError(f"label {gold!r} takes more than {CPU_SECONDS:g} s to read") from None
+    try:
+        answer = final_answer(rollout.text, last_number=last_number)
+        return float(answer is not None and equal(gold, answer))
+    except OverBudget:
+        _forget()
+        raise
+    except Exception:  # the label can be read, so it is the answer that cannot: sympy and its parser raise what they like
+        _forget()
+        return {"reward": 0.0, UNGRADED: 1.0}
+
+
+def _forget() -> None:
+    """Empty the caches, so that what a huge expression left there is not charged to the next answer."""
+    from sympy.core.cache import clear_cache
+
+    _parsed.cache_clear()
+    clear_cache()
+
+
+def warm_up() -> None:
+    """Load the computer-algebra system, which takes seconds, before the first deadline runs."""
+    equal("x+1", "1+x")
+
+
+def final_answer(text: str, *, last_number: bool = False) -> str | None:
+    """The final answer in ``text``, if there is one."""
+    text = after_thinking(text)
+    tagged = in_tags(text)
+    text = (text if tagged is None else tagged).strip()
+    marked = last_box(text)
+    for found in _MARK.finditer(text):
+        if marked is None or found.start() > marked[0]:
+            marked = (found.start(), found.group(1))
+    if marked is not None:
+        return marked[1] if marked[1] and marked[1].strip() else None
+    if said := [m.group(1) for m in _SAID.finditer(text)]:
+        return said[-1]
+    if text and "\n" not in text and (tagged is not None or _is_expression(text)):
+        return text
+    numbers = _NUMBER.findall(text) if last_number else []
+    return numbers[-1] if numbers else None
+
+
+def gold_text(gold: Any) -> str:
+    """A label as text: numbers as they are written, worked solutions by their final answer. Raises ``ValueError``."""
+    if isinstance(gold, bool) or not isinstance(gold, str | int | float):
+        raise ValueError(f"label {gold!r} is {type(gold).__name__}, not a number or text")
+    if isinstance(gold, float):
+        if not math.isfinite(gold):
+            raise ValueError(f"label {gold!r} is not a finite number")
+        return repr(int(gold)) if gold.is_integer() else repr(gold)
+    text = str(gold)
+    if "####" in text or "\\boxed" in text or "\\fbox" in text:
+        answer = final_answer(text)
+        if answer is None:
+            raise ValueError(f"label {text!r} marks a final answer but holds none")
+        return answer
+    return text
+
+
+def equal(gold: str, answer: str) -> bool:
+    """Whether two expressions are the same mathematics. Raises ``ValueError`` when comparing them would take too long."""
+    gold, answer = tidy(gold), tidy(answer)
+    gold_plain, answer_plain = plain(gold), plain(answer)
+    if not answer_plain or len(answer) > LONGEST:
+        return False
+    if _depth(answer) > DEEPEST:
+        raise ValueError(f"brackets are nested more than {DEEPEST} deep")
+    gold_plain, answer_plain = _unassigned(gold_plain, answer_plain)
+    numbers = quantity(gold_plain), quantity(answer_plain)
+    if numbers[0] and numbers[1]:
+        return same_quantity(numbers[0], numbers[1])
+    if _letters(gold_plain) == _letters(answer_plain):
+        return True
+    if _is_words(gold_plain) or _is_words(answer_plain):
+        return False  # as a product of variables, a word would equal its anagrams
+    return _verify(_expression(gold), _expression(answer))
+
+
+@lru_cache(maxsize=4096)
+def _check_gold(gold: str) -> None:
+    """Raises ``ValueError`` when ``gold`` is not mathematics."""
+    text = tidy(gold)
+    words = plain(text)
+    if quantity(words) or _is_words(words) or re.fullmatch(r"[A-Za-z]", words):
+        return
+    prose = re.search(r"(?<!\\)\b(?:[A-Za-z]{2,}[ ,]+){2,}[A-Za-z]{2,}", words)
+    if not words or prose or _parsed(_expression(text)) is None:
+        raise ValueError(f"label {gold!r} cannot be read as mathematics; exact_match compares text")
+
+
+def _unassigned(gold: str, answer: str) -> tuple[str, str]:
+    """Both less a leading ``x =`` where only one has it, or both have the same."""
+    named = [re.match(r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])", t) for t in (gold, answer)]
+    if named[0] and named[1] and named[0].group(1) != named[1].group(1):
+        return gold, answer
+    bare = [t[m.end() :] if m and "=" not in t[m.end() :] and "," not in t else t for t, m in zip((gold, answer), named)]
+    return bare[0], bare[1]
+
+
+def _letters(text: str) -> str:
+    """Text for comparison letter for letter; words without regard to case or surrounding brackets."""
+    return text.casefold().strip("()[]\"' ") if _is_words(text) else re.sub(r"\s+", "", text)
+
+
+def _is_words(text: str) -> bool:
+    text = text.strip("()[]\"' ")
+    return bool(re.fullmatch(r"[A-Za-z][A-Za-z'\- ]*", text)) and bool(re.search(r"[A-Za-z]{4}|[A-Za-z]{2,} +[A-Za-z]{2,}", text))
+
+
+def _is_expression(text: str) -> bool:
+    """Whether a line is mathematics and nothing else, so that it can be the answer without being marked as such."""
+    bare = plain(tidy(text))
+    return quantity(bare) is not None or not re.search(r"(?<!\\)\b[A-Za-z]{2,}", bare) or len(bare.split()) == 1
+
+
+def _expression(text: str) -> str:
+    """``tidy`` LaTeX in the forms that math-verify reads."""
+    text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\s+(?:and|or)\s+", ", ", text)
+    if re.fullmatch(r"\{[^{}]*,[^{}]*\}", text):
+        text = "\\" + text[:-1] + "\\}"
+    text = re.sub(r"√\s*(\d+|[A-Za-z]|\{[^{}]*\})", r"\\sqrt{\1}", text).replace("√", "\\sqrt")
+    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) if re.fullmatch(r"[^,]*\d,\d{3}[^,\d]*", text) else text
+    variables = re.findall(r"(?:^|,)\s*([A-Za-z])\s*=", text)
+    if len(variables) > 1 and len(set(variables)) == 1 and text.count(",") == len(variables) - 1:
+        text = re.sub(r"(^|,)\s*[A-Za-z]\s*=", r"\1", text)
+    return text
+
+
+@lru_cache(maxsize=4096)
+def _parsed(latex: str) -> Any | None:
+    """The mathematical object that ``latex`` is, if it is one."""
+    from math_verify import LatexExtractionConfig, parse
+    from sympy import Basic, MatrixBase
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its clocks are off: ours is on
+    found = parse("\\boxed{" + latex + "}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=0)
+    return next((f for f in found if isinstance(f, Basic | MatrixBase)), None)
+
+
+def _verify(gold: str, answer: str) -> bool:
+    from math_verify import verify
+    from sympy import FiniteSet, Interval
+
+    wanted, given = _parsed(gold), _parsed(answer)
+    if wanted is None or given is None:
+        return False
+    if _digits(given) > MOST_DIGITS or _digits(wanted) > MOST_DIGITS:
+        return wanted == given
+    if wanted != given and max(_terms(wanted), _terms(given)) > MOST_TERMS:
+        raise ValueError(f"more than {MOST_TERMS} terms once it is expanded")
+    for one, other in ((wanted, given), (given, wanted)):
+        if isinstance(one, Interval) and isinstance(other, FiniteSet):  # (1, 2) is a pair or an interval, never a set of two
+            return False
+    return verify([wanted], [given], timeout_seconds=None, allow_set_relation_comp=True)
+
+
+def _depth(text: str) -> int:
+    """How deep brackets are nested; those that never close count too."""
+    deepest = depth = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _terms(expression: Any) -> float:
+    """An upper bound of the terms of any power of a sum in ``expression`` once it is expanded."""
+    from sympy import Add, Integer, Pow
+
+    parts = [_terms(a) for a in getattr(expression, "args", ())]
+    if not parts:
+        return 1
+    if isinstance(expression, Pow) and isinstance(expression.exp, Integer) and isinstance(expression.base, Add):
+        power, base = abs(int(expression.exp)), len(expression.base.args)
+        return math.comb(base + power - 1, power) if power < MOST_DIGITS else math.inf
+    return max(parts)
+
+
+def _digits(expression: Any) -> float:
+    """An upper bound, without computing it, of the digits of the largest number in ``expression``; symbols have none."""
+    from sympy import Add, Integer, Mul, Pow, Rational, factorial
+
+    if isinstance(expression, Rational):
+        largest = max(abs(int(expression.p)), abs(int(expression.q)))
+        return largest.bit_length() * math.log10(2)
+    parts = [_digits(a) for a in getattr(expression, "args", ())]
+    if not parts:
+        return 0.0
+    if isinstance(expression, Pow | factorial):
+        power = expression.args[-1]
+        if power.free_symbols:
+            return max(parts)
+        if parts[-1] > 6:
+            return math.inf
+        size = abs(complex(power.evalf()))
+        return size * (math.log10(max(size, 1.0)) if isinstance(expression, factorial) else max(parts[0], 1.0))
+    if isinstance(expression, Add):
+        return max(parts) + 1
+    return sum(parts) if isinstance(expression, Mul | Integer) else max(parts)

@@ -1,0 +1,65 @@
+"""Which of the lettered choices an answer picks."""
+
+from __future__ import annotations
+
+import re
+
+from lightrft.rewards.registry import REWARDS
+from lightrft.rewards.rules.answer_extraction import after_thinking, gold_of, in_tags, last_box
+from lightrft.rewards.sandbox.rollout_view import RolloutView
+
+
+@REWARDS.register("multiple_choice", needs={"label"})
+def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
+    """1 when the answer picks the label's letter, else 0.
+
+    ``choices`` are the letters in order; a label may also be a position among them, from 0.
+    Raises ``ValueError`` when the label is not one of the choices.
+    """
+    gold = gold_of(rollout)
+    if isinstance(gold, int) and not isinstance(gold, bool):
+        if not 0 <= gold < len(choices):
+            raise ValueError(f"label {gold} is not a position among the choices {choices!r}")
+        right: str | None = choices[gold]
+    else:
+        right = _only_letter(str(gold), choices)
+    if right is None:
+        raise ValueError(f"label {gold!r} is not one of the choices {choices!r}")
+    return float(picked(rollout.text, choices) == right)
+
+
+def picked(text: str, choices: str = "ABCD") -> str | None:
+    """The letter of ``choices`` that ``text`` picks in the end, if it picks exactly one."""
+    text = after_thinking(text)
+    tagged = in_tags(text)
+    text = text if tagged is None else tagged
+    box = last_box(text)
+    if box is not None:
+        return _only_letter(box[1] or "", choices)
+    whole = _only_letter(text, choices)
+    if whole:
+        return whole
+    mark = rf"(?:\*\*|\$|\\text\{{|\\textbf\{{|\\mathrm\{{|[(\[\"'])*\s*([{re.escape(choices)}])(?![\w'])"
+    said = re.compile(
+        rf"(?:answer|choice|option)\b(?:\s+(?:choice|option))?\**\s*(?:is|would\s+be|must\s+be|[:=])?\s*[:=]?\s*(?:option\s+|choice\s+)?{mark}"
+        rf"(?!\W*\s(?:or|and)\s+[(\[]?[{re.escape(choices)}]\b)",
+        re.IGNORECASE,
+    )
+    found = [m.group(1) for m in said.finditer(text) if m.group(1) in choices]
+    if found:
+        return found[-1]
+    lines = [_only_letter(line, choices) for line in text.strip().splitlines()]
+    return lines[-1] if lines and len(set(lines) - {None}) == 1 else None
+
+
+def _only_letter(text: str, choices: str) -> str | None:
+    """The letter when ``text`` is one: ``B``, ``(B)``, ``B.``, ``**B**``, ``\\text{B}``, ``B) what it says``."""
+    letters = re.escape(choices)
+    dressed = rf"(?:\*\*|\$|\\(?:text|textbf|mathrm|mathbf)\{{|[(\[\"'\s{{])*([{letters}])(?:\*\*|\$|[)\]\"'\s}}.:])*"
+    alone = re.fullmatch(dressed, text.strip())
+    if alone:
+        return alone.group(1)
+    titled = re.match(rf"(?:\*\*|[(\[])*([{letters}])(?:[)\].:])+(?:\*\*)?\s+(\S.*)$", text.strip(), re.DOTALL)
+    if titled and not re.search(rf"(?:^|\s)[(\[]?[{letters}][)\].:]\s", titled.group(2)):
+        return titled.group(1)
+    return None

@@ -1,0 +1,1 @@
+"""Worker processes that call reward functions under limits."""

@@ -1,0 +1,153 @@
+"""The parent's end of a reward worker: start it, send it work, hear from it, end it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from lightrft.rewards.sandbox.guardian import SUPPORTED, end_descendants
+from lightrft.rewards.sandbox.protocol import Message, Unreadable, message_of
+from lightrft.rewards.sandbox.worker import HEADER, Start, Work
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from lightrft.rewards.sandbox.worker import main; main({fd}, {parent})"
+)
+START_SECONDS = 300.0  # a user's file may import something large
+SEND_SECONDS = 60.0
+END_SECONDS = 15.0  # for a guardian to end everything, before it is killed itself
+LINE_BYTES = 16 << 20
+"""Longest line that a worker may send: far more than the terms of one call."""
+
+
+class WorkerGone(Exception):
+    """The process has ended, or does not read what it is sent."""
+
+
+class Garbled(WorkerGone):
+    """The worker's socket brought something that the worker's own code never sends."""
+
+
+class WorkerProcess:
+    """A process of its own session: a fresh interpreter, so neither threads of the parent nor its ``__main__`` matter."""
+
+    def __init__(self, folder: str) -> None:
+        ours, theirs = socket.socketpair()
+        path = json.dumps([os.path.abspath(p) if p else folder for p in sys.path])  # noqa: PTH100 (zip files and hooks stay)
+        command = [sys.executable, "-c", _PROGRAM.format(fd=theirs.fileno(), parent=os.getpid()), path]
+        environment = {"OMP_NUM_THREADS": "1", **os.environ}
+        try:
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                cwd=folder,
+                env=environment,
+            )
+        except OSError as error:
+            ours.close()
+            raise WorkerGone(f"cannot start {sys.executable}: {error}") from None
+        finally:
+            theirs.close()
+        self.connection = ours
+        self.buffer = b""
+        self.stray: Garbled | None = None
+        self.reaping = threading.Lock()
+
+    def begin(self, start: Start) -> str:
+        """Block until the worker can serve. Empty, or the worker's own word on why it cannot. Raises ``WorkerGone``."""
+        self.send(start)
+        ends = time.monotonic() + START_SECONDS
+        while time.monotonic() < ends:
+            for message in self.receive(1.0):
+                if not message.ready and not message.error:
+                    raise Garbled("its socket brought a line out of turn before it was ready")
+                return message.error
+        raise WorkerGone(f"it was not ready after {START_SECONDS:g} s")
+
+    def send(self, value: Start | Work) -> None:
+        """Raises ``WorkerGone``."""
+        frame = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        self.connection.settimeout(SEND_SECONDS)
+        try:
+            self.connection.sendall(HEADER.pack(len(frame)) + frame)
+        except OSError as error:
+            raise WorkerGone(str(error)) from None
+
+    def receive(self, timeout: float) -> list[Message]:
+        """Return what the worker has sent, after waiting at most ``timeout`` seconds for something.
+
+        Raises:
+            WorkerGone: the worker has ended.
+            Garbled: a line is none of the worker's messages, or is too long.
+        """
+        if self.stray is not None:  # after the messages that came before it
+            raise self.stray
+        self.connection.settimeout(max(timeout, 0.001))
+        try:
+            data = self.connection.recv(1 << 20)
+        except TimeoutError:
+            return []
+        except OSError as error:
+            raise WorkerGone(str(error)) from None
+        if not data:
+            raise WorkerGone("it hung up")
+        *lines, self.buffer = (self.buffer + data).split(b"\n")
+        found: list[Message] = []
+        try:
+            if len(self.buffer) > LINE_BYTES:
+                raise Unreadable(f"it is longer than {LINE_BYTES} bytes")
+            found += map(message_of, lines)
+        except Unreadable as error:
+            self.stray = Garbled(f"its socket brought a stray line: {error}")
+        if self.stray is not None and not found:
+            raise self.stray
+        return found
+
+    def interrupt(self) -> None:
+        """Have everything killed, from any thread, that the worker started. Return at once."""
+        with self.reaping:
+            if self.process.returncode is None:
+                if SUPPORTED:
+                    self.process.terminate()  # the guardian, which then ends all
+                else:
+                    self._kill_session()
+
+    def status(self, patience: float) -> int | None:
+        """How a worker ended that ends by itself within ``patience`` seconds: its exit status, or minus the signal's number."""
+        ends = time.monotonic() + patience
+        while True:
+            with self.reaping:
+                status = self.process.poll()
+                if status is not None:
+                    if not SUPPORTED:
+                        self._kill_session()
+                    return status
+            if time.monotonic() >= ends:
+                return None
+            time.sleep(0.001)
+
+    def end(self) -> None:
+        """Kill, wait and tidy up."""
+        self.interrupt()
+        with self.reaping:
+            try:
+                self.process.wait(END_SECONDS if SUPPORTED else None)
+            except subprocess.TimeoutExpired:  # a function has stopped its guardian
+                end_descendants(self.process.pid)
+                self._kill_session()
+                self.process.wait()
+        self.connection.close()
+
+    def _kill_session(self) -> None:
+        with suppress(ProcessLookupError, PermissionError):  # nothing is left of it
+            os.killpg(self.process.pid, signal.SIGKILL)

@@ -1,0 +1,87 @@
+"""The lines that a reward worker sends, checked: a reward function can reach the same socket and write anything there."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightrft.rewards.sandbox.results import VALUE
+
+KINDS = ("deadline", "memory", "raised", "value")
+"""Why a call can have no result, in a worker's words."""
+
+
+class Unreadable(Exception):
+    """A line is not one of the worker's messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of call number ``index`` after ``seconds``: either ``terms``, or the ``kind`` of failure and its ``reason``.
+
+    ``again`` is the kind of failure of a call shared with others, each of which is then called alone.
+    """
+
+    index: int
+    seconds: float
+    terms: Mapping[str, float] | None = None
+    kind: str = ""
+    reason: str = ""
+    again: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One line: exactly one of its fields is set."""
+
+    ready: bool = False
+    begun: bool = False
+    full: bool = False
+    error: str = ""
+    outcome: Outcome | None = None
+
+
+def message_of(line: bytes) -> Message:
+    """Parse one line. Raises ``Unreadable``."""
+    try:
+        tree = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{line[:60]!r} is not JSON ({type(error).__name__})") from None
+    found = _message(tree) if isinstance(tree, dict) else None
+    if found is None:
+        raise Unreadable(f"{line[:60]!r} is no message")
+    return found
+
+
+def _message(tree: dict[str, Any]) -> Message | None:
+    if len(tree) == 1:
+        ((name, value),) = tree.items()
+        if name in ("ready", "begun", "full") and value is True:
+            return Message(ready=name == "ready", begun=name == "begun", full=name == "full")
+        return Message(error=value) if name == "error" and isinstance(value, str) and value else None
+    outcome = _outcome(tree)
+    return None if outcome is None else Message(outcome=outcome)
+
+
+def _outcome(tree: dict[str, Any]) -> Outcome | None:
+    index, seconds, names = tree.pop("i", None), tree.pop("s", None), set(tree)
+    if type(index) is not int or index < 0 or not _is_number(seconds) or seconds < 0:
+        return None
+    if names == {"terms"} and _are_terms(tree["terms"]):
+        return Outcome(index, seconds, terms=tree["terms"])
+    if names == {"kind", "reason"} and tree["kind"] in KINDS and isinstance(tree["reason"], str):
+        return Outcome(index, seconds, kind=tree["kind"], reason=tree["reason"])
+    if names == {"again"} and tree["again"] in KINDS:
+        return Outcome(index, seconds, again=tree["again"])
+    return None
+
+
+def _are_terms(value: Any) -> bool:
+    return isinstance(value, dict) and VALUE in value and all(map(_is_number, value.values()))
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float and math.isfinite(value)

@@ -1,0 +1,191 @@
+"""A trial of reward functions in a process of its own: what raises or hangs shows where, within seconds.
+
+``try_rewards`` starts the process and ends it. ``main`` is what runs in it. Every call has the deadline of the rewards; the first
+call that goes beyond it ends the trial, so a hanging reward costs one deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightrft.rewards.registry import Reward, load_reward
+from lightrft.rewards.sandbox.guardian import become_guardian
+from lightrft.rewards.sandbox.results import NotAReward, rows_of, terms_of
+from lightrft.rewards.sandbox.rollout_view import view_of
+from lightrft.rewards.sandbox.worker import _warm_up as warm_up
+from lightrft.rewards.sandbox.worker import describe
+from lightrft.types import Rollout
+
+_PROGRAM = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from lightrft.rewards.sandbox.trial import main; main({fd}, {parent})"
+)
+START_SECONDS = 300.0
+"""Time for a user's file to be imported."""
+END_SECONDS = 5.0
+"""Time beyond the deadline after which a trial is ended from outside."""
+START_OF_BUILT_IN = 30.0
+"""More time for a reward of this package, which loads what it needs in its first call."""
+PACKAGE = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One reward function on one or, where it is batched, several pickled rollout views."""
+
+    reward: int
+    views: list[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a call came to: its ``values``, or the ``problem`` with the user's own frames of the ``trace``."""
+
+    call: int
+    values: tuple[float, ...] = ()
+    problem: str = ""
+    trace: str = ""
+
+
+def calls_on(reward: Reward, rollouts: Sequence[Rollout]) -> list[Call]:
+    """Return one call for each of ``rollouts``, or one for all where ``reward`` is batched."""
+    views = [pickle.dumps(view_of(rollout), protocol=pickle.HIGHEST_PROTOCOL) for rollout in rollouts]
+    return [Call(0, views)] if reward.batched else [Call(0, [view]) for view in views]
+
+
+def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[Call], deadline: float) -> list[Outcome]:
+    """Run ``calls`` in order in a process of their own.
+
+    Args:
+        rewards: name and options of each function.
+        calls: what to call.
+        deadline: seconds for each call. No call begins after so many seconds in all.
+
+    Returns:
+        The outcomes of the calls that were made, in order. The last may be a problem that ended the process.
+    """
+    with tempfile.TemporaryFile("w+b") as told:
+        path = json.dumps([str(Path(p).absolute()) if p else str(Path.cwd()) for p in sys.path])
+        process = subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM.format(fd=told.fileno(), parent=os.getpid()), path],
+            stdin=subprocess.PIPE,
+            pass_fds=[told.fileno()],
+            start_new_session=True,
+            env={"OMP_NUM_THREADS": "1", **os.environ},
+        )
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                frame = pickle.dumps((list(rewards), list(calls), deadline), protocol=pickle.HIGHEST_PROTOCOL)
+                process.communicate(frame, timeout=START_SECONDS + 2 * deadline + END_SECONDS)
+        finally:
+            process.terminate()  # its guardian then ends everything that the rewards have started
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
+            process.kill()
+            process.wait()
+        told.seek(0)
+        return _outcomes(told.read().decode(errors="replace"), process.returncode, deadline)
+
+
+def _outcomes(text: str, status: int, deadline: float) -> list[Outcome]:
+    """Read what the process wrote: a JSON line when a call begins and when it ends, then perhaps the frames of a hanging one."""
+    outcomes, begun, frames = [], -1, []
+    for line in text.splitlines():
+        message = _message(line)
+        if message is None:
+            frames.append(line)
+        elif "begun" in message:
+            begun = message["begun"]
+        else:
+            values = tuple(message.get("values", ()))
+            outcomes.append(Outcome(message["call"], values, message.get("problem", ""), message.get("trace", "")))
+    if not outcomes and begun < 0:
+        return [Outcome(0, problem=f"could not start (status {status})")]
+    if begun >= len(outcomes):
+        how = f"took longer than reward.deadline = {deadline:g} s" if frames else f"ended its process (status {status})"
+        outcomes.append(Outcome(begun, problem=how, trace=_user_frames(frames)))
+    return outcomes
+
+
+def _message(line: str) -> dict[str, Any] | None:
+    with suppress(ValueError):
+        found = json.loads(line)
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _user_frames(lines: Sequence[str]) -> str:
+    """Return the frames of a dump by ``faulthandler`` that are the user's, the innermost last."""
+    found = [line for line in lines if line.startswith("  File ") and PACKAGE not in line and "<string>" not in line]
+    return "\n".join(reversed(found))
+
+
+def main(fd: int, parent: int) -> None:
+    """Serve ``try_rewards`` of process ``parent``, which reads what is written to ``fd``."""
+    os.dup2(2, 1)
+    become_guardian(parent, fd)
+    told = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
+    specs, calls, deadline = pickle.loads(sys.stdin.buffer.read())
+    try:
+        rewards = [load_reward(name, options) for name, options in specs]
+        warm_up([reward for reward in rewards if not _built_in(reward)])
+    except BaseException as error:
+        told.write(json.dumps({"call": 0, "problem": f"could not start: {describe(error)}", "trace": _frames(error)}) + "\n")
+        return
+    ends = time.monotonic() + deadline
+    for index, call in enumerate(calls):
+        if time.monotonic() > ends:
+            return
+        told.write(json.dumps({"begun": index}) + "\n")
+        patience = deadline + (START_OF_BUILT_IN if _built_in(rewards[call.reward]) else 0)
+        faulthandler.dump_traceback_later(patience, exit=True, file=told)
+        found = _outcome(rewards[call.reward], call)
+        faulthandler.cancel_dump_traceback_later()
+        told.write(json.dumps({"call": index, **found}) + "\n")
+
+
+def _outcome(reward: Reward, call: Call) -> dict[str, Any]:
+    try:
+        results = _called(reward, [pickle.loads(view) for view in call.views])
+        return {"values": [terms_of(result)[""] for result in results]}
+    except NotAReward as error:
+        return {"problem": str(error), "trace": _defined(reward)}
+    except BaseException as error:
+        return {"problem": f"raised {describe(error)}", "trace": _frames(error) or _defined(reward)}
+
+
+def _frames(error: BaseException) -> str:
+    """Return the user's own frames of a traceback."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((PACKAGE, "<"))]
+    return "".join(traceback.format_list(frames)).rstrip()
+
+
+def _built_in(reward: Reward) -> bool:
+    return reward.function.__module__.startswith("lightrft.")
+
+
+def _called(reward: Reward, rollouts: list[Any]) -> list[Any]:
+    result = reward.function(rollouts if reward.batched else rollouts[0], **reward.options)
+    if reward.asynchronous:
+        result = asyncio.run(result)
+    return rows_of(result, len(rollouts)) if reward.batched else [result]
+
+
+def _defined(reward: Reward) -> str:
+    """Return where a function is defined, as a line of a traceback."""
+    code = getattr(reward.function, "__code__", None)
+    return "" if code is None else f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'

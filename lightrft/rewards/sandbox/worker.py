@@ -1,0 +1,293 @@
+"""The process in which reward functions run. It loads neither torch nor the user's program, so it starts in an instant.
+
+Its parent starts it on one end of a socket pair and sends frames: first a ``Start``, then one ``Work`` per group of calls. It
+answers in JSON lines: one when a group has begun and one per call, so that whoever waits knows which call a silent worker is
+in. What functions print goes to standard error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import os
+import pickle
+import resource
+import signal
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lightrft.rewards.registry import OverBudget, Reward, load_reward
+from lightrft.rewards.sandbox.guardian import become_guardian
+from lightrft.rewards.sandbox.results import NotAReward, rows_of, terms_of, wrong_and_ungraded
+from lightrft.utils.errors import UserError
+
+HEADER = struct.Struct(">Q")
+KILL_FACTOR = 1.25  # of its CPU time, at which the kernel ends a call that does not return to Python
+LOOP_SLACK = 0.2  # an event loop that is not blocked ends its calls by their own timers before the alarm rings
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a worker needs to know once: the functions, and the limits of each call."""
+
+    rewards: list[tuple[str, dict[str, Any]]]
+    deadline: float
+    memory_mb: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Calls of function number ``reward``, one per pickled rollout view."""
+
+    reward: int
+    views: list[bytes]
+
+
+class Overdue(BaseException):
+    """Rings in a call that is past its deadline. Not an ``Exception``, so that a function's own handlers let it through."""
+
+
+def main(fd: int, parent: int) -> None:
+    """Serve process ``parent`` at the other end of ``fd`` until it hangs up."""
+    os.dup2(2, 1)
+    become_guardian(parent, fd)
+    connection = socket.socket(fileno=fd)
+    frame = _receive(connection)
+    if frame is None:
+        return
+    start: Start = pickle.loads(frame)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    worker = Worker(connection, start.deadline)
+    try:
+        worker.rewards = [load_reward(name, options) for name, options in start.rewards]
+        _warm_up(worker.rewards)
+        _limit_memory(start.memory_mb)
+    except UserError as error:
+        worker.tell(error=str(error))
+        return
+    except BaseException as error:
+        worker.tell(error=f"a reward worker could not start: {describe(error)}")
+        return
+    worker.tell(ready=True)
+    while True:
+        try:
+            frame = _receive(connection)
+            work = None if frame is None else pickle.loads(frame)
+        except MemoryError:
+            worker.tell(full=True)
+            return
+        if work is None:
+            return
+        worker.serve(work)
+
+
+class Worker:
+    """Runs calls one group at a time, each under an alarm."""
+
+    def __init__(self, connection: socket.socket, deadline: float) -> None:
+        self.connection = connection
+        self.deadline = deadline
+        self.rewards: list[Reward] = []
+        self.pid = os.getpid()
+        self.armed = False
+        self.rang = False
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    def tell(self, **message: Any) -> None:
+        if os.getpid() != self.pid:  # a function forked and its child came back here
+            os._exit(0)
+        self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def serve(self, work: Work) -> None:
+        """Run the calls of ``work`` and tell the outcome of each."""
+        self.tell(begun=True)
+        reward = self.rewards[work.reward]
+        if not reward.grouped:
+            for index, view in enumerate(work.views):
+                call = lambda view=view: terms_of(reward.function(pickle.loads(view), **reward.options))  # noqa: E731
+                self._alone(index, call, reward.cpu_seconds)
+        elif len(work.views) == 1:
+            self._alone(0, lambda: self._one_of_group(reward, work.views[0]))
+        elif reward.batched:
+            self._batch(reward, work.views)
+        else:
+            self._together(reward, work.views)
+
+    def _one_of_group(self, reward: Reward, view: bytes) -> dict[str, float]:
+        rollout = pickle.loads(view)
+        result = reward.function([rollout] if reward.batched else rollout, **reward.options)
+        if reward.asynchronous:
+            result = self._event_loop().run_until_complete(result)
+        return terms_of(rows_of(result, 1)[0] if reward.batched else result)
+
+    def _alone(self, index: int, call: Callable[[], dict[str, float]], cpu_seconds: float | None = None) -> None:
+        began = time.perf_counter()
+        outcome = self._guarded(call, self.deadline, cpu_seconds)
+        self.tell(i=index, s=time.perf_counter() - began, **outcome)
+
+    def _batch(self, reward: Reward, views: list[bytes]) -> None:
+        """One call for all. When it fails nobody knows whose fault it is: each is to be tried alone."""
+
+        def call() -> dict[str, Any]:
+            result = reward.function([pickle.loads(v) for v in views], **reward.options)
+            if reward.asynchronous:
+                result = self._event_loop().run_until_complete(result)
+            return {"rows": rows_of(result, len(views))}
+
+        began = time.perf_counter()
+        outcome = self._guarded(call, self.deadline)
+        seconds = (time.perf_counter() - began) / len(views)
+        for index in range(len(views)):
+            if "terms" in outcome:
+                row = outcome["terms"]["rows"][index]
+                self.tell(i=index, s=seconds, **self._guarded(lambda row=row: terms_of(row), self.deadline))
+            else:
+                self.tell(i=index, s=seconds, again=outcome["kind"])
+
+    def _together(self, reward: Reward, views: list[bytes]) -> None:
+        """All calls in one event loop. If one blocks it, those that did not finish are to be tried alone."""
+        told: set[int] = set()
+
+        async def one(index: int, view: bytes) -> None:
+            began = time.perf_counter()
+            scope = asyncio.timeout(self.deadline)
+            try:
+                async with scope:
+                    outcome: dict[str, Any] = {"terms": terms_of(await reward.function(pickle.loads(view), **reward.options))}
+            except (Overdue, asyncio.CancelledError):
+                raise
+            except BaseException as error:
+                overdue = scope.expired() and isinstance(error, TimeoutError)
+                outcome = {"kind": "deadline", "reason": ""} if overdue else failure(error)
+            if not self.rang:
+                told.add(index)
+                self.tell(i=index, s=time.perf_counter() - began, **outcome)
+
+        async def all_of_them() -> None:
+            await asyncio.gather(*(one(i, v) for i, v in enumerate(views)), return_exceptions=True)
+
+        outcome = self._guarded(lambda: self._event_loop().run_until_complete(all_of_them()), self.deadline + LOOP_SLACK)
+        for index in range(len(views)):
+            if index not in told:
+                self.tell(i=index, s=0.0, again=outcome.get("kind", "deadline"))
+
+    def _event_loop(self) -> asyncio.AbstractEventLoop:
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+        return self.loop
+
+    def _guarded(self, call: Callable[[], Any], seconds: float, cpu_seconds: float | None = None) -> dict[str, Any]:
+        """The result of ``call`` as ``{"terms": ...}``, or why there is none as ``{"kind": ..., "reason": ...}``."""
+        self.rang = False
+        signal.signal(signal.SIGALRM, self._ring)  # again each time: functions may have put their own in its place
+        try:
+            self.armed = True
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            self._budget(cpu_seconds)
+            outcome = {"terms": call()}
+            self.armed = False
+        except OverBudget:
+            self.armed = False
+            outcome = {"terms": wrong_and_ungraded()}
+        except BaseException as error:
+            self.armed = False
+            outcome = failure(error)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        self._budget(0.0 if cpu_seconds else None)
+        if self.rang:
+            self.loop = None  # it was cut in the middle of something
+        return outcome
+
+    def _budget(self, cpu_seconds: float | None) -> None:
+        """Bound the CPU time of a call; 0 takes the bound away.
+
+        First a handler raises ``OverBudget``. A call that is inside a C function does not see that, for instance one that
+        multiplies huge integers. SIGPROF then ends the process.
+        """
+        if cpu_seconds is not None:
+            signal.signal(signal.SIGVTALRM, self._spend)
+            signal.signal(signal.SIGPROF, signal.SIG_DFL)
+            signal.setitimer(signal.ITIMER_PROF, KILL_FACTOR * cpu_seconds)
+            signal.setitimer(signal.ITIMER_VIRTUAL, cpu_seconds)
+
+    def _spend(self, *_: Any) -> None:
+        if self.armed:
+            self.armed = False
+            raise OverBudget
+
+    def _ring(self, *_: Any) -> None:
+        if self.armed:
+            self.armed, self.rang = False, True
+            raise Overdue
+
+
+def failure(error: BaseException) -> dict[str, str]:
+    """Why a call has no result, in the parent's words."""
+    if isinstance(error, Overdue):
+        return {"kind": "deadline", "reason": ""}
+    if isinstance(error, MemoryError):
+        return {"kind": "memory", "reason": ""}
+    if isinstance(error, NotAReward):
+        return {"kind": "value", "reason": str(error)[:300]}
+    return {"kind": "raised", "reason": f"raised {describe(error)}"}
+
+
+def describe(error: BaseException) -> str:
+    """The class and the message of ``error``, cut to a length that suits a log."""
+    try:
+        text = str(error)
+    except Exception:  # a broken __str__ of a user's own class must not hide which class it was
+        text = "(its message cannot be shown)"
+    return f"{type(error).__name__}: {text[:300]}"
+
+
+def _receive(connection: socket.socket) -> bytearray | None:
+    """The next frame, or nothing when the parent has gone. Raises ``MemoryError`` when it is too large, having read past it."""
+    header = _exactly(connection, HEADER.size)
+    return None if header is None else _exactly(connection, HEADER.unpack(header)[0])
+
+
+def _exactly(connection: socket.socket, count: int) -> bytearray | None:
+    held: bytearray | None = bytearray()
+    while count:
+        try:
+            part = connection.recv(min(count, 1 << 18))
+        except ConnectionError:
+            return None
+        if not part:
+            return None
+        count -= len(part)
+        try:
+            if held is not None:
+                held += part
+        except MemoryError:
+            held = None
+    if held is None:
+        raise MemoryError
+    return held
+
+
+def _warm_up(rewards: list[Reward]) -> None:
+    modules = dict.fromkeys(r.function.__module__ for r in rewards if hasattr(r.function, "__module__"))
+    for name in modules:
+        warm_up = getattr(importlib.import_module(name), "warm_up", None)
+        if callable(warm_up):
+            warm_up()
+
+
+def _limit_memory(memory_mb: int) -> None:
+    """Bound the private memory of this process to what it holds now plus ``memory_mb`` MiB."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    status = Path("/proc/self/status")
+    if not status.exists():  # only Linux both tells and bounds private memory
+        return
+    held = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData:"))
+    limit = held * 1024 + memory_mb * 2**20
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    Path("/proc/self/oom_score_adj").write_text("1000")  # should the machine run out, this goes first, not the trainer

@@ -1,0 +1,459 @@
+"""Scoring: rollouts go in as they are drawn, and come back with a reward, in any order, while others are still being drawn.
+
+Reward functions run in worker processes, each call under a deadline and a bound on memory. Whatever a call does to its
+process, it fails its own sample only; every rollout comes back exactly once.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import pickle
+import queue
+import signal
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from lightrft.config.reward import RewardConfig, RewardTerm
+from lightrft.rewards import REWARDS, Reward, load_reward
+from lightrft.rewards.sandbox.guardian import BOMB_STATUS, MOST
+from lightrft.rewards.sandbox.process import Garbled, WorkerGone, WorkerProcess
+from lightrft.rewards.sandbox.protocol import Message, Outcome
+from lightrft.rewards.sandbox.results import VALUE, wrong_and_ungraded
+from lightrft.rewards.sandbox.rollout_view import view_of
+from lightrft.rewards.sandbox.worker import Start, Work, describe
+from lightrft.utils.errors import RewardError
+
+if TYPE_CHECKING:
+    from lightrft.types import Rollout
+
+__all__ = ["REWARDS", "Scorer"]
+
+log = logging.getLogger(__name__)
+
+GROUP = 64  # rollouts in one batched call or one event loop
+SLICE_SECONDS = 0.05  # of plain calls sent at one time: long enough to hide the sending, short enough to share them out
+SLICE = 256
+FRAME_BYTES = 8 * 2**20  # sent at one time, beyond which one more call is not added
+GRACE_SECONDS = 1.0  # past the deadline, before a worker whose alarm did not ring is killed
+LISTEN_SECONDS = 0.002  # between looks at a busy worker, so that cheap rewards do not wake this process once per call
+STARTS = 3  # tries in a row before a worker that cannot serve ends the run
+
+
+@dataclass(slots=True)
+class _Term:
+    name: str
+    weight: float
+    reward: Reward
+    waiting: deque[_Call] = field(default_factory=deque)
+    seconds: float | None = None  # running mean of one call
+
+
+@dataclass(slots=True)
+class _Pending:
+    """A rollout that has not come back, and what its terms have returned so far."""
+
+    rollout: Rollout
+    terms: list[int]
+    missing: int
+    since: float
+    values: dict[int, dict[str, float]] = field(default_factory=dict)
+    failed: str = ""
+    kind: str = ""
+    started: bool = False
+
+
+@dataclass(slots=True)
+class _Call:
+    pending: _Pending
+    term: int
+
+
+class _Silent(WorkerGone):
+    """A call is far past its deadline."""
+
+
+def _check_turn(message: Message, begun: bool, left: Mapping[int, _Call]) -> None:
+    """Raises ``Garbled`` unless ``message`` may come now: once that the calls have begun, then one outcome for each."""
+    outcome = message.outcome
+    in_turn = (outcome is not None and outcome.index in left) if begun else message.begun
+    if not in_turn and not message.full:
+        raise Garbled("its socket brought a message out of turn")
+
+
+class Scorer:
+    """Scores rollouts by ``config`` in its worker processes.
+
+    ``counts`` holds how many were ``scored`` and how many failed, by kind: ``raised``, ``deadline``, ``memory``, ``died``,
+    ``value`` (what was returned is no reward), ``garbled`` (a stray line on the worker's socket), ``unsendable``, ``closed``.
+    ``seconds`` sums the time that rollouts waited for a worker (``queue``) and that functions ran (``busy``). ``restarts``
+    counts workers that were replaced.
+
+    Raises ``RewardError`` when a function cannot be found or does not take a rollout and its options, and, later, when a
+    worker cannot be started. Close it, or use it as a context manager.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self.config = config
+        self.folder = os.getcwd()  # noqa: PTH109 (a plain string for another process)
+        self.counts: Counter[str] = Counter()
+        self.seconds = {"queue": 0.0, "busy": 0.0}
+        self.restarts = 0
+        self._terms: list[_Term] = []
+        self._default = self._load("reward.terms", config.terms)
+        self._per_source = {s: self._load(f"reward.per_source.{s}", terms) for s, terms in config.per_source.items()}
+        if not self._terms:
+            raise RewardError("reward.terms is empty: name at least one reward, e.g. reward.terms=[math]")
+        self._lock = threading.Condition()
+        self._alone: deque[_Call] = deque()
+        self._done: queue.SimpleQueue[Rollout | None] = queue.SimpleQueue()
+        self._unfinished: dict[int, _Pending] = {}
+        self._given_back = 0
+        self._submitted = 0
+        self._broken: RewardError | None = None
+        self._closed = False
+        self._workers: dict[int, WorkerProcess] = {}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(i,), name=f"reward-{i}", daemon=True) for i in range(config.workers)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def pending(self) -> int:
+        """Rollouts submitted and not yet given back by ``results``."""
+        return self._submitted - self._given_back
+
+    def check_sources(self, sources: Iterable[str]) -> None:
+        """Raises ``RewardError`` naming the data sources for which no terms are configured."""
+        unknown = sorted({s for s in sources if not self._terms_of(s)})
+        if unknown:
+            raise RewardError(
+                f"no reward for data source {', '.join(map(repr, unknown))}: reward.per_source has "
+                f"{', '.join(map(repr, sorted(self._per_source))) or 'none'} and reward.terms, which serves all others, is empty"
+            )
+
+    def submit(self, rollout: Rollout) -> None:
+        """Queue ``rollout``; returns at once. Raises ``RewardError`` when its data source has no terms."""
+        terms = self._terms_of(rollout.prompt.data_source)
+        if not terms:
+            self.check_sources([rollout.prompt.data_source])
+        rollout.reward, rollout.terms, rollout.weights, rollout.failed = None, {}, {}, ""
+        with self._lock:
+            if self._broken:
+                raise self._broken
+            if self._closed:
+                raise RewardError("the scorer is closed")
+            pending = _Pending(rollout, terms, len(terms), time.perf_counter())
+            self._unfinished[id(pending)] = pending
+            self._submitted += 1
+            for term in terms:
+                self._terms[term].waiting.append(_Call(pending, term))
+            self._lock.notify(len(terms))
+
+    def results(self, wait: bool = False) -> Iterator[Rollout]:
+        """Rollouts that are scored, each once, with ``reward`` and ``terms`` set, or ``failed``.
+
+        With ``wait``, until none is pending. Raises ``RewardError`` when workers cannot be started.
+        """
+        while self.pending:
+            if self._broken:
+                raise self._broken
+            try:
+                rollout = self._done.get(block=wait)
+            except queue.Empty:
+                return
+            if rollout is None:
+                continue
+            self._given_back += 1
+            yield rollout
+
+    def close(self) -> None:
+        """End the workers. Rollouts that were not scored yet come back as failed."""
+        with self._lock:
+            self._closed = True
+            workers = list(self._workers.values())
+            self._lock.notify_all()
+        for worker in workers:
+            worker.interrupt()
+        for thread in self._threads:
+            thread.join()
+        with self._lock:
+            for pending in list(self._unfinished.values()):
+                pending.failed, pending.kind = "the scorer was closed", "closed"
+                self._finish(pending)
+
+    def _load(self, where: str, terms: Iterable[RewardTerm]) -> list[int]:
+        indices, names = [], set()
+        for term in terms:
+            reward = load_reward(term.function, term.options)
+            name = term.name or term.function.rpartition(":")[2]
+            if name in names:
+                raise RewardError(f"{where}: two terms are called {name!r}; give one of them another name")
+            names.add(name)
+            indices.append(len(self._terms))
+            self._terms.append(_Term(name, term.weight, reward))
+        return indices
+
+    def _terms_of(self, source: str) -> list[int]:
+        return self._per_source.get(source) or self._default
+
+    # What follows runs in one thread per worker.
+
+    def _serve(self, number: int) -> None:
+        """Keep one worker process alive and busy. A death that no call is to blame for counts as a start that failed."""
+        failures, why = 0, ""
+        worker: WorkerProcess | None = None
+        while not (self._closed or self._broken) and failures < STARTS:
+            healthy = True
+            try:
+                worker = worker or self._launch(number)
+                if calls := self._take():
+                    healthy, failures = self._run(worker, calls), 0
+            except WorkerGone as gone:
+                healthy, failures, why = False, failures + 1, str(gone)
+                time.sleep(0.1 * failures)
+            except RewardError as error:
+                self._break(error)
+            except Exception as error:  # a thread that ends in silence would leave the run waiting for ever
+                log.exception("a reward thread failed")
+                self._break(RewardError(f"the scorer itself failed, which is a bug: {describe(error)}"))
+            if not healthy and worker is not None:
+                worker = self._end(number, worker)
+        if worker is not None:
+            self._end(number, worker)
+        if failures >= STARTS:
+            self._break(
+                RewardError(f"reward workers cannot run: {why} ({failures} times in a row); the lines above may say more")
+            )
+
+    def _launch(self, number: int) -> WorkerProcess:
+        """A worker that is ready. Raises ``WorkerGone``, or ``RewardError`` when it says itself why it never will be."""
+        specs = [(t.reward.name, dict(t.reward.options)) for t in self._terms]
+        worker = WorkerProcess(self.folder)
+        with self._lock:
+            self._workers[number] = worker
+            if self._closed:
+                worker.interrupt()
+        try:
+            error = worker.begin(Start(specs, self.config.deadline, self.config.memory_mb))
+            if error:
+                raise RewardError(error)
+        except BaseException:
+            self._end(number, worker)
+            raise
+        return worker
+
+    def _end(self, number: int, worker: WorkerProcess) -> None:
+        worker.end()
+        with self._lock:
+            if self._workers.pop(number, None) is worker and not self._closed:
+                self.restarts += 1
+
+    def _take(self) -> list[_Call]:
+        """The next calls of one term, oldest first; waits for some. Empty when closed."""
+        with self._lock:
+            while not self._closed:
+                if self._alone:
+                    return self._started([self._alone.popleft()])
+                queues = [t for t in self._terms if t.waiting]
+                if queues:
+                    term = min(queues, key=lambda t: t.waiting[0].pending.since)
+                    calls = [term.waiting.popleft() for _ in range(self._share(term))]
+                    if calls := self._started(calls):
+                        return calls
+                    continue
+                self._lock.wait()
+            return []
+
+    def _share(self, term: _Term) -> int:
+        fair = math.ceil(len(term.waiting) / self.config.workers)
+        if term.reward.grouped:
+            return min(fair, GROUP)
+        quick = 1 if term.seconds is None else int(SLICE_SECONDS / max(term.seconds, 1e-6))
+        return min(fair, SLICE, max(quick, 1))
+
+    def _started(self, calls: list[_Call]) -> list[_Call]:
+        """``calls`` less those of rollouts that another term has failed meanwhile."""
+        now = time.perf_counter()
+        kept = []
+        for call in calls:
+            if call.pending.failed:
+                self._settle(call)
+            else:
+                kept.append(call)
+                self.seconds["queue"] += 0.0 if call.pending.started else now - call.pending.since
+                call.pending.started = True
+        return kept
+
+    def _run(self, worker: WorkerProcess, calls: list[_Call]) -> bool:
+        """Run ``calls``, all of one term, in ``worker``; whether it can go on serving.
+
+        Raises ``WorkerGone``, with the calls queued again, when it ends before it has begun with them.
+        """
+        calls, views = self._pickled(calls)
+        if not calls:
+            return True
+        left = dict(enumerate(calls))
+        grouped = self._terms[calls[0].term].reward.grouped
+        begun = False
+        try:
+            worker.send(Work(calls[0].term, views))
+            for message in self._listen(worker, left):
+                begun = True
+                if message.full:
+                    self._too_large(list(left.values()))
+                    return False
+                outcome = message.outcome
+                if outcome is not None and not self._hear(left.pop(outcome.index), outcome):
+                    self._again(left.values(), alone=grouped)
+                    return False
+        except WorkerGone as gone:
+            status = None if isinstance(gone, _Silent | Garbled) else worker.status(GRACE_SECONDS)
+            shared = grouped or isinstance(gone, Garbled)  # a stray line does not say which call wrote it
+            suspects = list(left) if shared else list(left)[:1]
+            if begun and len(suspects) == 1 and not self._closed:
+                self._gone(left.pop(suspects[0]), gone, status)
+            self._again(left.values(), alone=begun and shared)
+            if not begun:
+                raise
+            return False
+        return True
+
+    def _listen(self, worker: WorkerProcess, left: Mapping[int, _Call]) -> Iterator[Message]:
+        """Yield what ``worker`` sends until no call is ``left``.
+
+        Raises ``WorkerGone``, also at a long silence, and ``Garbled`` for a message out of turn.
+        """
+        patience = self.config.deadline + GRACE_SECONDS
+        heard = time.monotonic()
+        begun = False
+        while left:
+            messages = worker.receive(heard + patience - time.monotonic())
+            if messages:
+                heard = time.monotonic()
+                for message in messages:
+                    _check_turn(message, begun, left)
+                    begun = True
+                    yield message
+                if left:
+                    time.sleep(LISTEN_SECONDS)
+            elif time.monotonic() - heard >= patience:
+                raise _Silent("it fell silent")
+
+    def _too_large(self, calls: list[_Call]) -> None:
+        """A worker could not even hold what it was sent."""
+        if len(calls) == 1:
+            self._fail(calls[0], "memory", "")
+        else:
+            self._again(calls, alone=True)
+
+    def _pickled(self, calls: list[_Call]) -> tuple[list[_Call], list[bytes]]:
+        """The first of ``calls``, up to ``FRAME_BYTES``, ready to be sent; the others are queued again."""
+        kept, views = [], []
+        for number, call in enumerate(calls):
+            if sum(map(len, views)) > FRAME_BYTES:
+                self._again(calls[number:], alone=False)
+                break
+            try:
+                views.append(pickle.dumps(view_of(call.pending.rollout), protocol=pickle.HIGHEST_PROTOCOL))
+            except Exception as error:  # columns hold whatever the data set does
+                self._fail(call, "unsendable", f"cannot be sent to a worker: {type(error).__name__}: {error}")
+            else:
+                kept.append(call)
+        return kept, views
+
+    def _hear(self, call: _Call, outcome: Outcome) -> bool:
+        """Take in the ``outcome`` of ``call``. Return False when its worker cannot go on."""
+        term = self._terms[call.term]
+        with self._lock:
+            self.seconds["busy"] += outcome.seconds
+        if outcome.again:
+            self._again([call], alone=True)
+            return outcome.again != "memory"
+        term.seconds = outcome.seconds if term.seconds is None else 0.9 * term.seconds + 0.1 * outcome.seconds
+        if outcome.terms is not None:
+            self._take_terms(call, outcome.terms)
+            return True
+        self._fail(call, outcome.kind, outcome.reason)
+        return outcome.kind != "memory"
+
+    def _take_terms(self, call: _Call, terms: Mapping[str, float]) -> None:
+        with self._lock:
+            call.pending.values[call.term] = dict(terms)
+            self._settle(call)
+
+    def _gone(self, call: _Call, gone: WorkerGone, status: int | None) -> None:
+        """Settle the call in which a worker ended."""
+        if status == -signal.SIGPROF and self._terms[call.term].reward.cpu_seconds is not None:
+            self._take_terms(call, wrong_and_ungraded())
+        else:
+            self._fail(call, *self._cause(gone, status))
+
+    def _cause(self, gone: WorkerGone, status: int | None) -> tuple[str, str]:
+        if isinstance(gone, _Silent):
+            return "deadline", ""
+        if isinstance(gone, Garbled):
+            return "garbled", f"ended its worker: {gone}"
+        if status is None:
+            return "died", "cut its worker off"
+        if status == -signal.SIGKILL:
+            return "memory", "killed from outside, as when the machine runs out of memory"
+        if status == BOMB_STATUS:
+            return "died", f"started more than {MOST} processes"
+        how = f"by signal {-status}" if status < 0 else f"with status {status}"
+        return "died", f"ended its process {how}"
+
+    def _again(self, calls: Iterable[_Call], alone: bool) -> None:
+        with self._lock:
+            for call in reversed(list(calls)):
+                (self._alone if alone else self._terms[call.term].waiting).appendleft(call)
+            self._lock.notify_all()
+
+    def _fail(self, call: _Call, kind: str, reason: str) -> None:
+        standard = {"deadline": f"deadline {self.config.deadline:g} s", "memory": f"memory {self.config.memory_mb} MiB"}
+        with self._lock:
+            pending = call.pending
+            if not pending.failed:
+                pending.kind = kind
+                pending.failed = f"{reason or standard[kind]} ({self._terms[call.term].name})"
+            self._settle(call)
+
+    def _settle(self, call: _Call) -> None:
+        call.pending.missing -= 1
+        if not call.pending.missing:
+            self._finish(call.pending)
+
+    def _finish(self, pending: _Pending) -> None:
+        """Write the outcome into the rollout and give it back. Under the lock."""
+        rollout = pending.rollout
+        if not pending.failed:
+            terms = [(self._terms[i], pending.values[i]) for i in pending.terms]
+            total = math.fsum(t.weight * v[VALUE] for t, v in terms)
+            rollout.terms = {f"{t.name}/{k}" if k else t.name: x for t, v in terms for k, x in v.items()}
+            rollout.weights = {t.name: t.weight for t, _ in terms}
+            if math.isfinite(total):
+                rollout.reward = total
+            else:
+                pending.failed, pending.kind = f"the weighted sum of terms is {total}", "value"
+        if pending.failed:
+            rollout.failed, rollout.terms, rollout.weights = pending.failed, {}, {}
+        self.counts[pending.kind or "scored"] += 1
+        del self._unfinished[id(pending)]
+        self._done.put(rollout)
+
+    def _break(self, error: RewardError) -> None:
+        with self._lock:
+            self._broken = self._broken or error
+        self._done.put(None)

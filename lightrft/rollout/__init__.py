@@ -1,0 +1,1 @@
+"""Turn prompts into scored groups: generation, filters, refill, asynchronous generation."""

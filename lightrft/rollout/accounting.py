@@ -1,0 +1,213 @@
+"""What became of every group and every token that was drawn: trained on, filtered or failed, each with a reason."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lightrft.algorithms.group_filters import drop_reason
+from lightrft.algorithms.sample_selection import selected
+from lightrft.config.verbs import RLConfig
+from lightrft.observability.metrics import Last, Max, Mean, Metrics, Min, Sum
+from lightrft.rewards.sandbox.results import UNGRADED
+from lightrft.types import Rollout
+
+GREEDY = -1
+"""``Rollout.sample`` of the greedy answer that is drawn beside a group for its reward alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Which answers of a group are ``kept`` for training, or the ``reason`` why none is."""
+
+    kept: Sequence[Rollout] = ()
+    reason: str = ""
+
+
+def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> Verdict:
+    """Filters, then selection. At least ``least`` answers must be left after either. Answers learn the reward of the greedy one."""
+    if any(r.finish_reason == "abort" for r in group):
+        return Verdict(reason="aborted")
+    for rollout in group:
+        _fail_without_number(rollout)
+    greedy = next((r for r in group if r.sample == GREEDY), None)
+    answers = [r for r in group if r is not greedy and not r.failed]
+    if greedy is not None:
+        if greedy.failed:
+            return Verdict(reason="baseline_failed")
+        for rollout in answers:
+            rollout.baseline = greedy.reward
+    reason = drop_reason(answers, config.algorithm.filters, least)
+    kept = [] if reason else selected(answers, config.rollout.select)
+    return Verdict(kept) if len(kept) >= least else Verdict(reason=reason or "too_few_selected")
+
+
+def _fail_without_number(rollout: Rollout) -> None:
+    """Count a reward that is NaN or infinite as a response that could not be scored: it would spoil its whole group."""
+    if rollout.reward is not None and not math.isfinite(rollout.reward):
+        rollout.failed, rollout.reward = f"the reward is {rollout.reward}", None
+        rollout.terms, rollout.weights = {}, {}
+
+
+@dataclass(slots=True)
+class Collected:
+    """The groups that are trained on, every rollout that was drawn for them, and the account of tokens.
+
+    ``tokens`` has ``sampled``, ``trained``, ``filtered``, ``failed``, and those of groups that came from the step before,
+    ``carried_in``, and are left for the next, ``carried_out``, finished or not:
+    sampled + carried_in = trained + filtered + failed + carried_out.
+    Its ``dropped`` are all tokens of dropped groups, whatever else they count as. ``filtered`` has the filtered tokens by reason:
+    that of the dropped group, ``not_selected`` or ``baseline``. ``dropped`` counts groups by reason, ``failures`` answers by reason.
+    ``finished`` holds the scored answers of each group that was not cut short, ``carried`` the groups for the next step, ``begun`` those
+    with answers that go on then; all are empty once that has been settled. ``curriculum`` has what a curriculum then knows.
+    ``compared`` counts, before any filter, ``groups`` with two or more scored responses, and those of ``zero_std``: equal rewards.
+    """
+
+    groups: list[list[Rollout]] = field(default_factory=list)
+    rollouts: list[Rollout] = field(default_factory=list)
+    finished: list[list[Rollout]] = field(default_factory=list)
+    carried: list[list[Rollout]] = field(default_factory=list)
+    begun: list[list[Rollout]] = field(default_factory=list)
+    tokens: Counter[str] = field(default_factory=Counter)
+    filtered: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    failures: Counter[str] = field(default_factory=Counter)
+    compared: Counter[str] = field(default_factory=Counter)
+    rounds: int = 0
+    curriculum: dict[str, float] = field(default_factory=dict)
+
+    def take_in(self, groups: Sequence[Sequence[Rollout]]) -> None:
+        """Begin with groups that an earlier step has paid for."""
+        for group in groups:
+            self.groups.append(list(group))
+            self.tokens["carried_in"] += tokens_of(group)
+            self.tokens["trained"] += tokens_of(group)
+
+    def add(self, group: Sequence[Rollout], verdict: Verdict) -> None:
+        """A group that was drawn in this step, and that is trained on unless ``verdict`` has a reason."""
+        self._count(group, verdict)
+        if not verdict.reason:
+            self.groups.append(list(verdict.kept))
+            self.tokens["trained"] += tokens_of(verdict.kept)
+        else:
+            self.dropped[verdict.reason] += 1
+            self.tokens["dropped"] += tokens_of(group)
+
+    def keep(self, places: Sequence[int]) -> None:
+        """Count the responses of ``groups`` that are not at ``places``, in their order, as failed and no longer as trained on: shaping
+        gave them a reward that is not finite."""
+        kept, place = set(places), 0
+        groups: list[list[Rollout]] = []
+        for group in self.groups:
+            groups.append([])
+            for rollout in group:
+                if place in kept:
+                    groups[-1].append(rollout)
+                else:
+                    rollout.failed = "the shaped reward is not finite"
+                    self.failures[rollout.failed] += 1
+                    self.tokens["trained"] -= len(rollout)
+                    self.tokens["failed"] += len(rollout)
+                place += 1
+        self.groups = [group for group in groups if group]
+
+    def carry(self, group: Sequence[Rollout], verdict: Verdict) -> None:
+        """A group that was drawn in this step and that the next one trains on."""
+        self._count(group, verdict)
+        self.carried.append(list(verdict.kept))
+        self.tokens["carried_out"] += tokens_of(verdict.kept)
+
+    def go_on(self, group: Sequence[Rollout]) -> None:
+        """What earlier steps drew of a group that this one draws on, before it is added, carried or left."""
+        self.tokens["carried_in"] += tokens_of(group)
+        self.tokens["sampled"] -= tokens_of(group)
+
+    def leave(self, group: Sequence[Rollout]) -> None:
+        """A group with answers that are not finished: the next step draws on."""
+        self.begun.append(list(group))
+        self.tokens["sampled"] += tokens_of(group)
+        self.tokens["carried_out"] += tokens_of(group)
+
+    def _compare(self, scored: Sequence[Rollout]) -> None:
+        """Count a group whose rewards can be compared."""
+        if len(scored) > 1:
+            self.compared["groups"] += 1
+            self.compared["zero_std"] += len({r.reward for r in scored}) == 1
+
+    def _count(self, group: Sequence[Rollout], verdict: Verdict) -> None:
+        self.rollouts += [r for r in group if len(r) or r.finish_reason != "abort"]
+        self.tokens["sampled"] += tokens_of(group)
+        if all(r.finish_reason != "abort" for r in group):
+            scored = [r for r in group if r.sample != GREEDY and not r.failed]
+            self.finished.append(scored)
+            self._compare(scored)
+        kept = {id(r) for r in verdict.kept}
+        for rollout in group:
+            if rollout.failed:
+                self.failures[rollout.failed] += 1
+                self.tokens["failed"] += len(rollout)
+            elif id(rollout) not in kept:
+                why = "baseline" if rollout.sample == GREEDY else verdict.reason or "not_selected"
+                self.filtered[why] += len(rollout)
+                self.tokens["filtered"] += len(rollout)
+
+
+def tokens_of(group: Sequence[Rollout]) -> int:
+    """Tokens of all answers of a group."""
+    return sum(map(len, group))
+
+
+def rollout_metrics(collected: Collected) -> Metrics:
+    """Rewards, lengths and the account of tokens. Answers that were cut short, and greedy ones, are not part of the means."""
+    metrics = Metrics()
+    drawn = [r for r in collected.rollouts if r.finish_reason != "abort" and r.sample != GREEDY]
+    scored = [r for r in drawn if not r.failed]
+    rewards = [r.reward or 0.0 for r in scored]
+    mean = sum(rewards) / len(rewards) if rewards else 0.0
+    if rewards:
+        metrics.add("reward/mean", Mean(sum(rewards), len(rewards)))
+        metrics.add("reward/std", Mean((sum((r - mean) ** 2 for r in rewards) / len(rewards)) ** 0.5))
+        metrics.add("reward/max", Max(max(rewards)))
+        metrics.add("reward/min", Min(min(rewards)))
+    if drawn:
+        metrics.add("rollout/frac_reward_failed", Mean(sum(bool(r.failed) for r in drawn), len(drawn)))
+    if groups := collected.compared["groups"]:
+        metrics.add("rollout/frac_reward_zero_std", Mean(collected.compared["zero_std"], groups))
+    for rollout in scored:
+        for name, value in rollout.terms.items():
+            if not name.endswith(f"/{UNGRADED}"):  # only answers that cannot be graded have it, so its mean says nothing
+                metrics.add(f"reward/{name}", Mean(value))
+    for rollout in collected.rollouts:
+        if rollout.sample == GREEDY and rollout.reward is not None and not rollout.failed:
+            metrics.add("rollout/baseline", Mean(rollout.reward))
+    for rollout in drawn:
+        metrics.add("response/length", Mean(len(rollout)))
+        metrics.add("response/max_length", Max(len(rollout)))
+        metrics.add("response/clip_ratio", Mean(float(rollout.finish_reason == "length")))
+    metrics.merge(_account(collected))
+    for name, value in collected.curriculum.items():
+        metrics.add(f"curriculum/{name}", Last(value))
+    return metrics
+
+
+def _account(collected: Collected) -> Metrics:
+    metrics, tokens = Metrics(), collected.tokens
+    for name in ("sampled", "trained", "filtered", "failed"):
+        metrics.add(f"rollout/{name}", Sum(tokens[name]))
+    for name in ("carried_in", "carried_out"):
+        if name in tokens:
+            metrics.add(f"rollout/{name}", Sum(tokens[name]))
+    for reason, count in collected.filtered.items():
+        metrics.add(f"rollout/filtered/{reason}", Sum(count))
+    for reason, count in collected.dropped.items():
+        metrics.add(f"rollout/dropped/{reason}", Sum(count))
+    metrics.add("rollout/dropped_share", Mean(tokens["dropped"], tokens["sampled"]))
+    metrics.add("rollout/failed_answers", Sum(sum(collected.failures.values())))
+    ungraded = sum(any(name.endswith(f"/{UNGRADED}") for name in r.terms) for r in collected.rollouts)
+    metrics.add("rollout/ungraded_answers", Sum(ungraded))
+    metrics.add("rollout/aborted_answers", Sum(sum(r.finish_reason == "abort" for r in collected.rollouts)))
+    metrics.add("rollout/rounds", Sum(collected.rounds))
+    metrics.add("rollout/groups", Sum(len(collected.groups)))
+    return metrics

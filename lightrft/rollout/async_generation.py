@@ -1,0 +1,224 @@
+"""Generation in a thread of its own while the policy is trained, a bounded number of weight versions behind.
+
+Batch n is drawn by version max(0, n - staleness), whatever the clock says: who is faster decides who waits, never what is drawn.
+So a run, and a resumed one, give the same numbers each time.
+
+Every rank draws in a thread of its own, and those threads tell one another what they found as the ranks do, in calls of their own. When
+one of them stops or fails, all do, at the same batch. Where a batch asks nothing of the one before it, a rank draws its share in one more
+thread, which does not wait for those of others.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from lightrft.config.verbs import RLConfig
+from lightrft.distributed.process_group import another_fails, patiently, together
+from lightrft.observability.metrics import Max, Mean, Metrics, Sum
+from lightrft.observability.timers import Timers, queued_is_done
+from lightrft.roles import Roles
+from lightrft.rollout.accounting import Collected
+from lightrft.rollout.collect import collect
+from lightrft.rollout.prompt_stream import PromptStream
+from lightrft.rollout.rank_prefetch import OwnShares, Share, goes_on_alone
+from lightrft.rollout.serialization import pack_collected, unpack_collected
+from lightrft.rollout.weight_probe import WeightProbe, load_checked
+from lightrft.types import Batch, Rollout
+from lightrft.utils.errors import Interrupted
+
+log = logging.getLogger(__name__)
+
+Weights = dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What one batch came to, and ``time/ahead/...``: the seconds of the drawing thread, which overlap those of training. ``probe`` is
+    of the policy as it was when the batch was taken."""
+
+    collected: Collected
+    metrics: Metrics = field(default_factory=Metrics)
+    probe: WeightProbe | None = None
+
+
+@dataclass(slots=True)
+class _Job:
+    version: int
+    future: Future[Drawn]
+    probe: WeightProbe | None = None
+
+
+class Ahead:
+    """Draws the batches of a run of ``steps`` steps in order, up to ``rollout.staleness`` of them before they are asked for.
+
+    Everything that drawing touches (``roles.ahead``, ``roles.scorer``, ``stream``) belongs to the thread while it draws; ``rest`` waits
+    until it does not. What the thread raises, ``take`` raises, with the thread's traceback; later batches are then not drawn, and
+    ``stream`` stands where the batch that failed began.
+    """
+
+    def __init__(self, roles: Roles, config: RLConfig, stream: PromptStream, steps: int, stopped: Callable[[], bool]) -> None:
+        if roles.ahead is None:
+            raise ValueError("roles.ahead is missing: generation beside training needs an engine with weights of its own")
+        self._engine, self._weights = roles.ahead, roles.weights
+        self._trained = frozenset(name for name, p in roles.actor.model.named_parameters() if p.requires_grad)
+        self._roles, self._config, self._stream, self._steps = replace(roles, engine=roles.ahead), config, stream, steps
+        self._staleness, self._stopped = config.rollout.staleness, stopped
+        self._ranks = roles.strategy.ranks if roles.ahead_ranks is None else roles.ahead_ranks
+        self._jobs: dict[int, _Job] = {}
+        self._snapshots: dict[int, Weights] = {}
+        self._loaded = -1
+        self._ended = 0.0
+        self._halted = self._closing = False
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="generation")
+        alone = goes_on_alone(config, roles.ahead, self._ranks)
+        self._own = OwnShares(self._roles, config, stream, self._ranks, self._over) if alone else None
+
+    def begin(self, step: int, state: Mapping[str, Any]) -> None:
+        """Start drawing for a run that is at ``step``, with what ``state_dict`` gave there."""
+        self._snapshots = {version: dict(weights) for version, weights in state.get("weights", {}).items()}
+        finished = state.get("finished", [])
+        for batch in range(step, min(step + self._staleness, self._steps)):
+            if batch - step < len(finished):
+                done: Future[Drawn] = Future()
+                done.set_result(Drawn(unpack_collected(finished[batch - step], self._stream.named)))
+                self._jobs[batch] = _Job(step, done)
+            else:
+                self._submit(batch, step)
+
+    def take(self, step: int, timers: Timers) -> Drawn:
+        """The batch of ``step``; then the policy as it is now, which is version ``step``, is handed over for a later batch."""
+        with timers("wait"):
+            drawn = self._jobs[step].future.result()
+        self._refuse([self._jobs[step]])
+        newest = max((v for r in drawn.collected.rollouts for v in r.versions), default=step)
+        if step - newest > self._staleness:
+            raise RuntimeError(
+                f"step {step} was drawn by version {newest}, more than rollout.staleness = {self._staleness} behind: the engine did "
+                "not take over the weights that it was given"
+            )
+        del self._jobs[step]
+        with timers("weights"):
+            if step + self._staleness < self._steps:
+                drawn.probe = self._submit(step + self._staleness, step, drawn.collected.groups or [drawn.collected.rollouts])
+            needed = {job.version for job in self._jobs.values()}
+            self._snapshots = {v: weights for v, weights in self._snapshots.items() if v in needed}
+        return drawn
+
+    def rest(self) -> None:
+        """Wait until nothing is being drawn: at most to the end of batches that are due before training can go on for long."""
+        wait([job.future for job in self._jobs.values()])
+
+    def state_dict(self, step: int) -> dict[str, Any]:
+        """What is drawn and not trained on yet, and the weights that what is missing is to be drawn by, as plain data and tensors.
+
+        Waits for batches under way; a run that was asked to stop gives them up, and draws them again when it goes on. Raises
+        ``ModelError`` where the engine did not draw them by the weights that it was given.
+        """
+        self.rest()
+        self._refuse(self._jobs.values())
+        ready = [job.future.result().collected for job in self._jobs.values() if job.future.exception() is None]
+        missing = {job.version for job in self._jobs.values() if job.future.exception() is not None}
+        weights = {version: self._snapshots[version] for version in sorted(missing - {step})}
+        return {"finished": [pack_collected(collected) for collected in ready], "weights": weights}
+
+    def close(self) -> None:
+        """Give up what is being drawn, at the next answer, and end the thread."""
+        self._closing = True
+        self._worker.shutdown(wait=True, cancel_futures=True)
+        if self._own is not None:
+            self._own.close()
+
+    def _submit(self, batch: int, step: int, groups: Sequence[Sequence[Rollout]] = ()) -> WeightProbe | None:
+        """Queue ``batch``, to be drawn by the version that it is due, or by the policy of now where that one is not kept.
+
+        Returns the probe of the policy of now that goes with it, made of ``groups``.
+        """
+        version = max(0, batch - self._staleness)
+        if version not in self._snapshots:
+            version = step
+            if version not in self._snapshots:
+                kept = self._trained if not self._engine.of_all or self._ranks.rank == 0 else ()
+                self._snapshots[version] = {n: w.detach().clone() for n, w in self._weights() if n in kept}
+        weights = self._snapshots[version]
+        checked = self._config.engine.check_logprobs and version == step
+        probe = WeightProbe.of(groups, self._config.sampling, version) if checked else None
+        share = None if self._own is None else self._own.ask(batch, version, weights, probe)
+        future = self._worker.submit(self._draw, batch, version, weights, share, probe)
+        self._jobs[batch] = _Job(version, future, probe)
+        return probe
+
+    def _refuse(self, jobs: Collection[_Job]) -> None:
+        """Raise ``ModelError`` where the engine drew finished ``jobs`` by other weights than it was given.
+
+        A call of all ranks.
+        """
+        probes = [job.probe for job in jobs if job.probe is not None]
+        if probes:
+            together(self._roles.strategy.ranks, lambda: [probe.refuse(self._roles) for probe in probes])
+            for job in jobs:
+                job.probe = None
+
+    def _over(self) -> bool:
+        """Whether nothing is to be drawn any more. A rank that ends waits for what all draw."""
+        return self._halted or self._closing or self._stopped() or another_fails()
+
+    def _draw(self, batch: int, version: int, weights: Weights, share: Share | None, probe: WeightProbe | None) -> Drawn:
+        if self._halted:
+            raise Interrupted
+        try:
+            if any(self._ranks.gather(self._over())):
+                raise Interrupted
+            return self._draw_here(batch, version, weights, probe) if share is None else self._told(batch, share)
+        except BaseException:
+            self._halted = True
+            if self._own is not None and share is not None:
+                self._own.back_to(share)
+            raise
+
+    def _draw_here(self, batch: int, version: int, weights: Weights, probe: WeightProbe | None) -> Drawn:
+        """Draw ``batch`` in this thread."""
+        began, timers = time.perf_counter(), Timers(queued_is_done)
+        with self._stream.as_before_on_error():
+            if self._loaded != version:
+                load_checked(self._engine, weights, version, self._config.engine.check_logprobs)
+                self._loaded = version
+            if probe is not None:
+                self._ask(probe)
+            collected = collect(self._roles, self._config, batch, self._stream, timers, self._over, self._ranks)
+        idle = began - self._ended if self._ended else 0.0
+        self._ended = time.perf_counter()
+        return Drawn(collected, _metrics(timers, idle))
+
+    def _ask(self, probe: WeightProbe) -> None:
+        """Have the engine of each rank answer ``probe``, or the one that stands for all ranks."""
+        asks = not self._engine.of_all or self._ranks.rank == 0
+        patiently(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
+
+    def _told(self, batch: int, share: Share) -> Drawn:
+        """Tell others this rank's ``share`` of ``batch``, and learn theirs."""
+        roles = replace(self._roles, engine=share, scorer=share)
+        collected = collect(roles, self._config, batch, share, Timers(), self._over, self._ranks)
+        return Drawn(collected, _metrics(share.timers, share.idle))
+
+
+def _metrics(timers: Timers, idle: float) -> Metrics:
+    metrics = Metrics({f"time/ahead/{name}": Sum(timers.seconds(name)) for name in ("generate", "reward")})
+    metrics.add("time/ahead/idle", Sum(idle))
+    return metrics
+
+
+def staleness_metrics(batch: Batch | None, step: int) -> Metrics:
+    """How many versions behind ``step`` the tokens were drawn that are trained on."""
+    metrics = Metrics()
+    if batch is not None and batch.versions is not None and bool(batch.mask.any()):
+        behind = (step - batch.versions[batch.mask]).double()
+        metrics.add("staleness/mean", Mean(behind.mean()))
+        metrics.add("staleness/max", Max(behind.max()))
+    return metrics

@@ -1,0 +1,89 @@
+"""Held-out accuracy: answers to every prompt, scored by the same rewards as in training."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lightrft.config.rollout import EvalConfig
+from lightrft.datasets.sampler import in_parts
+from lightrft.distributed.process_group import ALONE, Ranks
+from lightrft.engines.base import Engine
+from lightrft.observability.metrics import Mean, Metrics, Sum
+from lightrft.observability.timers import Timers
+from lightrft.rewards.base import Scoring
+from lightrft.rollout.collect import requests_for, scored_by_all
+from lightrft.types import Prompt, Rollout
+
+
+@dataclass(slots=True)
+class Evaluation:
+    """Every answer, group by group, and ``eval/...`` metrics."""
+
+    groups: list[list[Rollout]]
+    metrics: Metrics
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """Every answer, group after group."""
+        return [r for group in self.groups for r in group]
+
+    @property
+    def accuracy(self) -> float:
+        return self.metrics.compute().get("eval/accuracy", 0.0)
+
+
+def evaluate(
+    engine: Engine,
+    scorer: Scoring,
+    prompts: Sequence[Prompt],
+    config: EvalConfig,
+    seed: int,
+    stopped: Callable[[], bool] = lambda: False,
+    ranks: Ranks = ALONE,
+) -> Evaluation:
+    """Answer and score every prompt. A failed answer counts as wrong and is counted in ``eval/failed``; a prompt
+    that cannot be read any more is not asked, and counted in ``eval/unreadable``.
+
+    ``eval/accuracy`` is the mean over prompts of the share of answers whose reward reaches ``threshold``; ``eval/pass`` the share
+    of prompts with at least one such answer (reported when there are several samples).
+    """
+    groups: list[list[Rollout]] = []
+    for first, part in in_parts(prompts, ranks):
+        requests = requests_for(part, config.samples, seed, "eval", first=first)
+        groups += scored_by_all(ranks, engine, scorer, requests, config.sampling, Timers(), stopped)
+    metrics = Metrics()
+    by_source: dict[str, list[list[Rollout]]] = defaultdict(list)
+    for group in groups:
+        by_source[group[0].prompt.data_source].append(group)
+    for source, members in by_source.items():
+        _count(metrics, "eval", members, config)
+        if len(by_source) > 1:
+            _count(metrics, f"eval/{source or 'unnamed'}", members, config)
+    metrics.add("eval/unreadable", Sum(len(prompts) - len(groups)))
+    return Evaluation(groups, metrics)
+
+
+def _count(metrics: Metrics, prefix: str, groups: Sequence[Sequence[Rollout]], config: EvalConfig) -> None:
+    for group in groups:
+        right = [correct(r, config.threshold) for r in group]
+        metrics.add(f"{prefix}/accuracy", Mean(sum(right) / len(right)))
+        if config.samples > 1:
+            metrics.add(f"{prefix}/pass", Mean(float(any(right))))
+        for rollout in group:
+            metrics.add(f"{prefix}/failed", Sum(1 if rollout.failed else 0))
+            metrics.add(f"{prefix}/length", Mean(len(rollout)))
+            metrics.add(f"{prefix}/truncated", Mean(float(rollout.finish_reason == "length")))
+            if not rollout.failed:
+                metrics.add(f"{prefix}/reward", Mean(rollout.reward or 0.0))
+
+
+def correct(rollout: Rollout, threshold: float) -> bool:
+    """Whether an answer counts as right."""
+    return not rollout.failed and rollout.reward is not None and rollout.reward >= threshold
+
+
+def reached(config: EvalConfig, values: Mapping[str, float]) -> bool:
+    """Whether held-out accuracy is where the run was told to stop."""
+    return config.stop_at is not None and values.get("eval/accuracy", 0.0) >= config.stop_at

@@ -1,0 +1,98 @@
+"""Prompts in an order that depends on nothing but the seed, and on pass rates where asked for, saved with the run."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from logging import getLogger
+from typing import Any, TypeVar
+
+from lightrft.config.data import DataConfig
+from lightrft.config.rollout import CurriculumConfig
+from lightrft.datasets.prompt_dataset import PromptDataset
+from lightrft.datasets.row_warnings import check_text
+from lightrft.datasets.sampler import Bare, PromptSampler, draw, report
+from lightrft.rollout.accounting import Collected
+from lightrft.rollout.curriculum import Curriculum
+from lightrft.rollout.serialization import pack_rollout, unpack_rollouts
+from lightrft.types import Prompt, Rollout
+
+log = getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class PromptStream:
+    """An endless stream over a data set: epoch after epoch, or as a curriculum draws. ``carried`` are groups of the step before
+    that the next one trains on, ``begun`` those that it draws on first. ``lost`` prompts of the step could not be read."""
+
+    dataset: PromptDataset
+    sampler: PromptSampler | Curriculum
+    carried: list[list[Rollout]] = field(default_factory=list)
+    begun: list[list[Rollout]] = field(default_factory=list)
+    lost: int = 0
+
+    @staticmethod
+    def of(
+        config: DataConfig, tokenizer: Any, seed: int, curriculum: CurriculumConfig | None = None, processor: Any = None
+    ) -> PromptStream:
+        dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
+        report("data", dataset.counts, dataset.first_problem)
+        check_text(dataset, "data.sources")
+        if curriculum is None:
+            return PromptStream(dataset, PromptSampler(len(dataset), seed, config.shuffle))
+        return PromptStream(dataset, Curriculum(curriculum, dataset.ids, seed))
+
+    @property
+    def bare(self) -> Sequence[Prompt]:
+        """The prompts in the order of the data set, without their media."""
+        return Bare(self.dataset)
+
+    def draw(self, count: int) -> list[Prompt]:
+        before = self.dataset.counts["unreadable"]
+        drawn = draw(self.dataset, self.sampler, count)
+        self.lost += self.dataset.counts["unreadable"] - before
+        return drawn
+
+    def named(self, ids: Sequence[str]) -> list[Prompt]:
+        """The prompts called ``ids``. Raises ``CheckpointError`` when the data does not hold one."""
+        return [self.dataset[i] for i in self.dataset.places(ids)]
+
+    @contextmanager
+    def as_before_on_error(self) -> Generator[None]:
+        """When the body raises, what it drew has not been drawn."""
+        before, carried, begun, lost = self.sampler.state_dict(), self.carried, self.begun, self.lost
+        try:
+            yield
+        except BaseException:
+            self.sampler.load_state_dict(before)
+            self.carried, self.begun, self.lost = carried, begun, lost
+            raise
+
+    def settle(self, collected: Collected) -> None:
+        """Learn from what a step has collected, for those after it; what was only kept for that is let go."""
+        self.carried, self.begun = collected.carried, collected.begun
+        if self.lost:
+            collected.dropped["unreadable"] += self.lost
+            self.lost = 0
+        if isinstance(self.sampler, Curriculum):
+            collected.curriculum = self.sampler.observe(collected.finished)
+        collected.finished, collected.carried, collected.begun = [], [], []
+
+    def close(self) -> None:
+        """Let go of what was begun for a draw that will not come."""
+        self.dataset.prefetch(())
+
+    def state_dict(self) -> dict[str, Any]:
+        waiting = {"carried": self.carried, "begun": self.begun}
+        packed = {name: [[pack_rollout(r) for r in group] for group in groups] for name, groups in waiting.items()}
+        return {"sampler": self.sampler.state_dict(), **packed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state``. Raises ``CheckpointError`` when it cannot be of this data set."""
+        self.sampler.load_state_dict(state["sampler"])
+        self.carried, self.begun = (
+            [unpack_rollouts(group, self.named) for group in state[name]] for name in ("carried", "begun")
+        )

@@ -1,0 +1,43 @@
+"""Rows from which nothing could be learned: text that the tokenizer does not know, labels that are missing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+from lightrft.config.reward import RewardConfig, RewardTerm
+from lightrft.datasets.row_warnings import UNLABELLED, Rows, unlabelled
+from lightrft.rewards.registry import REWARDS
+from lightrft.utils.errors import DataError
+
+log = logging.getLogger(__name__)
+
+
+def check_labels(rows: Rows, reward: RewardConfig, key: str) -> None:
+    """Warn of rows without a label among others that have one. ``key`` is the setting that names the rows.
+
+    Raises ``DataError`` where a reward in force for such a row compares responses with the label.
+    """
+    missing = unlabelled(rows.counts)
+    for source, count in missing.items():
+        where = rows.first_with(f"{UNLABELLED}/{source}")
+        if needy := next(_needing_labels(reward.per_source.get(source) or reward.terms), ""):
+            raise DataError(
+                f"{key}: {where}: there is no label (or reference), and reward {needy!r} compares responses with it. "
+                f"{_are(count)} without one; name the column in {key.removesuffix('.sources')}.columns.label, or mend the rows"
+            )
+    every, count = rows.counts["prompts"], sum(missing.values())
+    if 0 < count < every:
+        where = rows.first_with(f"{UNLABELLED}/{next(iter(missing))}")
+        log.warning("%s: %s no label; the first is %s", key, f"{count} of {every} rows {'has' if count == 1 else 'have'}", where)
+
+
+def _are(count: int) -> str:
+    return "1 row is" if count == 1 else f"{count} rows are"
+
+
+def _needing_labels(terms: tuple[RewardTerm, ...]) -> Iterator[str]:
+    """Yield the functions of ``terms`` that are registered as needing a label."""
+    for term in terms:
+        if "label" in REWARDS.about(term.function).needs:
+            yield term.function

@@ -1,0 +1,113 @@
+"""What was drawn, kept: answers that wait for their step as plain data, and batches as files, for any phase to be run again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightrft.rollout.accounting import Collected
+from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
+from lightrft.utils.atomic_files import is_disk_full
+from lightrft.utils.errors import CheckpointError, ResourceError
+from lightrft.utils.state_io import load_state, save_state
+
+FORMAT = "lightrft-batch/1"
+
+COUNTS = {f.name for f in dataclasses.fields(Collected) if f.default_factory is Counter}
+
+FindPrompts = Callable[[Sequence[str]], list[Prompt]]
+"""Prompts of the run's data set by their ids."""
+
+
+def pack_rollout(rollout: Rollout) -> dict[str, Any]:
+    """``rollout`` as plain data, with the id of its prompt in place of the prompt."""
+    fields = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(rollout)}
+    return {**fields, "prompt": rollout.prompt.id}
+
+
+def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> list[Rollout]:
+    """The inverse of ``pack_rollout``. Answers to one prompt share one object again, since groups are told by it."""
+    ids = list(dict.fromkeys(fields["prompt"] for fields in packed))
+    prompts = dict(zip(ids, find(ids), strict=True))
+    return [unpack_rollout(fields, prompts[fields["prompt"]]) for fields in packed]
+
+
+def unpack_rollout(packed: Mapping[str, Any], prompt: Prompt) -> Rollout:
+    """The inverse of ``pack_rollout`` for an answer to ``prompt``."""
+    whole: dict[str, Any] = {**packed, "prompt": prompt}
+    return Rollout(**whole)
+
+
+def pack_collected(collected: Collected) -> dict[str, Any]:
+    """``collected``, settled, as plain data; groups name their answers by place."""
+    known = {id(rollout) for rollout in collected.rollouts}
+    earlier = [r for group in collected.groups for r in group if id(r) not in known]
+    place = {id(rollout): i for i, rollout in enumerate([*collected.rollouts, *earlier])}
+    fields = {f.name: getattr(collected, f.name) for f in dataclasses.fields(collected)}
+    packed = {name: dict(value) if isinstance(value, Counter) else value for name, value in fields.items()}
+    groups = [[place[id(rollout)] for rollout in group] for group in collected.groups]
+    lists = {"rollouts": collected.rollouts, "earlier": earlier}
+    return {**packed, "groups": groups, **{name: [pack_rollout(r) for r in rollouts] for name, rollouts in lists.items()}}
+
+
+def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> Collected:
+    """The inverse of ``pack_collected``."""
+    drawn = unpack_rollouts([*packed["rollouts"], *packed["earlier"]], find)
+    whole: dict[str, Any] = {f.name: packed[f.name] for f in dataclasses.fields(Collected)}
+    whole = {name: Counter(value) if name in COUNTS else value for name, value in whole.items()}
+    whole |= {"rollouts": drawn[: len(packed["rollouts"])], "groups": [[drawn[i] for i in group] for group in packed["groups"]]}
+    return Collected(**whole)
+
+
+def save_batch(path: Path, batch: Batch) -> None:
+    """Write ``batch`` as ``<path>.safetensors`` and ``<path>.json``, which comes last: with it the two are whole.
+
+    Raises ``ResourceError`` when the disk is full.
+    """
+    batch = batch.to("cpu")
+    columns = {axis: batch.columns(axis) for axis in ("token", "sample")}
+    parts = {name: _segments_state(getattr(batch, name)) for name in ("prompts", "responses")}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    try:
+        save_state(temporary, {"format": FORMAT, **parts, "prompt_of": batch.prompt_of, **columns})
+        for suffix in (".safetensors", ".json"):
+            temporary.with_name(temporary.name + suffix).replace(path.with_name(path.name + suffix))
+    except Exception as error:
+        for suffix in (".safetensors", ".json"):
+            temporary.with_name(temporary.name + suffix).unlink(missing_ok=True)
+        if is_disk_full(error):
+            raise ResourceError(f"{path} was not saved: the disk is full; free some space, or set log.batches_every=0") from error
+        raise
+
+
+def load_batch(path: Path) -> Batch:
+    """What ``save_batch`` wrote at ``path``. Raises ``CheckpointError`` for anything else."""
+    state = load_state(path)
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise CheckpointError(f"{path}.json is not a batch of {FORMAT}")
+    prompts, responses = (_segments_of(state[name]) for name in ("prompts", "responses"))
+    try:
+        return Batch(prompts, responses, state["prompt_of"], **state["token"], **state["sample"])
+    except TypeError as error:
+        raise CheckpointError(f"{path}.json has columns that batches do not have here: {error}") from None
+
+
+def _segments_state(segments: Segments) -> dict[str, Any]:
+    media = {name: {"values": rows.values, "lengths": rows.lengths} for name, rows in segments.media.items()}
+    return {"tokens": segments.tokens, "lengths": segments.lengths, "media": media}
+
+
+def _segments_of(state: Mapping[str, Any]) -> Segments:
+    return Segments(state["tokens"], state["lengths"], {name: Ragged(**rows) for name, rows in state["media"].items()})
+
+
+def with_outcomes(batch: Batch, collected: Collected) -> Batch:
+    """``batch`` with its rewards as they were scored, which the phase ``advantages`` starts from and replaces."""
+    scored = [r.reward for group in collected.groups for r in group]
+    return batch.replace(rewards=torch.tensor(scored, dtype=torch.float64))

@@ -1,0 +1,144 @@
+"""Compare an engine that has loaded new weights with the trainer, while both go on working.
+
+The engine samples the first tokens of a few responses of the last batch once more, by the new
+weights and with the same seeds. The trainer computes the logits of those tokens before its next
+update. So neither waits for the other. An update moves the weights little, so the engine samples
+most tokens again. The tokens after the first one that differs are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from lightrft.config.strategy import SamplingConfig
+from lightrft.engines.base import Engine
+from lightrft.roles import Roles
+from lightrft.rollout.accounting import GREEDY
+from lightrft.rollout.collect import silent
+from lightrft.rollout.logprob_check import Compared, batch_of, logits_at, refuse_gap, refuse_weights, room, seen_before
+from lightrft.types import Request, Rollout
+
+PROMPTS, RESPONSES, TOKENS = 2, 4, 8
+"""Prompts of a probe, responses to each, and tokens of each response."""
+
+
+@dataclass(slots=True)
+class WeightProbe:
+    """What the engine and the trainer make of ``responses`` by the weights of ``version``.
+
+    ``responses`` are the first tokens of responses that older weights sampled. ``answers`` are what
+    the engine samples in their place. ``logits [n, V]`` are the trainer's for the first n tokens.
+    """
+
+    version: int
+    sampling: SamplingConfig
+    responses: list[Rollout]
+    answers: list[Rollout] = field(default_factory=list)
+    logits: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+
+    @staticmethod
+    def of(
+        groups: Sequence[Sequence[Rollout]],
+        sampling: SamplingConfig,
+        version: int,
+    ) -> WeightProbe | None:
+        """Return a probe of ``version`` made of ``groups``.
+
+        Returns ``None`` where they have no token, and where they have tokens of that version: those
+        are compared themselves.
+        """
+        if any(version in r.versions for group in groups for r in group):
+            return None
+        few = [r for group in groups[:PROMPTS] for r in group[:RESPONSES]]
+        begun = [begin for r in few if len(begin := _begin(r))]
+        if not begun:
+            return None
+        # An end token that is suppressed is not among what the trainer's logits tell.
+        return WeightProbe(version, sampling.model_copy(update={"min_new_tokens": 0}), begun)
+
+    def ask(self, engine: Engine, sign: Callable[[], None] = silent) -> None:
+        """Have ``engine``, which holds the weights of ``version``, sample the tokens.
+
+        ``sign`` is called between tokens.
+        """
+
+        def over() -> bool:
+            sign()
+            return False
+
+        engine.wake()
+        asked = [Request(r.prompt, r.seed, r.sample, max_new_tokens=len(r)) for r in self.responses]
+        self.answers = list(engine.generate(asked, self.sampling, over))
+
+    def expect(self, roles: Roles) -> None:
+        """Compute the logits of the tokens, by the policy of ``version``. A call of all ranks."""
+        actor = roles.actor
+        with roles.strategy.whole(actor):
+            batch = batch_of(self.responses).to(actor.device)
+            places = torch.arange(min(batch.tokens, room(actor)), device=actor.device)
+            logits, self.dtype = logits_at(actor, batch, places)
+        self.logits = logits.cpu()
+
+    def compared(self) -> Compared | None:
+        """Return the tokens of the engine that the trainer has logits for; ``None`` without any."""
+        if self.logits is None:
+            return None
+        answers = {answer.seed: answer for answer in self.answers}
+        rows: list[tuple[int, int, float, float]] = []
+        first = 0
+        for response in self.responses:
+            if (answer := answers.get(response.seed)) is not None:
+                rows += _paired(response, answer, first)
+            first += len(response)
+        rows = [row for row in rows if row[0] < len(self.logits)]
+        if not rows:
+            return None
+        places, tokens, reported, before = (torch.tensor(column) for column in zip(*rows))
+        greedy = torch.full_like(places, self.sampling.temperature == 0, dtype=torch.bool)
+        logits, penalised = self.logits, self.sampling.repetition_penalty != 1
+        seen = seen_before(batch_of(self.responses), places, logits.shape[1]) if penalised else None
+        return Compared(logits[places], tokens, reported, greedy, seen, self.dtype, before)
+
+    def refuse(self, roles: Roles) -> None:
+        """Raise ``ModelError`` with the cause where the log-probs of the two differ."""
+        when = f"after the update to version {self.version} "
+        # ``load_checked`` has compared the fingerprint.
+        refuse_gap(roles.actor, self.compared(), self.sampling, lambda: "", when)
+
+
+def load_checked(engine: Engine, weights: Mapping[str, Tensor], version: int, check: bool) -> None:
+    """Load ``weights`` into ``engine``.
+
+    With ``check``, raises ``ModelError`` where the engine's fingerprint is of other weights.
+    """
+    found = engine.load_weights(weights.items(), version)
+    if check:
+        refuse_weights(found, weights, version)
+
+
+def _begin(response: Rollout) -> Rollout:
+    """Return the first tokens of ``response`` that were sampled; none if it is greedy."""
+    sampled = response.sampled[:TOKENS] if response.sample != GREEDY else []
+    end = sampled.index(False) if False in sampled else len(sampled)
+    names = ("token_ids", "sampled", "logprobs", "versions")
+    return replace(response, **{name: getattr(response, name)[:end] for name in names})
+
+
+def _paired(response: Rollout, answer: Rollout, first: int) -> list[tuple[int, int, float, float]]:
+    """Return place, token, log-prob, and log-prob by older weights of the tokens of ``answer``.
+
+    The last is the first token that ``response`` does not have. ``first`` is the place of the first
+    token of ``response``.
+    """
+    rows: list[tuple[int, int, float, float]] = []
+    for at, (old, new) in enumerate(zip(response.token_ids, answer.token_ids)):
+        before = response.logprobs[at] if new == old else torch.nan
+        rows.append((first + at, new, answer.logprobs[at], before))
+        if new != old:
+            break
+    return rows

@@ -1,0 +1,48 @@
+"""Where each rank stands in the grid of ranks."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout, _world
+
+from lightrft.distributed.process_group import Ranks
+from lightrft.utils.errors import ConfigError
+
+REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
+"""Axes of the grid, neighbours last: ranks along ``tensor`` share out each layer; those along ``shard`` hold one copy of the weights
+between them, and those along ``replicate`` a copy each."""
+
+
+def mesh_of(
+    device: torch.device, ranks: Ranks, shard: int | None = None, tensor: int = 1
+) -> tuple[DeviceMesh, DeviceMesh | None]:
+    """The ranks that weights are spread over, in groups of ``shard`` that hold one copy between them (without it, all hold one); and those
+    that share out layers, if any do.
+
+    Raises ``ConfigError`` when ``shard`` does not divide what there is.
+    """
+    rows = ranks.size // tensor
+    if shard is not None and rows % shard:
+        of = f"the {ranks.size} processes of this run" + (f" over strategy.tensor = {tensor}" if tensor > 1 else "")
+        raise ConfigError(
+            f"strategy.shard = {shard} does not divide {of}; set it to a divisor, or leave it out to spread one copy of the weights over "
+            "all of them"
+        )
+    shard = shard or rows
+    axes = {REPLICATE: rows // shard} if shard < rows else {}
+    axes[SHARD] = shard
+    data = tuple(axes)
+    if tensor > 1:
+        axes[TENSOR] = tensor
+    grid = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
+    limit_groups(ranks)
+    return (grid, None) if tensor == 1 else (grid[data], grid[TENSOR])
+
+
+def limit_groups(ranks: Ranks) -> None:
+    """Have every group of processes wait as long as ``ranks`` do: those that libraries make come with a limit of torch's own."""
+    for group in list(_world.pg_map):
+        _set_pg_timeout(timedelta(minutes=ranks.minutes), group)

@@ -1,0 +1,24 @@
+"""Learning-rate schedules as a function of the step."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+from lightrft.config.strategy import OptimizerConfig
+
+
+def lr_factor(step: int, total: int, config: OptimizerConfig) -> float:
+    """The share of ``config.lr`` in force at optimizer step ``step`` (from 0) of ``total``.
+
+    Linear warm-up reaches 1 at the step after the last warm-up step; cosine and linear then fall to ``min_lr`` at ``total``.
+    """
+    # the share as written: 0.07 * 100 is 7.000000000000001 in binary, which would round up to 8
+    warmup = math.ceil(Fraction(str(config.warmup)) * total) if config.warmup < 1 else int(config.warmup)
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if config.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, total - warmup))
+    fall = (1 + math.cos(math.pi * done)) / 2 if config.schedule == "cosine" else 1 - done
+    return config.min_lr + (1 - config.min_lr) * fall

@@ -1,0 +1,100 @@
+"""Refuse rollout settings that contradict one another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightrft.algorithms.group_filters import FILTERS
+from lightrft.algorithms.requirements import needs_of, needs_reward, trusts_sampler
+from lightrft.algorithms.sample_selection import SELECTIONS
+from lightrft.algorithms.validate.component_kinds import misfit
+from lightrft.config.base import Part
+from lightrft.config.verbs import RLConfig
+from lightrft.rollout.curriculum import CURRICULA
+from lightrft.types import Prompt, Rollout
+from lightrft.utils.errors import ConfigError
+from lightrft.utils.lazy_imports import np
+from lightrft.utils.registry import Registry
+
+
+def check_rollout(config: RLConfig) -> None:
+    """Raises ``ConfigError`` with every setting of ``rollout``, and of filters, that cannot be followed."""
+    problems = list(_rollout_problems(config))
+    if problems:
+        raise ConfigError("\n".join(problems))
+
+
+def _rollout_problems(config: RLConfig) -> Iterator[str]:
+    rollout, algorithm = config.rollout, config.algorithm
+    if "steps" in needs_of(algorithm):
+        name = algorithm.advantage.name
+        yield (
+            f"algorithm.advantage.name = {name}: it compares the steps of responses by the states that they were taken in, and no "
+            "environment of this version names states; take grpo, which compares whole responses"
+        )
+    for i, part in enumerate(algorithm.filters):
+        yield from _refused(f"algorithm.filters.{i}", FILTERS, part, _example())
+    if rollout.select is not None:
+        wrong = list(misfit("rollout.select", SELECTIONS, rollout.select, 1))
+        yield from wrong or _refused("rollout.select", SELECTIONS, rollout.select, _example())
+        yield from _kept(config, rollout.select)
+    if rollout.curriculum is not None:
+        part = Part(name=rollout.curriculum.name, options=rollout.curriculum.options)
+        wrong = list(misfit("rollout.curriculum", CURRICULA, part, 2))
+        yield from wrong or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
+        if not config.data.shuffle:
+            yield "data.shuffle = False: rollout.curriculum draws prompts by weight, in no order; leave one of the two out"
+    if not needs_reward(algorithm) and (rollout.select is not None or rollout.curriculum is not None):
+        what = "select" if rollout.select is not None else "curriculum"
+        yield f"rollout.{what} reads rewards, and this algorithm has none: all that it learns comes from a teacher; leave it out"
+    if rollout.carry_over and rollout.oversample == 1:
+        yield "rollout.carry_over = True changes nothing: without rollout.oversample above 1 no group is left over"
+    if rollout.partial and rollout.oversample == 1 and rollout.step_tokens is None:
+        yield (
+            "rollout.partial = True changes nothing: no answer is left unfinished; set rollout.step_tokens, or rollout.oversample above 1"
+        )
+    if rollout.step_tokens is not None and not rollout.partial:
+        yield f"rollout.step_tokens = {rollout.step_tokens} needs rollout.partial=true, so that what it leaves unfinished goes on"
+    if rollout.step_tokens is not None and rollout.step_tokens >= config.sampling.max_new_tokens:
+        yield (
+            f"rollout.step_tokens = {rollout.step_tokens} changes nothing: answers have at most sampling.max_new_tokens = "
+            f"{config.sampling.max_new_tokens} tokens"
+        )
+    if rollout.carry_over and rollout.staleness:
+        yield (
+            f"rollout.carry_over = True would take answers further back than rollout.staleness = {rollout.staleness}; leave one of "
+            "the two out"
+        )
+    if rollout.carry_over and trusts_sampler(algorithm):
+        yield (
+            "rollout.carry_over = True trains on answers of an older policy, which nothing corrects: set "
+            "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio"
+        )
+
+
+def _kept(config: RLConfig, part: Part) -> Iterator[str]:
+    keep, samples = part.options.get("keep"), config.rollout.samples
+    if part.name not in SELECTIONS or not isinstance(keep, int):
+        return
+    if keep >= samples:
+        yield f"rollout.select.options.keep = {keep} leaves out none of rollout.samples = {samples} answers; lower it, or draw more"
+    if keep < 2 and "groups" in needs_of(config.algorithm):
+        name = config.algorithm.advantage.name
+        yield f"rollout.select.options.keep = {keep}: advantage {name!r} compares answers of a group; set it to 2 or more"
+
+
+def _refused(key: str, registry: Registry[Any], part: Part, *example: Any) -> Iterator[str]:
+    """What a built-in function says of its own options, shown an example."""
+    if part.name not in registry:
+        return
+    try:
+        registry[part.name](*example, **part.options)
+    except ConfigError as error:
+        yield f"{key}: {error}"
+    except TypeError as error:  # a word where a number belongs
+        yield f"{key}: {part.name!r} cannot use its options {part.options}: {error}"
+
+
+def _example() -> list[Rollout]:
+    return [Rollout(Prompt("", [0]), [0], [True], [-1.0], [0], "stop", i, i, reward=float(i)) for i in range(2)]

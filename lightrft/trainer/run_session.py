@@ -1,0 +1,294 @@
+"""What every training run does around its steps: run folder, logs, signals, checkpoints and going on from them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.base import Settings, build, parse_yaml, to_yaml
+from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
+from lightrft.config.verbs import EvaluateConfig
+from lightrft.distributed.process_group import ALONE, Ranks, Signs, patiently, starts_again, together
+from lightrft.observability.metrics import Metrics, Sum
+from lightrft.observability.observer import Nobody, Observer
+from lightrft.observability.run_directory import Elsewhere, RunFolder
+from lightrft.observability.timers import Timers, queued_is_done, tokens_per_second
+from lightrft.roles import Kept
+from lightrft.strategy.base import Strategy
+from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
+from lightrft.trainer.run_summary import headline, samples
+from lightrft.utils.atomic_files import write_atomic
+from lightrft.utils.errors import LostRankError, RankError
+from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
+from lightrft.utils.stop_signal import StopFlag
+
+log = logging.getLogger(__name__)
+
+MAY_DIFFER = ("run", "checkpoint", "log", "engine", "strategy", "launch", "train.steps", "train.epochs", "eval", "reward.workers")
+"""Settings in which a resumed run may differ from the one that wrote the folder."""
+
+
+def _now() -> float:
+    """Seconds of a clock that only runs forward."""
+    return time.perf_counter()
+
+
+@dataclass(slots=True)
+class Session:
+    """One run, from opening its folder to closing it. ``seconds`` continue over a resume.
+
+    ``at_risk`` is the most work that a kill could have cost so far: seconds and steps since a checkpoint or the start.
+    """
+
+    folder: RunFolder
+    store: CheckpointStore
+    checkpoint: CheckpointConfig
+    phase: str
+    observer: Observer
+    stop: StopFlag = field(default_factory=StopFlag)
+    timers: Timers = field(default_factory=lambda: Timers(queued_is_done))
+    began: float = field(default_factory=_now)
+    before: float = 0.0
+    ranks: Ranks = ALONE
+    saved_step: int | None = None
+    at_risk: tuple[float, int] = (0.0, 0)
+    _saved_time: float = field(default_factory=_now)
+    _tried_time: float = field(default_factory=_now)
+    _first_step: int = 0
+
+    @property
+    def path(self) -> Path:
+        return self.folder.path
+
+    @property
+    def seconds(self) -> float:
+        """Wall seconds of this run, those before a resume included."""
+        return self.before + _now() - self.began
+
+    def resume(self, strategy: Strategy, trained: Mapping[str, Kept]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+        """Load the newest intact checkpoint of the folder: its step, plain state and the numbers of that step; 0 and nothing for
+        a fresh start, also of a folder whose run ended before it saved anything. Steps that are taken again are logged.
+
+        Raises ``CheckpointError`` for a checkpoint of another model, when none is intact, or when the one that the user named is not.
+        """
+        about = self._about(trained)
+        path, step = patiently(self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign))[0]
+        if path is None:
+            if again := self.folder.rewind(-1, self.phase):
+                log.warning("%s holds no checkpoint: the run starts over. Steps taken again: %d", self.path, again)
+            return 0, {}, {}
+        state = load_state(path / "trainer")
+        for name, role in trained.items():
+            role.load(strategy, path / name)
+        restore_rng(state.pop("rng"), strategy.device)
+        self.before = state.pop("seconds")
+        row = state.pop("row", {})
+        if self.ranks.rank == 0:
+            self.store.discard_after(step)
+        again = self.folder.rewind(step, self.phase)
+        if row:
+            self.folder.recall({**row, "step": step, "phase": self.phase, "seconds": self.before})
+        self.saved_step = self._first_step = step
+        log.info("resumed from %s", path)
+        if again:
+            log.warning("the run resumes from the checkpoint of step %d. Steps taken again: %d", step, again)
+        return step, state, row
+
+    def _newest(self, about: Mapping[str, Any], sign: Callable[[], None]) -> tuple[Path | None, int]:
+        """The checkpoint to resume from, and its step. One that the user named is never replaced by another."""
+        if self.folder.checkpoint is not None:
+            return self.folder.checkpoint, verify(self.folder.checkpoint, about, sign).step
+        found = None if self.folder.fresh else self.store.newest_intact(about, sign)
+        return (None, 0) if found is None else (found[0], found[1].step)
+
+    def stopping(self) -> bool:
+        """Tell if any rank is asked to stop. Every rank must call it."""
+        return self._agreed(due=False)[0]
+
+    def _agreed(self, due: bool) -> tuple[bool, bool]:
+        """Tell if any rank is asked to stop, and if a save is ``due`` on the first one, whose clock counts. Every rank must call it."""
+        told = self.ranks.gather((self.stop.reason, due))  # a rank that is asked while it waits here says so the next time
+        reason = next((reason for reason, _ in told if reason), "")
+        if reason:
+            self.stop.request(reason)
+        return bool(reason), told[0][1]
+
+    def save(
+        self, step: int, strategy: Strategy, trained: Mapping[str, Kept], state: Mapping[str, Any], values: Mapping[str, float]
+    ) -> None:
+        """Write the checkpoint of ``step``: everything that the next step reads. A disk that is full is an error on every rank."""
+        best = (self.checkpoint.best or "").lstrip("-")
+        about = self._about(trained)
+        failed: Exception | None = None
+        signs = Signs(self.ranks)  # every byte is read once more, by the first rank
+        try:
+            with self.timers("checkpoint"), ExitStack() as stack:
+
+                def begin() -> Path:
+                    if self.ranks.rank:
+                        return self.path  # not used
+                    if not self.path.is_dir():  # a checkpoint alone would be taken for somebody else's folder
+                        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+                    return stack.enter_context(self.store.writing(step, about, values.get(best), signs.give))
+
+                path = together(self.ranks, begin)[0]
+                for name, role in trained.items():
+                    role.save(strategy, path / name)
+                if self.ranks.rank == 0:
+                    more = {"rng": capture_rng(strategy.device), "seconds": self.seconds, "row": dict(values)}
+                    save_state(path / "trainer", {**state, **more})
+                    if (config := self.path / "config.yaml").is_file():  # a checkpoint that is moved keeps it
+                        (path / config.name).write_bytes(config.read_bytes())
+                    self.folder.flush()  # a step that is saved is not drawn again
+        except Exception as error:
+            failed = error
+        self._agree(failed, signs)
+        self.saved_step = step
+        self._saved_time = self._tried_time = _now()
+
+    def _agree(self, failed: Exception | None, signs: Signs) -> None:
+        """Have a save end on every rank as it has on the first: that one alone knows whether what was written is whole."""
+        if isinstance(failed, LostRankError):
+            raise failed
+        signs.wait_for_all()
+
+        def say() -> None:
+            if failed is not None and (self.ranks.rank == 0 or not isinstance(failed, RankError)):
+                raise failed
+
+        together(self.ranks, say)
+        if failed is not None:
+            raise failed
+
+    def save_if_due(
+        self,
+        step: int,
+        last: bool,
+        strategy: Strategy,
+        trained: Mapping[str, Kept],
+        state: Callable[[], Mapping[str, Any]],
+        values: Mapping[str, float],
+    ) -> Metrics:
+        """Save when the settings of ``checkpoint`` say so, at the ``last`` step and when asked to stop.
+
+        A disk that is full costs a checkpoint in the middle of a run, which is counted, and raises at its end.
+        """
+        now = _now()
+        unsaved = step - (self._first_step if self.saved_step is None else self.saved_step)
+        self.at_risk = max(self.at_risk[0], now - self._saved_time), max(self.at_risk[1], unsaved)
+        stop, due = self._agreed(self._is_due(step, now, values))
+        if not (due or last or stop) or self.saved_step == step:
+            return Metrics()
+        try:
+            self.save(step, strategy, trained, state(), values)
+        except DiskFullError as error:
+            if last or stop:
+                raise
+            log.warning("%s", error)
+            self._tried_time = _now()
+            return Metrics({"checkpoint/failed": Sum(1)})
+        return Metrics()
+
+    def _is_due(self, step: int, now: float, values: Mapping[str, float]) -> bool:
+        """Tell if this rank's clock, the number of the step or a better metric than all before asks for a checkpoint."""
+        asked = self.checkpoint
+        if asked.every and step % asked.every == 0:
+            return True
+        if asked.every_minutes and now - self._tried_time >= 60 * asked.every_minutes:
+            return True
+        return self.ranks.rank == 0 and self.store.improves(values.get((asked.best or "").lstrip("-")))
+
+    def record(self, step: int, metrics: Metrics, **more: Any) -> dict[str, Any]:
+        """Write one step's numbers, with its timers, and show them."""
+        metrics.merge(self.timers.take())
+        values = metrics.compute()
+        tokens = values.get("rollout/sampled", values.get("sft/tokens", 0.0))
+        row = {"step": step, "phase": self.phase, "seconds": self.seconds, **values, **more}
+        if tokens:  # an evaluation before the first step has no throughput
+            row["tokens_per_second"] = tokens_per_second(tokens, values.get("time/step", 0.0))
+        self.folder.log(row)
+        self.observer.update(row)
+        return row
+
+    def _about(self, trained: Mapping[str, Kept]) -> dict[str, Any]:
+        return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.shapes) for name, t in trained.items()}}
+
+
+def close_session(session: Session, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Write ``samples.json`` and ``summary.json`` from what the folder holds; returns the latter's content."""
+    session.folder.flush()
+    before, after = samples(session.path, threshold)
+    if before or after:
+        session.folder.write_samples(before, after)
+    summary = {"verb": session.phase, "steps": step, "seconds": session.seconds, **about, **headline(session.path, session.phase)}
+    seconds, steps = session.at_risk
+    summary |= {"saved_step": session.saved_step, "most_unsaved_seconds": seconds, "most_unsaved_steps": steps}
+    if restarts := starts_again():
+        summary["restarts"] = restarts
+    if session.stop and not about.get("finished"):
+        summary["stopped_by"] = session.stop.reason
+    if about.get("finished"):
+        summary["model"] = str(session.path / "model")
+        summary["next"] = next_commands(session)
+    session.folder.write_summary(summary)
+    return summary
+
+
+def next_commands(session: Session) -> list[str]:
+    """What to type next. Where something was held out, ``eval.yaml`` is written, so that it can be evaluated again."""
+    model = session.path / "model"
+    commands = [f"lightrft chat model={model}"]
+    if session.phase == "rl":
+        commands.append(f"lightrft explain {session.path / 'config.yaml'}")
+    tree = parse_yaml((session.path / "config.yaml").read_text(encoding="utf-8"))
+    if tree["eval"]["data"]["sources"]:
+        shared = {k: tree[k] for k in ("eval", "engine", "reward", "strategy")}
+        run = {**tree["run"], "name": f"{session.path.name}-eval", "resume": "auto", "overwrite": False}
+        whole = {**tree["model"], "path": model.name, "tokenizer": None, "revision": None, "lora": None}
+        file = session.path / "eval.yaml"
+        write_atomic(file, to_yaml(build(EvaluateConfig, {**shared, "run": run, "model": whole})))
+        commands.append(f"lightrft eval {file}")
+    return commands
+
+
+def shapes_digest(shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """A short hash of the names and shapes of all parameters."""
+    text = "\n".join(f"{name} {shape}" for name, shape in shapes.items())
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def open_session(
+    config: Settings,
+    run: RunConfig,
+    checkpoint: CheckpointConfig,
+    logs: LogConfig,
+    phase: str,
+    observer: Observer,
+    ranks: Ranks = ALONE,
+) -> Generator[Session]:
+    """Open the run folder, seed every generator, and turn SIGTERM and Ctrl-C into a flag; close all of it on the way out."""
+    path = Path(run.dir).expanduser() / run.name
+    seed_everything(run.seed)
+    options: dict[str, Any] = {"tensorboard": logs.tensorboard, "wandb": logs.wandb, "ignore": MAY_DIFFER}
+    made: list[RunFolder] = []
+
+    def take() -> tuple[bool, Path | None]:
+        if ranks.rank:
+            return False, None
+        made.append(RunFolder.open(path, config, resume=run.resume, overwrite=run.overwrite, **options))
+        return made[0].fresh, made[0].checkpoint
+
+    fresh, named = together(ranks, take)[0]
+    folder = made[0] if made else Elsewhere(path, fresh=fresh, checkpoint=named)
+    store = CheckpointStore(path / "checkpoints", checkpoint.keep, checkpoint.best)
+    with folder, StopFlag() as stop:
+        yield Session(folder, store, checkpoint, phase, observer if ranks.rank == 0 else Nobody(), stop, ranks=ranks)

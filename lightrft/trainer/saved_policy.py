@@ -1,0 +1,180 @@
+"""The policy that a run has saved: find its checkpoint, load its weights, write it as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightrft.config.base import build, parse_yaml
+from lightrft.config.model import ModelConfig
+from lightrft.config.verbs import ExportConfig
+from lightrft.models.actor import Actor
+from lightrft.models.loading.from_pretrained import Saved as Writes
+from lightrft.models.loading.from_pretrained import load_tokenizer, save_model
+from lightrft.models.processors import load_processor
+from lightrft.strategy.checkpoint import CheckpointStore
+from lightrft.strategy.manifest import MANIFEST, load_manifest, verify
+from lightrft.strategy.single import load_weights
+from lightrft.utils.atomic_files import whole_folder
+from lightrft.utils.errors import CheckpointError, ConfigError
+
+log = logging.getLogger(__name__)
+
+POLICY = "policy"
+"""The folder of a checkpoint that holds the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPolicy:
+    """A policy in an intact checkpoint. ``model`` is the model that the run started from, with adapters and frozen parts."""
+
+    checkpoint: Path
+    step: int
+    model: ModelConfig
+
+    @property
+    def weights(self) -> Path:
+        """The folder of the trained weights."""
+        return self.checkpoint / POLICY
+
+
+def is_saved(path: Path) -> bool:
+    """Tell if ``path`` is a checkpoint or a run folder, and no model folder."""
+    return (path / MANIFEST).is_file() or ((path / "config.yaml").is_file() and not (path / "config.json").exists())
+
+
+def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> SavedPolicy:
+    """Find the policy of a run or of a checkpoint. Every file of the checkpoint is compared with what was saved.
+
+    Args:
+        path: A run folder, or the folder of a checkpoint.
+        which: ``best`` by the run's ``checkpoint.best``, ``last``, or ``auto``: the best if the run names a metric, else the last.
+        step: The step of the checkpoint, instead of ``which``.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is damaged, or its run is not known.
+        ConfigError: ``path`` is no such folder, or the run names no metric for ``best``.
+    """
+    if not is_saved(path):
+        raise ConfigError(f"{path} is neither a run folder (with config.yaml) nor a checkpoint (with {MANIFEST})")
+    if (path / MANIFEST).is_file():
+        if which != "auto" or step is not None:
+            raise ConfigError(f"{path} is one checkpoint: leave out which and step, or name the run folder")
+        verify(path)
+        checkpoint = path
+    else:
+        checkpoint = _chosen(path, which, step)
+    tree = _config_of(checkpoint)
+    return SavedPolicy(checkpoint, load_manifest(checkpoint).step, build(ModelConfig, tree["model"]))
+
+
+def _chosen(run: Path, which: str, step: int | None) -> Path:
+    """The checkpoint of ``run`` that is asked for, intact."""
+    best = (_read(run / "config.yaml").get("checkpoint") or {}).get("best")
+    if which == "best" and not best:
+        raise ConfigError(f"which = 'best': the run {run} has no checkpoint.best; take which=last, or a step")
+    store = CheckpointStore(run / "checkpoints", keep=1, best=best)
+    steps = store.steps()
+    if step is not None:
+        if step not in steps:
+            raise CheckpointError(f"{run} has no checkpoint of step {step}; it has {', '.join(map(str, steps)) or 'none'}")
+        verify(steps[step])
+        return steps[step]
+    found = store.best_intact() if best and which != "last" else None
+    if best and which != "last" and found is None:
+        log.warning("%s: no checkpoint has the metric %s; the last one is taken", run, best)
+    found = found or store.last_intact()
+    if found is None:
+        inside = sorted(file.parent.name for file in run.glob("*/config.yaml"))
+        runs = f"; the folder has runs of its own: {', '.join(inside)}" if inside else ""
+        raise CheckpointError(f"{run} has no intact checkpoint{runs}")
+    return found
+
+
+def _config_of(checkpoint: Path) -> dict[str, Any]:
+    """The config of the run that wrote ``checkpoint``: its own copy, or that of the run folder that it is in."""
+    for file in (checkpoint / "config.yaml", checkpoint.parent.parent / "config.yaml"):
+        if file.is_file():
+            return _read(file)
+    raise CheckpointError(f"{checkpoint} has no config.yaml, and is in no run folder: its model is not known")
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise CheckpointError(f"{file} cannot be read ({type(error).__name__}: {error})") from None
+    if not isinstance(tree, dict) or "model" not in tree:
+        raise CheckpointError(f"{file} is not the config of a run: it has no branch 'model'")
+    return tree
+
+
+def resolved(model: ModelConfig) -> tuple[ModelConfig, SavedPolicy | None]:
+    """Replace a run folder or a checkpoint in ``model.path`` by the model that its run started from.
+
+    Settings of ``model`` that the user gave win over those of the run.
+
+    Returns:
+        The model to load, and the policy whose weights to load into it. The latter is ``None`` for a model folder or a name.
+    """
+    folder = Path(model.path).expanduser()
+    if not model.path or not is_saved(folder):
+        return model, None
+    if not (folder / MANIFEST).is_file() and not any(folder.glob("checkpoints/step_*")) and (folder / "model").is_dir():
+        log.warning("model.path = %r: the run has no checkpoints; using its folder model/", model.path)
+        return model.model_copy(update={"path": str(folder / "model")}), None
+    saved = saved_policy(folder)
+    if saved.checkpoint != folder:
+        log.warning("model.path = %r: using the checkpoint of step %d", model.path, saved.step)
+    given = {name: getattr(model, name) for name in model.model_fields_set if name != "path"}
+    return saved.model.model_copy(update=given), saved
+
+
+def write_policy(
+    model: ModelConfig, weights: Path, path: Path, tokenizer: Any, processor: Writes | None, *, merge: bool = True
+) -> None:
+    """Write a Hugging Face folder of trained weights, under a temporary name first. A folder at ``path`` is replaced.
+
+    Args:
+        model: The model that the run started from.
+        weights: The folder of the trained weights in a checkpoint. Any strategy and number of ranks may have written it.
+        path: The folder to write.
+        tokenizer: Written beside the weights.
+        processor: Written beside the weights, if the model reads more than text.
+        merge: Add adapters into the weights. Without it a folder of adapters is written, as PEFT reads it.
+
+    Raises:
+        CheckpointError: The weights are not of this model.
+        ConfigError: ``merge`` is off and the model has no adapters.
+        ModelError: The start model cannot be loaded, or adapters cannot be added into quantised weights.
+    """
+    actor = Actor.load(model)
+    if not merge and not actor.has_adapters:
+        raise ConfigError("adapters = 'keep' changes nothing: the run trained no adapters (model.lora); leave it out")
+    load_weights(actor, weights)
+    with whole_folder(path) as temporary:
+        save_model(actor, tokenizer, temporary, processor=processor, merge=merge)
+
+
+def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:
+    """Write the policy that ``config`` names as a Hugging Face folder; returns the folder and what is in it."""
+    if not config.path:
+        raise ConfigError("path is empty; name a run folder or a checkpoint, e.g. lightrft export runs/my_run")
+    saved = saved_policy(Path(config.path).expanduser(), config.which, config.step)
+    model = saved.model if config.base is None else saved.model.model_copy(update={"path": config.base})
+    run = saved.checkpoint.absolute().parent
+    run = run.parent if run.name == "checkpoints" else run
+    output = run / "export" / saved.checkpoint.name if config.output is None else Path(config.output).expanduser()
+    if output.exists():
+        ours = output.is_dir() and any((output / name).is_file() for name in ("config.json", "adapter_config.json"))
+        if not (config.overwrite and ours):
+            way = "set overwrite=true to replace it, or choose another output" if ours else "choose another output"
+            raise ConfigError(f"output {output} exists{'' if ours else ' and is no model folder'}; {way}")
+    tokenizer = load_tokenizer(model)
+    processor = load_processor(model, tokenizer)
+    write_policy(model, saved.weights, output, tokenizer, processor, merge=config.adapters == "merge")
+    return output, saved

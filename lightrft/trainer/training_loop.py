@@ -1,0 +1,206 @@
+"""What every kind of training does around its steps: evaluations, checkpoints, going on, and the summary at the end."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightrft.config.rollout import EvalConfig
+from lightrft.distributed.process_group import patiently, together
+from lightrft.models.actor import Actor
+from lightrft.models.loading.from_pretrained import save_model
+from lightrft.observability.metrics import Last, Metrics
+from lightrft.observability.run_health import Health
+from lightrft.roles import Kept, Roles
+from lightrft.rollout.collate import attached
+from lightrft.rollout.collect import check_scored
+from lightrft.rollout.evaluation import evaluate, reached
+from lightrft.strategy.manifest import load_manifest
+from lightrft.trainer.context_limits import check_lengths, longest
+from lightrft.trainer.preflight import check_best
+from lightrft.trainer.run_session import Session, close_session
+from lightrft.trainer.saved_policy import POLICY, write_policy
+from lightrft.types import Prompt
+from lightrft.utils.atomic_files import whole_folder
+from lightrft.utils.errors import Interrupted, RewardError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True)
+class Training(ABC):
+    """A run and how far it is: ``step`` of ``steps``, and the numbers of the step that it went on from. A kind of training says what a
+    step is and what the next one reads."""
+
+    session: Session
+    roles: Roles
+    eval: EvalConfig
+    held_out: Sequence[Prompt]
+    seed: int
+    steps: int
+    step: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
+    health: Health = field(default_factory=Health)
+
+    @abstractmethod
+    def advance(self) -> Metrics:
+        """Take one step. Raises ``Interrupted`` when it was left halfway, with everything as it was before it."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What the next step reads besides weights, optimizer and random generators, as plain data."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take up what ``state`` gave."""
+
+    def begin(self) -> None:
+        """Called once, when weights and state are in place."""
+        return
+
+    def rest(self) -> None:
+        """Wait until engine and scorer are free."""
+        return
+
+    def about(self) -> dict[str, Any]:
+        """More to say in the summary."""
+        return {}
+
+    @property
+    def trained(self) -> dict[str, Kept]:
+        return self.roles.trained
+
+
+def take_up(run: Training) -> None:
+    """In a folder that holds one, load the newest checkpoint; then give the engine the weights."""
+    if run.held_out:
+        run.roles.scorer.check_sources(prompt.data_source for prompt in run.held_out)
+        check_lengths(run.roles.actor, longest(run.held_out), run.eval.sampling, "eval.sampling", "eval.data")
+    run.step, state, run.values = run.session.resume(run.roles.strategy, run.trained)
+    run.health.resume(run.values)
+    if state:
+        run.load_state(state)
+    run.roles.publish(run.step)
+
+
+def run_steps(run: Training) -> dict[str, Any]:
+    """Every step that is left, then the summary, which is returned."""
+    session = run.session
+    session.observer.begin(session.phase, run.steps, run.step)
+    values = run.values
+    if run.step == 0 and run.eval.at_start and run.held_out and not values:
+        values = session.record(0, evaluation(run))
+        warn(run, values)
+    run.begin()
+    first = run.step + 1
+    while run.step < run.steps and not session.stopping() and not reached(run.eval, values):
+        try:
+            metrics = run.advance()
+        except Interrupted:
+            session.save_if_due(run.step, False, run.roles.strategy, run.trained, run.state, values)
+            break
+        except RewardError as error:
+            raise RewardError(f"{error}{keep(run, values)}") from None
+        run.step += 1
+        if run.step == first:
+            check_best(session.checkpoint.best, metrics.compute())
+        values = finish_step(run, metrics)
+    finished = run.step >= run.steps or reached(run.eval, values)
+    written = {"model_step": export(run)} if finished else {}
+    about = {**run.about(), "finished": finished, **written}
+
+    def close() -> dict[str, Any]:
+        return close_session(session, run.eval.threshold, about, run.step) if session.ranks.rank == 0 else {}
+
+    return together(session.ranks, close)[0]
+
+
+def export(run: Training) -> int:
+    """Write the policy as a Hugging Face folder ``model/``: of the best checkpoint if the run names a metric, else as it is now.
+    Returns its step. Weights that are sharded over ranks are gathered in a copy, on the first one."""
+    roles, path, ranks = run.roles, run.session.path / "model", run.session.ranks
+    best, step = patiently(ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign))[0]
+    if best is not None:
+        parts = roles.tokenizer, roles.processor
+        together(ranks, lambda: None if ranks.rank else write_policy(roles.actor.config, best / POLICY, path, *parts))
+        return step
+    if ranks.size == 1:
+        save_whole(roles.actor, run)
+        return step
+    copy = Actor.load(roles.actor.config) if ranks.rank == 0 else None
+    parameters = {} if copy is None else dict(copy.named_parameters())
+    for name, tensor in roles.strategy.full_parameters(roles.policy.state):
+        if copy is not None:
+            parameters[name].data.copy_(tensor)
+    together(ranks, lambda: None if copy is None else save_whole(copy, run))
+    return step
+
+
+def save_whole(actor: Actor, run: Training) -> None:
+    """Write ``model/`` from the weights of ``actor``, under a temporary name first."""
+    with whole_folder(run.session.path / "model") as temporary:
+        save_model(actor, run.roles.tokenizer, temporary, processor=run.roles.processor)
+
+
+def best_checkpoint(run: Training, sign: Callable[[], None]) -> tuple[Path | None, int]:
+    """The best checkpoint and its step; ``None`` and the step of now where that is the best, or where the run names no metric."""
+    session, metric = run.session, run.session.checkpoint.best
+    if metric is None:
+        return None, run.step
+    best = session.store.best_intact(sign)
+    if best is None:
+        log.warning("checkpoint.best = %r: no checkpoint has this metric; model/ holds the last step", metric)
+        return None, run.step
+    step = load_manifest(best).step
+    return (None if step == run.step else best), step
+
+
+def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
+    """Evaluate and save if it is time, and record the step's numbers."""
+    session = run.session
+    last = run.step >= run.steps
+    if run.held_out and (last or (run.eval.every and run.step % run.eval.every == 0)):
+        try:
+            with session.timers("eval"):
+                metrics.merge(evaluation(run))
+        except RewardError as error:
+            kept = keep(run, metrics.compute())
+            session.record(run.step, metrics)
+            raise RewardError(f"{error}{kept}") from None
+    for name, count in run.health.count(metrics.compute()).items():
+        metrics.add(name, Last(count))
+    values = metrics.compute()
+    warn(run, values)
+    last = last or reached(run.eval, values)
+    metrics.merge(session.save_if_due(run.step, last, run.roles.strategy, run.trained, run.state, values))
+    return session.record(run.step, metrics)
+
+
+def warn(run: Training, values: dict[str, Any]) -> None:
+    """Log what the metrics of the step say about a run that learns nothing, or less."""
+    for message in run.health.warnings(values):
+        log.warning("step %d: %s", run.step, message)
+
+
+def keep(run: Training, values: dict[str, Any]) -> str:
+    """Save the steps taken so far, ahead of an end that was not asked for; says so, if there are any."""
+    if not run.step:
+        return ""
+    run.session.save_if_due(run.step, True, run.roles.strategy, run.trained, run.state, values)
+    return f"; the same command then goes on from step {run.step}, which is saved"
+
+
+def evaluation(run: Training) -> Metrics:
+    """Answer the held-out prompts as the policy is now, and write the answers down."""
+    run.rest()
+    with run.roles.drawing():
+        found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed, ranks=run.roles.strategy.ranks)
+    run.session.folder.write_rollouts(run.step, found.rollouts, name="eval", attached=attached(found.rollouts))
+    check_scored(found.rollouts, f"to the held-out prompts at step {run.step}")
+    run.health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))
+    return found.metrics

@@ -1,0 +1,217 @@
+"""Roles as objects of this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from lightrft.algorithms.requirements import needs_of, needs_reference
+from lightrft.config.model import ModelConfig
+from lightrft.config.reward import RewardConfig
+from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.distributed.process_group import ALONE, Ranks, check_teams
+from lightrft.engines.base import Engine
+from lightrft.engines.native import NativeEngine
+from lightrft.learner.ptx_loss import Ptx
+from lightrft.learner.reference_update import Follower
+from lightrft.models.actor import Actor
+from lightrft.models.critic import Critic
+from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.loading.from_pretrained import load_tokenizer
+from lightrft.models.processors import Processor
+from lightrft.rewards.base import Scoring, Unscored
+from lightrft.rewards.scorer import Scorer
+from lightrft.roles import AdaptersOff, Frozen, Reference, Roles, Trained
+from lightrft.strategy.base import Strategy
+from lightrft.strategy.single import SingleStrategy, load_weights
+from lightrft.utils.errors import ConfigError, ModelError
+
+
+def local_tokenizer(model: ModelConfig) -> Any:
+    """The tokenizer of ``model``. Raises ``ConfigError`` when no model is named."""
+    if not model.path:
+        raise ConfigError("model.path is empty; give a Hugging Face folder or name, e.g. model.path=path/to/model")
+    return load_tokenizer(model)
+
+
+def strategy_of(config: StrategyConfig, ranks: Ranks) -> Strategy:
+    """The strategy that ``config`` names. Raises ``ConfigError`` for one process too many or too few, or a package that lacks."""
+    check_teams(ranks, config.sequence * config.tensor)
+    if config.kind in ("fsdp2", "deepspeed") and ranks.size == 1:
+        raise ConfigError(
+            f"strategy.kind = {config.kind!r} shards over several processes; set launch.processes, or strategy.kind=auto"
+        )
+    if config.kind == "deepspeed":
+        from lightrft.strategy.deepspeed import DeepSpeedStrategy
+
+        return DeepSpeedStrategy(config, ranks)
+    if config.kind == "fsdp2" or (config.kind == "auto" and ranks.size > 1):
+        from lightrft.strategy.fsdp2 import Fsdp2Strategy
+
+        return Fsdp2Strategy(config, ranks)
+    if ranks.size > 1:
+        raise ConfigError(f"strategy.kind = 'single' is for one process, and this run has {ranks.size}; set strategy.kind=auto")
+    for name in SHARDING:
+        if (value := getattr(config, name)) != StrategyConfig.model_fields[name].default:
+            raise ConfigError(f"strategy.{name} = {value} changes nothing in one process; set launch.processes, or leave it out")
+    return SingleStrategy(config)
+
+
+def local_policy(
+    model: ModelConfig,
+    strategy: StrategyConfig,
+    engine: EngineConfig,
+    tokenizer: Any,
+    ranks: Ranks = ALONE,
+    weights: Path | None = None,
+) -> tuple[Strategy, Actor, Engine]:
+    """What every verb needs: a strategy, the policy on its device, and an engine over the same weights.
+
+    ``weights``: the folder of the trained weights in a checkpoint, which one process loads into the policy.
+    """
+    placed = strategy_of(strategy, ranks)
+    with placed.loading() as device:
+        actor = Actor.load(model, device=device)
+    if weights is not None:
+        load_weights(actor, weights)
+    whole = None if ranks.size == 1 else lambda: placed.whole(actor)
+    return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor)
+
+
+def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring:
+    """Worker processes for the terms of ``config``; without terms, one that gives every answer the reward ``unscored``."""
+    return Scorer(config) if config.terms or config.per_source else Unscored(unscored)
+
+
+def local_roles(
+    config: RLConfig,
+    tokenizer: Any,
+    steps: int,
+    processor: Processor | None = None,
+    ranks: Ranks = ALONE,
+    apart: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> Roles:
+    """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded. ``apart`` makes some of them in
+    another way, by name."""
+    scorer = apart.get(
+        "scorer", lambda: local_scorer(config.reward, unscored=0.0)
+    )()  # first: its processes start while models are read
+    try:
+        strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, ranks)
+        per_step = config.train.updates * config.train.mini_batches
+        frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
+        policy = Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
+        return Roles(
+            strategy=strategy,
+            reference=(
+                apart["reference"](policy, strategy) if "reference" in apart else local_reference(config, policy, strategy)
+            ),
+            policy=policy,
+            engine=apart["engine"](actor, strategy) if "engine" in apart else engine,
+            scorer=scorer,
+            tokenizer=tokenizer,
+            processor=processor,
+            ahead=apart["ahead"](actor, strategy) if "ahead" in apart else local_ahead(config, actor, tokenizer, strategy),
+            ahead_ranks=ranks.apart() if config.rollout.staleness else None,
+            teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
+            critic=apart.get("critic", partial(local_critic, config))(strategy, max(1, steps * per_step)),
+            process=apart.get("process", partial(local_process, config))(strategy, steps),
+            ptx=Ptx.of(config.ptx, tokenizer, config.run.seed, processor),
+        )
+    except BaseException:
+        scorer.close()
+        raise
+
+
+def local_reference(config: RLConfig, policy: Trained, strategy: Strategy) -> Reference | None:
+    """None when nothing reads it; with adapters the policy itself, adapters off; else a frozen model of its own."""
+    if not needs_reference(config.algorithm):
+        return None
+    if config.model.lora is not None and config.reference is None:
+        return AdaptersOff(policy.model)
+    frozen, kl = local_frozen(reference_model(config), strategy), config.algorithm.kl
+    return Follower.of(frozen, policy.state.shapes, strategy, kl) if kl.refresh_every else Frozen(frozen)
+
+
+def reference_model(config: RLConfig) -> ModelConfig:
+    """What the reference is loaded from, where it is a model of its own."""
+    return config.model.model_copy(update={"path": config.reference or config.model.path, "lora": None})
+
+
+def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
+    """A model without gradient."""
+    with strategy.loading() as device:
+        frozen = Actor.load(model, device=device)
+    frozen.requires_grad_(False)
+    strategy.place(frozen)
+    return frozen.eval()
+
+
+def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strategy) -> Engine | None:
+    """An engine over weights of its own, when answers are drawn while the policy is trained. On each rank it has all of them."""
+    if not config.rollout.staleness:
+        return None
+    if strategy.ranks.size == 1:
+        decoder = Decoder(actor.model).apart()
+    else:
+        with torch.random.fork_rng():  # adapters are drawn: one process draws them once
+            decoder = Decoder(Actor.load(config.model, device=strategy.device).requires_grad_(False).eval().model)
+    return NativeEngine(decoder, tokenizer, config.engine, shared=False)
+
+
+def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Frozen | None:
+    """The model that the policy learns from, if any. Raises ``ConfigError`` when its tokens are not those of the policy."""
+    if config.algorithm.distill.kind == "none":
+        return None
+    return Frozen(local_frozen(teacher_model(config, tokenizer), strategy))
+
+
+def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
+    """What the teacher is loaded from. Raises ``ConfigError`` when its tokens are not those of the policy."""
+    own = {"tokenizer": None, "chat_template": None, "lora": None, "freeze": (), "gradient_checkpointing": False}
+    model = config.model.model_copy(update={**own, **config.teacher.model_dump()})
+    try:
+        theirs = load_tokenizer(model).get_vocab()
+    except ModelError as error:
+        raise ConfigError(
+            f"teacher.path = {config.teacher.path!r}: its tokens must be known, to be compared ({error})"
+        ) from error
+    ours = tokenizer.get_vocab()
+    if ours != theirs:
+        raise ConfigError(
+            f"teacher.path = {config.teacher.path!r}: its tokenizer has {len(theirs)} tokens, that of the policy {len(ours)}, and "
+            f"{len(ours.items() ^ theirs.items())} differ; tokens are compared one by one, so take a teacher of the same tokenizer"
+        )
+    return model
+
+
+def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> Trained | None:
+    """The value model, when the advantage needs one."""
+    if "critic" not in needs_of(config.algorithm):
+        return None
+    model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora": None})
+    with strategy.loading() as device:
+        critic = Critic.load(model, device=device)
+    return Trained(critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps))
+
+
+def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trained | None:
+    """The process reward model, when the advantage needs one; it takes one optimizer step for each of the run."""
+    if "process" not in needs_of(config.algorithm):
+        return None
+    model = config.model.model_copy(update={"path": config.process.path or config.model.path, "lora": None})
+    with strategy.loading() as device:
+        actor = Actor.load(model, device=device)
+    return Trained(actor, strategy.prepare(actor, config.process.optimizer, steps))
+
+
+def rollout_steps(config: RLConfig, prompts: int) -> int:
+    """``train.steps``, or as many as ``train.epochs`` passes over ``prompts`` prompts take."""
+    return config.train.steps or max(1, math.ceil(config.train.epochs * prompts / config.rollout.prompts))

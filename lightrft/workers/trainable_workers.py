@@ -1,0 +1,225 @@
+"""Models that learn in workers, each trained there by one process: a critic, and a process reward model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightrft.config.strategy import StrategyConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.distributed.process_group import ALONE, Ranks, together
+from lightrft.distributed.worker_api import Worker, WorkerLost
+from lightrft.learner.forward_passes import settle_layout
+from lightrft.learner.policy_update import critic_step
+from lightrft.learner.process_reward import process_step
+from lightrft.models.actor import Scores
+from lightrft.observability.metrics import Metrics
+from lightrft.roles import Trained
+from lightrft.strategy.base import Strategy
+from lightrft.strategy.single import SingleStrategy
+from lightrft.types import Batch
+from lightrft.utils.errors import WorkerError
+from lightrft.workers.local import local_critic, local_process
+from lightrft.workers.model_workers import PART_BYTES, bare
+from lightrft.workers.worker_group import Limits
+
+
+def critic_host(config: RLConfig, strategy: StrategyConfig, optimizer_steps: int, threads: int) -> CriticHost:
+    """What a worker makes: the critic of ``config``, trained by one process on the device of ``strategy``. Raises ``ValueError`` where
+    the algorithm has none."""
+    return CriticHost(*_alone(local_critic, config, strategy, optimizer_steps, threads), config)
+
+
+def process_host(config: RLConfig, strategy: StrategyConfig, steps: int, threads: int) -> ProcessHost:
+    """What a worker makes: the process reward model of ``config``, trained by one process on the device of ``strategy``. Raises
+    ``ValueError`` where the algorithm has none."""
+    return ProcessHost(*_alone(local_process, config, strategy, steps, threads), config)
+
+
+Make = Callable[[RLConfig, Strategy, int], Trained | None]
+
+
+def _alone(make: Make, config: RLConfig, strategy: StrategyConfig, steps: int, threads: int) -> tuple[Trained, SingleStrategy]:
+    torch.set_num_threads(threads)
+    placed = SingleStrategy(strategy)
+    made = make(config, placed, steps)
+    if made is None:
+        raise ValueError(f"advantage {config.algorithm.advantage.name!r} has no such model")
+    return made, placed
+
+
+class TrainedHost:
+    """A model with its optimizer, in its worker."""
+
+    def __init__(self, trained: Trained, strategy: Strategy, config: RLConfig) -> None:
+        self.trained = trained
+        self.strategy = strategy
+        self.config = config
+        self.folder = tempfile.TemporaryDirectory(prefix="trained-")
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return self.trained.shapes
+
+    def save(self) -> list[tuple[str, int]]:
+        """Write the state down here: its files, and how long they are."""
+        folder = self._emptied()
+        self.trained.save(self.strategy, folder)
+        return [(str(file.relative_to(folder)), file.stat().st_size) for file in sorted(folder.rglob("*")) if file.is_file()]
+
+    def read(self, name: str, first: int, count: int) -> np.ndarray:
+        """Bytes of a file that ``save`` has written."""
+        return np.fromfile(Path(self.folder.name) / name, dtype=np.uint8, count=count, offset=first)
+
+    def write(self, name: str, data: np.ndarray) -> None:
+        """Append to a file that ``load`` will read."""
+        file = Path(self.folder.name) / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("ab") as out:
+            out.write(data.tobytes())
+
+    def load(self) -> None:
+        """Take up the state that was written."""
+        self.trained.load(self.strategy, Path(self.folder.name))
+        self._emptied()
+
+    def _emptied(self) -> Path:
+        self.folder.cleanup()
+        self.folder = tempfile.TemporaryDirectory(prefix="trained-")
+        return Path(self.folder.name)
+
+
+class CriticHost(TrainedHost):
+    """A critic, in its worker."""
+
+    @torch.no_grad()
+    def values(self, batch: Batch, final: bool) -> tuple[Tensor, Tensor | None]:
+        values, after = self.trained.model.values(batch.to(self.strategy.device), final=final)
+        return values.cpu(), None if after is None else after.cpu()
+
+    def learn(self, mini: Batch) -> Metrics:
+        """One optimizer step."""
+        metrics = critic_step(self.strategy, self.trained, mini, self.config)
+        metrics.compute()  # tensors become numbers
+        return metrics
+
+
+class ProcessHost(TrainedHost):
+    """A process reward model, in its worker."""
+
+    @torch.no_grad()
+    def score(self, batch: Batch, temperature: float) -> Tensor:
+        """Log-probs ``[N]`` of the response tokens."""
+        return self.trained.model.score(batch.to(self.strategy.device), temperature=temperature).logprobs.float().cpu()
+
+    def learn(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """One optimizer step: log-probs ``[N]`` before it, and metrics."""
+        if not self.trained.layout_settled:
+            settle_layout(self.trained, batch, self.strategy)
+        logprobs, metrics = process_step(self.strategy, self.trained, batch, self.config)
+        metrics.compute()  # tensors become numbers
+        return logprobs, metrics
+
+
+class RemoteTrained:
+    """A model that learns in ``worker``, which holds a ``TrainedHost``. Every rank asks it about its own parts of a batch; the first has
+    it learn, and tells the others what came of it.
+
+    Its weights and its optimizer exist nowhere else between two checkpoints. Its loss therefore ends the run, which goes on from the
+    last of them: it raises ``WorkerError``.
+    """
+
+    in_flight = 2
+    of_all = False
+
+    def __init__(self, worker: Worker, limits: Limits, ranks: Ranks = ALONE) -> None:
+        self.worker = worker
+        self._limits = limits
+        self._ranks = ranks
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        if self._shapes is None:
+            self._shapes = self._ask("shapes")
+        return self._shapes
+
+    def save(self, strategy: Strategy, path: Path) -> None:
+        """Write the state under the folder ``path``, in the form that one process writes."""
+        self._first(lambda: self._fetch(path))
+
+    def load(self, strategy: Strategy, path: Path) -> None:
+        """Restore what ``save``, or any other strategy, wrote there. Raises ``CheckpointError`` when it is not of this model."""
+        self._first(lambda: self._bring(path))
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def _taught(self, batch: Batch, columns: Sequence[str]) -> Any:
+        """What one optimizer step on ``batch``, which all ranks know, returns; the loss reads ``columns`` of it."""
+        return self._first(lambda: self._ask("learn", bare(batch, columns)))
+
+    def _first(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns to the first rank, on all."""
+        return together(self._ranks, lambda: work() if self._ranks.rank == 0 else None)[0]
+
+    def _fetch(self, path: Path) -> None:
+        for name, size in self._ask("save"):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            with (path / name).open("wb") as file:
+                for first in range(0, size, PART_BYTES):
+                    file.write(self._ask("read", name, first, min(PART_BYTES, size - first)).tobytes())
+
+    def _bring(self, path: Path) -> None:
+        for source in sorted(p for p in path.rglob("*") if p.is_file()):
+            with source.open("rb") as file:
+                while data := file.read(PART_BYTES):
+                    self._ask("write", str(source.relative_to(path)), np.frombuffer(data, dtype=np.uint8))
+        self._ask("load")
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        try:
+            return self.worker.call(method, *args).result(self._limits.silence)
+        except (WorkerLost, TimeoutError) as error:
+            reason = str(error) or f"it did not answer for {self._limits.silence:g} s"
+            raise WorkerError(
+                f"{self.worker.name} was lost ({reason}), and with it what it has learned since the last checkpoint; the same "
+                "command goes on from there. Lower checkpoint.every, so that less is lost"
+            ) from error
+
+
+class RemoteCritic(RemoteTrained):
+    """``ValueLearner`` over a worker that holds a ``CriticHost``."""
+
+    @overload
+    def values(self, batch: Batch, final: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def values(self, batch: Batch, final: Literal[False] = False) -> tuple[Tensor, None]: ...
+
+    def values(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
+        """See ``Critic.values``."""
+        if not len(batch):
+            return torch.zeros(0), torch.zeros(0) if final else None
+        return self._ask("values", bare(batch), final)
+
+    def learn(self, mini: Batch) -> Metrics:
+        """One optimizer step on ``mini``, which all ranks know."""
+        return self._taught(mini, ("sampled", "values", "returns", "loss_weights"))
+
+
+class RemoteProcess(RemoteTrained):
+    """``ProcessLearner`` over a worker that holds a ``ProcessHost``."""
+
+    def score(self, batch: Batch, *, temperature: float) -> Scores:
+        """See ``Actor.score``."""
+        return Scores(self._ask("score", bare(batch), temperature) if batch.tokens else torch.zeros(0))
+
+    def learn(self, batch: Batch) -> tuple[Tensor, Metrics]:
+        """One optimizer step on ``batch``, which all ranks know: log-probs ``[N]`` before it, and metrics."""
+        return self._taught(batch, ("sampled", "rewards", "ref_logprobs"))

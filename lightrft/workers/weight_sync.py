@@ -1,0 +1,232 @@
+"""Weights of this process in workers: handed over to all of them, checked there, and given again to one that is started anew."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightrft.distributed.process_group import Ranks, together
+from lightrft.distributed.worker_api import Worker, WorkerLost
+from lightrft.engines.base import Fingerprint
+from lightrft.engines.native import checksum
+from lightrft.engines.weight_transport import Carrier, Inbox, Layout, Message, Way, carrier_of, fill, used
+from lightrft.utils.errors import ModelError
+from lightrft.workers.worker_group import Crew, Limits
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Weights = Iterable[tuple[str, Tensor]]
+"""Tensors by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hand:
+    """How weights are handed over: the ``way``, the bytes of a ``bucket``, the ``device`` that it is filled on, where workers find this
+    machine (``host``), and the names in the workers' model that training changes: with them, only those travel again."""
+
+    way: Way = "message"
+    bucket: int = 256 * 2**20
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (a value that never changes)
+    host: str = "127.0.0.1"
+    trained: frozenset[str] | None = None
+
+
+class Receiver(ABC):
+    """The object of a worker that takes weights."""
+
+    inbox: Inbox
+
+    def weights(self, method: str, *args: Any) -> None:
+        """For the way that weights come by."""
+        getattr(self.inbox, method)(*args)
+
+    def ping(self) -> None:  # noqa: B027 (there is nothing to do)
+        """Nothing but a sign of life."""
+
+    @abstractmethod
+    def fingerprint(self) -> Fingerprint:
+        """Of the weights as they are."""
+
+    @abstractmethod
+    def settle(self, version: int) -> Fingerprint:
+        """All weights of ``version`` are there: their fingerprint."""
+
+
+class Delivery:
+    """Hands weights over to ``workers`` that hold a ``Receiver`` each. One that is lost is started anew and given the newest, which
+    this machine keeps for that, unless ``again`` gives them once more. Raises ``WorkerError`` when that does not help, and
+    ``ModelError`` when workers do not hold the same weights."""
+
+    def __init__(self, workers: Sequence[Worker], limits: Limits, hand: Hand, again: Callable[[], Weights] | None = None) -> None:
+        self.crew = Crew(workers, limits, self._give)
+        self.hand = hand
+        self.version = 0
+        self._again = again
+        self._begun = False
+        self._kept: list[tuple[Layout, Tensor]] = []
+        self._carrier: Carrier | None = None
+        self._lives: tuple[int, ...] = ()
+        self._found: dict[int, Fingerprint] = {}
+        self._known: list[Fingerprint] = []  # by worker, of what it was made with
+        self._frozen: Fingerprint | None = None  # what travelled the first time and never again
+        self._kept_frozen: list[tuple[Layout, Tensor]] = []
+        self._resent = 0
+
+    @property
+    def travelled(self) -> set[str]:
+        """Names of what is kept for workers that start later."""
+        return {piece.name for layout, _ in [*self._kept_frozen, *self._kept] for piece in layout}
+
+    def hand_over(self, weights: Weights, version: int) -> Fingerprint:
+        """Give every worker ``weights``, which are of ``version``; returns the fingerprint of what all of them hold then."""
+        self.crew.settle()
+        there = self.crew.each("fingerprint" if self._frozen is None else "ping")  # who was lost unseen is found out here
+        self._known = [found for found in there if found is not None]
+        self.crew.settle()
+        sums: Fingerprint = {}
+        kept, arrived = self._send(self._travelling(weights, sums))
+        self._kept, self._begun, self.version, self._found = kept, True, version, {}
+        if arrived:
+            # Added one by one: a worker that was lost meanwhile may be there again already, and has written down its own.
+            self._found.update((id(w), found) for w, found in zip(self.crew.workers, self.crew.each("settle", version)) if found)
+        else:
+            self._resend()
+        self.crew.settle()  # who was lost has been given them too
+        if self._frozen is None:
+            self._keep_frozen(sums)
+        return self._agreed({**(self._frozen or {}), **sums})
+
+    def take_counts(self) -> dict[str, int]:
+        """See ``Counting``."""
+        resent, self._resent = self._resent, 0
+        return {"restarts": self.crew.take_restarts(), "weights_resent": resent}
+
+    def close(self) -> None:
+        """End the workers."""
+        self.crew.close()
+
+    def _travelling(self, weights: Weights, sums: Fingerprint) -> Iterator[tuple[str, Tensor]]:
+        """Those of ``weights`` that workers lack; ``sums`` gets their checksums."""
+        trained, known = self.hand.trained, self._known
+        for name, tensor in weights:
+            if self._frozen is not None and trained is not None and name not in trained:
+                continue
+            total = checksum(tensor)
+            if trained is None or name in trained or not known or any(there.get(name) != total for there in known):
+                sums[name] = total
+                yield name, tensor
+
+    def _keep_frozen(self, sums: Fingerprint) -> None:
+        """Keep, for workers that start later, what no later hand-over brings of the first one, in which ``sums`` travelled."""
+        trained = frozenset(sums) if self.hand.trained is None else self.hand.trained
+        self._frozen = {name: total for name, total in sums.items() if name not in trained}
+        parts = [(tuple(piece for piece in layout if piece.name not in trained), data) for layout, data in self._kept]
+        self._kept_frozen = [(layout, data[: used(layout)]) for layout, data in parts if layout]
+
+    def _send(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[list[tuple[Layout, Tensor]], bool]:
+        """Send ``weights`` to all workers: what is to be kept of it, and whether it arrived everywhere."""
+        kept: list[tuple[Layout, Tensor]] = []
+        carrier = self._open()
+        arrived = carrier is not None
+        slots = Message((), self.hand.bucket, 0.0).slots if carrier is None else carrier.slots
+        for slot, layout in fill(weights, slots):
+            if self._again is None:
+                kept.append((layout, slots[slot][: used(layout)].to("cpu", copy=True)))
+            arrived = arrived and carrier is not None and self._carried(carrier.send, slot, layout)
+        return kept, arrived and carrier is not None and self._carried(carrier.flush)
+
+    def _open(self) -> Carrier | None:
+        """The way to the workers, made anew when one of them is not who it was; nothing where that fails."""
+        hand, crew = self.hand, self.crew
+        if self._carrier is None or self._lives != crew.lives:
+            self._close_carrier()
+            self._lives = crew.lives
+
+            def make() -> None:
+                self._carrier = carrier_of(hand.way, crew.workers, hand.bucket, hand.device, crew.limits.silence, hand.host)
+
+            self._carried(make)
+        return self._carrier
+
+    def _carried(self, step: Callable[..., None], *args: Any) -> bool:
+        """Whether ``step`` of the way to the workers went well."""
+        try:
+            step(*args)
+        except (WorkerLost, TimeoutError, RuntimeError) as error:
+            log.warning("weights did not reach all workers (%s); they are sent again, one worker at a time", error)
+            self._close_carrier()
+            return False
+        return True
+
+    def _close_carrier(self) -> None:
+        if self._carrier is not None:
+            self._carrier.close()
+        self._carrier = None
+
+    def _resend(self) -> None:
+        """Have every worker given the weights as messages; who is lost, or is not heard of soon, is started anew."""
+        self._resent += 1
+        self.crew.settle()
+        for worker in self.crew.workers:
+            self.crew.beside(worker, self._give_again)
+
+    def _give_again(self, worker: Worker) -> None:
+        worker.call("ping").result(self.crew.limits.grace)  # the ranks have waited for it long enough
+        self._give(worker)
+
+    def _give(self, worker: Worker) -> None:
+        """Give ``worker`` the newest weights, if there are any."""
+        if not self._begun:
+            return
+        silence = self.crew.limits.silence
+        for layout, data in self._buckets():
+            worker.call("weights", "put", data.numpy(), layout).result(silence)
+        self._found[id(worker)] = worker.call("settle", self.version).result(silence)
+        self._agreed({})
+
+    def _buckets(self) -> Iterator[tuple[Layout, Tensor]]:
+        """The newest weights, as messages."""
+        yield from [*self._kept_frozen, *self._kept]
+        if self._again is not None:
+            slots = Message((), self.hand.bucket, 0.0).slots
+            for slot, layout in fill(self._again(), slots):
+                yield layout, slots[slot][: used(layout)]
+
+    def _agreed(self, sums: Fingerprint) -> Fingerprint:
+        """The fingerprint of all workers. Raises ``ModelError`` where theirs, or those of what was sent, differ."""
+        first, *others = self._found.values()
+        odd = {name for other in others for name, _ in first.items() ^ other.items()}
+        odd |= {name for name, total in sums.items() if kind_of(total) == kind_of(first[name]) and total != first[name]}
+        if odd:
+            names = ", ".join(worker.name for worker in self.crew.workers)
+            raise ModelError(
+                f"{names} do not hold the weights of version {self.version} that they were sent: {len(odd)} differ, e.g. "
+                f"{min(odd)!r}; set launch.ray.weights to another way if this comes again"
+            )
+        return first
+
+
+def led(ranks: Ranks, weights: Weights, take: Callable[[Iterator[tuple[str, Tensor]]], T]) -> T:
+    """What ``take`` makes of ``weights`` on the first rank, told to all; the others only take part in putting them together."""
+    stream = iter(weights)
+
+    def work() -> Any:
+        try:
+            return take(stream) if ranks.rank == 0 else None
+        finally:
+            deque(stream, maxlen=0)
+
+    return together(ranks, work)[0]
+
+
+def kind_of(total: str) -> str:
+    """Type and shape of the tensor that has this checksum."""
+    return total.partition(":")[0]

@@ -1,0 +1,252 @@
+"""YAML files and ``a.b=value`` to one frozen tree, and what is said when it does not fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import settings as tries
+from hypothesis import strategies as st
+from pydantic import Field, ValidationError
+
+from lightrft.config.base import Settings, build, deep_merge, dotted, load_settings, parse_yaml, to_yaml
+from lightrft.utils.errors import ConfigError
+
+
+class Leaf(Settings):
+    shorthand: ClassVar[str | None] = "name"
+
+    name: str = "a"
+    rate: float = Field(1.0, gt=0)
+    options: dict[str, Any] = Field(default_factory=dict)
+
+
+class Branch(Settings):
+    leaf: Leaf = Leaf()
+    maybe: Leaf | None = None
+    count: int = 1
+    kind: Literal["one", "two"] = "one"
+    flag: bool = False
+    tags: tuple[str, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
+    by_name: dict[str, tuple[Leaf, ...]] = Field(default_factory=dict)
+
+
+class Root(Settings):
+    branch: Branch = Branch()
+    name: str = "root"
+    rate: float = 1.0
+    note: str | None = None
+
+
+def file(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def loaded(*overrides: str) -> Root:
+    return load_settings(Root, [], overrides).settings
+
+
+def message(*overrides: str, files: tuple[Path, ...] = ()) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(Root, files, overrides)
+    return str(caught.value)
+
+
+def test_later_files_win_leaf_by_leaf_and_arguments_over_all(tmp_path: Path) -> None:
+    first = file(tmp_path / "a.yaml", "branch: {count: 2, flag: true, tags: [x, y]}\nname: first\n")
+    second = file(tmp_path / "b.yaml", "branch: {count: 3, tags: [z]}\n")
+    found = load_settings(Root, [first, second], ["branch.count=4", "rate=2"])
+    assert found.settings == Root(branch=Branch(count=4, flag=True, tags=("z",)), name="first", rate=2.0)
+    assert load_settings(Root, [second, first]).settings.branch.count == 2
+    assert found.sources == {
+        "branch.count": "command line",
+        "branch.flag": str(first),
+        "branch.tags": str(second),
+        "name": str(first),
+        "rate": "command line",
+    }
+
+
+def test_nothing_given_is_the_defaults(tmp_path: Path) -> None:
+    assert load_settings(Root).settings == Root()
+    assert load_settings(Root, [file(tmp_path / "empty.yaml", "# nothing\n")]).settings == Root()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-6", 1e-6), ("1E-6", 1e-6), ("1.5e3", 1500.0), ("-2e2", -200.0), ("3", 3), ("0.1", 0.1), (".5", 0.5), ("1e5", 1e5)],
+)
+def test_numbers_are_numbers_on_the_command_line_and_in_files(text: str, value: float, tmp_path: Path) -> None:
+    found = loaded(f"branch.leaf.options.x={text}").branch.leaf.options["x"]
+    assert found == value
+    assert type(found) is type(value)
+    read = load_settings(Root, [file(tmp_path / "a.yaml", f"branch: {{leaf: {{options: {{x: {text}, y: [{text}]}}}}}}\n")])
+    assert read.settings.branch.leaf.options == {"x": value, "y": [value]}
+    assert loaded(f"rate={text}").rate == value
+
+
+@pytest.mark.parametrize("text", ["'1e-6'", '"1e-6"', '"12e4567"', "12e4567x", "e5", "1e", "v1.2", "1-2", "2fast"])
+def test_text_that_only_looks_like_a_number_stays_text(text: str) -> None:
+    assert loaded(f"name={text}").name == text.strip("'\"")
+
+
+def test_values_are_yaml() -> None:
+    found = loaded("branch.flag=true", "branch.tags=[a, b]", "note=null", "branch.leaf.options={a: {b: [1, x]}}", "name=a=b c")
+    assert found.branch.flag is True
+    assert found.branch.tags == ("a", "b")
+    assert found.note is None
+    assert found.branch.leaf.options == {"a": {"b": [1, "x"]}}
+    assert found.name == "a=b c"
+
+
+def test_an_empty_value_is_null() -> None:
+    assert loaded("note=x", "note=").note is None
+
+
+def test_a_bare_value_stands_for_the_field_that_a_branch_names(tmp_path: Path) -> None:
+    read = load_settings(Root, [file(tmp_path / "a.yaml", "branch: {leaf: b, maybe: c}\n")], ["branch.leaf.rate=2"])
+    assert read.settings.branch.leaf == Leaf(name="b", rate=2.0)
+    assert read.settings.branch.maybe == Leaf(name="c")
+    assert read.sources["branch.leaf.name"] == str(tmp_path / "a.yaml")
+    assert loaded("branch.leaf=z").branch.leaf.name == "z"
+
+
+def test_a_bare_value_over_a_written_out_branch_changes_that_field_alone(tmp_path: Path) -> None:
+    full = file(tmp_path / "a.yaml", "branch: {leaf: {name: b, rate: 3}}\n")
+    assert load_settings(Root, [full], ["branch.leaf=c"]).settings.branch.leaf == Leaf(name="c", rate=3.0)
+
+
+def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
+    bad = file(tmp_path / "bad.yaml", "branch: {cuont: 2, kind: three, leaf: {rate: -1}}\nnmae: x\n")
+    lines = message("branch.count=many", "nonsense", "rate=fast", files=(bad,)).splitlines()
+    assert len(lines) == 7
+    assert lines[0] == "'nonsense' is neither a .yaml file nor key=value"
+    rest = sorted(lines[1:])
+    assert rest[0].startswith("branch.count = 'many' (from command line): ")
+    assert rest[1].startswith(f"branch.kind = 'three' (from {bad}): Input should be 'one' or 'two'")
+    assert rest[2].startswith(f"branch.leaf.rate = -1 (from {bad}): Input should be greater than 0")
+    assert rest[3].startswith("rate = 'fast' (from command line): ")
+    assert rest[4] == f"unknown setting branch.cuont (from {bad}); did you mean branch.count?"
+    assert rest[5] == f"unknown setting nmae (from {bad}); did you mean name?"
+
+
+def test_an_unknown_key_far_from_all_is_met_with_all() -> None:
+    assert message("branch.leaf.zzz=1") == (
+        "unknown setting branch.leaf.zzz (from command line); known here: name, rate, options"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "near"),
+    [
+        ("branch.leaves=[{nmae: x}]", "did you mean branch.leaves.0.name?"),
+        ("branch.by_name={k: [{name: a}, {raet: 2}]}", "did you mean branch.by_name.k.1.rate?"),
+        ("branch.maybe.nmae=x", "did you mean branch.maybe.name?"),
+    ],
+)
+def test_nearest_names_are_known_inside_lists_and_tables_too(override: str, near: str) -> None:
+    assert near in message(override)
+
+
+@pytest.mark.parametrize("text", ["", "novalue", "=3"])
+def test_an_argument_without_a_key_or_a_value_is_said(text: str) -> None:
+    assert message(text) == f"{text!r} is neither a .yaml file nor key=value"
+
+
+def test_values_that_are_no_yaml_are_said() -> None:
+    assert message("branch.tags=[a").startswith("branch.tags: '[a' is not a YAML value")
+
+
+def test_files_that_are_missing_or_no_settings_are_said(tmp_path: Path) -> None:
+    good = file(tmp_path / "train.yaml", "name: x\n")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(Root, [tmp_path / "trian.yaml"])
+    assert str(caught.value) == f"there is no config file {tmp_path / 'trian.yaml'}; did you mean {good}?"
+    with pytest.raises(ConfigError, match="there is no config file"):
+        load_settings(Root, [tmp_path / "nowhere" / "a.yaml"])
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_settings(Root, [file(tmp_path / "bad.yaml", "a: [1\n")])
+    with pytest.raises(ConfigError, match="must hold keys and values, not list"):
+        load_settings(Root, [file(tmp_path / "list.yaml", "- 1\n")])
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\n")
+    with pytest.raises(ConfigError, match="is not YAML"):
+        load_settings(Root, [tmp_path / "latin.yaml"])
+
+
+def test_missing_files_come_with_the_other_problems(tmp_path: Path) -> None:
+    lines = message("nmae=1", "nonsense", files=(tmp_path / "a.yaml", tmp_path / "b.yaml")).splitlines()
+    assert lines == [
+        f"there is no config file {tmp_path / 'a.yaml'}",
+        f"there is no config file {tmp_path / 'b.yaml'}",
+        "'nonsense' is neither a .yaml file nor key=value",
+        "unknown setting nmae (from command line); did you mean name?",
+    ]
+
+
+def test_text_that_was_read_as_a_number_comes_with_the_way_out() -> None:
+    assert message("name=12e3").startswith(
+        "name = 12000.0 (from command line): Input should be a valid string; to give it as text"
+    )
+    assert """name='"..."'""" in message("name=3")
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        Root().name = "other"  # type: ignore[misc]
+
+
+TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), max_size=8) | st.sampled_from(
+    ["1e-6", "12e4567", "yes", "null", "1", "0x1", "a: b", "\n", "  ", "1_0", "1:30", "=", "~", ".5e1", "2001-01-01"]
+)
+NUMBERS = st.floats(allow_nan=False) | st.integers()
+VALUES = st.recursive(TEXT | NUMBERS | st.booleans() | st.none(), lambda v: st.lists(v) | st.dictionaries(TEXT, v), max_leaves=5)
+
+
+@tries(deadline=None)
+@given(TEXT, st.floats(min_value=1e-300, allow_nan=False, allow_infinity=False), st.dictionaries(TEXT, VALUES), st.lists(TEXT))
+def test_what_was_saved_loads_back_equal(name: str, rate: float, options: dict[str, Any], tags: list[str]) -> None:
+    leaf = Leaf(name=name, rate=rate, options=options)
+    settings = Root(branch=Branch(leaf=leaf, maybe=leaf, leaves=(leaf,), by_name={"k": (leaf,)}, tags=tuple(tags)), note=name)
+    assert build(Root, parse_yaml(to_yaml(settings))) == settings
+
+
+def test_a_saved_file_is_plain_yaml() -> None:
+    tree = yaml.safe_load(to_yaml(Root(branch=Branch(tags=("a",)))))
+    assert tree["branch"]["tags"] == ["a"]
+    assert list(tree) == ["branch", "name", "rate", "note"]
+
+
+def test_leaves_are_listed_and_merged() -> None:
+    tree = {"a": {"b": 1, "c": {}}, "d": [1, {"e": 2}]}
+    assert dict(dotted(tree)) == {"a.b": 1, "a.c": {}, "d": [1, {"e": 2}]}
+    assert deep_merge(tree, {"a": {"b": 2}, "d": []}) == {"a": {"b": 2, "c": {}}, "d": []}
+    assert tree["a"] == {"b": 1, "c": {}}
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("num_generations=8", "num_generations is rollout.samples here"),
+        ("actor_rollout_ref.rollout.n=8", "actor_rollout_ref.rollout.n is rollout.samples here"),
+        ("rollout.n=8", "rollout.n is rollout.samples here"),
+        ("algorithm.clip_ratio_high=0.3", "algorithm.clip_ratio_high is algorithm.loss.clip_high here"),
+        ("n_samples_per_prompt=8", "n_samples_per_prompt is rollout.samples here"),
+        (
+            "trainer={total_epochs: 1, save_freq: 2}",
+            "trainer.total_epochs is train.epochs here, trainer.save_freq is checkpoint.every here",
+        ),
+        ("trainer={colour: 1}", "did you mean train?"),
+        ("rollout.sample=8", "did you mean rollout.samples?"),
+    ],
+)
+def test_a_name_of_another_program_is_answered_with_ours(given, said):
+    from lightrft.config.verbs import RLConfig
+
+    with pytest.raises(ConfigError) as raised:
+        load_settings(RLConfig, overrides=[given])
+    assert said in str(raised.value)

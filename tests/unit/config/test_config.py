@@ -1,0 +1,213 @@
+"""The trees of the verbs: what they refuse and how they say it, and that what was saved loads back equal."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightrft.config import verbs as trees
+from lightrft.config.algorithm import AlgorithmConfig, KLConfig
+from lightrft.config.base import Part, Settings, build, load_settings, to_resolved_yaml
+from lightrft.config.presets import PRESETS
+from lightrft.config.reward import RewardConfig, RewardTerm
+from lightrft.config.strategy import SamplingConfig
+from lightrft.config.train import CriticConfig
+from lightrft.config.verbs import ChatConfig, RLConfig, SFTConfig
+from lightrft.utils.errors import ConfigError
+
+CLASSES = [
+    c
+    for _, c in inspect.getmembers(trees, inspect.isclass)
+    if issubclass(c, Settings) and not any(f.is_required() for f in c.model_fields.values())
+]
+
+
+def saved(settings: Settings, folder: Path) -> Path:
+    path = folder / "config.yaml"
+    path.write_text(to_resolved_yaml(settings), encoding="utf-8")
+    return path
+
+
+def said(cls: type[Settings], *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_settings(cls, [], overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_tree_that_was_saved_loads_back_equal(cls: type[Settings], tmp_path: Path) -> None:
+    assert load_settings(cls, [saved(cls(), tmp_path)]).settings == cls()
+
+
+@pytest.mark.parametrize("preset", [*sorted(PRESETS), "null"])
+def test_every_preset_that_was_saved_loads_back_equal(preset: str, tmp_path: Path) -> None:
+    first = load_settings(RLConfig, [], [f"algorithm.preset={preset}", "algorithm.kl.target=3"]).settings
+    assert load_settings(RLConfig, [saved(first, tmp_path)]).settings == first
+    assert first.algorithm.kl.target == 3.0
+
+
+def test_a_full_tree_that_was_saved_loads_back_equal(tmp_path: Path) -> None:
+    first = load_settings(
+        RLConfig,
+        [],
+        [
+            "algorithm=ppo",
+            "algorithm.shaping=[{name: overlong, options: {buffer: 8, penalty: 1e-3}}, reward_clip]",
+            "algorithm.filters=[{name: reward_bounds, options: {high: .inf}}]",
+            "reward.terms=[math, {function: '/mine.py:f', weight: 0.5, options: {text: '1e-6'}}]",
+            "reward.per_source={gsm8k: math, other: [a, b]}",
+            "model.lora={rank: 8, targets: [q_proj, v_proj]}",
+            r'sampling.stop=["\n\n", "</answer>", "yes"]',
+            "data.sources=[/a.jsonl, {path: /b.jsonl, limit: 3}]",
+            "optimizer.lr=1e-6",
+            "run.name='1e-6'",
+        ],
+    ).settings
+    assert load_settings(RLConfig, [saved(first, tmp_path)]).settings == first
+    assert first.run.name == "1e-6"
+    assert first.optimizer.lr == 1e-6
+    assert first.algorithm.shaping[0].options["penalty"] == 1e-3
+    assert first.reward.terms[1].options == {"text": "1e-6"}
+    assert first.sampling.stop == ("\n\n", "</answer>", "yes")
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_a_preset_fills_in_what_is_not_given(preset: str) -> None:
+    plain = AlgorithmConfig.model_validate(preset)
+    assert (
+        plain
+        == AlgorithmConfig.model_validate({"preset": preset})
+        == AlgorithmConfig.model_validate(PRESETS[preset] | {"preset": preset})
+    )
+    near = AlgorithmConfig.model_validate({"preset": preset, "loss": {"clip_high": 0.28}})
+    assert near == plain.model_copy(update={"loss": plain.loss.model_copy(update={"clip_high": 0.28})})
+
+
+def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
+    bare = AlgorithmConfig.model_validate({"preset": None})
+    assert bare.kl == KLConfig()
+    assert bare.aggregation == AlgorithmConfig.model_fields["aggregation"].default
+    assert AlgorithmConfig().preset == "grpo"
+    assert AlgorithmConfig() == AlgorithmConfig.model_validate("grpo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["algorithm=gprpo"],
+            f"algorithm (from command line): unknown preset 'gprpo'; did you mean 'grpo'? Known: {', '.join(sorted(PRESETS))}",
+        ),
+        (["algorithm=zzz"], f"algorithm (from command line): unknown preset 'zzz'. Known: {', '.join(sorted(PRESETS))}"),
+        (
+            ["algorithm.kl={where: none, coef: 0.1}"],
+            "algorithm.kl (from command line): kl.coef is 0.1 but kl.where is 'none'; set kl.where to 'reward' or 'loss'",
+        ),
+        (
+            ["algorithm.kl={where: loss, estimator: k1, coef: 0.1}"],
+            "algorithm.kl (from command line): kl.estimator k1 in the loss has zero expected gradient; "
+            "take k2 or k3, or kl.weighted: true, or kl.where: reward",
+        ),
+        (
+            ["algorithm.kl={where: loss, estimator: k1, coef: 0, final: 0.1, controller: linear, steps: 3}"],
+            "algorithm.kl (from command line): kl.estimator k1 in the loss has zero expected gradient",
+        ),
+        (
+            ["algorithm.normalize={terms: group, rewards: scale}"],
+            "algorithm.normalize (from command line): normalize.terms is 'group' and normalize.rewards 'scale': terms that have a scale",
+        ),
+        (
+            ["sampling.min_new_tokens=9", "sampling.max_new_tokens=8"],
+            "sampling (from command line): min_new_tokens 9 is above max_new_tokens 8; raise the latter",
+        ),
+        (["algorithm.shaping=[{nmae: overlong}]"], "did you mean algorithm.shaping.0.name?"),
+        (["reward.terms=[{function: math, wieght: 2}]"], "did you mean reward.terms.0.weight?"),
+        (
+            ["algorithm.advantage.gamma=1.5"],
+            "algorithm.advantage.gamma = 1.5 (from command line): Input should be less than or equal to 1",
+        ),
+        (["algorithm.loss.dual_clip=1"], "algorithm.loss.dual_clip = 1 (from command line): Input should be greater than 1"),
+        (["rollout.samples=0"], "rollout.samples = 0 (from command line): Input should be greater than or equal to 1"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_the_way_out(overrides: list[str], message: str) -> None:
+    assert message in said(RLConfig, *overrides)
+
+
+def test_problems_of_all_branches_come_at_once() -> None:
+    lines = said(RLConfig, "sampling.min_new_tokens=999", "rollout.sampels=4", "train.steps=0", "algorithm=zzz").splitlines()
+    assert len(lines) == 4
+
+
+def test_a_kl_term_without_a_coefficient_needs_no_reference() -> None:
+    assert not KLConfig(where="loss", estimator="k1", coef=0.0).used
+    assert not KLConfig().used
+    assert KLConfig(where="reward", estimator="k1", coef=0.1).used
+
+
+@pytest.mark.parametrize(
+    ("given", "terms"),
+    [
+        ("math", (RewardTerm(function="math"),)),
+        (["math", "a.py:f"], (RewardTerm(function="math"), RewardTerm(function="a.py:f"))),
+        ({"function": "math", "weight": 2}, (RewardTerm(function="math", weight=2.0),)),
+        (["math", {"function": "b"}], (RewardTerm(function="math"), RewardTerm(function="b"))),
+        ([], ()),
+    ],
+)
+def test_terms_of_a_reward_may_be_bare_names(given: Any, terms: tuple[RewardTerm, ...]) -> None:
+    assert build(RewardConfig, {"terms": given}).terms == terms
+    assert build(RewardConfig, {"per_source": {"x": given}}).per_source == {"x": terms}
+
+
+@pytest.mark.parametrize("given", ["zero_variance", ["zero_variance"], {"name": "zero_variance"}, [{"name": "zero_variance"}]])
+def test_parts_may_be_bare_names(given: Any) -> None:
+    assert build(AlgorithmConfig, {"filters": given}).filters == (Part(name="zero_variance"),)
+    assert build(AlgorithmConfig, {"shaping": given}).shaping == (Part(name="zero_variance"),)
+
+
+def test_bare_values_stand_for_branches() -> None:
+    found = load_settings(
+        RLConfig, [], ["model=some/folder", "algorithm=ppo", "algorithm.loss=ppo_clip", "data.sources=a.jsonl"]
+    ).settings
+    assert found.model.path == "some/folder"
+    assert found.algorithm.preset == "ppo"
+    assert found.algorithm.advantage.name == "gae"
+    assert [s.path for s in found.data.sources] == ["a.jsonl"]
+
+
+def test_reading_a_tree_does_not_write_into_it() -> None:
+    tree = {"terms": ["math"], "per_source": {"x": "math"}}
+    build(RewardConfig, tree)
+    algorithm: dict[str, Any] = {"filters": "zero_variance"}
+    build(AlgorithmConfig, algorithm)
+    assert tree == {"terms": ["math"], "per_source": {"x": "math"}}
+    assert algorithm == {"filters": "zero_variance"}
+
+
+def test_presets_are_not_written_into() -> None:
+    before = str(PRESETS)
+    AlgorithmConfig.model_validate({"preset": "ppo", "kl": {"coef": 9.0}, "value": {"clip": None}})
+    assert str(PRESETS) == before
+
+
+def test_sampling_bounds_may_be_equal() -> None:
+    assert SamplingConfig(min_new_tokens=4, max_new_tokens=4).min_new_tokens == 4
+
+
+def test_a_branch_keeps_the_defaults_of_its_place_for_keys_that_are_not_given() -> None:
+    config = build(RLConfig, {"eval": {"sampling": {"max_new_tokens": 5}, "data": {"sources": "a.jsonl"}}})
+    assert (config.eval.sampling.max_new_tokens, config.eval.sampling.temperature) == (5, 0.0)
+    assert not config.eval.data.shuffle
+    assert build(SFTConfig, {"optimizer": {"schedule": "cosine"}}).optimizer.lr == SFTConfig().optimizer.lr
+    assert build(RLConfig, {"critic": {"optimizer": {"eps": 1e-6}}}).critic.optimizer.lr == CriticConfig().optimizer.lr
+    chat = load_settings(ChatConfig, [], ["sampling.temperature=0.2"]).settings.sampling
+    assert chat == ChatConfig().sampling.model_copy(update={"temperature": 0.2})
+
+
+def test_what_is_given_wins_over_the_defaults_of_its_place() -> None:
+    assert build(RLConfig, {"eval": {"sampling": {"temperature": 1.0}}}).eval.sampling.temperature == 1.0
+    assert build(RLConfig, {"eval": {"sampling": SamplingConfig()}}).eval.sampling == SamplingConfig()

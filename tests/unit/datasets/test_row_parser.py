@@ -1,0 +1,110 @@
+import json
+
+import pytest
+
+from lightrft.config.data import Columns
+from lightrft.datasets.row_parser import read_record
+from lightrft.datasets.row_tables import BadRow
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
+
+
+def record(row, **columns):
+    return read_record(row, Columns(**columns), "rows.jsonl, line 7")
+
+
+@pytest.mark.parametrize("name", ["prompt", "input", "question"])
+def test_the_usual_prompt_columns_are_found(name):
+    assert record({name: "1+1=?", "other": 3}).prompt == "1+1=?"
+
+
+@pytest.mark.parametrize(
+    ("row", "label", "reference"),
+    [
+        ({"label": "2", "answer": "3"}, "2", None),
+        ({"answer": "3"}, "3", None),
+        ({"label": None, "answer": "3"}, "3", None),
+        ({"reward_model": {"ground_truth": "4"}}, "4", "4"),
+        ({"extra_info": {"label": "5"}}, "5", None),
+        ({"extra_info": {"label": "rule"}, "reward_model": {"ground_truth": "4"}}, "4", "4"),
+        ({"label": 2, "reference": "because", "reward_model": {"ground_truth": "4"}}, 2, "because"),
+    ],
+)
+def test_the_usual_label_and_reference_columns_are_found(row, label, reference):
+    found = record({"prompt": "q", **row})
+    assert (found.label, found.reference) == (label, reference)
+
+
+def test_names_in_the_settings_win_and_dots_reach_inside():
+    row = {"prompt": "no", "task": {"text": "yes"}, "a.b": 1, "a": {"b": 2}, "source": "mine", "key": 5}
+    found = record(row, prompt="task.text", label="a.b", data_source="source", id="key")
+    assert (found.prompt, found.label, found.data_source, found.id) == ("yes", 1, "mine", "5")
+
+
+def test_every_other_column_is_kept():
+    row = {"question": "q", "answer": "a", "level": 3, "reward_model": {"ground_truth": "r"}}
+    assert record(row).columns == {"level": 3, "reward_model": {"ground_truth": "r"}}
+
+
+def test_a_missing_column_is_named_with_the_row_and_the_columns_that_exist():
+    message = r"rows\.jsonl, line 7: no column 'questoin' \(data\.columns\.prompt\); the row has: question, answer; did you mean"
+    with pytest.raises(BadRow, match=message):
+        record({"question": "q", "answer": "a"}, prompt="questoin")
+    with pytest.raises(
+        BadRow, match=r"line 7: no column with a prompt .* the row has: text\. Name the column in data\.columns\.prompt"
+    ):
+        record({"text": "q"})
+    with pytest.raises(BadRow, match=r"no column 'extra\.label' \(data\.columns\.label\)"):
+        record({"prompt": "q", "extra": {"lable": 1}}, label="extra.label")
+
+
+@pytest.mark.parametrize("value", ["", "  \n", None, [], [{"role": "user", "content": ""}], [CHAT[0]]])
+def test_an_empty_prompt_names_the_row(value):
+    with pytest.raises(BadRow, match=r"line 7: the prompt is empty"):
+        record({"prompt": value})
+
+
+def test_messages_are_read_in_each_of_their_forms():
+    sharegpt = [{"from": "system", "value": "Be brief."}, {"from": "human", "value": "1+1=?"}]
+    parts = [
+        CHAT[0],
+        {"role": "user", "content": [{"type": "text", "text": "1+"}, {"type": "text", "text": "1=?"}], "name": None},
+    ]
+    for value in (CHAT, sharegpt, parts, json.dumps(CHAT), json.dumps(sharegpt)):
+        assert record({"messages": value}).prompt == CHAT
+
+
+def test_json_that_is_no_conversation_stays_text():
+    for text in ('["a", "b"]', "[1, 2", '[{"role": "user"}]', "[]"):
+        assert record({"prompt": text}).prompt == text
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ({"from": "robot", "value": "x"}, r"message 2: 'from' is 'robot'; known: human"),
+        ({"speaker": "user", "content": "x"}, r"message 2: neither 'role' nor 'from'; it has: speaker, content"),
+        ("hello", r"message 2: a message must have a role"),
+        ({"role": "user", "content": [{"type": "chart"}]}, r"message 2: a content part of type 'chart'"),
+        ({"role": "user", "content": 3}, r"message 2: content must be text"),
+    ],
+)
+def test_a_malformed_message_names_row_and_message(message, what):
+    with pytest.raises(BadRow, match=rf"line 7, {what}"):
+        record({"messages": [CHAT[0], message]})
+
+
+def test_a_prompt_of_another_type_is_refused():
+    with pytest.raises(BadRow, match=r"must be text or a list of messages, not int"):
+        record({"prompt": 3})
+
+
+def test_two_column_instructions_ask_for_their_reader():
+    with pytest.raises(BadRow, match=r"reader: alpaca"):
+        record({"instruction": "Add.", "input": "1 1", "output": "2"})
+
+
+def test_a_response_of_messages_continues_the_conversation():
+    found = record({"prompt": CHAT, "completion": [{"role": "assistant", "content": "2"}]})
+    assert found.messages == [*CHAT, {"role": "assistant", "content": "2"}]
+    assert found.answer == "2"

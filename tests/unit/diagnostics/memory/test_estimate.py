@@ -1,0 +1,242 @@
+"""What a run needs: which models, on how many devices, in which phases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightrft.config.base import build
+from lightrft.config.verbs import RLConfig, SFTConfig
+from lightrft.diagnostics.memory.estimate import Needs, needs, workers
+from lightrft.diagnostics.memory.formulas import Held, Phase
+from lightrft.diagnostics.memory.phases import Device, Lengths
+from lightrft.models.tiny.text import tiny_config
+from lightrft.utils.onednn_cache import BYTES, CACHES
+
+LENGTHS = Lengths(16, 32, 4, 4)
+SIZES = {"vocab_size": 300, "num_attention_heads": 2}
+
+
+WITH_KL = {"preset": "grpo", "kl": {"where": "loss", "coef": 0.1}}
+
+
+def built(folder: Path, family: str = "qwen2", layers: int = 2, **tree: Any) -> RLConfig:
+    config = tiny_config(family, num_hidden_layers=layers, **SIZES)
+    config.dtype = "float32"
+    config.save_pretrained(folder / family)
+    model = {"path": str(folder / family), **tree.pop("model", {})}
+    return build(RLConfig, {"model": model, "train": {"micro_batch_tokens": 200}, **tree})
+
+
+def found(folder: Path, family: str = "qwen2", processes: int = 1, kind: str = "cuda", **tree: Any) -> Needs:
+    return needs(built(folder, family, **tree), LENGTHS, Device(kind, 0, processes))
+
+
+def phase_of(needed: Needs, name: str) -> Phase:
+    return next(phase for phase in needed.phases if phase.name == name)
+
+
+def test_only_the_models_that_the_algorithm_needs_are_counted(tmp_path: Path) -> None:
+    plain = {"preset": "grpo", "kl": {"where": "none", "coef": 0.0}}
+    assert list(found(tmp_path, algorithm=plain).models) == ["policy"]
+    assert list(found(tmp_path, algorithm={"preset": "ppo"}).models) == ["policy", "reference", "critic"]
+    with_kl = {"preset": "grpo", "kl": {"where": "loss", "coef": 0.1}}
+    assert list(found(tmp_path, algorithm=with_kl, model={"lora": {}}).models) == ["policy"]
+
+
+def test_all_phases_of_a_step_are_there(tmp_path: Path) -> None:
+    names = [phase.name for phase in found(tmp_path, algorithm={"preset": "ppo"}).phases]
+    assert {"drawing answers", "policy: layout check", "policy: update", "reference: forward", "critic: update"} <= set(names)
+
+
+def test_shards_halve_what_is_held_and_what_is_whole_meanwhile_is_added(tmp_path: Path) -> None:
+    one, two = found(tmp_path), found(tmp_path, processes=2)
+    assert two.models["policy"].total == one.models["policy"].total / 2
+    assert update_of(two)["blocks made whole"] > 0
+    drawing = phase_of(two, "drawing answers").parts
+    assert drawing["policy made whole"] == one.models["policy"].weights
+
+
+def test_reading_holds_a_piece_of_one_tensor_or_room_for_it_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The frozen reference is read last, when all else is there."""
+    monkeypatch.setattr("lightrft.diagnostics.memory.phases.PIECE", 1000)
+    parts = [
+        phase_of(found(tmp_path, processes=2, strategy=strategy, algorithm=WITH_KL), "loading").parts["weights as they are read"]
+        for strategy in ({}, {"kind": "deepspeed", "stage": 3}, {"tensor": 2})
+    ]
+    largest = 4 * 300 * tiny_config("qwen2", **SIZES).hidden_size  # embeddings
+    assert parts == [1000, largest, 1000]
+
+
+def update_of(needed: Needs) -> Mapping[str, float]:
+    return phase_of(needed, "policy: update").parts
+
+
+def test_gradients_are_shared_out_with_every_micro_batch(tmp_path: Path) -> None:
+    for size in (200, 10_000):
+        train = {"train": {"micro_batch_tokens": size}}
+        assert (
+            update_of(found(tmp_path, processes=2, **train))["gradients"] == update_of(found(tmp_path, **train))["gradients"] / 2
+        )
+
+
+@pytest.mark.parametrize(("stage", "weights", "gradients"), [(1, 1, 1), (2, 1, 2), (3, 2, 2)])
+def test_each_stage_of_zero_shares_out_what_it_says_and_of_frozen_models_the_third_alone(
+    tmp_path: Path, stage: int, weights: int, gradients: int
+) -> None:
+    zero = {"kind": "deepspeed", "stage": stage, "deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}}
+    algorithm = {"preset": "grpo", "kl": {"where": "loss", "coef": 0.1}}
+    one, two = found(tmp_path, algorithm=algorithm), found(tmp_path, processes=2, strategy=zero, algorithm=algorithm)
+    alone, shared = one.models["policy"], two.models["policy"]
+    assert (alone.weights / shared.weights, alone.moments / shared.moments) == (weights, 2)
+    assert shared.masters == (alone.weights / 2 if stage < 3 else 0)
+    assert two.models["reference"].weights == one.models["reference"].weights / (2 if stage == 3 else 1)
+    assert update_of(two)["gradients"] == update_of(one)["gradients"] / gradients
+    assert update_of(two)["gradients on their way"] == 2 * 4 * 1000
+    assert ("blocks made whole" in update_of(two)) is (stage == 3)
+
+
+def test_optimizer_state_that_is_offloaded_is_not_on_the_device(tmp_path: Path) -> None:
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    held = found(tmp_path, processes=2, strategy={"kind": "deepspeed", "deepspeed": offload}).models["policy"]
+    assert (held.masters, held.moments) == (0, 0)
+    assert held.weights > 0
+    zero = {"kind": "deepspeed", "stage": 3}
+    nowhere = {"zero_optimization": {"offload_optimizer": None, "offload_param": None}}
+    given = found(tmp_path, processes=2, strategy={**zero, "deepspeed": nowhere})
+    assert given.models == found(tmp_path, processes=2, strategy=zero).models
+
+
+def test_drawing_ahead_holds_copies_of_the_weights_and_goes_on_beside_every_phase(tmp_path: Path) -> None:
+    plain, ahead = found(tmp_path), found(tmp_path, rollout={"staleness": 1})
+    assert ahead.models["sampling copies"].weights == 2 * plain.models["policy"].weights
+    assert all("drawing meanwhile" in phase.parts for phase in ahead.phases[1:])
+
+
+def test_a_mixture_of_experts_is_computed_and_what_cannot_be_traced_is_said(tmp_path: Path) -> None:
+    needed = found(tmp_path, "qwen3_moe")
+    assert next(p for p in needed.phases if p.name == "policy: update").parts["activations"] > 0
+    assert all("cannot be traced" in problem for problem in needed.problems)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_supervised_runs_draw_only_to_evaluate(tmp_path: Path, evaluates: bool) -> None:
+    tiny_config("qwen2", **SIZES).save_pretrained(tmp_path)
+    data = {"eval": {"data": {"sources": ["held.jsonl"]}}} if evaluates else {}
+    config = build(SFTConfig, {"model": {"path": str(tmp_path)}, **data})
+    names = [phase.name for phase in needs(config, Lengths(1, 63, 4, 1), Device("cpu", 0)).phases]
+    assert ("drawing answers" in names) is evaluates
+
+
+def test_ranks_that_share_a_row_hold_a_part_of_its_activations(tmp_path: Path) -> None:
+    rows, two = found(tmp_path, processes=2, strategy={"sequence": 2}), found(tmp_path, processes=2)
+    assert rows.models == two.models
+    assert update_of(rows)["activations"] == update_of(two)["activations"] / 2
+
+
+def test_ranks_that_share_layers_hold_a_part_of_each_and_all_of_what_lies_between(tmp_path: Path) -> None:
+    one, layers = found(tmp_path), found(tmp_path, processes=2, strategy={"tensor": 2})
+    model = tiny_config("qwen2", **SIZES)
+    head, keys, inner = model.hidden_size // 2, model.num_key_value_heads, model.intermediate_size
+    queries = model.hidden_size * (2 * model.hidden_size + 1) + 2 * keys * head * (model.hidden_size + 1)
+    in_layers = model.num_hidden_layers * (queries + 3 * model.hidden_size * inner)
+    assert one.models["policy"].weights - layers.models["policy"].weights == 4 * in_layers / 2
+    assert update_of(layers)["gradients"] == update_of(one)["gradients"] - 4 * in_layers / 2
+    assert update_of(layers)["activations"] < update_of(one)["activations"]
+
+
+def test_a_team_draws_and_trains_the_rows_that_its_ranks_would_have_had(tmp_path: Path) -> None:
+    cache = [
+        next(p for p in found(tmp_path, processes=4, strategy=s).phases if p.name == "drawing answers").parts["cache"]
+        for s in ({}, {"sequence": 2}, {"tensor": 2})
+    ]
+    assert cache[0] == cache[1] == cache[2]
+
+
+def test_groups_of_ranks_that_hold_a_copy_each_share_it_among_themselves(tmp_path: Path) -> None:
+    two, groups = found(tmp_path, processes=2), found(tmp_path, processes=4, strategy={"shard": 2})
+    assert groups.models == two.models
+    assert update_of(groups)["gradients"] == update_of(two)["gradients"]
+
+
+def test_half_precision_weights_that_are_trained_lie_in_float32_alone(tmp_path: Path) -> None:
+    one, two = (found(tmp_path, processes=n, algorithm=WITH_KL, model={"dtype": "bfloat16"}) for n in (1, 2))
+    count = one.parameters["policy"][0]
+    assert one.models["policy"] == Held(2 * count, 4 * count, 8 * count)
+    assert two.models["policy"] == Held(2 * count, 0, 4 * count)
+    assert two.models["reference"] == Held(count)
+
+
+def test_what_is_left_of_blocks_between_the_passes_is_what_the_strategy_says(tmp_path: Path) -> None:
+    config = tiny_config("qwen2", **SIZES)
+    settings: list[dict[str, Any]] = [{}, {"reshard": 2}, {"reshard": False}]
+    four = [update_of(found(tmp_path, layers=4, processes=2, strategy=s))["blocks made whole"] for s in settings]
+    outside = 4 * (2 * 300 * config.hidden_size + config.hidden_size)  # embeddings, head and the last norm
+    block = (4 * found(tmp_path, layers=4).parameters["policy"][0] - outside) / 4
+    assert four == [outside + 2 * block, outside + 2 * block + 2 * block / 2, outside + 4 * block]
+
+
+def test_weights_in_the_hosts_memory_are_on_the_device_only_when_they_are_called(tmp_path: Path) -> None:
+    shared, away = (found(tmp_path, processes=2, strategy={"offload": offload}) for offload in (False, True))
+    assert away.models["policy"].total == 0
+    assert "gradients" not in update_of(away)
+    assert update_of(away)["blocks made whole"] == update_of(shared)["blocks made whole"]
+    assert away.host["policy"] == shared.models["policy"].total + update_of(shared)["gradients"]
+    on_cpu = found(tmp_path, processes=2, kind="cpu", strategy={"offload": True})
+    assert on_cpu.models["policy"] == shared.models["policy"]
+    assert on_cpu.host == {}
+
+
+def test_activations_in_the_hosts_memory_are_not_on_the_device_and_on_a_cpu_they_are_copies(tmp_path: Path) -> None:
+    off = {"offload_activations": True}
+    kept, away = (found(tmp_path, strategy=strategy) for strategy in ({}, off))
+    on_cpu, copied = (found(tmp_path, kind="cpu", strategy=strategy) for strategy in ({}, off))
+    assert update_of(away)["activations"] < 0.6 * update_of(kept)["activations"]
+    assert 0.5 < away.host["policy: activations"] / update_of(kept)["activations"] < 1.5
+    assert update_of(copied)["activations"] >= update_of(on_cpu)["activations"]
+
+
+def test_what_sleeps_is_not_there_while_answers_are_drawn(tmp_path: Path) -> None:
+    awake, asleep = (found(tmp_path, algorithm=WITH_KL, strategy={"sleep": sleep}) for sleep in (False, True))
+    away = awake.models["policy"].moments + awake.models["reference"].weights
+    drawing = [phase_of(needed, "drawing answers") for needed in (awake, asleep)]
+    assert drawing[0].total - drawing[1].total == drawing[1].resting == away
+    assert asleep.host["asleep while answers are drawn"] == away
+
+
+def test_roles_with_workers_of_their_own_are_not_with_the_ranks_and_have_a_table_each(tmp_path: Path) -> None:
+    staff = {"engines": 2, "references": 1, "critic": True, "bucket_mb": 1}
+    launch = {"kind": "ray", "processes": 2, "ray": staff}
+    config = built(tmp_path, algorithm={"preset": "ppo"}, launch=launch)
+    ranks, apart = needs(config, LENGTHS, Device("cuda", 0, 2)), workers(config, LENGTHS, Device("cuda", 0, 2))
+    alone = found(tmp_path, algorithm={"preset": "ppo"})
+    assert list(ranks.models) == ["policy", "weights for engines"]
+    assert {phase.name.partition(":")[0] for phase in ranks.phases} == {"policy", "loading"}
+    assert list(apart) == ["engine", "reference", "critic"]
+    assert apart["engine"].models == {"policy": Held(alone.models["policy"].weights), "weights on their way": Held(2**20)}
+    assert phase_of(apart["engine"], "drawing answers").parts["cache"] == phase_of(alone, "drawing answers").parts["cache"] / 2
+    assert apart["reference"].models["reference"] == alone.models["reference"]
+    assert apart["critic"].models["critic"] == alone.models["critic"]
+    assert phase_of(apart["critic"], "critic: update") == phase_of(alone, "critic: update")
+    assert all(needed.peak > sum(held.total for held in needed.models.values()) for needed in apart.values())
+    off = {"strategy": {"offload_activations": True}, "algorithm": {"preset": "ppo"}}
+    away = workers(built(tmp_path, launch=launch, **off), LENGTHS, Device("cuda", 0, 2))["critic"]
+    here = found(tmp_path, **off)
+    assert phase_of(away, "critic: update") == phase_of(here, "critic: update") != phase_of(alone, "critic: update")
+    assert away.host == {"critic: activations": here.host["critic: activations"]}
+
+
+def test_a_cpu_that_compiles_products_in_half_precision_keeps_as_many_as_the_process_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    for name in CACHES:
+        monkeypatch.setenv(name, "10")
+    half = found(tmp_path, kind="cpu", model={"dtype": "bfloat16"})
+    assert half.models["compiled products"].total == 10 * BYTES
+    assert "compiled products" not in found(tmp_path, kind="cpu").models
+    assert "compiled products" not in found(tmp_path, model={"dtype": "bfloat16"}).models

@@ -1,0 +1,182 @@
+"""Ranks that wait for one another: as long as who is at work says so, and no longer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from lightrft.distributed.process_group import ALONE, joined, patiently
+from lightrft.utils.errors import LostRankError
+from tests.unit.rollout.test_collect import Threads, of_all_ranks
+
+MINUTES = 0.02
+LONG = 2 * 60 * MINUTES
+
+
+def ended(work: Callable[[Threads, Callable[[], None]], Any], count: int = 3) -> list[Any]:
+    """What each of so many ranks got, or the error that it raised. Again where this process was held up for so long that ranks may have
+    missed one another for that alone."""
+
+    def one(ranks: Threads) -> Any:
+        try:
+            return patiently(ranks, lambda sign: work(ranks, sign))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    found: list[Any] = []
+    for _ in range(5):
+        with longest_pause() as pause:
+            found = of_all_ranks(one, count, MINUTES)
+        if pause[0] < 60 * MINUTES / 2:
+            break
+    return found
+
+
+@contextmanager
+def longest_pause() -> Iterator[list[float]]:
+    """The most seconds that pass meanwhile between two looks of a thread that does nothing else."""
+    pause, over = [0.0], threading.Event()
+
+    def look() -> None:
+        last = time.monotonic()
+        while not over.is_set():
+            time.sleep(0.01)
+            now = time.monotonic()
+            pause[0], last = max(pause[0], now - last), now
+
+    looker = threading.Thread(target=look)
+    looker.start()
+    try:
+        yield pause
+    finally:
+        over.set()
+        looker.join()
+
+
+def busy(seconds: float, sign: Callable[[], None]) -> None:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        sign()
+
+
+def test_ranks_go_on_waiting_for_those_that_say_that_they_are_at_work() -> None:
+    def work(ranks: Threads, sign: Callable[[], None]) -> int:
+        busy(LONG * ranks.rank / 2, sign)
+        return ranks.rank
+
+    assert ended(work) == [[0, 1, 2]] * 3
+
+
+def test_a_rank_that_has_ceased_to_is_missed() -> None:
+    def work(ranks: Threads, sign: Callable[[], None]) -> None:
+        if ranks.rank == 1:
+            busy(LONG, sign)
+            time.sleep(LONG)
+
+    began = time.monotonic()
+    found = ended(work)
+    assert all("a rank is missing" in found[rank] for rank in (0, 2))
+    assert LONG < time.monotonic() - began < 300
+
+
+def test_a_rank_that_fails_after_long_work_is_told_to_all() -> None:
+    def work(ranks: Threads, sign: Callable[[], None]) -> None:
+        if ranks.rank == 1:
+            busy(LONG, sign)
+            raise ZeroDivisionError("late")
+
+    told = "RankError: rank 1: ZeroDivisionError: late"
+    assert ended(work) == [told, "ZeroDivisionError: late", told]
+
+
+def test_a_rank_alone_waits_for_nobody() -> None:
+    assert patiently(ALONE, lambda sign: sign()) == [None]
+    with pytest.raises(ZeroDivisionError):
+        patiently(ALONE, lambda sign: 1 // 0)
+
+
+def test_a_sign_does_not_wait_for_ranks_that_wait_for_whoever_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrft.distributed.process_group.PULSES", 10**9)
+    token = threading.Barrier(2)
+
+    def one(ranks: Threads) -> list[int]:
+        def work(sign: Callable[[], None]) -> int:
+            for _ in range(3):
+                if ranks.rank == 0:
+                    sign()
+                token.wait(60)
+            return ranks.rank
+
+        return patiently(ranks, work)
+
+    assert of_all_ranks(one, 2) == [[0, 1]] * 2
+
+
+MEETINGS = """
+import sys, time
+from lightrft.distributed.process_group import joined
+for meeting in range(3):
+    with joined(1.0) as ranks:
+        assert ranks.gather((meeting, ranks.rank)) == [(meeting, 0), (meeting, 1)]
+        time.sleep(1.5 * (ranks.rank == meeting % 2))  # the other one goes ahead to the next meeting
+"""
+
+BLAMED = """
+import os
+from lightrft.distributed.process_group import Together, joined
+with joined(1.0) as ranks:
+    store = Together.pulse._store
+    store.set(f"about to leave/{ranks.rank}", "")
+    store.wait(["about to leave/0", "about to leave/1"])  # neither is needed by the other any more
+    store.set("verdict", "rank 1 has given no sign of life")
+    os._exit(2)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def at(port: int, rank: int) -> dict[str, str]:
+    """What a launcher tells one of two ranks."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+
+
+def ends(program: str, port: int, **more: str) -> list[int]:
+    """The exit status of each of two ranks."""
+    both = [subprocess.Popen([sys.executable, "-c", program], env={**os.environ, **at(port, rank), **more}) for rank in range(2)]
+    return [one.wait(240) for one in both]
+
+
+@pytest.mark.slow
+def test_ranks_that_meet_again_wait_for_those_that_are_still_in_the_last_meeting() -> None:
+    assert ends(MEETINGS, free_port()) == [0, 0]
+
+
+@pytest.mark.slow
+def test_processes_that_are_started_anew_find_nothing_of_those_before_in_the_store_of_their_launcher() -> None:
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    assert ends(BLAMED, store.port, TORCHELASTIC_USE_AGENT_STORE="True") == [2, 2]
+    assert ends(MEETINGS, store.port, TORCHELASTIC_USE_AGENT_STORE="True") == [0, 0]
+
+
+def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    for name, value in at(port, 0).items():
+        monkeypatch.setenv(name, value)
+    said = rf"2 processes were to meet at 127\.0\.0\.1:{port} .* strategy\.timeout = 0\.01 minutes"
+    with pytest.raises(LostRankError, match=said), joined(0.01):
+        pass

@@ -1,0 +1,84 @@
+"""Weights as bytes in buckets: whatever the sizes and types, what comes out is what went in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lightrft.engines.weight_transport import Inbox, fill, handle_of, opened, used
+
+
+def tensors() -> dict[str, Tensor]:
+    """Of every kind that a model may hold: large, small, odd, without dimensions, without entries."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "large": torch.randn(37, 29, generator=generator),
+        "half": torch.randn(5, 7, generator=generator).bfloat16(),
+        "one": torch.tensor(3.5),
+        "none": torch.zeros(0, 4),
+        "wide": torch.randn(3, generator=generator).double(),
+        "packed": torch.randint(0, 255, (13,), generator=generator, dtype=torch.uint8),
+        "turned": torch.randn(6, 11, generator=generator).T,
+        "last": torch.randn(2, 3, generator=generator).half(),
+    }
+
+
+class Shelf:
+    """What an engine does with weights."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, Tensor] = {}
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.held |= dict(weights)
+
+
+@pytest.mark.parametrize("size", [16, 64, 1008, 100_000])
+def test_buckets_of_any_size_bring_every_bit_and_none_is_larger(size: int) -> None:
+    shelf, sent = Shelf(), tensors()
+    inbox = Inbox(shelf.load)
+    slots = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
+    count = 0
+    for count, (slot, layout) in enumerate(fill(sent.items(), slots), 1):
+        assert slot == (count - 1) % 2 and used(layout) <= size
+        inbox.put(slots[slot][: used(layout)].numpy(), layout)
+    total = sum(t.numel() * t.element_size() for t in sent.values())
+    assert total / size <= count <= total // size + 1 + 16 * len(sent) // size
+    assert list(shelf.held) == list(sent)
+    for name, tensor in sent.items():
+        found = shelf.held[name]
+        assert found.dtype == tensor.dtype and found.shape == tensor.shape
+        assert torch.equal(found, tensor)
+
+
+def test_a_bucket_may_be_written_to_again_once_it_was_taken() -> None:
+    shelf = Shelf()
+    inbox = Inbox(shelf.load)
+    slots = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
+    for slot, layout in fill([("a", torch.arange(4.0))], slots):
+        inbox.put(slots[slot][: used(layout)].numpy(), layout)
+        slots[slot].zero_()
+    assert torch.equal(shelf.held["a"], torch.arange(4.0))
+
+
+def test_what_was_not_finished_is_forgotten_when_the_sender_leaves() -> None:
+    shelf = Shelf()
+    inbox = Inbox(shelf.load)
+    slots = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
+    first, *_ = ((slots[slot][: used(layout)].numpy().copy(), layout) for slot, layout in fill([("a", torch.ones(8))], slots))
+    inbox.put(*first)
+    inbox.leave()
+    for slot, layout in fill([("a", torch.arange(8.0))], slots):
+        inbox.put(slots[slot][: used(layout)].numpy(), layout)
+    assert torch.equal(shelf.held["a"], torch.arange(8.0))
+
+
+def test_a_handle_shows_the_memory_itself() -> None:
+    slot = torch.zeros(64, dtype=torch.uint8)
+    seen = opened(handle_of(slot))
+    slot.copy_(torch.arange(64, dtype=torch.uint8))
+    np.testing.assert_array_equal(seen.numpy(), np.arange(64, dtype=np.uint8))

@@ -1,0 +1,96 @@
+"""The critic's part of a step: on its own in the first ones, and in a unit of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightrft.config.base import build, deep_merge
+from lightrft.config.strategy import OptimizerConfig, StrategyConfig
+from lightrft.config.verbs import RLConfig
+from lightrft.learner.controllers import Controls
+from lightrft.learner.policy_update import update
+from lightrft.models.actor import Actor
+from lightrft.models.critic import Critic
+from lightrft.models.tiny.text import tiny_model
+from lightrft.roles import Roles, Trained
+from lightrft.strategy.single import SingleStrategy
+from lightrft.trainer.rl_step import with_advantages, with_values
+from lightrft.types import Batch
+from lightrft.workers.local import local_roles
+from tests.unit.trainer.test_rl_step import Unused, batch_of
+
+
+def config_of(**over: Any) -> RLConfig:
+    tree = {
+        "algorithm": {"preset": "vapo", "value": {"clip": 0.1}},
+        "sampling": {"max_new_tokens": 8},
+        "train": {"mini_batches": 2},
+        "reward": {"terms": ["math"]},
+        "data": {"sources": ["none.jsonl"]},
+    }
+    return build(RLConfig, deep_merge(tree, over))
+
+
+def roles_of() -> Roles:
+    strategy = SingleStrategy(StrategyConfig(device="cpu"))
+    actor = Actor(tiny_model("qwen2", seed=3, dtype=torch.float64)).eval()
+    critic = Critic(tiny_model("qwen2", seed=4, dtype=torch.float64)).eval()
+    policy, value = (Trained(m, strategy.prepare(m, OptimizerConfig(lr=1e-2), 10)) for m in (actor, critic))
+    return Roles(strategy, policy, Unused(), Unused(), None, critic=value)  # type: ignore[arg-type]
+
+
+def step(roles: Roles, config: RLConfig, controls: Controls, batch: Batch, number: int = 0) -> Batch:
+    batch = batch.replace(old_logprobs=batch.behavior_logprobs)
+    batch = with_advantages(with_values(batch, roles, config, controls), config, controls)
+    update(roles, batch, config, controls, number)
+    controls.steer(batch)
+    return batch
+
+
+def weights(trained: Trained | None) -> torch.Tensor:
+    assert trained is not None
+    return torch.cat([p.detach().flatten().clone() for p in trained.model.parameters()])
+
+
+def test_in_the_first_steps_the_critic_learns_alone() -> None:
+    config = config_of(critic={"warmup_steps": 2})
+    roles, controls = roles_of(), Controls.of(config.algorithm)
+    moved = []
+    for number in range(3):
+        before = weights(roles.policy), weights(roles.critic)
+        step(roles, config, controls, batch_of(seed=number), number)
+        moved.append([not torch.equal(a, b) for a, b in zip(before, (weights(roles.policy), weights(roles.critic)), strict=True)])
+    assert moved == [[False, True], [False, True], [True, True]]
+
+
+def test_the_policys_schedule_begins_when_its_steps_do(tmp_path: Path) -> None:
+    tiny_model("qwen2").save_pretrained(tmp_path)
+    config = config_of(model={"path": str(tmp_path)}, critic={"warmup_steps": 3}, strategy={"device": "cpu"})
+    roles = local_roles(config, None, 10)
+    try:
+        assert roles.critic is not None
+        assert (roles.policy.state.inner.total, roles.critic.state.inner.total) == (14, 20)
+    finally:
+        roles.close()
+
+
+def test_on_a_scale_of_its_own_the_critic_learns_the_same_whatever_the_unit_of_rewards() -> None:
+    config = config_of(algorithm={"normalize": {"values": True, "eps": 0.0}})
+    learned, told = [], []
+    for scale, shift in ((1.0, 0.0), (50.0, 8.0)):
+        roles, controls = roles_of(), Controls.of(config.algorithm)
+        for number in range(3):
+            batch = batch_of(seed=number)
+            rewards = batch.rewards.double() * scale + shift  # type: ignore[union-attr]
+            made = step(roles, config, controls, batch.replace(rewards=rewards), number)
+        learned.append(weights(roles.critic))
+        told.append((made.values[made.mask].double() - shift) / scale)  # type: ignore[index]
+    torch.testing.assert_close(learned[0], learned[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(told[0], told[1], rtol=1e-3, atol=1e-3)
+    plain = config_of()
+    roles = roles_of()
+    step(roles, plain, Controls.of(plain.algorithm), batch_of())
+    assert not torch.allclose(weights(roles.critic), learned[0])

@@ -1,0 +1,325 @@
+"""Rule rewards against tables of answers that were graded by hand."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightrft.rewards import REWARDS
+from lightrft.rewards.rules.math import final_answer
+from lightrft.rewards.rules.multiple_choice import picked
+from lightrft.rewards.sandbox.rollout_view import PromptView, RolloutView, view_of
+from lightrft.types import Prompt, Rollout
+
+
+def answer(text, label=None, reference=None, tokens=3):
+    prompt = PromptView("p0", [1], r"Put your answer in \boxed{42} <answer>42</answer> #### 42", label, reference, "", {})
+    return RolloutView(prompt, [7] * tokens, [True] * tokens, [0.0] * tokens, [0] * tokens, "stop", 0, 0, text)
+
+
+def grade(name, text, label=None, **options):
+    return REWARDS[name](answer(text, label), **options)
+
+
+def test_what_a_reward_sees_has_every_field_of_a_rollout_but_media_and_what_scoring_fills():
+    names = lambda kind: {f.name for f in dataclasses.fields(kind)}  # noqa: E731
+    assert names(RolloutView) == names(Rollout) - {"reward", "baseline", "terms", "weights", "failed"}
+    assert names(PromptView) == names(Prompt) - {"media", "attachments"}
+    prompt = Prompt("a", [1], "b", "c", "d", "e", {"f": 1})
+    seen = view_of(Rollout(prompt, [2], [True], [-1.0], [3], "stop", 4, 5, "g"))
+    assert seen == RolloutView(PromptView("a", [1], "b", "c", "d", "e", {"f": 1}), [2], [True], [-1.0], [3], "stop", 4, 5, "g")
+
+
+RIGHT = [
+    ("18", r"So she makes \boxed{18} dollars."),
+    ("18", "She makes 9 * 2 = $18 every day.\n#### 18"),
+    ("18", "#### $18"),
+    ("18", "#### 18 dollars"),
+    ("18", r"\boxed{\$18}"),
+    ("18", r"\boxed{18 \text{ dollars}}"),
+    ("18", r"\boxed{18.00}"),
+    ("18", "18"),
+    ("18", "The answer is 18."),
+    ("18", "**Final answer:** 18"),
+    ("18", "<think>It may be 17.</think><answer>18</answer>"),
+    ("18", r"<think>\boxed{17}</think> The result is $\boxed{18}$."),
+    (18, r"\boxed{18}"),
+    (18.0, r"\boxed{18}"),
+    (0.5, r"\boxed{\frac{1}{2}}"),
+    ("0.5", r"\boxed{\frac{1}{2}}"),
+    (r"\frac{1}{2}", r"\boxed{0.5}"),
+    (r"\frac12", r"\boxed{1/2}"),
+    (r"\dfrac{3}{4}", r"\boxed{\tfrac{6}{8}}"),
+    ("1/3", r"\boxed{0.333333}"),
+    ("1.5", r"\boxed{1\frac{1}{2}}"),
+    ("1234", r"\boxed{1,234}"),
+    ("1,234", "#### 1234"),
+    ("1234567", r"\boxed{1{,}234{,}567}"),
+    ("1,234.50", r"\boxed{\$1234.5}"),
+    ("0.5", r"\boxed{50\%}"),
+    ("50", r"\boxed{5000\%}"),
+    ("50", r"\boxed{50\%}"),
+    ("50%", r"\boxed{50}"),
+    ("50%", r"\boxed{0.5}"),
+    ("50%", r"\boxed{50 \text{ percent}}"),
+    ("-3", r"\boxed{−3}"),
+    ("5", r"first \boxed{4}, no, wait: \boxed{5}"),
+    ("5", "#### 4\nLet me correct that.\n#### 5"),
+    ("5", r"\boxed{4} is wrong" + "\n#### 5"),
+    ("5", r"\boxed{x = 5}"),
+    ("x = 5", r"\boxed{5}"),
+    ("5", r"\fbox{5}"),
+    ("5", r"\boxed 5"),
+    (r"\frac{1}{\sqrt{2}}", r"\boxed{\frac{\sqrt{2}}{2}}"),
+    (r"\sqrt{8}", r"\boxed{2\sqrt{2}}"),
+    (r"2\pi", r"\boxed{2π}"),
+    ("2x+1", r"\boxed{1 + 2x}"),
+    ("x^2-1", r"\boxed{(x-1)(x+1)}"),
+    (r"(-\infty, 3]", r"\boxed{\left(-\infty,3\right]}"),
+    (r"(-\infty, 3]", r"\boxed{x \le 3}"),
+    (r"x \le 3", r"\boxed{(-\infty,3]}"),
+    (r"(-\infty,1)\cup(2,\infty)", r"\boxed{(2,\infty) \cup (-\infty,1)}"),
+    ("{1,2}", r"\boxed{\{2, 1\}}"),
+    (r"\{1, 2\}", r"\boxed{{2,1}}"),
+    ("1, 2", r"\boxed{2 \text{ and } 1}"),
+    ("1, 2", r"\boxed{x = 2, x = 1}"),
+    ("(1,2)", r"\boxed{(1, 2)}"),
+    (r"(\frac{1}{2}, 3)", r"\boxed{(0.5, 3)}"),
+    ("x=5", r"\boxed{x=5}"),
+    (r"\text{blue}", r"\boxed{blue}"),
+    ("Tuesday", r"\boxed{\text{tuesday}}"),
+    ("C", r"\boxed{\text{(C)}}"),
+    ("90", r"\boxed{90^\circ}"),
+    (r"90^{\circ}", r"\boxed{90}"),
+    ("5", r"\boxed{5 cm}"),
+    ("5", r"\boxed{5\,\text{cm}}"),
+    ("12 km", r"\boxed{12\text{ kilometers}}"),
+    ("3000000", r"\boxed{3 million}"),
+    ("1500", r"\boxed{1.5 \times 10^{3}}"),
+    ("9^{9^{9}}", r"\boxed{9^{9^{9}}}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\boxed{\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}}"),
+    ("Janet sells 9 <<16-3-4=9>>9 eggs.\n#### 18", r"\boxed{18}"),
+    (r"We find that $x = \boxed{7}$.", "#### 7"),
+    (r"\frac{\frac{1}{2}}{3}", r"\boxed{\frac{1}{6}}"),
+    ("0", r"\boxed{-0}"),
+]
+WRONG = [
+    ("18", ""),
+    ("18", "   \n"),
+    ("18", r"\boxed{}"),
+    ("18", r"\boxed{19}"),
+    ("18", "#### 19"),
+    ("18", "####"),
+    ("18", r"\boxed{18} and then \boxed{19}"),
+    ("18", r"\boxed{18} and then \boxed{1"),
+    ("18", r"<think>The answer is \boxed{18}.</think>"),
+    ("18", r"<think>The answer is \boxed{18}. Now let me"),
+    ("18", r"<think>\boxed{18}</think><answer>19</answer>"),
+    ("18", "18 or 19"),
+    ("18", "She has 18 apples left over, or maybe fewer."),
+    ("18", r"\boxed{18 or 19}"),
+    ("18", r"\boxed{18, 19}"),
+    ("18", r"\boxed{\text{not } 18}"),
+    ("18", r"\boxed{18.00001}"),
+    ("1000000", r"\boxed{1000001}"),
+    ("1234", r"\boxed{1,2,3,4}"),
+    ("2", r"\boxed{2x}"),
+    ("2", r"\boxed{2\pi}"),
+    ("2", r"\boxed{2 pi}"),
+    ("3", r"\boxed{3 million}"),
+    ("5", r"\boxed{5 out of 10}"),
+    ("50%", r"\boxed{0.5\%}"),
+    ("50", r"\boxed{500\%}"),
+    ("0.5", r"\boxed{\frac{1}{3}}"),
+    ("1/3", r"\boxed{0.33}"),
+    ("5", r"\boxed{\frac{5}{0}}"),
+    ("(1,2)", r"\boxed{(2,1)}"),
+    ("(1,2)", r"\boxed{\{1,2\}}"),
+    (r"(-\infty, 3]", r"\boxed{(-\infty, 3)}"),
+    ("{1,2}", r"\boxed{\{1,2,3\}}"),
+    ("{1,2}", r"\boxed{1}"),
+    ("blue", r"\boxed{lube}"),
+    ("x=5", r"\boxed{y=5}"),
+    ("12 km", r"\boxed{12 m}"),
+    ("5", r"\boxed{__import__('os').system('echo 5')}"),
+    ("5", "__import__('os')"),
+    ("5", r"\boxed{exec(\"raise SystemExit\")}"),
+    ("5", r"\boxed{9^{9^{9^{9}}}}"),
+    ("5", r"\boxed{(10^{9})!}"),
+    ("5", r"\boxed{" + "(" * 200 + "}"),
+    ("5", r"\boxed{" + "1+" * 5000 + "1}"),
+    ("5", r"\boxed{\frac{}{}}"),
+    ("5", r"\boxed{5"),
+    ("5", "\\boxed{\x00}"),
+    ("5", "-5"),
+    ("5", r"\boxed{5e400}"),
+]
+
+
+@pytest.mark.parametrize(("label", "text"), RIGHT)
+def test_math_accepts(label, text):
+    assert grade("math", text, label) == 1.0
+
+
+@pytest.mark.parametrize(("label", "text"), WRONG)
+def test_math_rejects(label, text):
+    assert grade("math", text, label) in (0.0, {"reward": 0.0, "ungraded": 1.0})
+
+
+@pytest.mark.parametrize("label", [None, "", "  ", "???", float("nan"), True, ["1"], "####", r"\boxed{}", "not a thing, at all!"])
+def test_math_never_rewards_a_label_that_it_cannot_read(label):
+    for text in (str(label), rf"\boxed{{{label}}}", "5"):
+        with pytest.raises(ValueError, match="label"):
+            grade("math", text, label)
+
+
+def test_math_takes_the_reference_when_there_is_no_label():
+    assert REWARDS["math"](answer("#### 5", reference="so it is\n#### 5")) == 1.0
+
+
+def test_the_last_number_counts_only_when_asked_for():
+    assert (grade("math", "It is $72.", "72"), grade("math", "It is $72.", "72", last_number=True)) == (0.0, 1.0)
+    text = "She had 20 and gave 2 away, which leaves her with 1,018 in the end"
+    assert grade("math", text, "1018") == 0.0
+    assert grade("math", text, "1018", last_number=True) == 1.0
+    assert grade("math", "no number here", "1018", last_number=True) == 0.0
+
+
+@given(st.integers(-(10**9), 10**9), st.integers(-(10**9), 10**9))
+def test_integers_are_equal_only_to_themselves(a, b):
+    assert grade("math", f"#### {a:,}", str(a)) == 1.0
+    assert grade("math", rf"\boxed{{{b}}}", a) == float(a == b)
+
+
+@given(st.text(max_size=60))
+def test_whatever_is_written_a_final_answer_is_found_or_not_but_nothing_breaks(text):
+    found = final_answer(text)
+    assert found is None or found in text
+    picked(text)
+    assert grade("format", text) in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "label", "options", "reward"),
+    [
+        ("Paris", "Paris", {}, 1),
+        (" Paris \n", "Paris", {}, 1),
+        (" Paris", "Paris", {"ignore_space": False}, 0),
+        ("New  York", "New York", {}, 1),
+        ("paris", "Paris", {}, 0),
+        ("paris", "Paris", {"ignore_case": True}, 1),
+        ("Paris.", "Paris", {}, 0),
+        ("Paris.", "Paris", {"ignore_punctuation": True}, 1),
+        ("The Hague", "Hague", {"ignore_articles": True}, 1),
+        ("<think>Rome?</think>\nParis", "Paris", {}, 1),
+        ("<think>Paris</think>", "Paris", {}, 0),
+        ("I say <answer>Paris</answer>.", "Paris", {}, 1),
+        (r"I say \boxed{Paris}.", "Paris", {}, 1),
+        ("Paris", ["Paris", "Paname"], {}, 1),
+        ("7", 7, {}, 1),
+        ("e\u0301", "\u00e9", {}, 1),
+        ("", "Paris", {}, 0),
+    ],
+)
+def test_exact_match(text, label, options, reward):
+    assert grade("exact_match", text, label, **options) == reward
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("B", "B"),
+        ("(B)", "B"),
+        ("B.", "B"),
+        ("**B**", "B"),
+        ("B) Paris", "B"),
+        ("B. Paris", "B"),
+        (r"\boxed{B}", "B"),
+        (r"\boxed{\text{B}}", "B"),
+        (r"\boxed{(B)}", "B"),
+        (r"\boxed{\text{(B) } 12}", None),
+        ("The answer is B.", "B"),
+        ("The answer is (B).", "B"),
+        ("The correct answer is: **B**", "B"),
+        ("Answer: B", "B"),
+        ("ANSWER: $B$", "B"),
+        ("**Answer:** B", "B"),
+        ("So the correct option is C, not A.", "C"),
+        ("The correct choice is option D", "D"),
+        ("<think>Answer: A</think> Answer: D", "D"),
+        ("<think>Answer: A", None),
+        ("<answer>C</answer>", "C"),
+        ("Let me see.\nA is wrong.\nC", "C"),
+        ("Answer: A\nNo. Answer: C", "C"),
+        ("A or B", None),
+        ("The answer is A or B.", None),
+        ("A. one\nB. two", None),
+        ("The answer is Apple", None),
+        ("A good question indeed", None),
+        ("E", None),
+        ("", None),
+        ("b", None),
+    ],
+)
+def test_which_choice_an_answer_picks(text, letter):
+    assert picked(text) == letter
+
+
+def test_multiple_choice_compares_with_letters_and_positions():
+    assert grade("multiple_choice", "Answer: B", "B") == 1.0
+    assert grade("multiple_choice", "Answer: B", "(B)") == 1.0
+    assert grade("multiple_choice", "Answer: B", 1) == 1.0
+    assert grade("multiple_choice", "Answer: B", "A") == 0.0
+    assert grade("multiple_choice", "no idea", "A") == 0.0
+    assert grade("multiple_choice", "J", "J", choices="ABCDEFGHIJ") == 1.0
+    for label in ("E", "", 4, "A or B"):
+        with pytest.raises(ValueError, match="label"):
+            grade("multiple_choice", "Answer: A", label)
+
+
+@pytest.mark.parametrize(
+    ("text", "reward"),
+    [
+        ("<think>why</think><answer>18</answer>", 1),
+        ("<think>why\nnot</think>\n\n<answer>\n18\n</answer>\n", 1),
+        ("<think>why</think> so <answer>18</answer>", 0),
+        ("<answer>18</answer>", 0),
+        ("<think></think><answer>18</answer>", 0),
+        ("<think>why</think><answer>18</answer> and more", 0),
+        ("first <think>why</think><answer>18</answer>", 0),
+        ("<think>a</think><answer>1</answer><answer>2</answer>", 0),
+        ("<think>a<think>b</think><answer>1</answer>", 0),
+        ("<think>why</think><answer>18", 0),
+        ("", 0),
+    ],
+)
+def test_the_default_format_is_thinking_then_an_answer(text, reward):
+    assert grade("format", text) == reward
+
+
+def test_a_pattern_must_match_the_whole_answer_and_be_one():
+    assert grade("format", "abc", pattern="b") == 0
+    assert grade("format", "abc", pattern=".b.") == 1
+    with pytest.raises(re.error):
+        grade("format", "abc", pattern="(")
+
+
+def test_the_length_penalty_falls_in_a_straight_line_over_its_buffer():
+    rewards = [REWARDS["length"](answer("", tokens=n), limit=10, buffer=4) for n in (0, 6, 7, 8, 10, 12)]
+    assert rewards == [0, 0, -0.25, -0.5, -1, -1]
+    with pytest.raises(ValueError, match="buffer 0"):
+        REWARDS["length"](answer(""), limit=10, buffer=0)
+
+
+def test_the_length_target_costs_the_distance_beyond_its_tolerance():
+    rewards = [REWARDS["length_target"](answer("", tokens=n), target=10, tolerance=2) for n in (0, 5, 8, 10, 12, 13, 40)]
+    assert rewards == pytest.approx([-0.8, -0.3, 0, 0, 0, -0.1, -1])
+    with pytest.raises(ValueError, match="target 0"):
+        REWARDS["length_target"](answer(""), target=0)
+
+
+def test_every_rule_survives_the_trip_through_json():
+    assert json.loads(json.dumps(grade("math", "#### 5", "5"))) == 1.0

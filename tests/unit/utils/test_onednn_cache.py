@@ -1,0 +1,60 @@
+"""Compiled products are bounded, and the bound holds in a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightrft.utils import onednn_cache
+from lightrft.utils.onednn_cache import BYTES, CACHES, KEPT, bound_products, products_bytes
+
+GROWTH = """
+import json, sys, torch
+from lightrft.config.strategy import StrategyConfig
+from lightrft.strategy.single import SingleStrategy
+torch.set_num_threads(1)
+def private():
+    lines = open("/proc/self/smaps_rollup").read().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Anonymous"))
+SingleStrategy(StrategyConfig(device="cpu"))
+a, b = torch.randn(2, 1, 64).bfloat16(), torch.randn(2, 600, 64).bfloat16()
+before = private()
+for n in range(64, 400):
+    a @ b[:, :n].transpose(1, 2)
+print(json.dumps(private() - before))
+"""
+
+
+def test_the_environment_of_a_process_is_set_unless_it_says_how_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CACHES:
+        monkeypatch.setenv(name, "7")  # put back at the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv(CACHES[0], "5")
+    bound_products()
+    assert [os.environ[name] for name in CACHES] == ["5", str(KEPT)]
+
+
+def test_only_kinds_of_numbers_that_are_compiled_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    for name in CACHES:
+        monkeypatch.setenv(name, "3")
+    assert (products_bytes(torch.bfloat16), products_bytes(torch.float32)) == (3 * BYTES, 0.0)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    assert products_bytes(torch.bfloat16) == 0.0
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").is_file(), reason="the system does not say what memory is used for")
+def test_336_shapes_take_no_more_than_the_products_that_are_kept() -> None:
+    """Unbounded, they take 0.67 MiB each, 225 in all, where the CPU has such products; nothing where it has none."""
+    kept = {name: value for name, value in os.environ.items() if name not in CACHES}
+    back = {"MALLOC_MMAP_THRESHOLD_": "262144", "MALLOC_TRIM_THRESHOLD_": "262144", "OMP_NUM_THREADS": "1"}
+    path = str(Path(onednn_cache.__file__).resolve().parents[2])
+    words = [sys.executable, "-c", GROWTH]
+    said = subprocess.run(words, env={**kept, **back, "PYTHONPATH": path}, capture_output=True, text=True, check=True).stdout
+    assert json.loads(said) < 1.5 * KEPT * BYTES

@@ -1,0 +1,68 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from lightrft.utils.stop_signal import StopFlag
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_sets_the_flag_and_the_loop_goes_on(number):
+    before = signal.getsignal(number)
+    with StopFlag() as stop:
+        assert not stop
+        os.kill(os.getpid(), number)
+        assert stop
+        assert stop.reason == number.name
+    assert signal.getsignal(number) is before
+
+
+def test_a_second_interrupt_stops_at_once():
+    with StopFlag() as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)  # the first Ctrl-C, even after a SIGTERM
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.reason == "SIGTERM"
+
+
+def test_handlers_come_back_when_the_body_raises():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(ZeroDivisionError), StopFlag():
+        raise ZeroDivisionError
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_other_threads_can_only_ask():
+    seen = []
+
+    def body():
+        with StopFlag() as stop:
+            stop.request("enough")
+            seen.append(stop.reason)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert seen == ["enough"]
+
+
+def test_a_loop_in_a_real_process_finishes_its_step_and_leaves():
+    code = (
+        "import time\nfrom lightrft.utils.stop_signal import StopFlag\n"
+        "with StopFlag() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    for step in range(6000):\n"
+        "        time.sleep(0.02)\n"
+        "        if stop: break\n"
+        "print('left after', stop.reason, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stdout.readline() == "ready\n"
+        child.terminate()
+        out, err = child.communicate(timeout=600)
+    assert (child.returncode, out) == (0, "left after SIGTERM\n")
+    assert "safe point" in err
