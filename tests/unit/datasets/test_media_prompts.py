@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import logging
 import pickle
 import sys
 from pathlib import Path
@@ -556,6 +557,7 @@ def test_marks_in_a_column_that_the_template_names_are_refused_whether_or_not_th
 def test_a_template_for_text_alone_leaves_out_nothing_that_belongs_around_an_item(
     ear: Rig, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level(logging.WARNING, "lightrft")  # that tokens are not kept is said to the log file alone
     talk = [{"role": "user", "content": "a <|audio_bos|><audio> or <audio>?"}]
     rows = [{"prompt": "who?", "audio": "s.wav"}, {"prompt": talk, "audios": ["s.wav", "s.wav"]}]
     own = prompts(ear, folder, *rows)
