@@ -1,4 +1,4 @@
-"""Copies from the host to a device that do not wait for the device."""
+"""Copies from host to device that do not wait for the device."""
 
 from __future__ import annotations
 
