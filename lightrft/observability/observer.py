@@ -7,7 +7,11 @@ from typing import Any, Protocol
 
 
 class Observer(Protocol):
-    """Who looks on: told once how many steps there are, then of each."""
+    """An object that receives the progress of a run.
+
+    ``begin`` is called once with the total number of steps and the number already done. ``update``
+    is called after each step with its metrics.
+    """
 
     def begin(self, title: str, total: int, done: int) -> None: ...
 
@@ -15,7 +19,7 @@ class Observer(Protocol):
 
 
 class Nobody:
-    """An observer that does not look."""
+    """An observer that ignores all calls."""
 
     def begin(self, title: str, total: int, done: int) -> None:
         return
