@@ -1,4 +1,7 @@
-"""The key of a token cache entry: a digest of everything that determines the tokens of a dataset."""
+"""The key of a token cache entry.
+
+It is a digest of everything that determines the tokens of a dataset.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,7 @@ LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
 def token_cache_of(
     config: DataConfig, tokenizer: Any, purpose: str, options: Mapping[str, Any], processor: Any = None
 ) -> TokenCache | None:
-    """Return the cache entry of ``config`` under ``tokenizer``, or None if its tokens are not
-    cached.
+    """Return the cache entry of ``config``, or None if its tokens are not cached.
 
     The log gives the reason. Tokens are not cached in these cases:
 
@@ -121,8 +123,9 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """Return a digest of the code that tokenizes rows, so that new code ignores entries of old
-    code.
+    """Return a digest of the code that tokenizes rows.
+
+    New code then ignores entries of old code.
     """
     here = Path(__file__).parent
     files = [*sorted(here.rglob("*.py")), here.parent / "utils" / "chat_template.py"]

@@ -105,16 +105,17 @@ class Encoder:
 
     @property
     def eos(self) -> int:
-        """Return the token that ends a response. Raises ``ModelError`` for a tokenizer without one."""
+        """Return the token that ends a response.
+
+        Raises ``ModelError`` for a tokenizer without an EOS token.
+        """
         if self.tokenizer.eos_token_id is None:
             raise ModelError(f"the tokenizer {_name(self.tokenizer)} has no eos token, so no answer could end")
         return self.tokenizer.eos_token_id
 
     @cached_property
     def start(self) -> list[int]:
-        """Return the tokens that the tokenizer puts before a text without chat template, such as
-        BOS.
-        """
+        """Return the tokens that the tokenizer puts before a plain text, such as BOS."""
         bare = self._plain_ids(["a"], add_special_tokens=False)[0]
         full = self._plain_ids(["a"], add_special_tokens=True)[0]
         at = next((k for k in range(len(full)) if full[k : k + len(bare)] == bare), 0)
@@ -123,8 +124,8 @@ class Encoder:
     def ask(self, messages: Sequence[Message], where: str) -> Prompt:
         """Return a prompt, without id, for chat messages.
 
-        The content of a message is text or a list of parts such as ``{"type": "image", "image":
-        "cat.png"}``.
+        The content of a message is text or a list of parts. A part is a dictionary such as
+        ``{"type": "image", "image": "cat.png"}``.
 
         Raises ``BadRow``, which is a ``DataError``, if a message or its media cannot be read. The
         message of the error begins with ``where``.
@@ -203,9 +204,7 @@ class Encoder:
         return record.prompt if isinstance(record.prompt, str) else _asking(record)[-1]["content"]
 
     def with_system(self, messages: list[Message]) -> list[Message]:
-        """Return ``messages`` after the configured system message, unless they begin with another
-        one.
-        """
+        """Return ``messages`` after the configured system message, unless they have their own."""
         if self.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system}, *messages]
@@ -285,10 +284,10 @@ class Encoder:
         return ids if self.chat or ids[: len(self.start)] == self.start else [*self.start, *ids]
 
     def marked(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """Return the tokens of messages without markers, and the mask of assistant tokens, each
-        ``[T]``.
+        """Return the tokens of messages and the mask of assistant tokens, each ``[T]``.
 
-        The mask is True inside the ``{% generation %}`` blocks of the template.
+        The messages contain no markers. The mask is True inside the ``{% generation %}`` blocks of
+        the template.
         """
         made = self.tokenizer.apply_chat_template(
             list(messages), return_dict=True, return_assistant_tokens_mask=True, **self.options
@@ -299,9 +298,7 @@ class Encoder:
         return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate, **self.options)
 
     def _with_parts(self, message: Message) -> Message:
-        """Return ``message`` with media in the form that the chat template accepts: parts, or their
-        text.
-        """
+        """Return ``message`` with media as parts or text, as the chat template accepts it."""
         content = message["content"]
         kinds = {kind for kind, _ in marks(content)}
         if all(self._takes[kind] for kind in kinds or {"text"}):
@@ -310,9 +307,7 @@ class Encoder:
 
     @cached_property
     def _takes(self) -> dict[str, bool]:
-        """Return which content the chat template writes in full: a ``string``, and parts of each
-        kind.
-        """
+        """Return which content the template writes fully: a ``string``, and parts of each kind."""
 
         def writes(content: Any, *expected: str) -> bool:
             text = rendered(lambda messages: self._apply(messages, False), content)
@@ -339,9 +334,7 @@ class Encoder:
         return made
 
     def _with_marks(self, text: str, order: Sequence[tuple[str, int]], where: str) -> str:
-        """Return ``text`` with the marks of ``order`` in place of the media that the template
-        wrote.
-        """
+        """Return ``text`` with the marks of ``order`` in place of the template's media text."""
         assert self.media is not None
         spelled = {kind: self.media.parts[kind].written for kind, _ in order}
         waiting = {w: [mark(*m) for m in order if spelled[m[0]] == w] for w in spelled.values()}

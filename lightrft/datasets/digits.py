@@ -1,5 +1,6 @@
-"""Handwritten and spoken digits that ship with the package. Their sources and licenses are in
-``data``.
+"""Handwritten and spoken digits that ship with the package.
+
+Their sources and licenses are in ``data``.
 """
 
 from __future__ import annotations

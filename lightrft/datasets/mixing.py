@@ -1,4 +1,7 @@
-"""The order in which several sources are mixed into one dataset. It depends only on the arguments."""
+"""The order in which several sources are mixed into one dataset.
+
+It depends only on the arguments.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Opening of a ``SourceConfig`` as rows: files, folders, saved datasets, hub datasets and
-functions.
+"""Opening of a ``SourceConfig`` as rows.
+
+A source is a file, a folder, a saved dataset, a hub dataset or a function.
 """
 
 from __future__ import annotations
@@ -250,8 +251,9 @@ def _from_hub(source: SourceConfig) -> Rows:
 
 
 def _load(kind: str, shown_as: str, **options: Any) -> Any:
-    """Call ``datasets.load_dataset`` without progress bars. Raises ``DataError`` with the failed
-    attempt.
+    """Call ``datasets.load_dataset`` without progress bars.
+
+    Raises ``DataError`` with the failed attempt.
     """
     import datasets
 

@@ -24,8 +24,9 @@ class Fetcher(Generic[T]):
         self._begun: dict[int, Future[T | BadRow]] = {}
 
     def fetch(self, indices: Sequence[int]) -> list[T | BadRow]:
-        """Return the entries at ``indices``. An unreadable entry is returned as its ``BadRow``
-        error.
+        """Return the entries at ``indices``.
+
+        An unreadable entry is returned as its ``BadRow`` error.
         """
         if self._workers is None:
             return [self._tried(i) for i in indices]

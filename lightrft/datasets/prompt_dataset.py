@@ -77,15 +77,16 @@ class Sources:
         yield chunk
 
     def skip(self, error: BadRow) -> None:
-        """Count a bad row, or raise ``error``, depending on ``data.malformed``."""
+        """Raise ``error`` if ``data.malformed`` is ``error``, else count a malformed row."""
         if self.config.malformed == "error":
             raise error
         self.counts["malformed"] += 1
         self.first_problem = self.first_problem or str(error)
 
     def lose(self, error: BadRow) -> None:
-        """Count a row whose media have become unreadable, or raise ``error``, depending on
-        ``data.malformed``.
+        """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable row.
+
+        The media of such a row were readable on construction.
         """
         if self.config.malformed == "error":
             raise error
@@ -102,7 +103,7 @@ class Sources:
         return pairs
 
     def overlong(self, where: str, tokens: int, limit: int, setting: str) -> None:
-        """Count an overlong row that is dropped, or raise an error, depending on ``data.overlong``.
+        """Raise an error if ``data.overlong`` is ``error``, else count an overlong row.
 
         Args:
             where: location of the row, for messages.
@@ -149,8 +150,9 @@ class Sources:
         return order, unique_names([names[k] for k in order])
 
     def _encode(self, keep: Keep, kept: Columns, cache: TokenCache | None) -> tuple[list[int], Sequence[str]]:
-        """Encode every row and write the cache. Return the number of stored rows per source, and
-        their names.
+        """Encode every row and write the cache.
+
+        Return the number of stored rows per source, and their names.
         """
         before = () if cache is None else stamps(self.config)
         indexes: list[Indexes] = [{} for _ in self.config.sources]
@@ -175,9 +177,7 @@ class Sources:
         return lengths, names
 
     def _restore(self, entry: Entry, kept: Columns) -> tuple[list[int], Sequence[str]]:
-        """Restore columns, counts and indexes from ``entry``. Return the same values as
-        ``_encode``.
-        """
+        """Restore columns, counts and indexes from ``entry``. Return the same as ``_encode``."""
         facts, columns = entry.facts, entry.columns
         self._open(
             [
@@ -214,8 +214,10 @@ class Sources:
 
 
 COLUMNS = {"tokens": "i", "ends": "Q", "source": "H", "row": "Q", "cut_rows": "Q", "cuts": "Q"}
-"""Stored columns of the prompts: concatenated tokens, end, source and row of each prompt, and the
-truncated prompts with their cuts.
+"""Stored columns of the prompts.
+
+They are the concatenated tokens, the end, source and row of each prompt, and the truncated prompts
+with their cuts.
 """
 
 
@@ -310,14 +312,13 @@ class PromptDataset:
         self._fetcher.prefetch(indices)
 
     def lose(self, error: BadRow) -> None:
-        """Count a prompt that ``fetch`` could not read, or raise ``error``, depending on
-        ``data.malformed``.
-        """
+        """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable prompt."""
         self._sources.lose(error)
 
     def places(self, ids: Sequence[str]) -> list[int]:
-        """Return the indices of the prompts called ``ids``. Raises ``CheckpointError`` for an
-        unknown id.
+        """Return the indices of the prompts called ``ids``.
+
+        Raises ``CheckpointError`` for an unknown id.
         """
         wanted = set(ids)
         found = {name: i for i, name in enumerate(self._ids) if name in wanted}
@@ -341,8 +342,9 @@ class PromptDataset:
         return self._sources.first_problem
 
     def first_with(self, doubt: str) -> str:
-        """Return the location of the first row that was counted under ``doubt`` (see
-        ``datasets.row_warnings``).
+        """Return the location of the first row that was counted under ``doubt``.
+
+        See ``datasets.row_warnings`` for the counts.
         """
         return self._sources.where(*first_place(self.counts, doubt))
 
@@ -387,10 +389,9 @@ class PromptDataset:
         return names
 
     def _truncate(self, record: Record, ids: list[int]) -> tuple[int, list[int]] | None:
-        """Return the smallest cut of the last message that fits, in characters, and the resulting
-        tokens.
+        """Return the smallest cut of the last message that fits, and the resulting tokens.
 
-        Returns None if no cut suffices.
+        The cut is a number of characters. Returns None if no cut suffices.
         """
         limit = self.config.max_prompt_tokens
         text = self.encoder.last_message(record)

@@ -307,7 +307,7 @@ def _response(value: Any, where: str, finder: Finder) -> str | list[Message] | N
 
 
 def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, Any]:
-    """Return name and value of the column for ``what``, or ``("", None)`` if no usual name exists."""
+    """Return name and value of the column for ``what``, or ``("", None)`` if there is none."""
     if not chosen:
         return next(((name, value) for name in USUAL[what] if (value := look_up(row, name)) is not None), ("", None))
     value = named_column(row, chosen, what, where)

@@ -1,5 +1,6 @@
-"""Tables of rows with a length, ``rows[i]`` as a dictionary, and ``where(i)`` for messages. All can
-be pickled.
+"""Tables of rows with a length, ``rows[i]`` as a dictionary, and ``where(i)`` for messages.
+
+All can be pickled.
 
 Text files are indexed by byte offset and parsed on access. The index of a large file takes sixteen
 bytes per row.
@@ -122,8 +123,9 @@ OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def suffix_of(path: Path) -> str:
-    """Return the suffix of the text format, such as ``.jsonl`` for both ``rows.jsonl`` and
-    ``rows.jsonl.gz``.
+    """Return the suffix of the text format.
+
+    It is ``.jsonl`` for both ``rows.jsonl`` and ``rows.jsonl.gz``.
     """
     return Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
 
@@ -173,8 +175,9 @@ class _TextFile:
         return self.path.open("rb") if self._text is None else io.BytesIO(self._text)
 
     def _scan(self, file: IO[bytes], line: int, malformed: Malformed, limit: int | None) -> TextIndex:
-        """Return the index of all records from the position of ``file``, which comes after ``line``
-        lines.
+        """Return the index of all records from the position of ``file``.
+
+        The position comes after ``line`` lines.
         """
         offsets, lines = array("Q"), array("Q")
         bad, first = 0, ""
@@ -247,7 +250,14 @@ class JsonLines(_TextFile):
 
 
 class Csv(_TextFile):
-    """Comma-separated values under a header line. Values stay text, and an empty value is None."""
+    """Comma-separated values under a header line. Values stay text, and an empty value is None.
+
+    Args:
+        path: the file.
+        malformed: ``error`` raises for a malformed row. ``skip`` counts it.
+        limit: largest number of rows. None means all rows.
+        indexes: known indexes of text files. None scans the file.
+    """
 
     def __init__(self, path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None = None) -> None:
         self._names: list[str] = []
@@ -290,7 +300,14 @@ class Csv(_TextFile):
 
 
 class Listed:
-    """Rows of a list or another random-access sequence, such as a ``datasets.Dataset``."""
+    """Rows of a list or another random-access sequence, such as a ``datasets.Dataset``.
+
+    Args:
+        rows: the sequence.
+        name: name of the table, for messages.
+        malformed: number of rows that were skipped before.
+        first_problem: reason for the first skipped row.
+    """
 
     def __init__(self, rows: Any, name: str, malformed: int = 0, first_problem: str = "") -> None:
         self.rows = rows
@@ -353,7 +370,14 @@ class First:
 
 
 class Converted:
-    """Rows that a reader converts on access."""
+    """Rows that a reader converts on access.
+
+    Args:
+        rows: the table to convert.
+        reader: the reader.
+        name: name of the reader, for messages.
+        options: keyword arguments of the reader.
+    """
 
     def __init__(self, rows: Rows, reader: Callable[..., Row], name: str, options: Mapping[str, Any]) -> None:
         self.rows = rows

@@ -40,8 +40,10 @@ class UnknownText:
         self._known: dict[str, bool] = {}
 
     def count(self, text: str, ids: Sequence[int]) -> int:
-        """Return the number of unknown tokens in ``ids``, or of characters of ``text`` without
-        tokens.
+        """Return the number of unknown tokens in ``ids``.
+
+        For a tokenizer without an unknown token, return the number of characters of ``text`` that
+        it drops.
         """
         if self._unknown is not None:
             return sum(i == self._unknown for i in ids)
@@ -128,8 +130,9 @@ class Rows(Protocol):
 
 
 def check_text(rows: Rows, key: str) -> None:
-    """Warn about tokens that are unknown to the tokenizer. ``key`` is the setting that names the
-    rows.
+    """Warn about tokens that are unknown to the tokenizer.
+
+    ``key`` is the setting that names the rows.
 
     Raises ``DataError`` if their fraction exceeds ``MOST_UNKNOWN``.
     """

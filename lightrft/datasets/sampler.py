@@ -149,7 +149,10 @@ class HeldOut(Sequence[Prompt]):
 
 
 def in_parts(prompts: Sequence[Prompt], ranks: Ranks = ALONE) -> Iterator[tuple[int, Sequence[Prompt]]]:
-    """Yield ``prompts`` in parts, each with the index of its first prompt. See ``HeldOut.parts``."""
+    """Yield ``prompts`` in parts, each with the index of its first prompt.
+
+    See ``HeldOut.parts``.
+    """
     return prompts.parts(ranks) if isinstance(prompts, HeldOut) else iter([(0, prompts)])
 
 
@@ -201,8 +204,9 @@ def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
 
 
 def _agreed(fetched: Sequence[T | BadRow], ranks: Ranks) -> list[T | BadRow]:
-    """Return ``fetched`` with entries marked bad that any rank could not read, so that all ranks
-    have the same prompts.
+    """Replace the entries that any rank could not read by ``BadRow``.
+
+    All ranks then have the same prompts.
     """
     own = {k: str(entry) for k, entry in enumerate(fetched) if isinstance(entry, BadRow)}
     lost = {k: why for found in ranks.gather(own) for k, why in found.items()}

@@ -28,8 +28,10 @@ from lightrft.datasets.row_warnings import UnknownText, first_place, note_text
 from lightrft.types import Media
 
 COLUMNS = {"tokens": "i", "trained": "B", "ends": "Q", "split": "Q"}
-"""Stored columns of the examples: concatenated tokens, training mask, end of each example, and end
-of each prompt.
+"""Stored columns of the examples.
+
+They are the concatenated tokens, the training mask, the end of each example and the end of each
+prompt.
 """
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
@@ -58,8 +60,9 @@ class Example:
 
 @dataclass(slots=True)
 class _Part:
-    """The source of one example: a record and, for each turn to train on, the texts before and
-    after the turn.
+    """The source of one example.
+
+    ``turns`` has the texts before and after each turn to train on.
     """
 
     row: int
@@ -152,9 +155,7 @@ class SFTDataset:
         self._fetcher.prefetch(indices)
 
     def lose(self, error: BadRow) -> None:
-        """Count an example that ``fetch`` could not read, or raise ``error``, depending on
-        ``data.malformed``.
-        """
+        """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable example."""
         self._sources.lose(error)
 
     @property
@@ -163,8 +164,9 @@ class SFTDataset:
         return self._sources.first_problem
 
     def first_with(self, doubt: str) -> str:
-        """Return the location of the first row that was counted under ``doubt`` (see
-        ``datasets.row_warnings``).
+        """Return the location of the first row that was counted under ``doubt``.
+
+        See ``datasets.row_warnings`` for the counts.
         """
         return self._sources.where(*first_place(self.counts, doubt))
 
@@ -192,8 +194,9 @@ class SFTDataset:
         return [part.name for part in parts if self._keep(source, part, *self._tokens_of(part, ids))]
 
     def _expanded(self, rows: Sequence[list[_Part]]) -> list[_Part]:
-        """Return the parts of all rows, with the text of their media in the turns. Unreadable rows
-        are left out.
+        """Return the parts of all rows, with the text of their media in the turns.
+
+        Unreadable rows are left out.
         """
         shown = [(made[0].record, [t for part in made for turn in part.turns for t in turn]) for made in rows]
         parts: list[_Part] = []
@@ -233,7 +236,10 @@ class SFTDataset:
         return True
 
     def _parts(self, row: int, record: Record) -> list[_Part]:
-        """Return the examples of a record. Raises ``BadRow`` if there is no response to train on."""
+        """Return the examples of a record.
+
+        Raises ``BadRow`` if there is no response to train on.
+        """
         if not self.encoder.chat:
             answer = record.answer
             if answer is None or not answer.strip():
@@ -268,9 +274,7 @@ class SFTDataset:
         return asking, self.encoder.render(messages[: k + 1], where)
 
     def _tokens_of(self, part: _Part, known: dict[str, list[int]]) -> tuple[list[int], list[bool]]:
-        """Return the tokens of an example and their training mask, ``[T]``, up to the last trained
-        token.
-        """
+        """Return the tokens and training mask of an example, ``[T]``, up to the last True."""
         if not self.encoder.chat:
             prompt, answer = part.turns[0]
             asked, said = self.encoder.with_start(known[prompt]), [*known[answer], self.encoder.eos]

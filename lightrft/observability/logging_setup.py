@@ -9,8 +9,9 @@ from pathlib import Path
 ROOT = "lightrft"
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 FILE_ONLY = {"file_only": True}
-"""``extra`` of a message that goes to the log file only, because the terminal shows its content in
-another way.
+"""``extra`` of a message that goes to the log file only.
+
+The terminal shows the content of such a message in another way.
 """
 
 

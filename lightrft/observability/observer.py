@@ -7,15 +7,21 @@ from typing import Any, Protocol
 
 
 class Observer(Protocol):
-    """An object that receives the progress of a run.
+    """An object that receives the progress of a run."""
 
-    ``begin`` is called once with the total number of steps and the number already done. ``update``
-    is called after each step with its metrics.
-    """
+    def begin(self, title: str, total: int, done: int) -> None:
+        """Start a phase.
 
-    def begin(self, title: str, total: int, done: int) -> None: ...
+        Args:
+            title: name of the phase.
+            total: number of steps of the phase.
+            done: number of steps that are already done.
+        """
+        ...
 
-    def update(self, row: Mapping[str, Any]) -> None: ...
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Report a step. ``row`` contains its metrics and ``step``."""
+        ...
 
 
 class Nobody:

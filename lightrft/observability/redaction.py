@@ -57,8 +57,9 @@ def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _cleaned(held: Any, value: Any, table: str) -> Any:
-    """Return ``value``, the dump of the setting ``held``, with its secrets redacted. ``table`` is
-    its name.
+    """Return ``value``, the dump of the setting ``held``, with its secrets redacted.
+
+    ``table`` is its name.
     """
     if isinstance(held, Settings):
         return {name: _cleaned(getattr(held, name), one, name) for name, one in value.items()}

@@ -128,8 +128,9 @@ class RolloutWriter:
         raise RuntimeError(f"{waiting}: {type(error).__name__}: {error}") from error
 
     def _work(self) -> None:
-        """Write jobs in order until closed or until a job fails. The next call then starts a new
-        thread, which retries it.
+        """Write jobs in order until closed or until a job fails.
+
+        After a failure, the next call starts a new thread, which retries the job.
         """
         while True:
             with self._changed:

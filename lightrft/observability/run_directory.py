@@ -46,10 +46,12 @@ class RunFolder:
     Create it with ``open`` and close it with ``with``. After resuming from a checkpoint, call
     ``rewind`` with the step of the checkpoint.
 
-    Attributes:
+    Args:
+        path: the run folder, which must exist.
         fresh: True if the run starts from scratch.
         checkpoint: the checkpoint that the user named, or None. If None and not ``fresh``, the run
             resumes from its newest checkpoint.
+        lock: file descriptor of the lock. None where the system has no locks.
     """
 
     def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None, lock: int | None) -> None:

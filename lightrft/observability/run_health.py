@@ -1,5 +1,6 @@
-"""Warnings for a run that learns nothing or less than it seems to. Each rule is one row over the
-metrics of a step.
+"""Warnings for a run that learns nothing or less than it seems to.
+
+Each rule is one row over the metrics of a step.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ class Rule:
     Args:
         metric: name of the metric.
         above: the largest value that needs no warning.
-        message: what to say; ``{value}`` is the metric, ``{reward}`` the mean reward of the step.
-        needs: the rule holds only for algorithms with this need (see ``parts.needs_of``); empty means all.
+        message: the warning. ``{value}`` is the metric, ``{reward}`` the mean reward of the step.
+        needs: the rule applies only to algorithms with this need (see ``parts.needs_of``). An empty
+            text means all algorithms.
     """
 
     metric: str
@@ -164,7 +166,10 @@ class Health:
             self.reasons[metric] = causes.most_common(1)[0][0]
 
     def count(self, values: Values) -> dict[str, int]:
-        """Count the step with the metrics ``values``; return the streak metrics that apply to it."""
+        """Count the step with the metrics ``values``.
+
+        Return the streak metrics that apply to it.
+        """
         found = {name: holds(values) for name, holds in STREAKS.items()}
         for name, held in found.items():
             if held is not None:

@@ -42,9 +42,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def rewind(self, step: int, phase: str = "") -> None:
-        """Remove the rows of ``phase`` after ``step``, and every row written after the first of
-        them.
-        """
+        """Remove the rows of ``phase`` after ``step``, and every row after the first of them."""
         late = (i for i, row in enumerate(self.rows) if row.get("phase", "") == phase and row["step"] > step)
         cut = next(late, len(self.rows))
         if cut == len(self.rows):
@@ -112,8 +110,9 @@ class TensorBoard:
         threading.excepthook = self._on_thread_error
 
     def _on_thread_error(self, told: Any) -> None:
-        """Suppress the traceback of TensorBoard's writer thread. The next call raises its error
-        again.
+        """Suppress the traceback of TensorBoard's writer thread.
+
+        The next call raises its error again.
         """
         if not (isinstance(told.exc_value, OSError) and type(told.thread).__module__.startswith("tensorboard.")):
             self._hook(told)
@@ -204,8 +203,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _whole_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of ``path`` after removing an incomplete last line from the file, because new
-    rows are appended.
+    """Return the rows of ``path`` after removing an incomplete last line from the file.
+
+    The line must not stay, because new rows are appended.
     """
     rows = read_rows(path)
     data = path.read_bytes() if path.exists() else b""

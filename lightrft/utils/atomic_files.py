@@ -24,10 +24,9 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".bz2",
 
 
 def looks_like_path(name: str, folder: Path = Path()) -> bool:
-    """Return True if ``name``, relative to ``folder``, can only be a path and not a name on the
-    hub.
+    """Return True if ``name`` can only be a path and not a name on the hub.
 
-    The path need not exist.
+    The path is relative to ``folder`` and need not exist.
     """
     path = folder / Path(name).expanduser()
     if name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
@@ -139,8 +138,9 @@ def json_line(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """Return a copy of a tree with ``None`` for numbers that are not finite and dictionaries for
-    dataclasses.
+    """Return a copy of a tree that strict JSON can express.
+
+    Numbers that are not finite become None. Dataclasses become dictionaries.
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None

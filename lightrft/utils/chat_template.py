@@ -7,10 +7,9 @@ from typing import Any
 
 
 def rendered(apply: Callable[[list[dict[str, Any]]], str], content: Any) -> str | None:
-    """Return the text that ``apply`` renders for a user message with ``content`` (text or a list of
-    parts).
+    """Return the text that ``apply`` renders for a user message with ``content``.
 
-    Returns None if the template does not accept this content.
+    ``content`` is text or a list of parts. Returns None if the template does not accept it.
     """
     try:
         text = apply([{"role": "user", "content": content}])

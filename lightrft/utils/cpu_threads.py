@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 
 WORTH_SHARING = 1e9
-"""Floating-point operations between two synchronizations below which a second thread costs more
-time than it saves.
+"""Smallest number of floating-point operations between two synchronizations for several threads.
+
+Below it, a second thread costs more time than it saves.
 """
 
 

@@ -57,7 +57,7 @@ class ResourceError(UserError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of the message of ``error``, or its class name if the message is empty."""
+    """Return the first line of the message of ``error``, or its class name without a message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

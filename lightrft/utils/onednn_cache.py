@@ -14,8 +14,9 @@ import torch
 CACHES = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
 KEPT = 64
 BYTES = 0.92 * 2**20
-"""Memory of one product in both caches, in bytes, including fragmentation. Measured over caches of
-8 to 128 with 936 shapes.
+"""Memory of one product in both caches, in bytes, including fragmentation.
+
+Measured over caches of 8 to 128 with 936 shapes.
 """
 
 

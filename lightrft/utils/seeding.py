@@ -18,9 +18,7 @@ log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 
 _PARTS = ("python", "numpy", "torch", "mps")
-"""Keys of a state without a device index: three that every process has, and the generator of
-Apple's GPUs.
-"""
+"""Keys of a state without a device index, of which ``mps`` stands for Apple's GPUs."""
 
 
 def seed_everything(seed: int) -> None:

@@ -1,4 +1,7 @@
-"""Nested state as JSON and safetensors. Values are restored exactly, and reading executes no code."""
+"""Nested state as JSON and safetensors.
+
+Values are restored exactly, and reading executes no code.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +34,9 @@ def save_state(path: Path, tree: Any) -> None:
 
 
 def load_state(path: Path, device: str = "cpu") -> Any:
-    """Return the tree that ``save_state`` wrote at ``path``, bit for bit, with tensors on
-    ``device``.
+    """Return the tree that ``save_state`` wrote at ``path``, bit for bit.
 
-    Tensors that were one object are one object again.
+    Tensors are placed on ``device``. Tensors that were one object are one object again.
 
     Raises ``CheckpointError`` if a file is missing or malformed.
     """

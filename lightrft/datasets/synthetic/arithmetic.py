@@ -1,8 +1,7 @@
-"""Arithmetic problems with worked solutions, generated from a seed: ``12+34*2=?`` with its steps
-and ``#### 80``.
+"""Arithmetic problems with worked solutions, generated from a seed.
 
-The split of a problem is a hash of the problem itself. Train and eval problems are therefore
-disjoint for all seeds and counts.
+A row has ``12+34*2=?`` with its steps and ``#### 80``. The split of a problem is a hash of the
+problem itself. Train and eval problems are therefore disjoint for all seeds and counts.
 """
 
 from __future__ import annotations
@@ -127,9 +126,7 @@ def _rows(
 
 
 def is_heldout(problem: str, share: float) -> bool:
-    """Return True if ``problem`` belongs to the eval set, which is a fraction ``share`` of all
-    problems.
-    """
+    """Return True if ``problem`` belongs to the eval set, a fraction ``share`` of all problems."""
     return int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=8).digest(), "big") < share * 2**64
 
 
