@@ -73,11 +73,13 @@ class Encoder:
         places = {part.written for part in parts}
         source = "".join([str(tokenizer.chat_template), *(text for part in parts for text in part.around)])
         written = {t.content for t in added.values() if MARKUP.fullmatch(t.content) and t.content in source}
+        # longest first, because a regular expression takes the first alternative that matches
         self._table = [*sorted(special | written | places, key=lambda s: (-len(s), s)), OPEN, CLOSE]
         self._place = {spelling: k for k, spelling in enumerate(self._table)}
         self._anyone = _any_of(self._table)
         self._answer = _any_of([s for s in self._table if s in special or s in places or s in (OPEN, CLOSE)])
         unknown = tokenizer.unk_token_id
+        # without the unknown token, which ordinary text can produce
         self.special_ids = frozenset({*tokenizer.all_special_ids, *(k for k, t in added.items() if t.special)} - {unknown})
         self._control_ids = self.special_ids | {k for k, t in added.items() if t.content in written}
         for kind, text in self.unwritten.items() if self.chat else ():

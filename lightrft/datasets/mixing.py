@@ -56,6 +56,7 @@ def _picks(lengths: Sequence[int], weights: Sequence[float], mode: Blend, seed: 
     chance = generator(seed, 0)
     picks = np.empty(0, dtype=np.int64)
     while True:
+        # samples in blocks, because the end of the mix is known only afterwards
         picks = np.concatenate([picks, chance.choice(len(lengths), size=2 * max(lengths) + 64, p=share / share.sum())])
         ends = [np.flatnonzero(picks == s)[n - 1 : n] for s, n in enumerate(lengths)]
         known = [int(e[0]) + 1 for e in ends if e.size]

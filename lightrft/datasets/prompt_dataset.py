@@ -159,6 +159,7 @@ class Sources:
         self._open(indexes)
         found = [[name for chunk in self.chunks(s) for name in keep(s, chunk)] for s in range(len(self.rows))]
         lengths, names = [len(some) for some in found], [name for some in found for name in some]
+        # a file that changed during reading must not be cached under the digest of one version
         if cache is None or stamps(self.config) != before:
             return lengths, names
         columns = {f"kept/{name}": np.asarray(column) for name, column in kept.items()}

@@ -116,9 +116,9 @@ def read_record(row: Row, columns: Columns, where: str, reads: Reads = NOTHING, 
         root: folder of relative media paths.
 
     Raises:
-        BadRow: the prompt is missing or empty, a named column is missing, messages are malformed,
-            or places and media do not match. The message names the row, the column and the existing
-            columns.
+        BadRow: the prompt is missing or empty, a named column is missing, or messages are
+            malformed. Also raised if places and media do not match. The message names the row, the
+            column and the existing columns.
     """
     chosen = {
         "prompt": columns.prompt,

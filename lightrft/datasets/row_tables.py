@@ -190,6 +190,7 @@ class _TextFile:
                 if malformed == "error":
                     raise BadRow(f"{problem}. Mend the row, or set data.malformed: skip") from None
                 bad, first = bad + 1, first or problem
+                # continues one line later: a malformed CSV record may have consumed several lines
                 file.seek(offset)
                 used, row = len(file.readline()) > 0, None
             if not used:

@@ -98,8 +98,8 @@ class SFTDataset:
 
     Raises:
         DataError: a row cannot be used, or no example is left.
-        ModelError: several turns share a sequence under a chat template without the prefix
-            property, or the tokenizer has no eos token.
+        ModelError: the chat template lacks the prefix property although turns share a sequence, or
+            the tokenizer has no EOS token.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any, *, max_tokens: int, seed: int, processor: Any = None) -> None:
@@ -244,6 +244,7 @@ class SFTDataset:
             answer = record.answer
             if answer is None or not answer.strip():
                 raise _no_answer(record)
+            # some datasets end a response with EOS, which _tokens_of appends
             answer = answer.removesuffix(self.encoder.tokenizer.eos_token or "")
             prompt = self.encoder.prompt(record)
             return [_Part(row, record, [(prompt, self.encoder.shield(answer, answer=True))], [])]

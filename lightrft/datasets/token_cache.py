@@ -131,6 +131,7 @@ class TokenCache:
                 with pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table)
                 file.flush()
+                # maps the flushed file, so the digest takes no second copy in memory
                 file.write(_digest(pa.memory_map(str(temporary)).read_buffer()))
                 file.flush()
                 os.fsync(file.fileno())

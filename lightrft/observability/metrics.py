@@ -1,9 +1,9 @@
 """Metrics with exact, order-independent reduction.
 
 The reported value does not depend on the split into micro-batches or ranks, nor on their order. A
-part is a number or a tensor of one element. Tensors are read in one transfer per device when
-``Metrics.compute`` is called, so adding a metric never waits for an accelerator. Sums are correctly
-rounded (Shewchuk 1997, through ``math.fsum``), which makes them independent of order.
+part is a number or a tensor of one element. ``Metrics.compute`` reads all tensors in one transfer
+per device. Adding a metric therefore never waits for an accelerator. Sums are correctly rounded
+(Shewchuk 1997, through ``math.fsum``), which makes them independent of order.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Mean(Metric):
         wide = values if values.device.type == "mps" else values.double()
         if mask is None:
             return cls(wide.sum(), wide.numel())
+        # where() and not a product, because nan * 0 is nan
         return cls(wide.where(mask.bool(), wide.new_zeros(())).sum(), mask.bool().sum())
 
     def _reduce(self) -> float | None:

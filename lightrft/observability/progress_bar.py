@@ -109,6 +109,7 @@ class Progress:
         return evaluated or self.done >= self.total or self._times[-1] - self._spoke >= self._interval
 
     def __enter__(self) -> Self:
+        # restarts the clock: the setup between construction and entry is not a step
         self._times = deque([self._clock()], maxlen=RECENT + 1)
         if self._enabled and self._console.is_terminal:
             self._live = self._make_live()

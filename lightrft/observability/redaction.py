@@ -22,9 +22,9 @@ _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 def redacted(settings: Settings, *, exclude_defaults: bool = False) -> Tree:
     """Return the tree of ``settings`` with secrets replaced by ``MARK``.
 
-    An entry of a table, such as ``launch.ray.environment`` or the options of a function, is a
-    secret if its name says so. Names and passwords in URLs are secrets too. The fields that
-    ``lightrft`` itself defines contain no other secrets.
+    A table is a setting such as ``launch.ray.environment`` or the options of a function. An entry
+    of a table is a secret if its name says so. Names and passwords in URLs are secrets too. The
+    fields that ``lightrft`` itself defines contain no other secrets.
     """
     tree = settings.model_dump(mode="json", exclude_defaults=exclude_defaults)
     return {name: _cleaned(getattr(settings, name), value, name) for name, value in tree.items()}

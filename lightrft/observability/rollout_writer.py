@@ -137,6 +137,7 @@ class RolloutWriter:
                 self._changed.wait_for(lambda: self._jobs or self._closing)
                 if not self._jobs:
                     return
+                # stays queued until it is written, so that a failed write is retried
                 job = self._jobs[0]
             try:
                 _write_attached(self.folder.parent / "media", job.attached)
@@ -176,5 +177,6 @@ def _write_file(job: _Job) -> None:
 
 
 def _line(rollout: Any, extra: Mapping[str, Any]) -> str:
+    # joins two JSON objects as text, without building a merged dictionary
     line = json_line(rollout)
     return line if not extra else f"{line[:-1]},{json_line(extra)[1:]}"

@@ -16,8 +16,8 @@ class Timers:
     ``forward`` give ``time/update`` and ``time/update/forward``.
 
     Args:
-        synchronize: called at the end of each phase, so that work queued on an accelerator is
-            charged to the phase that queued it. None calls nothing.
+        synchronize: called at the end of each phase. Work queued on an accelerator is then charged
+            to the phase that queued it. None calls nothing.
         clock: function that returns the time in seconds.
     """
 

@@ -82,6 +82,7 @@ class JsonLines:
             log.warning("step %s: not finite, written as null: %s", step, ", ".join(sorted(odd)))
         self.restore()
         self._file.write(json_line(row) + "\n")
+        # another process may follow the file, and a killed process loses no finished step
         self._file.flush()
         self.rows.append(dict(row))
         self._last[phase] = step

@@ -63,6 +63,7 @@ def write_atomic(path: Path, data: str | bytes, *, private: bool = False) -> Non
                 os.fchmod(file.fileno(), 0o600)
             file.write(data.encode("utf-8") if isinstance(data, str) else data)
             file.flush()
+            # before the rename: otherwise a crash could leave an empty file under the final name
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
@@ -189,8 +190,8 @@ def disk_errors(folder: Path, way_out: str) -> Generator[None]:
 def disk_problem(error: BaseException, folder: Path | None = None) -> str:
     """Return a text that says why a file cannot be read or written.
 
-    The causes and contexts of ``error`` are searched too. The number of the error is taken from its
-    text if it is not an ``OSError``, because some libraries give it only there.
+    The causes and contexts of ``error`` are searched too. Some libraries give the error number only
+    in their text, so the text is searched for it.
 
     Returns:
         The reason. Empty for a ``UserError``, and for an error that concerns neither the disk nor a

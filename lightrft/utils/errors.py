@@ -25,7 +25,7 @@ class ModelError(UserError):
 class RewardError(UserError):
     """A reward function cannot be found or returns an invalid reward. All ranks raise it."""
 
-    shared_by_ranks = True
+    shared_by_ranks = True  # the other ranks raise this class and not RankError
 
 
 class CheckpointError(UserError):
@@ -64,4 +64,4 @@ def first_line(error: BaseException) -> str:
 class Interrupted(Exception):
     """The run was asked to stop during generation. Nothing of the step has been used."""
 
-    shared_by_ranks = True
+    shared_by_ranks = True  # the other ranks raise this class and not RankError

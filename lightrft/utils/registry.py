@@ -174,6 +174,7 @@ def _from_file(path: Path, name: str, kind: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{kind} {name!r}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    # before execution, as the import system does: dataclasses look up their module by name
     sys.modules[key] = module
     try:
         spec.loader.exec_module(module)

@@ -24,6 +24,7 @@ _PARTS = ("python", "numpy", "torch", "mps")
 def seed_everything(seed: int) -> None:
     """Seed the generators of Python, NumPy and torch on every device."""
     random.seed(seed)
+    # NumPy accepts only 32-bit seeds
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
@@ -88,4 +89,5 @@ def request_seed(*parts: int | str) -> int:
     A step can then be generated again, with the same samples, after a restart.
     """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    # engines take seeds as signed 64-bit integers
     return int.from_bytes(digest, "big") >> 1

@@ -18,8 +18,8 @@ TAG = "$"  # an object whose only key starts with TAG encodes a value that JSON 
 def save_state(path: Path, tree: Any) -> None:
     """Write ``tree`` as ``<path>.json`` and, if it contains tensors, ``<path>.safetensors``.
 
-    A tree consists of dictionaries (keys: str, int, float, bool, None), lists, tuples, str, int,
-    float, bool, None and dense tensors. Tensors may share storage.
+    A tree consists of dictionaries, lists, tuples, str, int, float, bool, None and dense tensors.
+    Keys are str, int, float, bool or None. Tensors may share storage.
 
     Raises ``TypeError`` with the location of any other value.
     """

@@ -73,6 +73,7 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     digits = max(0, 1 - math.floor(math.log10(step)))
+    # + 0.0 turns -0.0 into 0.0
     return [round(i * step, digits) + 0.0 for i in range(first, last + 1)]
 
 

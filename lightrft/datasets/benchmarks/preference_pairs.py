@@ -96,7 +96,7 @@ def judged(
 def first_shown(source: str, request: str, candidates: Sequence[Any]) -> int:
     """Return the position of the candidate that is shown as A.
 
-    Half of all pairs have either order. The choice does not depend on the order in the row.
+    Each order is used for half of all pairs. The choice does not depend on the order in the row.
 
     Args:
         source: name of the data source.
@@ -105,6 +105,7 @@ def first_shown(source: str, request: str, candidates: Sequence[Any]) -> int:
     """
     marks = [_mark(c) for c in candidates]
     drawn = hashlib.sha256("\0".join([source, request, *sorted(marks)]).encode()).digest()[0] & 1
+    # swapping the candidates of the row swaps this bit too, so the same candidate stays A
     return drawn ^ (marks[0] > marks[1])
 
 

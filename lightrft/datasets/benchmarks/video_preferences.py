@@ -76,8 +76,8 @@ def videodpo(row: Row, *, task_instruction: Instruction | None = None, root: str
 def videogen_rewardbench(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
     """Read ``{path_A, path_B, prompt, Overall, VQ, MQ, TA}``, where the last four are A, B or same.
 
-    They become ``preference``, ``visual_quality``, ``motion_quality`` and ``text_alignment``, as
-    letters of the prompt.
+    They become ``preference``, ``visual_quality``, ``motion_quality`` and ``text_alignment``. Their
+    letters are the letters of the candidates in the prompt.
     """
     names = {"preference": "Overall", "visual_quality": "VQ", "motion_quality": "MQ", "text_alignment": "TA"}
     return judged(

@@ -102,6 +102,7 @@ def _ask(address: httpx.URL, file: IO[bytes], bounds: Bounds, ends: float) -> st
             return found["location"]
         if response.status != 200:
             raise ValueError(f"the server answers with status {response.status}")
+        # 20 digits exceed every limit, and int() refuses very long texts
         if (length := found.get("content-length", "")).isdigit():
             _check_size(int(length[:20]), bounds)
         _copy(_plain(response.iter_stream(), found.get("content-encoding", "").lower().strip()), file, bounds, ends)
@@ -116,6 +117,7 @@ def _copy(blocks: Iterable[bytes], file: IO[bytes], bounds: Bounds, ends: float)
         if time.monotonic() > ends:
             raise Late
         file.write(data)
+    # an HTML or JSON page under status 200 is usually an error message
     if first in (b"", b"<", b"{"):
         raise ValueError(f"what comes is {'a page of text, no media' if first else 'empty'}")
 

@@ -94,7 +94,7 @@ def listed(value: Any, kind: str, root: Path) -> list[Any]:
     A list of still images in a ``video`` column is one video with these frames.
 
     Args:
-        value: the value of the column: one item, a list of items, or None.
+        value: one item, a list of items, or None.
         kind: the media kind of the column.
         root: folder of relative paths.
     """

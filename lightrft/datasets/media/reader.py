@@ -124,8 +124,8 @@ class MediaReader:
             where: location of the row, for messages.
 
         Raises:
-            BadRow: an item is unreadable, a part does not have one placeholder per feature, or an
-                item is split between the parts.
+            BadRow: an item is unreadable or is split between the parts, or placeholders and
+                features do not match.
         """
         ready = [self.load(item) for item in items]
         room = {token: parts[0].count(token) for token in set(self.processor.tokens.values())}

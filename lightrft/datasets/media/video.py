@@ -241,6 +241,7 @@ def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Ex
     try:
         packets = islice(container.demux(source), MOST_PACKETS)
         stamps = sorted(p.pts for p in packets if p.pts is not None and not p.is_discard)
+        # demuxing has moved the container to its end
         container.seek(0, backward=True, any_frame=False)
         first = next(iter(container.decode(source)), None)
     except library.FFmpegError as error:
