@@ -72,7 +72,10 @@ class PromptSampler:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Resume from ``state``. Raises ``CheckpointError`` if it belongs to another dataset."""
+        """Resume from ``state``.
+
+        Raises ``CheckpointError`` if its position is outside the dataset.
+        """
         epoch, position = state["epoch"], state["position"]
         if epoch < 0 or not 0 <= position < self.length:
             raise CheckpointError(

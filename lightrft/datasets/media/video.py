@@ -178,7 +178,7 @@ def _one_size(content: np.ndarray | Frames, chosen: Sequence[int], viewing: View
 def _filled(shape: tuple[int, ...], frames: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
     """Return an array of ``shape`` filled with the numbered ``frames``.
 
-    The frames are never copied a second time.
+    ``frames`` may be a generator, so that only the array has all frames in memory.
     """
     out = np.empty(shape, np.uint8)
     for at, frame in frames:
