@@ -12,7 +12,7 @@ from lightrft.utils.lazy_imports import np
 
 Blend = Literal["concat", "sample", "sample_all"]
 Order: TypeAlias = "np.ndarray"
-"""``[N]`` int64."""
+"""Positions of rows, ``[N]`` int64."""
 
 
 def generator(seed: int, *purpose: int) -> np.random.Generator:

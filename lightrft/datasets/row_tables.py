@@ -327,7 +327,7 @@ class Listed:
 
 
 class Joined:
-    """The concatenation of several tables."""
+    """The concatenation of several tables of rows."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = list(parts)
@@ -352,7 +352,7 @@ class Joined:
 
 
 class First:
-    """The first ``count`` rows of a container."""
+    """The first ``count`` rows of a table."""
 
     def __init__(self, rows: Rows, count: int) -> None:
         self.rows = rows

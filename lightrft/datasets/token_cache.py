@@ -29,7 +29,7 @@ NAMES, FACTS = "names", b"lightrft"
 
 
 class Names(Sequence[str]):
-    """The strings of an Arrow array."""
+    """The strings of an Arrow array as a sequence."""
 
     def __init__(self, array: Any) -> None:
         self._array = array

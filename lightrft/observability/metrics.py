@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Part = Any
-"""A number, or a tensor of one element."""
+"""A number or a tensor of one element."""
 
 
 class Metric(ABC):

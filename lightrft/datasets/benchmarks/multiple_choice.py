@@ -1,4 +1,4 @@
-"""Questions with lettered choices."""
+"""Helpers for questions with lettered choices."""
 
 from __future__ import annotations
 
