@@ -1,1 +1,1 @@
-"""From rows of data to prompts and conversations."""
+"""Datasets: from rows of data to prompts and conversations."""

@@ -1,4 +1,7 @@
-"""Which entry of the token cache belongs to a data set: a digest of everything that its tokens are made from."""
+"""The key of a token cache entry.
+
+It is a digest of everything that determines the tokens of a dataset.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,30 @@ _log = logging.getLogger(__name__)
 
 MIB = 2**20
 IRRELEVANT = {"shuffle", "blend", "media", "token_cache", "token_cache_min_mb"}
-"""Settings of the data that change no token of a row."""
+"""Settings of the data that do not change the tokens of a row."""
 LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
 
 
 def token_cache_of(
     config: DataConfig, tokenizer: Any, purpose: str, options: Mapping[str, Any], processor: Any = None
 ) -> TokenCache | None:
-    """The cache entry of ``config`` under ``tokenizer``, or ``None`` where tokens cannot be kept; the log says why.
+    """Return the cache entry of ``config``, or None if its tokens are not cached.
 
-    Tokens are not kept of sources that are functions or come from the hub, of readers of the user's own, for models that read
-    media, under a tokenizer without a fast backend, and under a chat template that writes the date.
+    The log gives the reason. Tokens are not cached in these cases:
+
+    * A source is a function or comes from the hub.
+    * A reader is a user's function.
+    * The model reads media.
+    * The tokenizer has no fast backend or does not come from transformers.
+    * The chat template writes the date.
+    * The files are smaller in total than ``token_cache_min_mb``.
 
     Args:
         config: the data.
         tokenizer: the tokenizer, with its chat template.
-        purpose: what the rows become, such as ``prompts``.
-        options: further settings that the tokens depend on.
-        processor: the processor of a model that reads media.
+        purpose: the result of the encoding, such as ``prompts``.
+        options: further settings that determine the tokens.
+        processor: the processor of a model that reads media, else None.
     """
     if config.token_cache is None:
         return None
@@ -61,7 +70,10 @@ def token_cache_of(
 
 
 def _obstacle(config: DataConfig, tokenizer: Any, processor: Any, files: bool) -> str:
-    """Return why tokens cannot be kept, or nothing. ``files``: every source is made of files of this machine."""
+    """Return the reason why tokens cannot be cached, or an empty text.
+
+    ``files`` is True if every source consists of local files.
+    """
     if processor is not None:
         return "the model reads media"
     if not files:
@@ -70,19 +82,22 @@ def _obstacle(config: DataConfig, tokenizer: Any, processor: Any, files: bool) -
         return "a reader is a function of your own, which may change"
     if not hasattr(tokenizer, "backend_tokenizer"):
         return "the tokenizer is not a fast one"
-    if not type(tokenizer).__module__.startswith("transformers."):  # its code, which may change, is not part of the digest
+    if not type(tokenizer).__module__.startswith("transformers."):  # the digest does not cover the code of such a tokenizer
         return "the tokenizer is not one of transformers' own"
     return "the chat template writes the date" if "strftime" in str(tokenizer.chat_template) else ""
 
 
 def digest_of_file(path: Path) -> str:
-    """A digest of what ``path`` holds."""
+    """Return a digest of the content of ``path``."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32)).hexdigest()
 
 
 def stamps(config: DataConfig) -> Sequence[tuple[str, int, int]]:
-    """Size and time of change of every file of ``config``: equal before and after a reading that no writer disturbed."""
+    """Return path, size and modification time of every file of ``config``.
+
+    The values are equal before and after reading if no file changed in between.
+    """
     files = [file for source in config.sources for file in files_of(source) or ()]
     return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
 
@@ -108,7 +123,10 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 @functools.cache
 def _code_digest() -> str:
-    """A digest of the code that makes tokens of rows, so that a new version of it reads no entry of an old one."""
+    """Return a digest of the code that tokenizes rows.
+
+    New code then ignores entries of old code.
+    """
     here = Path(__file__).parent
     files = [*sorted(here.rglob("*.py")), here.parent / "utils" / "chat_template.py"]
     return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=32).hexdigest()

@@ -1,13 +1,15 @@
-"""Prompts and conversations to text and token ids.
+"""Conversion of prompts and conversations to text and token ids.
 
-A special token that is spelled out in a row must not act as one: a user could end the turn and speak as the assistant. Before
-text enters a template, each such spelling is replaced by a marker (``shield``); the rendered whole is cut at the markers, the
-spellings are encoded as plain text, and everything else as the tokenizer encodes it. A row without such a spelling gets the very
-tokens of ``tokenizer.apply_chat_template``.
+A special token that is spelled out in a row must not act as one. Otherwise a user could end the
+turn and speak as the assistant. Each such spelling is therefore replaced by a marker before text
+enters a template (``shield``). The rendered text is split at the markers. The spellings are encoded
+as plain text, and everything else is encoded normally. A row without such a spelling gets exactly
+the tokens of ``tokenizer.apply_chat_template``.
 
-Media are marks in the text until it has been rendered: chat templates see parts of their kinds, what they write for each becomes
-its mark again, and ``expanded`` puts the processor's text, with a placeholder for each feature, where the marks are. What a model
-was trained to find around an item is written here where no template writes it (``unwritten``).
+Media are marks in the text until it is rendered. Chat templates see content parts, and the text
+that they write for each part becomes its mark again. ``expanded`` replaces each mark by the
+processor's text, with one placeholder per feature. If no template writes the text that a model
+expects around an item, it is written here (``unwritten``).
 """
 
 from __future__ import annotations
@@ -37,10 +39,18 @@ WAYS_OUT = "set model.chat_template to a template file, or data.chat: false with
 
 
 class Encoder:
-    """What ``config``, a tokenizer and a processor of media do to text. Raises at construction when they do not fit.
+    """Encodes text and messages for a tokenizer and a media processor.
 
-    ``ModelError``: ``chat: true`` and a tokenizer without chat template. ``ConfigError``: a system prompt without a chat
-    template, or a ``template`` without a field. Without ``processor`` (see ``lightrft.models.processors``) only text is read.
+    Args:
+        config: the settings of the data.
+        tokenizer: the tokenizer, with its chat template.
+        processor: the media processor (see ``lightrft.models.processors``). None for a model that
+            reads only text.
+
+    Raises:
+        ModelError: ``chat`` is true and the tokenizer has no chat template.
+        ConfigError: a system prompt or ``chat_options`` without a chat template, or a ``template``
+            without a field.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any, processor: Any = None) -> None:
@@ -63,11 +73,13 @@ class Encoder:
         places = {part.written for part in parts}
         source = "".join([str(tokenizer.chat_template), *(text for part in parts for text in part.around)])
         written = {t.content for t in added.values() if MARKUP.fullmatch(t.content) and t.content in source}
+        # longest first, because a regular expression takes the first alternative that matches
         self._table = [*sorted(special | written | places, key=lambda s: (-len(s), s)), OPEN, CLOSE]
         self._place = {spelling: k for k, spelling in enumerate(self._table)}
         self._anyone = _any_of(self._table)
         self._answer = _any_of([s for s in self._table if s in special or s in places or s in (OPEN, CLOSE)])
         unknown = tokenizer.unk_token_id
+        # without the unknown token, which ordinary text can produce
         self.special_ids = frozenset({*tokenizer.all_special_ids, *(k for k, t in added.items() if t.special)} - {unknown})
         self._control_ids = self.special_ids | {k for k, t in added.items() if t.content in written}
         for kind, text in self.unwritten.items() if self.chat else ():
@@ -75,7 +87,7 @@ class Encoder:
 
     @cached_property
     def reads(self) -> Reads:
-        """What may stand in a row besides text."""
+        """Return the media that rows may contain, with their spellings."""
         if self.media is None:
             return NOTHING
         own = {kind: () if self._as_text else (part.written,) for kind, part in self.media.parts.items()}
@@ -83,35 +95,42 @@ class Encoder:
 
     @cached_property
     def unwritten(self) -> dict[str, str]:
-        """For each kind that no template writes, what is written for one of it instead."""
+        """Return the text of one item, for each kind of media that no template writes."""
         parts = {} if self.media is None else self.media.parts
         own = {kind: part for kind, part in parts.items() if not (self.chat and self._takes[kind])}
         return {kind: part.written.join(part.around) for kind, part in own.items()}
 
     @cached_property
     def placeholders(self) -> frozenset[int]:
-        """Tokens that stand for features of media."""
+        """Return the token ids that stand for media features."""
         return frozenset() if self.media is None else frozenset(self.media.processor.tokens.values())
 
     @property
     def eos(self) -> int:
-        """The token that ends an answer. Raises ``ModelError`` for a tokenizer without one."""
+        """Return the token that ends a response.
+
+        Raises ``ModelError`` for a tokenizer without an EOS token.
+        """
         if self.tokenizer.eos_token_id is None:
             raise ModelError(f"the tokenizer {_name(self.tokenizer)} has no eos token, so no answer could end")
         return self.tokenizer.eos_token_id
 
     @cached_property
     def start(self) -> list[int]:
-        """Tokens that the tokenizer itself puts before a text without chat template, such as BOS."""
+        """Return the tokens that the tokenizer puts before a plain text, such as BOS."""
         bare = self._plain_ids(["a"], add_special_tokens=False)[0]
         full = self._plain_ids(["a"], add_special_tokens=True)[0]
         at = next((k for k in range(len(full)) if full[k : k + len(bare)] == bare), 0)
         return full[:at]
 
     def ask(self, messages: Sequence[Message], where: str) -> Prompt:
-        """A prompt, without id, of chat messages whose content is text or parts: ``{"type": "image", "image": "cat.png"}``.
+        """Return a prompt, without id, for chat messages.
 
-        Raises ``BadRow``, a ``DataError``, that begins with ``where`` for what cannot be read.
+        The content of a message is text or a list of parts. A part is a dictionary such as
+        ``{"type": "image", "image": "cat.png"}``.
+
+        Raises ``BadRow``, which is a ``DataError``, if a message or its media cannot be read. The
+        message of the error begins with ``where``.
         """
         record = read_conversation(messages, where, self.reads)
         shown = self.render(self.shielded(record.messages), where, generate=True)
@@ -123,7 +142,10 @@ class Encoder:
         return prompt
 
     def expanded(self, shown: Sequence[tuple[Record, Sequence[str]]]) -> list[list[str] | BadRow]:
-        """The rendered texts of each record with the text of its media, as large as they are, in the place of their marks."""
+        """Replace the media marks in the rendered texts of each record by the text of the media.
+
+        This measures the media. An unreadable record is returned as its ``BadRow`` error.
+        """
         if self.media is None:
             return [list(texts) for _, texts in shown]
         used = [sorted({number for text in texts for _, number in marks(text)}) for _, texts in shown]
@@ -133,27 +155,38 @@ class Encoder:
         return [self._expanded(record, texts, known) for (record, texts), known in zip(shown, rows)]
 
     def attach(self, prompt: Prompt, record: Record, shown: str) -> None:
-        """Give ``prompt`` the media whose marks ``shown`` has. Raises ``BadRow`` when they cannot be read."""
+        """Load the media whose marks are in ``shown`` and add them to ``prompt``.
+
+        Args:
+            prompt: the prompt to change.
+            record: the row with its media items.
+            shown: the rendered text with marks.
+
+        Raises:
+            BadRow: the media cannot be read.
+        """
         if self.media is not None and (order := marks(shown)):
             items = [record.media[number] for _, number in order]
             prompt.media, prompt.attachments = self.media.inputs(items, prompt.token_ids, record.where)
 
     def readable(self, shown: str) -> str:
-        """A rendered text as people read it."""
+        """Return a rendered text in human-readable form."""
         return self.unshield(shown if self.media is None else self._written(shown))
 
     def prompt(self, record: Record, cut: int = 0) -> str:
-        """The shielded text that the policy continues, without the first ``cut`` characters of its last message.
+        """Return the shielded text that the policy continues.
 
-        A conversation that ends with the assistant's turn is prompted up to that turn. Raises ``BadRow`` for messages where no
-        chat template is in use.
+        The first ``cut`` characters of its last message are left out. If a conversation ends with
+        an assistant turn, the prompt ends before that turn.
+
+        Raises ``BadRow`` for a conversation of several messages if no chat template is in use.
         """
         if not self.chat:
             return self._surrounded(self._text_of(record, cut))
         return self.render(self.opening(record, cut), record.where, generate=True)
 
     def opening(self, record: Record, cut: int = 0) -> list[Message]:
-        """The shielded messages that ask, the system's first."""
+        """Return the shielded messages of the prompt, with the system message first."""
         if isinstance(record.prompt, str):
             messages = [{"role": "user", "content": self._text_of(record, cut)}]
         else:
@@ -161,7 +194,7 @@ class Encoder:
         return self.with_system(messages)
 
     def conversation(self, record: Record) -> list[Message]:
-        """The shielded messages of the whole record, the system's first."""
+        """Return the shielded messages of the whole record, with the system message first."""
         messages = record.messages
         shown = self.shielded(messages)
         if isinstance(record.prompt, str):
@@ -169,17 +202,17 @@ class Encoder:
         return self.with_system(shown)
 
     def last_message(self, record: Record) -> str:
-        """The text that ``cut`` counts in: the prompt, or the last message that asks."""
+        """Return the text that ``cut`` refers to: the prompt or its last message."""
         return record.prompt if isinstance(record.prompt, str) else _asking(record)[-1]["content"]
 
     def with_system(self, messages: list[Message]) -> list[Message]:
-        """``messages`` with the configured system message, unless they begin with their own."""
+        """Return ``messages`` after the configured system message, unless they have their own."""
         if self.system is None or messages[0]["role"] == "system":
             return messages
         return [{"role": "system", "content": self.system}, *messages]
 
     def shielded(self, messages: Sequence[Message], cut: int = 0) -> list[Message]:
-        """Copies of ``messages`` in which no text acts as a control token."""
+        """Return copies of ``messages`` in which no text acts as a control token."""
         shown = [self._shield_all(m, m["role"] == "assistant") for m in messages]
         if cut:
             last = messages[-1]
@@ -187,7 +220,16 @@ class Encoder:
         return shown
 
     def render(self, messages: Sequence[Message], where: str, *, generate: bool = False) -> str:
-        """Shielded ``messages`` through the chat template; ``generate`` opens the assistant's turn."""
+        """Render shielded ``messages`` with the chat template.
+
+        Args:
+            messages: the shielded messages.
+            where: location of the row, for messages.
+            generate: if True, the text ends with the start of the assistant's turn.
+
+        Raises:
+            BadRow: the chat template raises an error, or writes a wrong number of media.
+        """
         try:
             shown = messages if self.media is None else [self._with_parts(m) for m in messages]
             text = self._apply(shown, generate)
@@ -198,24 +240,25 @@ class Encoder:
         return self._with_marks(text, order, where) if order else text
 
     def shield(self, text: str, *, answer: bool = False) -> str:
-        """``text`` with spelled-out special tokens replaced by markers.
+        """Return ``text`` with spelled-out special tokens replaced by markers.
 
-        In the assistant's own text, added tokens that are not special, such as ``<think>``, keep their meaning.
+        In assistant text (``answer``), added tokens that are not special, such as ``<think>``, keep
+        their function.
         """
         if not self._as_text:
             return text
         return (self._answer if answer else self._anyone).sub(lambda m: f"{OPEN}{self._place[m[0]]}{CLOSE}", text)
 
     def unshield(self, text: str) -> str:
-        """The text as people read it."""
+        """Return ``text`` with markers replaced by the spellings."""
         return MARKER.sub(lambda m: self._table[int(m[1])], text) if self._as_text else text
 
     def is_shielded(self, text: str) -> bool:
-        """Whether ``text`` spells a special token that is not one."""
+        """Return True if ``text`` contains a spelled-out special token."""
         return self._as_text and OPEN in text
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of rendered texts, nothing added."""
+        """Return the token ids of rendered texts, without added special tokens."""
         cut = [MARKER.split(t) if self.is_shielded(t) else [t] for t in texts]
         plain = self._plain_ids([piece for pieces in cut for piece in pieces[::2]])
         ids: list[list[int]] = []
@@ -229,15 +272,25 @@ class Encoder:
         return ids
 
     def encode_prompts(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of whole prompts: with the tokenizer's own start where no chat template wrote one, and never twice."""
+        """Return the token ids of complete prompts.
+
+        Without a chat template, each prompt begins with the tokens of ``start``, once.
+        """
         return [self.with_start(row) for row in self.encode(texts)]
 
     def with_start(self, ids: list[int]) -> list[int]:
-        """``ids`` after the tokenizer's own start, unless a chat template is in use or they begin with it."""
+        """Return ``ids`` after the tokens of ``start``.
+
+        Nothing is added if a chat template is in use or if ``ids`` already begin with them.
+        """
         return ids if self.chat or ids[: len(self.start)] == self.start else [*self.start, *ids]
 
     def marked(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
-        """``[T]`` tokens of messages without markers, and which of them the template's ``{% generation %}`` blocks hold."""
+        """Return the tokens of messages and the mask of assistant tokens, each ``[T]``.
+
+        The messages contain no markers. The mask is True inside the ``{% generation %}`` blocks of
+        the template.
+        """
         made = self.tokenizer.apply_chat_template(
             list(messages), return_dict=True, return_assistant_tokens_mask=True, **self.options
         )
@@ -247,7 +300,7 @@ class Encoder:
         return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate, **self.options)
 
     def _with_parts(self, message: Message) -> Message:
-        """``message`` as the chat template takes its media: parts, or what would be written for them inside the text."""
+        """Return ``message`` with media as parts or text, as the chat template accepts it."""
         content = message["content"]
         kinds = {kind for kind, _ in marks(content)}
         if all(self._takes[kind] for kind in kinds or {"text"}):
@@ -256,7 +309,7 @@ class Encoder:
 
     @cached_property
     def _takes(self) -> dict[str, bool]:
-        """What the chat template writes in full: content that is a ``string``, and parts of each kind."""
+        """Return which content the template writes fully: a ``string``, and parts of each kind."""
 
         def writes(content: Any, *expected: str) -> bool:
             text = rendered(lambda messages: self._apply(messages, False), content)
@@ -273,7 +326,7 @@ class Encoder:
         return replaced(text, lambda kind, _: parts[kind].written)
 
     def _surrounded(self, text: str) -> str:
-        """``text`` with what belongs around each item, where it does not stand there already."""
+        """Return ``text`` with the expected text around each item, where it is missing."""
         if self.media is None:
             return text
         made, *cut = MARK.split(text)
@@ -283,7 +336,7 @@ class Encoder:
         return made
 
     def _with_marks(self, text: str, order: Sequence[tuple[str, int]], where: str) -> str:
-        """``text`` with the marks of ``order`` in the places that the template has written for media."""
+        """Return ``text`` with the marks of ``order`` in place of the template's media text."""
         assert self.media is not None
         spelled = {kind: self.media.parts[kind].written for kind, _ in order}
         waiting = {w: [mark(*m) for m in order if spelled[m[0]] == w] for w in spelled.values()}
@@ -338,7 +391,7 @@ class Encoder:
                     raise BadRow(f"{record.where}: data.template names {{{name}}}; the row has: {have}")
                 if self.media is not None and name != "prompt" and MEDIA_OPEN in str(value):
                     raise BadRow(f"{record.where}: {{{name}}} of data.template holds U+FDD2, which is reserved; take it out")
-                text += str(value)  # neighbouring fields are shielded as one text: a spelling could span them
+                text += str(value)  # adjacent fields are shielded as one text, because a spelling could span them
         return "".join([*parts, self.shield(text)])
 
     def _shield_all(self, value: Any, answer: bool) -> Any:
@@ -351,7 +404,10 @@ class Encoder:
         return value
 
     def _spelled(self, place: int) -> list[int]:
-        """A special token's spelling as plain text. Character by character where the tokenizer would not let go of it."""
+        """Return a special token's spelling as plain text tokens.
+
+        Encodes character by character if the tokenizer otherwise produces the special token.
+        """
         text = self._table[place]
         for pieces in ([text], list(text)):
             ids = [t for row in self._plain_ids(pieces, split_special_tokens=True) for t in row]
@@ -373,9 +429,12 @@ class Encoder:
 
 
 def check_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
-    """Check the prefix property: the tokens of a conversation up to a turn begin those of the longer one.
+    """Check the prefix property of the chat template.
 
-    It is what lets several turns share one row of tokens. Raises ``ModelError`` that shows the first break and the ways out.
+    The tokens of a conversation up to a turn must be a prefix of the tokens of the longer
+    conversation. Several turns can only then share one sequence.
+
+    Raises ``ModelError`` with the first violation and the possible settings.
     """
     encoder = Encoder(DataConfig(chat=True, chat_options=dict(options or {})), tokenizer)
     turns = [{"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, ("1+1=?", "It is 2.", "2+1=?", "It is 3."))]
@@ -391,7 +450,13 @@ def check_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> 
 
 
 def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
-    """The error for a chat template that writes ``shorter`` differently inside ``longer``."""
+    """Return the error for a chat template that changes earlier text.
+
+    Args:
+        tokenizer: the tokenizer, for its name.
+        shorter: the text of the shorter conversation.
+        longer: the text of the longer conversation, which should begin with ``shorter``.
+    """
     at = next((k for k, (a, b) in enumerate(zip(shorter, longer)) if a != b), min(len(shorter), len(longer)))
     near = slice(max(0, at - 20), at + 40)
     return ModelError(
@@ -402,7 +467,7 @@ def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
 
 
 def _asking(record: Record) -> list[Message]:
-    """The messages of a record up to the assistant's last turn."""
+    """Return the messages of a record before the assistant's last turn."""
     messages = [] if isinstance(record.prompt, str) else list(record.prompt)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
@@ -412,7 +477,10 @@ def _asking(record: Record) -> list[Message]:
 
 
 def _parse_template(template: str, media: bool) -> list[tuple[str, str]]:
-    """``(literal, field name)`` pairs. Raises ``ConfigError`` for a template without a field, unless ``media`` can differ."""
+    """Return ``(literal, field name)`` pairs.
+
+    Raises ``ConfigError`` for a template without a field, unless rows differ in their ``media``.
+    """
     parts: list[tuple[str, str]] = []
     literal, at = "", 0
     for match in FIELD.finditer(template):

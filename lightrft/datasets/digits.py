@@ -1,4 +1,7 @@
-"""Real digits that come with the package, handwritten and spoken. Their sources and licences lie beside them in ``data``."""
+"""Handwritten and spoken digits that ship with the package.
+
+Their sources and licenses are in ``data``.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +15,36 @@ DIGITS = "0123456789"
 
 
 def handwritten(*, split: str = "train", guesses: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
-    """Pictures of 8 x 8 grey pixels, 1,437 to train on and 360 held out (``test``), as rows with ``image``, ``label`` and ``id``.
+    """Return handwritten digits as rows with ``image``, ``label`` and ``id``.
 
-    ``guesses`` is the share of rows whose ``response`` is a digit drawn by ``seed`` instead of the right one: it shows what an
-    answer looks like and tells nothing about the picture. Raises ``ConfigError`` for a split that is not there.
+    Images have 8 x 8 grey pixels. There are 1,437 rows in ``train`` and 360 in ``test``.
+
+    Args:
+        split: ``train`` or ``test``.
+        guesses: fraction of rows whose ``response`` is a random digit instead of the label. Such
+            rows teach the form of a response and nothing about the image.
+        seed: seed of the random digits.
+
+    Raises:
+        ConfigError: there is no such split, or ``guesses`` is outside [0, 1].
     """
     return _rows("digits", split, guesses, seed)
 
 
 def spoken(*, split: str = "train", guesses: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
-    """Recordings at 8 kHz by six speakers, 0.1 to 2.3 seconds, 1,200 to train on and 300 held out, as rows with ``audio``, ``label``
-    and ``id``. ``guesses``, and what is raised, as in ``handwritten``."""
+    """Return spoken digits as rows with ``audio``, ``label`` and ``id``.
+
+    Recordings are sampled at 8 kHz, by six speakers, and take 0.1 to 2.3 seconds. There are 1,200
+    rows in ``train`` and 300 in ``test``.
+
+    Args:
+        split: ``train`` or ``test``.
+        guesses: fraction of rows whose ``response`` is a random digit instead of the label.
+        seed: seed of the random digits.
+
+    Raises:
+        ConfigError: there is no such split, or ``guesses`` is outside [0, 1].
+    """
     return _rows("spoken_digits", split, guesses, seed)
 
 

@@ -1,4 +1,7 @@
-"""The order in which several sources become one data set. A pure function of its arguments."""
+"""The order in which several sources are mixed into one dataset.
+
+It depends only on the arguments.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +12,29 @@ from lightrft.utils.lazy_imports import np
 
 Blend = Literal["concat", "sample", "sample_all"]
 Order: TypeAlias = "np.ndarray"
-"""``[N]`` int64."""
+"""Positions of rows, ``[N]`` int64."""
 
 
 def generator(seed: int, *purpose: int) -> np.random.Generator:
-    """A random generator of its own for each ``purpose`` (numbers from 0 up)."""
+    """Return an independent random generator for each ``purpose``.
+
+    ``purpose`` consists of non-negative integers.
+    """
     return np.random.default_rng([seed % 2**63, *purpose])
 
 
 def blend(lengths: Sequence[int], weights: Sequence[float], mode: Blend, *, shuffle: bool, seed: int) -> Order:
-    """Positions in the concatenation of sources of ``lengths``, in the order of the blend.
+    """Return the order of the mixed dataset, as positions in the concatenation of all sources.
 
-    ``concat``: every row once. ``sample``: the source of each row is drawn by weight until the first source has given all its
-    rows; ``sample_all``: until every source has; those that end earlier start anew. With ``shuffle`` each pass over a source is
-    in a random order, so that a source that is not used up gives a fair share of its rows.
+    Args:
+        lengths: number of rows of each source.
+        weights: sampling weight of each source. Ignored by ``concat``.
+        mode: ``concat`` takes every row once. ``sample`` samples the source of each row by weight
+            until the first source is used up. ``sample_all`` continues until every source is used
+            up, and repeats sources that end earlier.
+        shuffle: if True, each pass over a sampled source is in random order. A source that is not
+            used up then gives a random subset of its rows.
+        seed: seed of the sampling and the shuffling.
     """
     starts = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     if mode == "concat" or len(lengths) == 1:
@@ -39,11 +51,12 @@ def blend(lengths: Sequence[int], weights: Sequence[float], mode: Blend, *, shuf
 
 
 def _picks(lengths: Sequence[int], weights: Sequence[float], mode: Blend, seed: int) -> np.ndarray:
-    """``[N]`` the source of each row, ending with the row that ends the blend."""
+    """Return the source of each row, ``[N]``, ending with the row that ends the mix."""
     share = np.asarray(weights, dtype=np.float64)
     chance = generator(seed, 0)
     picks = np.empty(0, dtype=np.int64)
     while True:
+        # samples in blocks, because the end of the mix is known only afterwards
         picks = np.concatenate([picks, chance.choice(len(lengths), size=2 * max(lengths) + 64, p=share / share.sum())])
         ends = [np.flatnonzero(picks == s)[n - 1 : n] for s, n in enumerate(lengths)]
         known = [int(e[0]) + 1 for e in ends if e.size]

@@ -1,4 +1,7 @@
-"""From a ``SourceConfig`` to rows, whatever they are kept in."""
+"""Opening of a ``SourceConfig`` as rows.
+
+A source is a file, a folder, a saved dataset, a hub dataset or a function.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +45,17 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
 def open_source(source: SourceConfig, malformed: Malformed = "error", indexes: Indexes | None = None) -> Rows:
-    """The rows of ``source``, converted by its reader. Text files that ``indexes`` knows are not read through again.
+    """Return the rows of ``source``, converted by its reader.
 
-    Raises ``DataError`` when the source does not exist, holds no rows, or (with ``malformed="error"``) holds one that cannot be
-    parsed, and ``ConfigError`` for options that nothing takes.
+    Args:
+        source: the source.
+        malformed: ``error`` raises for a row that cannot be parsed. ``skip`` counts it.
+        indexes: known indexes of text files. These files are not scanned again, and new indexes are
+            added. None scans all files.
+
+    Raises:
+        DataError: the source does not exist, has no rows, or has a malformed row under ``error``.
+        ConfigError: the source has options that nothing reads.
     """
     rows = _open(source, malformed, indexes)
     if source.limit is not None:
@@ -62,7 +72,7 @@ def open_source(source: SourceConfig, malformed: Malformed = "error", indexes: I
 
 
 def source_name(source: SourceConfig) -> str:
-    """What rows of ``source`` are called when they do not say themselves."""
+    """Return the name of the rows of ``source`` that do not name their data source."""
     if source.name:
         return source.name
     if is_function(source.path):
@@ -72,7 +82,10 @@ def source_name(source: SourceConfig) -> str:
 
 
 def media_root(root: str, path: str) -> Path:
-    """The folder that relative paths in rows of the source ``path`` start from: ``root``, or that of the source's own file."""
+    """Return the folder of relative media paths in the source ``path``.
+
+    It is ``root`` if that is set, else the folder of the source's own file.
+    """
     if root:
         return Path(root).expanduser()
     source = Path(path).expanduser()
@@ -84,15 +97,15 @@ def media_root(root: str, path: str) -> Path:
 
 
 def is_function(path: str) -> bool:
-    """Whether ``path`` has the form ``module:function`` or ``file.py:function``."""
+    """Return True if ``path`` has the form ``module:function`` or ``file.py:function``."""
     where, colon, attribute = path.rpartition(":")
     return bool(colon and where and attribute.isidentifier()) and "://" not in path and not Path(path).exists()
 
 
 def files_of(source: SourceConfig) -> list[Path] | None:
-    """Every file that the rows of ``source`` are read from, in order; ``None`` for a function or a data set of the hub.
+    """Return every file of ``source`` in reading order, or None for a function or a hub dataset.
 
-    Raises ``DataError`` when there are none.
+    Raises ``DataError`` if there are no files.
     """
     path = Path(source.path).expanduser()
     if is_function(source.path) or _on_hub(source):
@@ -125,7 +138,7 @@ def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -
 
 
 def _on_hub(source: SourceConfig) -> bool:
-    """Whether ``source`` can only be the name of a data set of the hub."""
+    """Return True if ``source`` can only be the name of a dataset on the hub."""
     path = Path(source.path).expanduser()
     there = path.is_dir() or path.is_file() or glob.has_magic(source.path)
     return not there and not looks_like_path(source.path) and bool(HUB_NAME.fullmatch(source.path))
@@ -172,7 +185,7 @@ def _from_file(path: Path, malformed: Malformed, limit: int | None, indexes: Ind
 
 
 def _from_json(path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None) -> Rows:
-    """A list of objects, or JSON lines under another name."""
+    """Return the rows of a list of objects, or of JSON lines in a ``.json`` file."""
     text = utf8_of(path)
     with path.open("rb") if text is None else io.BytesIO(text) as file:
         head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -214,7 +227,7 @@ def _from_saved(path: Path, source: SourceConfig) -> Rows:
 
 
 def _undecoded(dataset: Any) -> Any:
-    """``dataset`` with its media as the bytes or paths that they are stored as."""
+    """Return ``dataset`` with its media as stored bytes or paths."""
 
     def bare(feature: Any) -> Any:
         if isinstance(feature, dict):
@@ -238,7 +251,10 @@ def _from_hub(source: SourceConfig) -> Rows:
 
 
 def _load(kind: str, shown_as: str, **options: Any) -> Any:
-    """``datasets.load_dataset``, quietly. Raises ``DataError`` that says what was tried."""
+    """Call ``datasets.load_dataset`` without progress bars.
+
+    Raises ``DataError`` with the failed attempt.
+    """
     import datasets
 
     bars = datasets.is_progress_bar_enabled()

@@ -1,4 +1,4 @@
-"""Entries of a data set read side by side and ahead of time, where reading one means to decode media."""
+"""Concurrent reading of dataset entries ahead of time, for entries whose media must be decoded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ T = TypeVar("T")
 
 
 class Fetcher(Generic[T]):
-    """Calls ``read`` in the threads of ``media``, or in the caller's where there are none. Pickles without what it has begun."""
+    """Reads entries with ``read`` in the threads of ``media``.
+
+    Without threads, the calling thread reads. Pickling drops the reads in progress.
+    """
 
     def __init__(self, read: Callable[[int], T], media: MediaReader | None) -> None:
         self._read = read
@@ -21,14 +24,20 @@ class Fetcher(Generic[T]):
         self._begun: dict[int, Future[T | BadRow]] = {}
 
     def fetch(self, indices: Sequence[int]) -> list[T | BadRow]:
-        """The entries at ``indices``, or why one cannot be read."""
+        """Return the entries at ``indices``.
+
+        An unreadable entry is returned as its ``BadRow`` error.
+        """
         if self._workers is None:
             return [self._tried(i) for i in indices]
         started = {i: self._begun.pop(i, None) or self._workers.submit(self._tried, i) for i in dict.fromkeys(indices)}
         return [started[i].result() for i in indices]
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin to read the entries at ``indices``; what was begun before and is not among them is let go."""
+        """Start reading the entries at ``indices``.
+
+        Earlier reads of other entries are dropped, and cancelled if they have not started.
+        """
         if self._workers is None:
             return
         wanted = set(indices)

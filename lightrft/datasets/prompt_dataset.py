@@ -1,4 +1,4 @@
-"""Prompts for the policy: which there are, their tokens, and the order in which they are taken."""
+"""The dataset of prompts for the policy."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from lightrft.utils.errors import CheckpointError, ConfigError, DataError
 A = TypeVar("A")
 
 Columns = dict[str, Any]
-"""What is kept of rows, as numbers: arrays that grow, or arrays that are mapped from a file."""
+"""Stored columns of numbers: growing arrays, or arrays mapped from a file."""
 
 Keep = Callable[[int, Sequence[tuple[int, Record]]], list[str]]
 
 CHUNK = 1024
-"""Rows that are encoded together."""
+"""Number of rows that are encoded together."""
 
 
 class Sources:
-    """The sources of a ``DataConfig``, opened, with counts of what was read and left out."""
+    """The opened sources of a ``DataConfig``, with counts of the rows read and left out."""
 
     def __init__(self, config: DataConfig, reads: Reads = NOTHING) -> None:
         if not config.sources:
@@ -51,16 +51,19 @@ class Sources:
         self.data_sources: set[str] = set()
 
     def record(self, source: int, row: int) -> Record:
-        """Row ``row`` of source ``source``. Raises ``BadRow``."""
+        """Return row ``row`` of source ``source``. Raises ``BadRow``."""
         rows = self.rows[source]
         return read_record(rows[row], self.config.columns, rows.where(row), self.reads, self._roots[source])
 
     def where(self, source: int, row: int) -> str:
-        """Return the place of row ``row`` of source ``source``, for messages."""
+        """Return the location of row ``row`` of source ``source``, for messages."""
         return self.rows[source].where(row)
 
     def chunks(self, source: int) -> Iterator[list[tuple[int, Record]]]:
-        """Numbered records of a source, some at a time; bad rows are errors or counted, as set."""
+        """Yield chunks of numbered records of a source.
+
+        A bad row is an error or is counted, depending on ``data.malformed``.
+        """
         chunk: list[tuple[int, Record]] = []
         for row in range(len(self.rows[source])):
             self.counts["rows"] += 1
@@ -74,20 +77,23 @@ class Sources:
         yield chunk
 
     def skip(self, error: BadRow) -> None:
-        """Count a bad row, or raise ``error`` if that is what is set."""
+        """Raise ``error`` if ``data.malformed`` is ``error``, else count a malformed row."""
         if self.config.malformed == "error":
             raise error
         self.counts["malformed"] += 1
         self.first_problem = self.first_problem or str(error)
 
     def lose(self, error: BadRow) -> None:
-        """Count a row whose media cannot be read any more, or raise ``error`` if that is what is set."""
+        """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable row.
+
+        The media of such a row were readable on construction.
+        """
         if self.config.malformed == "error":
             raise error
         self.counts["unreadable"] += 1
 
     def made(self, rows: Sequence[A], made: Sequence[list[str] | BadRow]) -> list[tuple[A, list[str]]]:
-        """Those of ``rows`` that something could be made of, with what; the others as ``skip`` says."""
+        """Return the pairs of ``rows`` and ``made`` without errors. Errors go to ``skip``."""
         pairs: list[tuple[A, list[str]]] = []
         for row, result in zip(rows, made):
             if isinstance(result, BadRow):
@@ -97,7 +103,17 @@ class Sources:
         return pairs
 
     def overlong(self, where: str, tokens: int, limit: int, setting: str) -> None:
-        """Count an overlong row that is dropped, or raise ``DataError`` if that is what is set."""
+        """Raise an error if ``data.overlong`` is ``error``, else count an overlong row.
+
+        Args:
+            where: location of the row, for messages.
+            tokens: number of tokens of the row.
+            limit: largest number of tokens.
+            setting: name of the setting of the limit.
+
+        Raises:
+            DataError: ``data.overlong`` is ``error``.
+        """
         problem = f"{where}: {tokens} tokens, more than {setting} = {limit}"
         if self.config.overlong == "error":
             raise DataError(f"{problem}. Raise it, or set data.overlong: drop or truncate")
@@ -105,19 +121,22 @@ class Sources:
         self.first_problem = self.first_problem or problem
 
     def read(self, keep: Keep, kept: Columns, cache: TokenCache | None, seed: int) -> tuple[np.ndarray, Sequence[str]]:
-        """Open the sources and encode their rows, or take what an earlier start has stored of them.
+        """Open the sources and encode their rows, or restore them from the cache.
 
         Args:
-            keep: encodes some numbered records of a source into ``kept``, and returns the names of those that it keeps.
-            kept: the columns that ``keep`` fills, exchanged for stored ones where there are any.
-            cache: where tokens are stored; ``None`` if they are not.
-            seed: the seed of the blend.
+            keep: encodes some numbered records of a source into ``kept``, and returns the names of
+                the stored records.
+            kept: the columns that ``keep`` fills. They are replaced by cached columns if there are
+                any.
+            cache: the token cache. None means no cache.
+            seed: the seed of the mixing order.
 
         Returns:
-            The order of everything that was kept, and a different name for each, in that order.
+            The order of all stored entries, and a unique name for each, in that order.
 
         Raises:
-            DataError: a source cannot be read, holds a bad row that is not to be skipped, or has nothing left.
+            DataError: a source cannot be read, has a bad row that must not be skipped, or has no
+                rows left.
         """
         with nullcontext() if cache is None else cache.locked():
             entry = None if cache is None else cache.read()
@@ -131,12 +150,16 @@ class Sources:
         return order, unique_names([names[k] for k in order])
 
     def _encode(self, keep: Keep, kept: Columns, cache: TokenCache | None) -> tuple[list[int], Sequence[str]]:
-        """Encode every row, and store what came of it. How many rows each source has left, and their names."""
+        """Encode every row and write the cache.
+
+        Return the number of stored rows per source, and their names.
+        """
         before = () if cache is None else stamps(self.config)
         indexes: list[Indexes] = [{} for _ in self.config.sources]
         self._open(indexes)
         found = [[name for chunk in self.chunks(s) for name in keep(s, chunk)] for s in range(len(self.rows))]
         lengths, names = [len(some) for some in found], [name for some in found for name in some]
+        # a file that changed during reading must not be cached under the digest of one version
         if cache is None or stamps(self.config) != before:
             return lengths, names
         columns = {f"kept/{name}": np.asarray(column) for name, column in kept.items()}
@@ -155,7 +178,7 @@ class Sources:
         return lengths, names
 
     def _restore(self, entry: Entry, kept: Columns) -> tuple[list[int], Sequence[str]]:
-        """Take the columns, counts and indexes of ``entry``. How many rows each source has left, and their names."""
+        """Restore columns, counts and indexes from ``entry``. Return the same as ``_encode``."""
         facts, columns = entry.facts, entry.columns
         self._open(
             [
@@ -178,7 +201,10 @@ class Sources:
         self.first_problem = next((r.first_problem for r in self.rows if r.first_problem), "")
 
     def order(self, lengths: Sequence[int], seed: int) -> np.ndarray:
-        """The blend of what was kept of each source. Raises ``DataError``, with the counts, when a source has nothing left."""
+        """Return the mixing order of the stored rows, given the number of rows of each source.
+
+        Raises ``DataError`` with the counts if a source has no rows left.
+        """
         for spec, kept in zip(self.config.sources, lengths):
             if not kept:
                 counts = ", ".join(f"{self.counts[k]} {k}" for k in ("rows", "malformed", "overlong"))
@@ -189,18 +215,41 @@ class Sources:
 
 
 COLUMNS = {"tokens": "i", "ends": "Q", "source": "H", "row": "Q", "cut_rows": "Q", "cuts": "Q"}
-"""What is kept of prompts: their tokens laid end to end, where each ends, its source and row, and what was cut off which."""
+"""Stored columns of the prompts.
+
+They are the concatenated tokens, the end, source and row of each prompt, and the truncated prompts
+with their cuts.
+"""
 
 
 class PromptDataset:
-    """The prompts of ``config``, encoded once. Rows stay where they are and are read again when a prompt is asked for.
+    """The prompts of ``config``, encoded once.
 
-    ``counts``: ``rows`` read, ``malformed`` (skipped), ``overlong`` (dropped), ``truncated``, ``special_tokens`` (prompts that
-    spell one as text), ``prompts`` (the length), ``unreadable`` (lost since). Picklable. With ``processor`` (see
-    ``lightrft.models.processors``) rows may hold media: measured at once, decoded when a prompt is asked for, never truncated.
+    Rows stay in their files and are read again on access. With ``processor``, rows may contain
+    media. Media are measured on construction, decoded on access, and never truncated. The dataset
+    can be pickled.
 
-    Raises ``DataError`` for rows that cannot be used and when nothing is left, ``ConfigError`` and ``ModelError`` when the
-    settings do not fit the tokenizer.
+    ``counts`` contains:
+
+    * ``rows``: rows read.
+    * ``malformed``: rows skipped.
+    * ``overlong``: rows dropped because they exceed ``data.max_prompt_tokens``.
+    * ``truncated``: prompts cut at the start of their last message.
+    * ``special_tokens``: prompts that spell a special token as text.
+    * ``prompts``: the length of the dataset.
+    * ``unreadable``: prompts that became unreadable later.
+
+    Args:
+        config: the settings of the data.
+        tokenizer: the tokenizer, with its chat template.
+        seed: seed of the order of mixed sources.
+        processor: the media processor (see ``lightrft.models.processors``). None for a model that
+            reads only text.
+
+    Raises:
+        DataError: a row cannot be used, or no prompt is left.
+        ConfigError: the settings do not fit the tokenizer.
+        ModelError: the tokenizer lacks a chat template or token that the settings need.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any, *, seed: int, processor: Any = None) -> None:
@@ -224,7 +273,10 @@ class PromptDataset:
         return self.prompt(i)
 
     def prompt(self, i: int, *, media: bool = True) -> Prompt:
-        """Prompt ``i``, without its media where they are not wanted. Raises ``BadRow`` for media that cannot be read any more."""
+        """Return prompt ``i``, without its media if ``media`` is False.
+
+        Raises ``BadRow`` if its media have become unreadable.
+        """
         if not -len(self) <= i < len(self):
             raise IndexError(f"prompt {i} of {len(self)}")
         k = int(self._order[i])
@@ -246,23 +298,29 @@ class PromptDataset:
 
     @property
     def reads_media(self) -> bool:
-        """Whether prompts may have media, which take time to decode and room to keep."""
+        """Return True if prompts may have media, which take time to decode and memory to store."""
         return self.encoder.media is not None
 
     def fetch(self, indices: Sequence[int]) -> list[Prompt | BadRow]:
-        """The prompts at ``indices``, their media decoded side by side; or why one cannot be read any more."""
+        """Return the prompts at ``indices``, with media decoded concurrently.
+
+        An unreadable prompt is returned as its ``BadRow`` error.
+        """
         return self._fetcher.fetch(indices)
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin to decode the media of the prompts at ``indices``, for the next ``fetch``."""
+        """Start decoding the media of the prompts at ``indices`` for the next ``fetch``."""
         self._fetcher.prefetch(indices)
 
     def lose(self, error: BadRow) -> None:
-        """Count a prompt that ``fetch`` could not read, or raise ``error`` if that is what is set."""
+        """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable prompt."""
         self._sources.lose(error)
 
     def places(self, ids: Sequence[str]) -> list[int]:
-        """Where the prompts called ``ids`` stand. Raises ``CheckpointError`` for one that is not here."""
+        """Return the indices of the prompts called ``ids``.
+
+        Raises ``CheckpointError`` for an unknown id.
+        """
         wanted = set(ids)
         found = {name: i for i, name in enumerate(self._ids) if name in wanted}
         if missing := [name for name in ids if name not in found]:
@@ -271,30 +329,33 @@ class PromptDataset:
 
     @property
     def ids(self) -> Sequence[str]:
-        """The id of each prompt, all different, in the order of the data set."""
+        """Return the unique id of each prompt, in the order of the dataset."""
         return self._ids
 
     @property
     def data_sources(self) -> frozenset[str]:
-        """The data sources that prompts name."""
+        """Return the names of all data sources of the prompts."""
         return frozenset(self._sources.data_sources)
 
     @property
     def first_problem(self) -> str:
-        """Why the first row that was left out was; empty when none was."""
+        """Return the reason why the first row was left out. Empty if none was."""
         return self._sources.first_problem
 
     def first_with(self, doubt: str) -> str:
-        """Return where the first row is that was counted under ``doubt`` (see ``datasets.doubts``)."""
+        """Return the location of the first row that was counted under ``doubt``.
+
+        See ``datasets.row_warnings`` for the counts.
+        """
         return self._sources.where(*first_place(self.counts, doubt))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Return the number of tokens of the longest prompt."""
         return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
 
     def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
-        """Encode records and keep those that fit; the names of those kept."""
+        """Encode records and store the prompts that fit. Return their names."""
         shown: list[tuple[int, Record, str]] = []
         for row, record in chunk:
             try:
@@ -329,10 +390,13 @@ class PromptDataset:
         return names
 
     def _truncate(self, record: Record, ids: list[int]) -> tuple[int, list[int]] | None:
-        """The fewest characters to cut off the start of the last message, and the tokens then; None if no cut suffices."""
+        """Return the smallest cut of the last message that fits, and the resulting tokens.
+
+        The cut is a number of characters. Returns None if no cut suffices.
+        """
         limit = self.config.max_prompt_tokens
         text = self.encoder.last_message(record)
-        low, high = 0, len(text) - 1  # the cut low is too short; every step keeps high as the shortest one known to fit
+        low, high = 0, len(text) - 1  # invariant: a cut of low characters is too small, and high is the smallest cut known to fit
         best = self._at(record, high)
         if len(text) < 2 or len(best) > limit:
             return None
@@ -350,7 +414,7 @@ class PromptDataset:
 
 
 def unique_names(names: Sequence[str]) -> list[str]:
-    """``names`` with ``~2``, ``~3`` ... behind those that came before."""
+    """Return ``names`` with suffixes ``~2``, ``~3`` ... on repeated names."""
     seen: Counter[str] = Counter()
     taken = set(names)
     unique = []

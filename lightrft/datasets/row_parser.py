@@ -1,7 +1,8 @@
-"""A row of any layout to a ``Record``: its prompt as text or messages, its answer, its label.
+"""Parsing of a row of any layout into a ``Record`` with prompt, response and label.
 
-Empty settings of ``Columns`` mean the usual names, tried in the order of ``USUAL``; a column that is null counts as absent.
-Media that the row names become items, and marks in the text where they belong.
+An empty setting of ``Columns`` means the usual names, tried in the order of ``USUAL``. A column
+that is null counts as absent. Media that the row names become items, with marks in the text at
+their positions.
 """
 
 from __future__ import annotations
@@ -55,10 +56,20 @@ SHAREGPT_ROLES = {
 
 @dataclass(slots=True)
 class Record:
-    """A row whose columns have been found.
+    """A parsed row.
 
-    ``response`` is None where the row has none or its conversation ends with it. ``columns`` are those that no other field
-    took, without media. ``where`` names the row in messages. ``media`` are the items whose marks the messages hold, by number.
+    Args:
+        prompt: the prompt as text or messages.
+        response: the response as text or messages. None if the row has none or if the prompt
+            contains it.
+        label: the value that rewards compare with.
+        reference: a worked solution.
+        data_source: name of the data source. Empty if the row does not name one.
+        id: identifier of the row. Empty if the row has none.
+        columns: the remaining columns, without media.
+        row: the original row.
+        where: location of the row, for messages.
+        media: the items whose marks the messages contain, by number.
     """
 
     prompt: str | list[Message]
@@ -74,7 +85,7 @@ class Record:
 
     @property
     def messages(self) -> list[Message]:
-        """The whole conversation, a text prompt as the user's message."""
+        """Return the whole conversation. A text prompt becomes a user message."""
         asked = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
         if isinstance(self.response, str):
             return [*asked, {"role": "assistant", "content": self.response}]
@@ -82,12 +93,12 @@ class Record:
 
     @property
     def asked(self) -> int:
-        """How many of ``messages`` are the prompt's."""
+        """Return the number of messages that belong to the prompt."""
         return 1 if isinstance(self.prompt, str) else len(self.prompt)
 
     @property
     def answer(self) -> str | None:
-        """The text of the assistant's last turn, None when the row ends before it."""
+        """Return the text of the last assistant turn, or None if the row ends before it."""
         if isinstance(self.response, str):
             return self.response
         last = self.messages[-1]
@@ -95,10 +106,19 @@ class Record:
 
 
 def read_record(row: Row, columns: Columns, where: str, reads: Reads = NOTHING, root: Path = Path()) -> Record:
-    """``row`` with its columns found, for a model that ``reads`` certain media; their relative paths start from ``root``.
+    """Return ``row`` as a ``Record``.
 
-    Raises ``BadRow``, naming the row, the column and the columns that exist, when there is no prompt or an empty one, when a
-    column that the settings name is missing, when messages are malformed, and when places and media do not match.
+    Args:
+        row: the row.
+        columns: names of the columns. Empty names mean the usual names.
+        where: location of the row, for messages.
+        reads: media that the model reads.
+        root: folder of relative media paths.
+
+    Raises:
+        BadRow: the prompt is missing or empty, a named column is missing, or messages are
+            malformed. Also raised if places and media do not match. The message names the row, the
+            column and the existing columns.
     """
     chosen = {
         "prompt": columns.prompt,
@@ -142,7 +162,19 @@ def read_record(row: Row, columns: Columns, where: str, reads: Reads = NOTHING, 
 
 
 def read_conversation(messages: Sequence[Mapping[str, Any]], where: str, reads: Reads = NOTHING, root: Path = Path()) -> Record:
-    """A record of messages alone, whose content may hold media as parts; markers are words. Raises ``BadRow``."""
+    """Return a record of messages whose content may contain media as parts.
+
+    Media markers in the text are ordinary words.
+
+    Args:
+        messages: the messages, with content as text or parts.
+        where: location of the conversation, for messages.
+        reads: media that the model reads.
+        root: folder of relative media paths.
+
+    Raises:
+        BadRow: a message is malformed or names media that the model does not read.
+    """
     finder = Finder(Reads(dict.fromkeys(reads.spellings, ())), where, root, {})
     prompt = read_prompt(list(messages), where, finder)
     prompt, _ = _placed(prompt, None, finder, {})
@@ -150,10 +182,17 @@ def read_conversation(messages: Sequence[Mapping[str, Any]], where: str, reads: 
 
 
 def read_prompt(value: Any, where: str, finder: Finder | None = None, *, blank: bool = False) -> str | list[Message]:
-    """Text, or messages with ``role`` and ``content``.
+    """Return a prompt as text, or as messages with ``role`` and ``content``.
 
-    Takes text, a list of messages (``role``/``content`` or ShareGPT's ``from``/``value``), or such a list as a JSON string.
-    Media go to ``finder``. Raises ``BadRow`` when it is empty (unless it may be ``blank``) or none of these.
+    Args:
+        value: text, a list of messages (``role``/``content`` or ShareGPT's ``from``/``value``), or
+            such a list as a JSON string.
+        where: location of the row, for messages.
+        finder: collects media. None for a prompt without media.
+        blank: if True, an empty prompt is allowed.
+
+    Raises:
+        BadRow: the prompt is empty or has another type.
     """
     finder = finder or Finder(NOTHING, where, Path(), {})
     if isinstance(value, str):
@@ -172,9 +211,17 @@ def read_prompt(value: Any, where: str, finder: Finder | None = None, *, blank: 
 
 
 def read_message(value: Any, where: str, finder: Finder) -> Message:
-    """One message as ``{"role", "content", ...}``, its content as text with marks for media. Null fields are left out.
+    """Return one message as ``{"role", "content", ...}``.
 
-    Raises ``BadRow`` for what is not a message, and for content that the model does not read.
+    The content becomes text with marks for media. Null fields are left out.
+
+    Args:
+        value: the message.
+        where: location of the message, for messages.
+        finder: collects media.
+
+    Raises:
+        BadRow: ``value`` is not a message, or its content names media that the model does not read.
     """
     if not isinstance(value, Mapping):
         raise BadRow(f"{where}: a message must have a role and content, not be a {type(value).__name__}")
@@ -210,7 +257,10 @@ def _content(content: Any, where: str, finder: Finder) -> str:
 
 
 def _check_texts(value: Any, where: str, finder: Finder) -> None:
-    """Raises ``BadRow`` for text, however deep in ``value``, that a chat template may write and that holds marks of its own."""
+    """Raise ``BadRow`` if any text in ``value`` contains reserved mark characters.
+
+    A chat template may write such text, however deeply it is nested.
+    """
     if isinstance(value, str):
         finder.plain(value, where)
     elif isinstance(value, Mapping):
@@ -223,7 +273,7 @@ def _check_texts(value: Any, where: str, finder: Finder) -> None:
 def _placed(
     prompt: str | list[Message], response: str | list[Message] | None, finder: Finder, row: Row
 ) -> tuple[str | list[Message], str | list[Message] | None]:
-    """Prompt and response with the row's media in their places."""
+    """Return prompt and response with the media of the row at their positions."""
     asked = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
     answers = [m["content"] for m in response] if isinstance(response, list) else []
     users = [0] if isinstance(prompt, str) else [k for k, m in enumerate(prompt) if m["role"] == "user"]
@@ -238,7 +288,7 @@ def _placed(
 
 
 def _json_messages(text: str) -> list[Any] | None:
-    """The messages that ``text`` holds as JSON, or None when it is plain text."""
+    """Return the messages that ``text`` contains as JSON, or None if it is plain text."""
     if not text.lstrip().startswith("["):
         return None
     try:
@@ -257,7 +307,7 @@ def _response(value: Any, where: str, finder: Finder) -> str | list[Message] | N
 
 
 def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, Any]:
-    """Name and value of the column that holds ``what``; ``("", None)`` where no usual name exists."""
+    """Return name and value of the column for ``what``, or ``("", None)`` if there is none."""
     if not chosen:
         return next(((name, value) for name in USUAL[what] if (value := look_up(row, name)) is not None), ("", None))
     value = named_column(row, chosen, what, where)

@@ -1,9 +1,8 @@
-"""Readers turn a row of one layout into the usual columns.
+"""Registry of readers, which convert a row of one layout to the usual columns.
 
-These are ``prompt``, ``response``, ``label``, ``reference``, ``data_source`` and ``id``.
-
-A reader is ``reader(row, **options) -> row``. It keeps the row's other columns. ``KeyError`` and ``ValueError`` become errors
-that name the row.
+The usual columns are ``prompt``, ``response``, ``label``, ``reference``, ``data_source`` and
+``id``. A reader has the signature ``reader(row, **options) -> row`` and keeps the other columns of
+the row. ``KeyError`` and ``ValueError`` become errors that name the row.
 """
 
 from __future__ import annotations

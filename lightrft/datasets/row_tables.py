@@ -1,6 +1,9 @@
-"""Containers of rows: a length, ``rows[i]`` as a dictionary, and ``where(i)`` for messages. All of them pickle.
+"""Tables of rows with a length, ``rows[i]`` as a dictionary, and ``where(i)`` for messages.
 
-Text files are indexed by byte offset and parsed on access, so that a large file costs eight bytes a row.
+All can be pickled.
+
+Text files are indexed by byte offset and parsed on access. The index of a large file takes sixteen
+bytes per row.
 """
 
 from __future__ import annotations
@@ -25,15 +28,19 @@ from lightrft.utils.errors import DataError
 Row = Mapping[str, Any]
 Malformed = Literal["error", "skip"]
 ABSENT: Any = object()
-"""What ``look_up`` may give for a column that is not there, where null is a value."""
+"""Marker that distinguishes a missing column from a null value in ``look_up``."""
 
 
 class BadRow(DataError):
-    """One row cannot be used; ``malformed: skip`` passes over it."""
+    """One row cannot be used. ``malformed: skip`` skips it."""
 
 
 class Rows(Protocol):
-    """``malformed`` counts rows that were passed over when the container was opened, and ``first_problem`` says why the first was."""
+    """A table of rows.
+
+    ``malformed`` is the number of rows that were skipped on opening. ``first_problem`` is the
+    reason for the first of them.
+    """
 
     malformed: int
     first_problem: str
@@ -44,7 +51,15 @@ class Rows(Protocol):
 
 
 def look_up(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
-    """The column ``name``; dots reach into nested columns unless a column has the dotted name itself."""
+    """Return the column ``name`` of ``row``.
+
+    Dots select nested columns, unless the row has a column with the dotted name itself.
+
+    Args:
+        row: the row.
+        name: name of the column.
+        absent: the value to return if the column is missing.
+    """
     if name in row:
         return row[name]
     value: Any = row
@@ -56,7 +71,17 @@ def look_up(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
 
 
 def named_column(row: Row, name: str, what: str, where: str) -> Any:
-    """The column ``name`` that ``data.columns.<what>`` asks for. Raises ``BadRow``, with the nearest name, for a row without it."""
+    """Return the column ``name`` that ``data.columns.<what>`` selects.
+
+    Args:
+        row: the row.
+        name: name of the column.
+        what: name of the setting.
+        where: location of the row, for messages.
+
+    Raises:
+        BadRow: the row has no such column. The message gives the nearest name.
+    """
     value = look_up(row, name, ABSENT)
     if value is ABSENT:
         near = difflib.get_close_matches(name, list(row), n=1)
@@ -67,7 +92,7 @@ def named_column(row: Row, name: str, what: str, where: str) -> Any:
 
 
 def as_row(value: Any, where: str) -> Row:
-    """``value`` itself. Raises ``BadRow`` unless it is a dictionary."""
+    """Return ``value`` unchanged. Raises ``BadRow`` unless it is a dictionary."""
     if not isinstance(value, Mapping):
         raise BadRow(f"{where}: a row must be a set of named values, not {type(value).__name__}")
     return value
@@ -75,7 +100,14 @@ def as_row(value: Any, where: str) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class TextIndex:
-    """Where the records of a text file begin: arrays of byte ``offsets [n]`` and ``lines [n]``, and what was passed over."""
+    """The positions of the records of a text file.
+
+    Args:
+        offsets: byte offset of each record, ``[n]``.
+        lines: line number of each record, ``[n]``, from 1.
+        malformed: number of skipped records.
+        first_problem: reason for the first skipped record.
+    """
 
     offsets: Any
     lines: Any
@@ -84,21 +116,24 @@ class TextIndex:
 
 
 Indexes = dict[str, TextIndex]
-"""Path to what is known of the file. Whoever opens a file that is not there adds it."""
+"""Index of each text file by path. Opening a file that is not in the table adds it."""
 
 OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""How compressed files are read, by the last part of their names."""
+"""Functions that open compressed files, by suffix."""
 
 
 def suffix_of(path: Path) -> str:
-    """The part of the name that says how the text is laid out, such as ``.jsonl``, also of ``rows.jsonl.gz``."""
+    """Return the suffix of the text format.
+
+    It is ``.jsonl`` for both ``rows.jsonl`` and ``rows.jsonl.gz``.
+    """
     return Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
 
 
 def utf8_of(path: Path) -> bytes | None:
-    """The text of a compressed or UTF-16 file as UTF-8; ``None`` for a file that can be read as it is.
+    """Return the text of a compressed or UTF-16 file as UTF-8, or None for a plain UTF-8 file.
 
-    Raises ``DataError`` when it cannot be decompressed or decoded.
+    Raises ``DataError`` if the file cannot be decompressed or decoded.
     """
     opener = OPENERS.get(path.suffix)
     try:
@@ -119,9 +154,9 @@ def utf8_of(path: Path) -> bytes | None:
 
 
 class _TextFile:
-    """Records of a text file by byte offset. A subclass says how one record is read from an open file.
+    """Records of a text file by byte offset. A subclass reads one record from an open file.
 
-    The text of a compressed or UTF-16 file is held in memory.
+    The text of a compressed or UTF-16 file is kept in memory.
     """
 
     def __init__(self, path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None = None) -> None:
@@ -140,7 +175,10 @@ class _TextFile:
         return self.path.open("rb") if self._text is None else io.BytesIO(self._text)
 
     def _scan(self, file: IO[bytes], line: int, malformed: Malformed, limit: int | None) -> TextIndex:
-        """Find every record of ``file`` from where it stands, which is behind ``line`` lines."""
+        """Return the index of all records from the position of ``file``.
+
+        The position comes after ``line`` lines.
+        """
         offsets, lines = array("Q"), array("Q")
         bad, first = 0, ""
         while limit is None or len(offsets) < limit:
@@ -152,6 +190,7 @@ class _TextFile:
                 if malformed == "error":
                     raise BadRow(f"{problem}. Mend the row, or set data.malformed: skip") from None
                 bad, first = bad + 1, first or problem
+                # continues one line later: a malformed CSV record may have consumed several lines
                 file.seek(offset)
                 used, row = len(file.readline()) > 0, None
             if not used:
@@ -180,18 +219,21 @@ class _TextFile:
         return f"{self.path}, line {self._lines[i]}"
 
     def _read_header(self, file: IO[bytes]) -> int:
-        """Go to the first record; the number of lines before it."""
+        """Move to the first record. Return the number of lines before it."""
         if file.read(3) != b"\xef\xbb\xbf":
             file.seek(0)
         return 0
 
     def _read(self, file: IO[bytes]) -> tuple[int, Row | None]:
-        """Lines used (0 at the end) and the record there, None for a blank line. Raises ``ValueError`` for a bad one."""
+        """Return the number of lines read (0 at the end) and the record, None for a blank line.
+
+        Raises ``ValueError`` for a malformed record.
+        """
         raise NotImplementedError
 
 
 class JsonLines(_TextFile):
-    """One JSON object a line."""
+    """One JSON object per line."""
 
     def _read(self, file: IO[bytes]) -> tuple[int, Row | None]:
         raw = file.readline()
@@ -209,11 +251,18 @@ class JsonLines(_TextFile):
 
 
 class Csv(_TextFile):
-    """Comma-separated values under a header line. Values stay text as written; an empty one is None."""
+    """Comma-separated values under a header line. Values stay text, and an empty value is None.
+
+    Args:
+        path: the file.
+        malformed: ``error`` raises for a malformed row. ``skip`` counts it.
+        limit: largest number of rows. None means all rows.
+        indexes: known indexes of text files. None scans the file.
+    """
 
     def __init__(self, path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None = None) -> None:
         self._names: list[str] = []
-        csv.field_size_limit(sys.maxsize)  # the library's own limit is shorter than many a document
+        csv.field_size_limit(sys.maxsize)  # the default limit of the csv module (128 KiB) is shorter than some documents
         super().__init__(path, malformed, limit, indexes)
 
     def _read_header(self, file: IO[bytes]) -> int:
@@ -252,7 +301,14 @@ class Csv(_TextFile):
 
 
 class Listed:
-    """Rows that are at hand: a list, or any sequence with random access, such as a ``datasets.Dataset``."""
+    """Rows of a list or another random-access sequence, such as a ``datasets.Dataset``.
+
+    Args:
+        rows: the sequence.
+        name: name of the table, for messages.
+        malformed: number of rows that were skipped before.
+        first_problem: reason for the first skipped row.
+    """
 
     def __init__(self, rows: Any, name: str, malformed: int = 0, first_problem: str = "") -> None:
         self.rows = rows
@@ -271,7 +327,7 @@ class Listed:
 
 
 class Joined:
-    """Containers one after another."""
+    """The concatenation of several tables of rows."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = list(parts)
@@ -296,7 +352,7 @@ class Joined:
 
 
 class First:
-    """The first ``count`` rows of a container."""
+    """The first ``count`` rows of a table."""
 
     def __init__(self, rows: Rows, count: int) -> None:
         self.rows = rows
@@ -315,7 +371,14 @@ class First:
 
 
 class Converted:
-    """Rows passed through a reader on access."""
+    """Rows that a reader converts on access.
+
+    Args:
+        rows: the table to convert.
+        reader: the reader.
+        name: name of the reader, for messages.
+        options: keyword arguments of the reader.
+    """
 
     def __init__(self, rows: Rows, reader: Callable[..., Row], name: str, options: Mapping[str, Any]) -> None:
         self.rows = rows

@@ -1,6 +1,7 @@
-"""What is doubtful about rows that can be read: text that the tokenizer does not know, and labels that are missing.
+"""Warnings about readable rows: text that the tokenizer does not know, and missing labels.
 
-Everything is counted in one ``Counter``, so that it is kept wherever the counts of a data set are.
+All counts are in one ``Counter``, so that they are stored and restored with the counts of a
+dataset.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ UNKNOWN, TOKENS, UNLABELLED = "unknown_tokens", "tokens", "unlabelled"
 _SOURCE, _ROW = "source_of", "row_of"
 
 EXOTIC = "\u2603\u4e2d\U0001f600"
-"""Characters of which a tokenizer without bytes knows none."""
+"""Characters that only a byte-level tokenizer can encode."""
 
 
 class UnknownText:
-    """Count what ``tokenizer`` cannot write: unknown tokens or, for a tokenizer without such a token, characters that it drops."""
+    """Counts text that ``tokenizer`` cannot encode.
+
+    These are unknown tokens or, for a tokenizer without an unknown token, dropped characters.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -36,7 +40,11 @@ class UnknownText:
         self._known: dict[str, bool] = {}
 
     def count(self, text: str, ids: Sequence[int]) -> int:
-        """Return how many tokens of ``ids``, or characters of ``text`` without tokens, are unknown."""
+        """Return the number of unknown tokens in ``ids``.
+
+        For a tokenizer without an unknown token, return the number of characters of ``text`` that
+        it drops.
+        """
         if self._unknown is not None:
             return sum(i == self._unknown for i in ids)
         return sum(not self._knows(character) for character in text) if self._drops else 0
@@ -52,7 +60,15 @@ class UnknownText:
 
 
 def note_text(counts: Counter[str], unknown: int, tokens: int, source: int, row: int) -> None:
-    """Count ``unknown`` of ``tokens`` in a row, which is number ``row`` of source number ``source``."""
+    """Count the unknown tokens of a row.
+
+    Args:
+        counts: the counter to update.
+        unknown: number of unknown tokens of the row.
+        tokens: number of tokens of the row.
+        source: index of the source.
+        row: index of the row in its source.
+    """
     counts[TOKENS] += tokens
     if unknown:
         _place(counts, UNKNOWN, source, row)
@@ -60,7 +76,15 @@ def note_text(counts: Counter[str], unknown: int, tokens: int, source: int, row:
 
 
 def note_label(counts: Counter[str], data_source: str, gold: Any, source: int, row: int) -> None:
-    """Count a row of ``data_source`` that has nothing to compare a response with."""
+    """Count a row that has neither a label nor a reference to compare a response with.
+
+    Args:
+        counts: the counter to update.
+        data_source: name of the data source of the row.
+        gold: the label or reference. The row is counted if ``is_missing(gold)``.
+        source: index of the source.
+        row: index of the row in its source.
+    """
     if is_missing(gold):
         name = f"{UNLABELLED}/{data_source}"
         _place(counts, name, source, row)
@@ -68,13 +92,13 @@ def note_label(counts: Counter[str], data_source: str, gold: Any, source: int, r
 
 
 def is_missing(gold: Any) -> bool:
-    """Return whether a label is null, blank or NaN."""
+    """Return True if a label is null, blank or NaN."""
     blank = isinstance(gold, str) and not gold.strip()
     return gold is None or blank or (isinstance(gold, float) and math.isnan(gold))
 
 
 def unlabelled(counts: Counter[str]) -> dict[str, int]:
-    """Return the number of rows without a label for each data source that has such."""
+    """Return the number of rows without a label, for each data source that has any."""
     return {name.partition("/")[2]: count for name, count in counts.items() if name.startswith(f"{UNLABELLED}/")}
 
 
@@ -84,7 +108,7 @@ def first_place(counts: Counter[str], name: str) -> tuple[int, int]:
 
 
 def is_plain(name: str) -> bool:
-    """Return whether a count is of rows, and not of doubts or of places."""
+    """Return True if ``name`` is a count of rows, and not a warning or a location."""
     return "/" not in name and name not in (TOKENS, UNKNOWN)
 
 
@@ -94,11 +118,11 @@ def _place(counts: Counter[str], name: str, source: int, row: int) -> None:
 
 
 MOST_UNKNOWN = 0.01
-"""Share of unknown tokens above which the tokenizer is not one of this text."""
+"""Fraction of unknown tokens above which the tokenizer does not fit the text."""
 
 
 class Rows(Protocol):
-    """A data set that has counted its doubtful rows."""
+    """A dataset with counts of warnings."""
 
     counts: Counter[str]
 
@@ -106,9 +130,11 @@ class Rows(Protocol):
 
 
 def check_text(rows: Rows, key: str) -> None:
-    """Warn of tokens that are unknown to the tokenizer. ``key`` is the setting that names the rows.
+    """Warn about tokens that are unknown to the tokenizer.
 
-    Raises ``DataError`` where their share is above ``MOST_UNKNOWN``.
+    ``key`` is the setting that names the rows.
+
+    Raises ``DataError`` if their fraction exceeds ``MOST_UNKNOWN``.
     """
     unknown, tokens = rows.counts[UNKNOWN], rows.counts[TOKENS]
     if not unknown:

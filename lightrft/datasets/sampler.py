@@ -1,4 +1,4 @@
-"""Sample the rows of a dataset in a reproducible order."""
+"""Samplers of dataset rows with a reproducible order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ T = TypeVar("T")
 
 
 class PromptSampler:
-    """An endless order over ``length`` prompts: epoch after epoch, each a permutation that depends on (seed, epoch) only."""
+    """An endless sequence of indices below ``length``, epoch after epoch.
+
+    The permutation of an epoch depends only on ``seed`` and the number of the epoch.
+
+    Args:
+        length: number of prompts.
+        seed: seed of the permutations.
+        shuffle: if False, every epoch is in the order of the dataset.
+    """
 
     def __init__(self, length: int, seed: int, shuffle: bool) -> None:
         if length < 1:
@@ -36,14 +44,14 @@ class PromptSampler:
         self._known: tuple[int, np.ndarray] | None = None
 
     def order(self, epoch: int) -> np.ndarray:
-        """``[length]`` the order of one epoch."""
+        """Return the order of one epoch, ``[length]``."""
         if self._known is None or self._known[0] != epoch:
             order = generator(self.seed, 2, epoch).permutation(self.length) if self.shuffle else np.arange(self.length)
             self._known = (epoch, order)
         return self._known[1]
 
     def next(self, count: int) -> list[int]:
-        """The next ``count`` positions, across the end of an epoch where need be."""
+        """Return the next ``count`` indices. They may cross the end of an epoch."""
         taken: list[int] = []
         while len(taken) < count:
             part = self.order(self.epoch)[self.position : self.position + count - len(taken)]
@@ -54,7 +62,7 @@ class PromptSampler:
         return taken
 
     def peek(self, count: int) -> list[int]:
-        """What ``next`` would give."""
+        """Return the next ``count`` indices without advancing."""
         before = self.state_dict()
         ahead = self.next(count)
         self.load_state_dict(before)
@@ -64,7 +72,10 @@ class PromptSampler:
         return {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from ``state``. Raises ``CheckpointError`` when it cannot be of this data set."""
+        """Resume from ``state``.
+
+        Raises ``CheckpointError`` if its position is outside the dataset.
+        """
         epoch, position = state["epoch"], state["position"]
         if epoch < 0 or not 0 <= position < self.length:
             raise CheckpointError(
@@ -74,12 +85,12 @@ class PromptSampler:
 
 
 PART = 128
-"""Held-out prompts whose media are decoded at one time."""
+"""Number of eval prompts whose media are decoded together."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bare(Sequence[Prompt]):
-    """The prompts of ``dataset`` without their media, each read when it is asked for."""
+    """The prompts of ``dataset`` without their media, each read on access."""
 
     dataset: PromptDataset
 
@@ -99,7 +110,10 @@ class Bare(Sequence[Prompt]):
 
 
 class HeldOut(Sequence[Prompt]):
-    """The first ``count`` prompts of ``dataset``, kept without their media: those are there only while they are asked."""
+    """The eval set: the first ``count`` prompts of ``dataset``.
+
+    Prompts are kept without their media. Media are loaded only while ``parts`` yields them.
+    """
 
     def __init__(self, dataset: PromptDataset, count: int) -> None:
         self._dataset = dataset
@@ -118,9 +132,12 @@ class HeldOut(Sequence[Prompt]):
         return self._bare[i]
 
     def parts(self, ranks: Ranks = ALONE) -> Iterator[tuple[int, Sequence[Prompt]]]:
-        """All prompts, with the place of the first: at once where they are text, some at a time where media must be decoded. The
-        next are decoded while the caller is busy, and it lets go of the media of the last. What one of ``ranks`` cannot
-        read, none of them asks."""
+        """Yield all prompts in parts, each with the index of its first prompt.
+
+        Text prompts come as one part. Prompts with media come in parts of ``PART``. The next part
+        is decoded while the caller works, and the media of the previous part are released. A prompt
+        that one of ``ranks`` cannot read is dropped on all of them.
+        """
         if not self._dataset.reads_media:
             yield 0, self._bare
             return
@@ -135,12 +152,15 @@ class HeldOut(Sequence[Prompt]):
 
 
 def in_parts(prompts: Sequence[Prompt], ranks: Ranks = ALONE) -> Iterator[tuple[int, Sequence[Prompt]]]:
-    """``prompts`` to be asked together by all ``ranks``, with the place of the first of them."""
+    """Yield ``prompts`` in parts, each with the index of its first prompt.
+
+    See ``HeldOut.parts``.
+    """
     return prompts.parts(ranks) if isinstance(prompts, HeldOut) else iter([(0, prompts)])
 
 
 class Drawable(Protocol[T]):
-    """A data set whose entries are read side by side, and may turn out not to be readable."""
+    """A dataset whose entries are read concurrently and may be unreadable."""
 
     counts: Counter[str]
 
@@ -151,7 +171,7 @@ class Drawable(Protocol[T]):
 
 
 class Sampler(Protocol):
-    """Chooses the rows to read next."""
+    """Selects the rows to read next."""
 
     def next(self, count: int) -> list[int]:
         """Return the indices of the next ``count`` rows."""
@@ -159,9 +179,18 @@ class Sampler(Protocol):
 
 
 def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
-    """The next ``count`` entries that can be read; those that cannot are errors or counted, as set.
+    """Return the next ``count`` readable entries of ``dataset``.
 
-    While the caller goes on, the entries of the next draw are begun. Raises ``DataError`` when a whole epoch cannot be read.
+    An unreadable entry is an error or is counted and skipped, depending on ``data.malformed``.
+    Reading the entries of the next call starts in the background.
+
+    Args:
+        dataset: the dataset to read from.
+        sampler: selects the indices.
+        count: number of entries.
+
+    Raises:
+        DataError: as many entries in a row as the dataset has are unreadable.
     """
     drawn: list[T] = []
     lost = 0
@@ -172,13 +201,16 @@ def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
         if lost >= len(dataset):
             raise DataError(f"data.sources: {lost} rows in a row cannot be read any more; the last: {fetched[-1]}")
         drawn += kept
-    if isinstance(sampler, PromptSampler):  # a curriculum draws by what comes of this step
+    if isinstance(sampler, PromptSampler):  # a curriculum has no peek(): its next indices depend on the results of this step
         dataset.prefetch(sampler.peek(count))
     return drawn
 
 
 def _agreed(fetched: Sequence[T | BadRow], ranks: Ranks) -> list[T | BadRow]:
-    """``fetched`` without what another rank could not read: ranks that share out prompts must have the same."""
+    """Replace the entries that any rank could not read by ``BadRow``.
+
+    All ranks then have the same prompts.
+    """
     own = {k: str(entry) for k, entry in enumerate(fetched) if isinstance(entry, BadRow)}
     lost = {k: why for found in ranks.gather(own) for k, why in found.items()}
     return [BadRow(lost[k]) if k in lost else entry for k, entry in enumerate(fetched)]
@@ -196,7 +228,13 @@ def _kept(dataset: Drawable[T], fetched: Sequence[T | BadRow]) -> list[T]:
 
 
 def report(what: str, counts: Mapping[str, int], first: str = "") -> None:
-    """Log what was read of a data set; that rows were left out, or cut, is a warning."""
+    """Log the counts of a dataset. Rows that were left out or truncated make it a warning.
+
+    Args:
+        what: name of the dataset.
+        counts: number of rows by outcome.
+        first: reason why the first row was left out. Empty if none was.
+    """
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count and is_plain(name))
     lost = sum(counts.get(name, 0) for name in ("malformed", "overlong", "truncated"))
     log.log(WARNING if lost else INFO, "%s: %s%s", what, said, f"; the first left out: {first}" if first else "")

@@ -1,8 +1,9 @@
-"""Examples for supervised fine-tuning: tokens, and which of them are the assistant's to learn.
+"""Examples for supervised fine-tuning: tokens, and the mask of tokens to train on.
 
-A turn's tokens are found by templating the conversation up to it twice, with the assistant's turn opened and with it said: what
-the second adds, up to the template's end-of-turn token, is what the policy would have sampled. Templates that mark the
-assistant's text themselves (``{% generation %}``) are taken at their word.
+The tokens of a turn are the difference between two renderings of the conversation. The first ends
+with the opened assistant turn, and the second includes the turn. The new tokens up to the
+end-of-turn token are the tokens that the policy would have sampled. If the template marks assistant
+text itself (``{% generation %}``), its marks are used.
 """
 
 from __future__ import annotations
@@ -27,14 +28,27 @@ from lightrft.datasets.row_warnings import UnknownText, first_place, note_text
 from lightrft.types import Media
 
 COLUMNS = {"tokens": "i", "trained": "B", "ends": "Q", "split": "Q"}
-"""What is kept of examples: their tokens laid end to end, which of them are trained, where each ends and its prompt does."""
+"""Stored columns of the examples.
+
+They are the concatenated tokens, the training mask, the end of each example and the end of each
+prompt.
+"""
 GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
 @dataclass(slots=True)
 class Example:
-    """``prompt_ids`` up to the first token to learn, ``response_ids`` from there on, ``trained[t]`` whether response token t is
-    the assistant's own (its words and the token that ends its turn; never a placeholder). Each part has its own media."""
+    """One training example.
+
+    Args:
+        prompt_ids: tokens up to the first token to train on.
+        response_ids: the remaining tokens.
+        trained: mask ``[len(response_ids)]``. True for the assistant's words and its end-of-turn
+            token, never for a media placeholder.
+        id: name of the example.
+        prompt_media: media of ``prompt_ids``.
+        response_media: media of ``response_ids``.
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -46,7 +60,10 @@ class Example:
 
 @dataclass(slots=True)
 class _Part:
-    """What becomes one example: the record and, for each turn to learn, the text before it and the text with it."""
+    """The source of one example.
+
+    ``turns`` has the texts before and after each turn to train on.
+    """
 
     row: int
     record: Record
@@ -59,13 +76,30 @@ class _Part:
 class SFTDataset:
     """The examples of ``config``, encoded once.
 
-    ``counts``: ``rows`` read, ``malformed`` (skipped), ``overlong`` (more than ``max_tokens``, dropped), ``truncated`` (cut at
-    the end: nothing then teaches the model to stop there), ``special_tokens`` (examples that spell one as text), ``examples``.
-    Of a row with a response only the response is learned; of a conversation the assistant's turns that ``turns`` names. Media
-    are as in ``PromptDataset``; nothing with media behind the cut is truncated.
+    A row with a response is trained on the response only. A conversation is trained on the
+    assistant turns that ``turns`` selects. Media are loaded as in ``PromptDataset``. An example is
+    not truncated if media would be cut off.
 
-    Raises ``DataError`` for rows that cannot be used and when nothing is left, ``ModelError`` when several turns are to share a
-    row under a chat template without the prefix property, or the tokenizer lacks an eos token.
+    ``counts`` contains:
+
+    * ``rows``: rows read.
+    * ``malformed``: rows skipped.
+    * ``overlong``: examples dropped because they exceed ``max_tokens``.
+    * ``truncated``: examples cut at the end. They do not teach the model to stop there.
+    * ``special_tokens``: examples that spell a special token as text.
+    * ``examples``: the length of the dataset.
+
+    Args:
+        config: the settings of the data.
+        tokenizer: the tokenizer, with its chat template.
+        max_tokens: largest number of tokens of an example.
+        seed: seed of the order of mixed sources.
+        processor: the media processor. None for a model that reads only text.
+
+    Raises:
+        DataError: a row cannot be used, or no example is left.
+        ModelError: the chat template lacks the prefix property although turns share a sequence, or
+            the tokenizer has no EOS token.
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any, *, max_tokens: int, seed: int, processor: Any = None) -> None:
@@ -110,33 +144,39 @@ class SFTDataset:
         return example
 
     def fetch(self, indices: Sequence[int]) -> list[Example | BadRow]:
-        """The examples at ``indices``, their media decoded side by side; or why one cannot be read any more."""
+        """Return the examples at ``indices``, with media decoded concurrently.
+
+        An unreadable example is returned as its ``BadRow`` error.
+        """
         return self._fetcher.fetch(indices)
 
     def prefetch(self, indices: Sequence[int]) -> None:
-        """Begin to decode the media of the examples at ``indices``, for the next ``fetch``."""
+        """Start decoding the media of the examples at ``indices`` for the next ``fetch``."""
         self._fetcher.prefetch(indices)
 
     def lose(self, error: BadRow) -> None:
-        """Count an example that ``fetch`` could not read, or raise ``error`` if that is what is set."""
+        """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable example."""
         self._sources.lose(error)
 
     @property
     def first_problem(self) -> str:
-        """Why the first row that was left out was; empty when none was."""
+        """Return the reason why the first row was left out. Empty if none was."""
         return self._sources.first_problem
 
     def first_with(self, doubt: str) -> str:
-        """Return where the first row is that was counted under ``doubt`` (see ``datasets.doubts``)."""
+        """Return the location of the first row that was counted under ``doubt``.
+
+        See ``datasets.row_warnings`` for the counts.
+        """
         return self._sources.where(*first_place(self.counts, doubt))
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest example."""
+        """Return the number of tokens of the longest example."""
         return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
 
     def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
-        """Encode records and keep what fits; the names of the examples kept."""
+        """Encode records and store the examples that fit. Return their names."""
         rows: list[list[_Part]] = []
         for row, record in chunk:
             try:
@@ -154,7 +194,10 @@ class SFTDataset:
         return [part.name for part in parts if self._keep(source, part, *self._tokens_of(part, ids))]
 
     def _expanded(self, rows: Sequence[list[_Part]]) -> list[_Part]:
-        """The parts of each row with the text of its media in their turns; without those whose media cannot be read."""
+        """Return the parts of all rows, with the text of their media in the turns.
+
+        Unreadable rows are left out.
+        """
         shown = [(made[0].record, [t for part in made for turn in part.turns for t in turn]) for made in rows]
         parts: list[_Part] = []
         for made, texts in self._sources.made(rows, self.encoder.expanded(shown)):
@@ -167,7 +210,7 @@ class SFTDataset:
         return parts
 
     def _keep(self, source: int, part: _Part, ids: list[int], trained: list[bool]) -> bool:
-        """Store an example if it fits or is cut to fit."""
+        """Store an example if it fits or can be truncated. Return True if it was stored."""
         kept = self._kept
         if part.items:
             trained = [t and i not in self.encoder.placeholders for t, i in zip(trained, ids)]
@@ -193,11 +236,15 @@ class SFTDataset:
         return True
 
     def _parts(self, row: int, record: Record) -> list[_Part]:
-        """The examples of a record. Raises ``BadRow`` when there is no answer to learn."""
+        """Return the examples of a record.
+
+        Raises ``BadRow`` if there is no response to train on.
+        """
         if not self.encoder.chat:
             answer = record.answer
             if answer is None or not answer.strip():
                 raise _no_answer(record)
+            # some datasets end a response with EOS, which _tokens_of appends
             answer = answer.removesuffix(self.encoder.tokenizer.eos_token or "")
             prompt = self.encoder.prompt(record)
             return [_Part(row, record, [(prompt, self.encoder.shield(answer, answer=True))], [])]
@@ -223,12 +270,12 @@ class SFTDataset:
         return [_Part(row, record, turns, [])]
 
     def _turn(self, messages: list[Message], k: int, where: str) -> tuple[str, str]:
-        """The text that asks for message ``k``, and the text that ends with it."""
+        """Return the text that asks for message ``k``, and the text that ends with it."""
         asking = self.encoder.render(messages[:k], where, generate=True)
         return asking, self.encoder.render(messages[: k + 1], where)
 
     def _tokens_of(self, part: _Part, known: dict[str, list[int]]) -> tuple[list[int], list[bool]]:
-        """``[T]`` tokens of an example and which of them are trained, ending with the last one that is."""
+        """Return the tokens and training mask of an example, ``[T]``, up to the last True."""
         if not self.encoder.chat:
             prompt, answer = part.turns[0]
             asked, said = self.encoder.with_start(known[prompt]), [*known[answer], self.encoder.eos]
@@ -255,15 +302,17 @@ class SFTDataset:
             trained += [True] * (last - start) + [False] * (len(ids) - last)
             before = said
         ids, trained = ids[:last], trained[:last]
-        if not closed:  # a template whose turns end in text alone: without eos the model would never learn to stop
+        if not closed:  # the template's turns end without a special token: without eos the model would never learn to stop
             ids, trained = [*ids, self.encoder.eos], [*trained, True]
         return ids, trained
 
     def _extend(self, ids: list[int], shorter: str, longer: str, known: dict[str, list[int]]) -> list[int]:
-        """``ids`` of ``shorter`` continued to ``longer``.
+        """Return the tokens of ``longer``, which begin with ``ids``, the tokens of ``shorter``.
 
-        Where a merge across the border would change tokens already there, the rest is encoded by itself: the tokens that were
-        asked with stay as they are, just as in sampling. Raises ``ModelError`` when the text itself is different.
+        If a merge across the border would change ``ids``, the rest is encoded separately. The
+        prompt tokens then stay unchanged, as in sampling.
+
+        Raises ``ModelError`` if ``longer`` does not begin with ``shorter``.
         """
         if known[longer][: len(ids)] == ids:
             return known[longer]

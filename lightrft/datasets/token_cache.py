@@ -1,7 +1,8 @@
-"""Token ids of a data set on disk, so that the next start maps them into memory instead of tokenizing again.
+"""A cache of token ids on disk. The next start maps them into memory instead of tokenizing again.
 
-An entry is one Arrow file: a row of lists, followed by a digest of all bytes before it. It is written under a temporary name
-and renamed, so that a kill leaves no part of an entry under its name. An entry that cannot be read is built again.
+An entry is one Arrow file: a row of lists, followed by a digest of all bytes before it. It is
+written under a temporary name and then renamed, so an interrupted write leaves no partial entry. An
+entry that cannot be read is built again.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ NAMES, FACTS = "names", b"lightrft"
 
 
 class Names(Sequence[str]):
-    """The strings of an Arrow array."""
+    """The strings of an Arrow array as a sequence."""
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -51,7 +52,13 @@ class Names(Sequence[str]):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What is stored of a data set: ``columns`` of numbers, the ``names`` of what was kept, and ``facts`` for JSON."""
+    """The stored content of a dataset.
+
+    Args:
+        columns: arrays of numbers by name.
+        names: names of the stored examples or prompts.
+        facts: further values that JSON can express.
+    """
 
     columns: Mapping[str, np.ndarray]
     names: Sequence[str]
@@ -59,16 +66,17 @@ class Entry:
 
 
 class TokenCache:
-    """The entry at ``path``, which need not exist yet."""
+    """The entry at ``path``, which may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @contextmanager
     def locked(self) -> Generator[None]:
-        """Let one process at a time build the entry. The lock of a killed process is released by the system.
+        """Lock the entry, so that only one process builds it.
 
-        Where the folder or its file system allows no lock, processes build the same entry side by side.
+        The system releases the lock of a killed process. Where the folder or its file system
+        supports no lock, several processes may build the same entry.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -82,7 +90,10 @@ class TokenCache:
             yield
 
     def read(self) -> Entry | None:
-        """Map the entry into memory. ``None`` where there is none, or where it is damaged, which is logged."""
+        """Return the entry, mapped into memory.
+
+        Returns None if there is no entry, or if it is damaged. Damage is logged.
+        """
         import pyarrow as pa
 
         if not self.path.is_file():
@@ -101,7 +112,10 @@ class TokenCache:
             return None
 
     def write(self, entry: Entry) -> None:
-        """Store ``entry`` whole or not at all. That it cannot be stored is logged: the next start tokenizes again."""
+        """Store ``entry`` atomically.
+
+        A failure is logged and not raised, because the next start can tokenize again.
+        """
         import pyarrow as pa
 
         temporary = self.path.with_name(f".{self.path.name}.{uuid.uuid4().hex}.tmp")
@@ -111,12 +125,13 @@ class TokenCache:
         table = pa.table(rows).replace_schema_metadata({FACTS: json.dumps(dict(entry.facts))})
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):  # by a process that was killed: the lock is ours
+            for left in self.path.parent.glob(f".{self.path.name}.*.tmp"):  # left by a killed process; this process has the lock
                 left.unlink(missing_ok=True)
             with temporary.open("wb") as file:
                 with pa.ipc.new_file(file, table.schema) as writer:
                     writer.write_table(table)
                 file.flush()
+                # maps the flushed file, so the digest takes no second copy in memory
                 file.write(_digest(pa.memory_map(str(temporary)).read_buffer()))
                 file.flush()
                 os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""Where the program's log goes."""
+"""Log handlers of the program."""
 
 from __future__ import annotations
 
@@ -9,11 +9,17 @@ from pathlib import Path
 ROOT = "lightrft"
 FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 FILE_ONLY = {"file_only": True}
-"""``extra`` of a message that whoever runs the program is told in another way."""
+"""``extra`` of a message that goes to the log file only.
+
+The terminal shows the content of such a message in another way.
+"""
 
 
 class LogFile(logging.FileHandler):
-    """A log file. ``lost`` counts lines that could not be written, by a full disk say; the first one is said on standard error."""
+    """A log file that counts the lines it could not write.
+
+    ``lost`` is the number of lost lines. The first loss is reported on standard error.
+    """
 
     lost = 0
 
@@ -23,7 +29,7 @@ class LogFile(logging.FileHandler):
             sys.stderr.write(f"{self.baseFilename} cannot be written: {sys.exception()}\n")
 
     def close(self) -> None:
-        """Close the file. Lines that are still buffered are lost if the disk is full."""
+        """Close the file. Buffered lines are lost if the disk is full."""
         try:
             super().close()
         except OSError:
@@ -31,7 +37,10 @@ class LogFile(logging.FileHandler):
 
 
 def log_to_file(path: Path) -> LogFile:
-    """Append everything of this package from INFO up to ``path``; undo with ``stop_logging``."""
+    """Append all messages of this package from level INFO to ``path``.
+
+    Detach the returned handler with ``stop_logging``.
+    """
     handler = LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter(FORMAT))
     handler.setLevel(logging.INFO)
@@ -40,8 +49,12 @@ def log_to_file(path: Path) -> LogFile:
 
 
 def log_to_terminal(level: int = logging.WARNING) -> logging.Handler:
-    """Show messages from ``level`` up on standard error, where they do not tear a live display apart; each on lines as it is
-    where that is no terminal. Messages with ``FILE_ONLY`` are left out."""
+    """Show messages from ``level`` on standard error.
+
+    On a terminal, messages appear above a live progress bar. Elsewhere, each message is a plain
+    line. Messages with ``FILE_ONLY`` are left out. Detach the returned handler with
+    ``stop_logging``.
+    """
     handler: logging.Handler
     if sys.stderr.isatty():
         from rich.console import Console
@@ -57,7 +70,7 @@ def log_to_terminal(level: int = logging.WARNING) -> logging.Handler:
 
 
 def stop_logging(handler: logging.Handler) -> None:
-    """Detach and close a handler of this module."""
+    """Detach and close a handler that this module created."""
     logging.getLogger(ROOT).removeHandler(handler)
     handler.close()
 

@@ -1,8 +1,9 @@
-"""Values that know how to reduce themselves, so that no split into micro-batches, ranks or orders changes a reported number.
+"""Metrics with exact, order-independent reduction.
 
-A part may be a number or a tensor of one element. Tensors are kept as they are, and read in one transfer per device when
-``Metrics.compute`` is called: adding a metric never waits for an accelerator. Sums are exact (correctly rounded, Shewchuk 1997,
-through ``math.fsum``), which is what makes them independent of order.
+The reported value does not depend on the split into micro-batches or ranks, nor on their order. A
+part is a number or a tensor of one element. ``Metrics.compute`` reads all tensors in one transfer
+per device. Adding a metric therefore never waits for an accelerator. Sums are correctly rounded
+(Shewchuk 1997, through ``math.fsum``), which makes them independent of order.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Part = Any
-"""A number, or a tensor of one element."""
+"""A number or a tensor of one element."""
 
 
 class Metric(ABC):
-    """A partial result. ``merge`` takes another of the same kind in; ``compute`` is ``None`` when nothing was counted."""
+    """A partial result that can be merged with others of the same kind.
+
+    ``compute`` returns None if nothing was counted.
+    """
 
     __slots__ = ("columns",)
 
@@ -29,20 +33,20 @@ class Metric(ABC):
         self.columns = columns
 
     def merge(self, other: Self) -> None:
-        """Take the parts of ``other`` in. Raises ``TypeError`` for another kind of metric."""
+        """Add the parts of ``other``. Raises ``TypeError`` if it is another kind of metric."""
         if type(other) is not type(self):
             raise TypeError(f"a {type(self).__name__} and a {type(other).__name__} cannot be merged")
         for mine, theirs in zip(self.columns, other.columns, strict=True):
             mine.extend(theirs)
 
     def copy(self) -> Self:
-        """Another metric with the same parts."""
+        """Return a metric with the same parts, which can be merged independently."""
         twin = object.__new__(type(self))
         twin.columns = tuple(list(column) for column in self.columns)
         return twin
 
     def compute(self) -> float | None:
-        """The reduced value; reads tensors."""
+        """Return the reduced value. Tensors are copied to the host."""
         _read([self])
         return self._reduce()
 
@@ -54,7 +58,10 @@ class Metric(ABC):
 
 
 class Mean(Metric):
-    """``sum / count``, each added over all parts: a token mean is ``Mean(losses.sum(), losses.numel())``."""
+    """The ratio ``sum / count``, where both are added over all parts.
+
+    A token mean is ``Mean(losses.sum(), losses.numel())``.
+    """
 
     __slots__ = ()
 
@@ -63,13 +70,19 @@ class Mean(Metric):
 
     @classmethod
     def of(cls, values: Tensor, mask: Tensor | None = None) -> Mean:
-        """The mean of ``values [N]`` where ``mask [N]`` is true; what is masked out may be anything.
+        """Return the mean of ``values [N]`` where ``mask [N]`` is true.
 
-        Summed in float64 where the device has it."""
+        The sum is computed in float64 if the device supports it.
+
+        Args:
+            values: the values ``[N]``. Masked values may be nan or infinite.
+            mask: the mask ``[N]``. None selects all values.
+        """
         values = values.detach()
         wide = values if values.device.type == "mps" else values.double()
         if mask is None:
             return cls(wide.sum(), wide.numel())
+        # where() and not a product, because nan * 0 is nan
         return cls(wide.where(mask.bool(), wide.new_zeros(())).sum(), mask.bool().sum())
 
     def _reduce(self) -> float | None:
@@ -78,7 +91,7 @@ class Mean(Metric):
 
 
 class Sum(Metric):
-    """Parts added up."""
+    """The sum of all parts."""
 
     __slots__ = ()
 
@@ -90,7 +103,7 @@ class Sum(Metric):
 
 
 class Max(Metric):
-    """The largest part; a part that is not a number wins, wherever it stands."""
+    """The largest part. If a part is nan, the result is nan."""
 
     __slots__ = ()
 
@@ -102,7 +115,7 @@ class Max(Metric):
 
 
 class Min(Metric):
-    """The smallest part; a part that is not a number wins, wherever it stands."""
+    """The smallest part. If a part is nan, the result is nan."""
 
     __slots__ = ()
 
@@ -114,7 +127,10 @@ class Min(Metric):
 
 
 class Last(Metric):
-    """The part with the largest ``at`` (an update number, say); between equals the one that was merged in last."""
+    """The part with the largest ``at``, e.g. an update number.
+
+    Among equal ``at``, the part that was merged last is used.
+    """
 
     __slots__ = ()
 
@@ -128,7 +144,7 @@ class Last(Metric):
 
 
 class Metrics:
-    """Metrics by name."""
+    """A table from name to metric."""
 
     __slots__ = ("_by_name",)
 
@@ -138,7 +154,10 @@ class Metrics:
             self.add(name, metric)
 
     def add(self, name: str, metric: Metric) -> None:
-        """Merge ``metric`` into the one called ``name``. Raises ``TypeError`` when that one is of another kind."""
+        """Merge ``metric`` into the metric called ``name``.
+
+        Raises ``TypeError`` if the existing metric is of another kind.
+        """
         if name not in self._by_name:
             self._by_name[name] = metric.copy()
             return
@@ -148,12 +167,16 @@ class Metrics:
             raise TypeError(f"metric {name!r}: {error}") from None
 
     def merge(self, other: Metrics) -> None:
-        """Take in the parts of ``other``: another micro-batch, or another rank."""
+        """Add the parts of ``other``, e.g. of another micro-batch or rank."""
         for name, metric in other._by_name.items():
             self.add(name, metric)
 
     def compute(self) -> dict[str, float]:
-        """Every value, in the order in which names were first added, with one transfer per device. Empty means are left out."""
+        """Return every value, in the order in which the names were first added.
+
+        Makes one transfer per device. Metrics without a value, e.g. a mean with count 0, are left
+        out.
+        """
         _read(self._by_name.values())
         reduced = {name: metric._reduce() for name, metric in self._by_name.items()}
         return {name: float(value) for name, value in reduced.items() if value is not None}
@@ -166,14 +189,17 @@ class Metrics:
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """The correctly rounded sum, whatever the order; infinities of both signs give nan."""
+    """Return the correctly rounded sum, independent of order.
+
+    Infinities of both signs give nan.
+    """
     values = list(values)
     special = [v for v in values if not math.isfinite(v)]
     if special:
         return math.nan if any(math.isnan(v) for v in special) or len(set(special)) > 1 else special[0]
     try:
         return math.fsum(values)
-    except OverflowError:  # an intermediate sum left the range; whether one does depends on the order
+    except OverflowError:  # an intermediate sum overflowed, which depends on the order; fractions do not overflow
         total = sum(map(Fraction, values), Fraction())
         try:
             return float(total)
@@ -190,7 +216,7 @@ def _nan_last(value: float) -> tuple[bool, float]:
 
 
 def _read(metrics: Iterable[Metric]) -> None:
-    """Replace every tensor by its number, with one transfer per device."""
+    """Replace every tensor by a number, with one transfer per device."""
     places = [
         (column, i) for m in metrics for column in m.columns for i, v in enumerate(column) if not isinstance(v, int | float)
     ]

@@ -7,15 +7,25 @@ from typing import Any, Protocol
 
 
 class Observer(Protocol):
-    """Who looks on: told once how many steps there are, then of each."""
+    """An object that receives the progress of a run."""
 
-    def begin(self, title: str, total: int, done: int) -> None: ...
+    def begin(self, title: str, total: int, done: int) -> None:
+        """Start a phase.
 
-    def update(self, row: Mapping[str, Any]) -> None: ...
+        Args:
+            title: name of the phase.
+            total: number of steps of the phase.
+            done: number of steps that are already done.
+        """
+        ...
+
+    def update(self, row: Mapping[str, Any]) -> None:
+        """Report a step. ``row`` contains its metrics and ``step``."""
+        ...
 
 
 class Nobody:
-    """An observer that does not look."""
+    """An observer that ignores all calls."""
 
     def begin(self, title: str, total: int, done: int) -> None:
         return

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a live line in a terminal, plain lines anywhere else."""
+"""Progress of a run: a live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,16 +16,29 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("response/length", "length", ".0f"),
     ("tokens_per_second", "tok/s", ",.0f"),
 )
-"""Metric, its label, its format. What a row lacks keeps its last value: held-out accuracy is not measured at every step."""
+"""Metric, label and format of each value in the progress line.
 
-RECENT = 20  # steps whose mean time predicts the rest
+A value that a row lacks keeps its last value, because eval accuracy is not measured at every step.
+"""
+
+RECENT = 20  # number of steps whose mean time gives the remaining time
 
 
 class Progress:
-    """Progress of ``total`` steps of one phase, shown on standard error (or ``stream``) while entered.
+    """Shows the progress of ``total`` steps of one phase while the context is entered.
 
-    In a terminal: one live line. Elsewhere, so that a log stays readable: a line for the first step, the last, each that was
-    evaluated, and otherwise at most one per ``interval`` seconds.
+    In a terminal, the progress is one live line. Elsewhere, a line is printed for the first step,
+    the last step and each evaluated step. Between these, at most one line is printed per
+    ``interval``, so that a log stays readable.
+
+    Args:
+        total: number of steps of the phase.
+        title: name of the phase, at the start of the line.
+        done: number of steps that a resumed run has already taken.
+        enabled: if False, nothing is printed.
+        interval: shortest time between two plain lines, in seconds.
+        stream: where to print. None means standard error.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(
@@ -55,7 +68,7 @@ class Progress:
         self._spoke = -float("inf")
 
     def update(self, row: Mapping[str, Any]) -> None:
-        """One more step is done; ``row`` is its metrics, with ``step``."""
+        """Record that a step is done. ``row`` contains its metrics and ``step``."""
         self.done = int(row["step"])
         self._times.append(self._clock())
         self._values |= {name: row[name] for name, _, _ in SHOWN if isinstance(row.get(name), int | float)}
@@ -68,21 +81,24 @@ class Progress:
             self._console.print(self.line(), markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """A line of its own, above the live one."""
+        """Print a line above the live line."""
         if self._enabled:
             self._console.print(text, markup=False, soft_wrap=True)
 
     def details(self) -> str:
-        """The newest values, e.g. ``reward 0.512 · held-out 61.0%``."""
+        """Return the newest values, e.g. ``reward 0.512 · held-out 61.0%``."""
         return " · ".join(f"{label} {self._values[name]:{form}}" for name, label, form in SHOWN if name in self._values)
 
     def line(self) -> str:
-        """What a plain log shows for the newest step."""
+        """Return the plain line for the newest step."""
         parts = [f"{self._title} {self.done}/{self.total}".strip(), self.details(), f"{clock_time(self.seconds_left())} left"]
         return " · ".join(part for part in parts if part)
 
     def seconds_left(self) -> float | None:
-        """From the mean of the recent steps; ``None`` before the first."""
+        """Return the remaining time in seconds, estimated from the mean of the recent steps.
+
+        Returns None before the first step.
+        """
         steps = len(self._times) - 1
         if not steps:
             return None
@@ -93,6 +109,7 @@ class Progress:
         return evaluated or self.done >= self.total or self._times[-1] - self._spoke >= self._interval
 
     def __enter__(self) -> Self:
+        # restarts the clock: the setup between construction and entry is not a step
         self._times = deque([self._clock()], maxlen=RECENT + 1)
         if self._enabled and self._console.is_terminal:
             self._live = self._make_live()
@@ -122,7 +139,7 @@ class Progress:
 
 
 def clock_time(seconds: float | None) -> str:
-    """``75`` as ``1:15``, ``3675`` as ``1:01:15``, what is not known as ``--:--``."""
+    """Return ``75`` as ``1:15``, ``3675`` as ``1:01:15``, and None as ``--:--``."""
     if seconds is None:
         return "--:--"
     minutes, second = divmod(round(seconds), 60)

@@ -1,4 +1,4 @@
-"""Secrets in settings, which are kept out of everything that a run writes."""
+"""Redaction of secrets in settings before a run writes them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,26 @@ _IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 
 def redacted(settings: Settings, *, exclude_defaults: bool = False) -> Tree:
-    """Return the tree of ``settings`` with ``MARK`` in the place of secrets.
+    """Return the tree of ``settings`` with secrets replaced by ``MARK``.
 
-    These are values of tables, such as ``launch.ray.environment`` and the options of a function, whose names say that they are
-    secret, and names and passwords in URLs. Fields that ``lightrft`` defines itself hold no other secrets.
+    A table is a setting such as ``launch.ray.environment`` or the options of a function. An entry
+    of a table is a secret if its name says so. Names and passwords in URLs are secrets too. The
+    fields that ``lightrft`` itself defines contain no other secrets.
     """
     tree = settings.model_dump(mode="json", exclude_defaults=exclude_defaults)
     return {name: _cleaned(getattr(settings, name), value, name) for name, value in tree.items()}
 
 
 def is_secret(name: str, table: str) -> bool:
-    """Return whether entry ``name`` of ``table`` is a secret by its name."""
+    """Return True if the name of entry ``name`` of ``table`` marks a secret."""
     return bool((_VARIABLE if table == ENVIRONMENT else _OPTION).search(name))
 
 
 def check_complete(settings: Settings) -> None:
-    """Raise ``ConfigError`` for settings read back from a file in which secrets were redacted."""
+    """Raise ``ConfigError`` if ``settings`` contain redacted secrets.
+
+    Such settings were read from a file that a run wrote.
+    """
     missing = [name for name, value in _leaves(settings.model_dump(mode="json")) if isinstance(value, str) and MARK in value]
     if missing:
         raise ConfigError(
@@ -53,7 +57,10 @@ def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _cleaned(held: Any, value: Any, table: str) -> Any:
-    """Return the dumped ``value`` of what is ``held`` in the settings under the name ``table``."""
+    """Return ``value``, the dump of the setting ``held``, with its secrets redacted.
+
+    ``table`` is its name.
+    """
     if isinstance(held, Settings):
         return {name: _cleaned(getattr(held, name), one, name) for name, one in value.items()}
     if isinstance(held, Mapping):

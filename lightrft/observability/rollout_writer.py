@@ -1,4 +1,7 @@
-"""Rollouts to files, in a thread of its own: a step waits for the disk only when the disk is slower than the steps."""
+"""A background thread that writes rollouts to files.
+
+A training step waits for the disk only if the disk is slower than the steps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from lightrft.utils.errors import ResourceError
 
 
 class Attached(Protocol):
-    """A small file that belongs to rollouts; its name is made from its content."""
+    """A small file that belongs to rollouts. Its name is derived from its content."""
 
     @property
     def name(self) -> str: ...
@@ -33,11 +36,17 @@ class _Job:
 
 
 class RolloutWriter:
-    """Writes each batch of rollouts to a file of its own, which appears only when it is whole, and what is attached to them to
-    the folder ``media`` beside that of the rollouts, each once.
+    """Writes each batch of rollouts to its own file.
 
-    Nothing is dropped: what could not be written stays queued, the error is raised by the next call, and a call after
-    that tries again. At most ``depth`` batches wait; then ``write`` blocks.
+    A file appears only when it is complete. Attached files are written once each to the folder
+    ``media`` next to the folder of the rollouts.
+
+    No batch is dropped. If a write fails, the batch stays queued and the next call raises the
+    error. The call after that tries again. ``write`` blocks while ``depth`` batches are queued.
+
+    Args:
+        folder: the folder of the rollouts.
+        depth: the largest number of queued batches.
     """
 
     def __init__(self, folder: Path, depth: int = 4) -> None:
@@ -52,10 +61,22 @@ class RolloutWriter:
     def write(
         self, path: Path, rollouts: Sequence[Any], columns: Mapping[str, Sequence[Any]], attached: Iterable[Attached] = ()
     ) -> None:
-        """Queue one file: a line per rollout (a dataclass), with its entry of each of ``columns``.
+        """Queue one file with one line per rollout.
 
-        The caller must not change the rollouts any more. Raises ``ValueError`` for a column of another length, and what
-        an earlier write failed with (the batch of this call is queued all the same).
+        The caller must not change the rollouts afterwards.
+
+        Args:
+            path: the file to write.
+            rollouts: dataclasses, one per line.
+            columns: further fields by name, each with one entry per rollout.
+            attached: files that belong to the rollouts.
+
+        Raises:
+            ValueError: a column has another length than ``rollouts``.
+            ResourceError: the disk was full during an earlier write. The batch of this call is
+                queued nevertheless.
+            RuntimeError: an earlier write failed otherwise. The batch of this call is queued
+                nevertheless.
         """
         for name, column in columns.items():
             if len(column) != len(rollouts):
@@ -68,7 +89,7 @@ class RolloutWriter:
             self._raise_error()
 
     def flush(self) -> None:
-        """Wait until every file is written. Raises what a write failed with."""
+        """Wait until every file is written. Raises the error of a failed write."""
         with self._changed:
             if self._jobs and self._error is None:
                 self._start()
@@ -76,8 +97,11 @@ class RolloutWriter:
             self._raise_error()
 
     def close(self) -> None:
-        """Write what is left and end the thread. Raises what a write failed with; the thread has ended then too, and
-        another ``close`` tries again."""
+        """Write all queued files and stop the thread.
+
+        Raises the error of a failed write. The thread has stopped in this case too, and another
+        call of ``close`` tries again.
+        """
         try:
             self.flush()
         finally:
@@ -104,12 +128,16 @@ class RolloutWriter:
         raise RuntimeError(f"{waiting}: {type(error).__name__}: {error}") from error
 
     def _work(self) -> None:
-        """Write jobs in order until closed, or until one fails: the next call starts another thread, which tries it again."""
+        """Write jobs in order until closed or until a job fails.
+
+        After a failure, the next call starts a new thread, which retries the job.
+        """
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._jobs or self._closing)
                 if not self._jobs:
                     return
+                # stays queued until it is written, so that a failed write is retried
                 job = self._jobs[0]
             try:
                 _write_attached(self.folder.parent / "media", job.attached)
@@ -133,7 +161,7 @@ def _write_attached(folder: Path, attached: Iterable[Attached]) -> None:
 
 def _write_file(job: _Job) -> None:
     temporary = job.path.with_name(f".{job.path.name}.tmp")
-    job.path.parent.mkdir(exist_ok=True)  # it may have been removed
+    job.path.parent.mkdir(exist_ok=True)  # the user may have removed it during the run
     try:
         with temporary.open("w", encoding="utf-8") as file:
             for i, rollout in enumerate(job.rollouts):
@@ -149,5 +177,6 @@ def _write_file(job: _Job) -> None:
 
 
 def _line(rollout: Any, extra: Mapping[str, Any]) -> str:
+    # joins two JSON objects as text, without building a merged dictionary
     line = json_line(rollout)
     return line if not extra else f"{line[:-1]},{json_line(extra)[1:]}"

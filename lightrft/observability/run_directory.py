@@ -1,4 +1,4 @@
-"""``runs/<name>/``: everything that a run leaves behind."""
+"""The folder ``runs/<name>/`` with everything that a run writes."""
 
 from __future__ import annotations
 
@@ -29,19 +29,29 @@ AT_START = "free some space, or choose another run.dir"
 LATER = (
     "free some space, or restore the folder and the right to write there; the same command then resumes from the last checkpoint"
 )
-SUPERVISED = "sft"  # the phase that samples nothing and comes before those that do: all rollouts are later than its steps
+SUPERVISED = "sft"  # this phase has no rollouts and runs before the phases that have, so a rewind into it removes all rollouts
 OURS = (
     *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "wandb_id"),
     *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "eval.yaml", "config.yaml"),
 )
-"""What a run writes, and all that ``overwrite`` ever removes; the config goes last, as the sign that the folder is a run's."""
+"""Names of everything that a run writes. ``overwrite`` removes nothing else.
+
+``config.yaml`` is removed last, because it marks the folder as a run folder.
+"""
 
 
 class RunFolder:
-    """The folder of one run, held by one process at a time. Made by ``open``, closed by ``with``.
+    """The folder of one run, locked by one process.
 
-    ``fresh`` is true when the run starts from nothing. ``checkpoint`` is the checkpoint that the user named, if any; a folder
-    that is not fresh and has none named goes on from its newest one. Whoever resumes calls ``rewind`` with the step it took up.
+    Create it with ``open`` and close it with ``with``. After resuming from a checkpoint, call
+    ``rewind`` with the step of the checkpoint.
+
+    Args:
+        path: the run folder, which must exist.
+        fresh: True if the run starts from scratch.
+        checkpoint: the checkpoint that the user named, or None. If None and not ``fresh``, the run
+            resumes from its newest checkpoint.
+        lock: file descriptor of the lock. None where the system has no locks.
     """
 
     def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None, lock: int | None) -> None:
@@ -72,13 +82,21 @@ class RunFolder:
         wandb: str | None = None,
         ignore: Collection[str] = (),
     ) -> RunFolder:
-        """Make the folder, or take one up again.
+        """Create the run folder or open it to resume a run.
 
-        ``resume``: ``never`` refuses a folder that holds a run, ``auto`` goes on with it, a path goes on from that checkpoint.
-        ``overwrite`` removes an earlier run first. ``ignore``: dotted keys, or branches, in which a resumed run may differ.
+        Args:
+            path: the run folder.
+            config: the settings of the run.
+            resume: ``never`` refuses a folder that contains a run. ``auto`` resumes it. A path
+                resumes from that checkpoint.
+            overwrite: if True, remove an earlier run first.
+            tensorboard: if True, write TensorBoard event files.
+            wandb: name of the wandb project. None disables wandb.
+            ignore: dotted keys, or branches of the settings, in which a resumed run may differ.
 
-        Raises ``ConfigError`` for a folder that is not a run's, is in use, may not be resumed, or has another config (the
-        differing keys are listed).
+        Raises:
+            ConfigError: the folder is not a run folder, is in use, must not be resumed, or has
+                another config. The message lists the keys that differ.
         """
         check_complete(config)
         checkpoint = None if resume in ("auto", "never") else Path(resume).expanduser()
@@ -105,10 +123,12 @@ class RunFolder:
         return folder
 
     def rewind(self, step: int, phase: str = "") -> int:
-        """Forget what was written after ``step`` of ``phase``: rows of metrics, rollouts, batches, and every later phase.
+        """Remove everything that was written after ``step`` of ``phase``.
+
+        This removes rows of metrics, rollouts, batches, and the output of every later phase.
 
         Returns:
-            How many steps of ``phase`` were forgotten.
+            Number of removed steps of ``phase``.
         """
         written = self.metrics.last_steps().get(phase, 0)
         self.metrics.rewind(step, phase)
@@ -120,12 +140,18 @@ class RunFolder:
         return max(0, written - max(step, 0))
 
     def recall(self, row: Row) -> None:
-        """Write the numbers of a step that was saved, unless they are there: its process may have been killed in between."""
+        """Write the metrics of a saved step, unless they are already written.
+
+        The process may have been killed between saving the checkpoint and writing the metrics.
+        """
         if self.metrics.last_steps().get(str(row["phase"]), -1) < int(row["step"]):
             self.log(row)
 
     def log(self, row: Row) -> None:
-        """Write one step's numbers everywhere. ``row`` has ``step``, and ``phase`` when the run has several."""
+        """Write the metrics of one step to every tracker.
+
+        ``row`` has ``step``, and ``phase`` if the run has several phases.
+        """
         if self._tensorboard:
             self._trackers.append(TensorBoard(self.path / "tensorboard", self.metrics.last_steps()))
             self._tensorboard = False
@@ -142,11 +168,21 @@ class RunFolder:
         attached: Iterable[Attached] = (),
         **columns: Sequence[Any],
     ) -> None:
-        """Queue ``rollouts/<name>_000012.jsonl``: a line per rollout with all its fields and its entry of each of ``columns``
-        (``advantages``, say: a list of floats per rollout); what is ``attached`` to them goes to ``media/``, by name. Raises what
-        an earlier write failed with.
+        """Queue ``rollouts/<name>_000012.jsonl`` with one line per rollout.
 
-        Raises ``ValueError`` when that file was written before.
+        Args:
+            step: number of the step, part of the file name.
+            rollouts: the rollouts. All their fields are written.
+            name: first part of the file name.
+            attached: files that belong to the rollouts. They are written to ``media/`` under their
+                names.
+            columns: further fields by name, each with one entry per rollout, e.g. ``advantages`` (a
+                list of floats per rollout).
+
+        Raises:
+            ValueError: the file was already written.
+            ResourceError: the disk was full during an earlier write.
+            RuntimeError: an earlier write failed otherwise.
         """
         file = f"{name}_{step:06d}.jsonl"
         if file in self._names:
@@ -155,23 +191,32 @@ class RunFolder:
         self._writer.write(self.path / "rollouts" / file, rollouts, columns, attached)
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
-        """Write ``summary.json``: ``values``, and under ``changed`` the settings that are not at their default."""
+        """Write ``summary.json`` with ``values`` and the settings that differ from their defaults.
+
+        The settings are written under ``changed``.
+        """
         rows = sum(tracker.lost for tracker in self._trackers if isinstance(tracker, TensorBoard))
         lost = {name: n for name, n in (("log_lines_lost", self._log.lost), ("tensorboard_rows_lost", rows)) if n}
         write_json(self.path / "summary.json", {**values, **lost, "changed": self._changed}, private=MARK in str(self._changed))
 
     def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
-        """Write ``samples.json``: answers to the same prompts, each with ``prompt``, ``attachments`` (names of files in ``media/``),
-        ``text``, ``label``, ``correct``."""
+        """Write ``samples.json`` with responses to the same prompts before and after training.
+
+        Each entry has ``prompt``, ``attachments`` (names of files in ``media/``), ``text``,
+        ``label`` and ``correct``.
+        """
         write_json(self.path / "samples.json", {"before": list(before), "after": list(after)})
 
     def flush(self) -> None:
-        """Wait until every rollout is on disk. Raises what a write failed with."""
+        """Wait until every rollout is on disk. Raises the error of a failed write."""
         self._writer.flush()
         self.metrics.restore()
 
     def close(self) -> None:
-        """Write what is queued and let go of the folder. Raises what a write failed with, after letting go."""
+        """Write all queued files and release the lock of the folder.
+
+        Raises the error of a failed write, after the lock is released.
+        """
         try:
             self._writer.close()
         finally:
@@ -199,7 +244,7 @@ class RunFolder:
 
 
 class Elsewhere(RunFolder):
-    """The run folder as the ranks see it that do not write: the first one does."""
+    """A run folder that writes nothing, for all ranks except rank 0."""
 
     def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None) -> None:
         self.path, self.fresh, self.checkpoint = path, fresh, checkpoint
@@ -245,7 +290,7 @@ def _make(path: Path) -> None:
 
 
 def _settle(path: Path, config: Settings, resume: str, overwrite: bool, ignore: Collection[str]) -> bool:
-    """Leave ``path`` with the config of this run in it; true when the run starts from nothing."""
+    """Write the config of this run to ``path``. Return True if the run starts from scratch."""
     saved = path / "config.yaml"
     found = {entry.name for entry in path.iterdir() if not entry.name.startswith(".")}
     if found and "config.yaml" not in found:
@@ -267,12 +312,15 @@ def _settle(path: Path, config: Settings, resume: str, overwrite: bool, ignore: 
 
 
 def _saved_yaml(config: Settings) -> str:
-    """The text of ``config.yaml``: paths are absolute, secrets are redacted."""
+    """Return the text of ``config.yaml``. Paths are absolute and secrets are redacted."""
     return tree_to_yaml(made_absolute(type(config), redacted(config)))
 
 
 def _has_begun(path: Path) -> bool:
-    """Whether there is anything to lose; a run that failed at its start leaves its config and a log, and may be mended."""
+    """Return True if the folder contains results that must not be overwritten.
+
+    A run that failed at its start leaves only its config and a log.
+    """
     kept = (*path.glob("checkpoints/step_*"), *path.glob("rollouts/*.jsonl"), path / "summary.json", path / "metrics.jsonl")
     return any(entry.exists() and (entry.is_dir() or entry.stat().st_size > 0) for entry in kept)
 
@@ -302,7 +350,7 @@ def _shown(value: Any, missing: object) -> str:
 
 
 def _clear(path: Path) -> None:
-    """Remove an earlier run, and nothing that a run does not write."""
+    """Remove the files of an earlier run and no other file."""
     for name in OURS:
         entry = path / name
         if entry.is_dir() and not entry.is_symlink():
@@ -312,14 +360,17 @@ def _clear(path: Path) -> None:
 
 
 def _take(path: Path) -> int | None:
-    """Lock the folder against other processes, where the system can; the lock dies with the process."""
+    """Lock the folder against other processes, where the system supports it.
+
+    The lock ends with the process.
+    """
     try:
         import fcntl
     except ImportError:  # not on Windows
         return None
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not held on by a forked worker that outlives us
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock, not inherited by a forked worker
     except OSError:
         holder = os.read(handle, 20).decode("ascii", "replace").strip()
         os.close(handle)

@@ -1,4 +1,7 @@
-"""Warnings of a run that learns nothing, or less than it seems to: one row per rule over the metrics of a step."""
+"""Warnings for a run that learns nothing or less than it seems to.
+
+Each rule is one row over the metrics of a step.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,9 @@ class Rule:
     Args:
         metric: name of the metric.
         above: the largest value that needs no warning.
-        message: what to say; ``{value}`` is the metric, ``{reward}`` the mean reward of the step.
-        needs: the rule holds only for algorithms with this need (see ``parts.needs_of``); empty means all.
+        message: the warning. ``{value}`` is the metric, ``{reward}`` the mean reward of the step.
+        needs: the rule applies only to algorithms with this need (see ``parts.needs_of``). An empty
+            text means all algorithms.
     """
 
     metric: str
@@ -101,7 +105,7 @@ RULES = (
         "{value:.0%} of held-out responses were cut at eval.sampling.max_new_tokens; raise it",
     ),
 )
-"""The rules, in the order in which they are reported."""
+"""Rules in the order in which they are reported."""
 
 
 def reward_is_zero(values: Values) -> bool | None:
@@ -114,8 +118,9 @@ def reward_is_zero(values: Values) -> bool | None:
 def is_not_trained(values: Values) -> bool | None:
     """Return whether nothing was learned in a step; None for an evaluation before the first step.
 
-    That is a step without an optimizer step, or one without any gradient. It is also one in which no response had an advantage,
-    unless something else than rewards teaches (``OTHER_LESSONS``): the rest of the loss only holds the policy where it is.
+    A step learns nothing without an optimizer step or without any gradient. It also learns nothing
+    if no response has an advantage, unless another loss trains the model (``OTHER_LESSONS``). The
+    remaining terms of the loss only keep the policy close to its present state.
     """
     if "rollout/sampled" not in values and "sft/tokens" not in values:
         return None
@@ -127,7 +132,7 @@ def is_not_trained(values: Values) -> bool | None:
 
 
 OTHER_LESSONS = ("policy/divergence", "policy/positive_nll", "ptx/nll", "critic/optimizer_steps")
-"""Metrics of what is learned from besides the rewards of responses."""
+"""Metrics of losses that train a model without the rewards of responses."""
 
 
 STREAKS: Mapping[str, Callable[[Values], bool | None]] = {
@@ -139,9 +144,11 @@ STREAKS: Mapping[str, Callable[[Values], bool | None]] = {
 
 @dataclass(slots=True)
 class Health:
-    """What has been warned of so far in a run.
+    """The warnings given so far in a run.
 
-    ``needs`` are those of the algorithm. ``reasons`` gives a metric's warning the most common cause.
+    Args:
+        needs: the needs of the algorithm (see ``parts.needs_of``).
+        reasons: the most common cause for the warning of a metric.
     """
 
     needs: frozenset[str] = frozenset()
@@ -159,7 +166,10 @@ class Health:
             self.reasons[metric] = causes.most_common(1)[0][0]
 
     def count(self, values: Values) -> dict[str, int]:
-        """Count the step with the metrics ``values``; return the streak metrics that apply to it."""
+        """Count the step with the metrics ``values``.
+
+        Return the streak metrics that apply to it.
+        """
         found = {name: holds(values) for name, holds in STREAKS.items()}
         for name, held in found.items():
             if held is not None:
@@ -167,9 +177,10 @@ class Health:
         return {name: self._streaks[name] for name, held in found.items() if held is not None}
 
     def warnings(self, values: Values) -> list[str]:
-        """Return the messages that ``values`` call for.
+        """Return the messages for ``values``.
 
-        A rule speaks the first time that its metric is above the bound, and then each time that the value has doubled.
+        A rule applies the first time that its metric exceeds the bound, and then each time that the
+        value has doubled.
         """
         return [self._message(rule, values) for rule in self._due(values)]
 

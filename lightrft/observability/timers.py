@@ -1,4 +1,4 @@
-"""Where the wall clock went: phases of a step, nested by name."""
+"""Wall-clock time of the phases of a step, nested by name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,15 @@ from lightrft.observability.metrics import Metrics, Sum
 
 
 class Timers:
-    """Wall seconds per phase of the thread that owns it.
+    """Wall-clock seconds per phase of the thread that owns it.
 
-    A phase opened inside another is named under it: ``update`` then ``forward`` gives ``time/update`` and
-    ``time/update/forward``. ``synchronize`` is called at the end of each phase, so that work queued on an accelerator is
-    charged to the phase that queued it.
+    A phase opened inside another phase is named under it. For example, ``update`` and then
+    ``forward`` give ``time/update`` and ``time/update/forward``.
+
+    Args:
+        synchronize: called at the end of each phase. Work queued on an accelerator is then charged
+            to the phase that queued it. None calls nothing.
+        clock: function that returns the time in seconds.
     """
 
     def __init__(self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -26,7 +30,7 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Generator[None]:
-        """Charge the body to phase ``name``, also when it raises."""
+        """Charge the time of the body to phase ``name``, even if the body raises."""
         self._open.append(name)
         full = "/".join(self._open)
         start = self._clock()
@@ -39,12 +43,17 @@ class Timers:
             self._open.pop()
 
     def seconds(self, name: str) -> float:
-        """Seconds charged to ``name`` since the last ``take``."""
+        """Return the seconds charged to ``name`` since the last ``take``."""
         return self._seconds.get(name, 0.0)
 
     def take(self) -> Metrics:
-        """``time/<phase>`` of all phases, ``time/step`` (everything since the last ``take``) and ``time/other`` (what no phase
-        was charged with), in seconds; then start from zero. Raises ``RuntimeError`` inside a phase, whose time would be split."""
+        """Return the seconds of all phases and start again from zero.
+
+        ``time/<phase>`` is the time of a phase. ``time/step`` is the time since the last ``take``.
+        ``time/other`` is the part of it that no phase was charged with.
+
+        Raises ``RuntimeError`` inside a phase, because its time would be split.
+        """
         if self._open:
             raise RuntimeError(f"phase {'/'.join(self._open)!r} is still open")
         now = self._clock()
@@ -58,14 +67,17 @@ class Timers:
 
 
 def queued_is_done() -> None:
-    """Wait for what this thread has queued on an accelerator, where one is in use."""
+    """Wait until the accelerator has finished the work that this thread queued.
+
+    Does nothing if no accelerator is in use.
+    """
     import torch
 
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and torch.get_device_module(accelerator).is_initialized():
-        torch.accelerator.current_stream().synchronize()  # not of the device: another thread may draw answers on it meanwhile
+        torch.accelerator.current_stream().synchronize()  # only this stream: another thread may be generating on the device
 
 
 def tokens_per_second(tokens: float, seconds: float) -> float:
-    """Throughput; 0 where no time passed."""
+    """Return the throughput, or 0 if ``seconds`` is 0."""
     return tokens / seconds if seconds > 0 else 0.0

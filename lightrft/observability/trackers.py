@@ -1,4 +1,7 @@
-"""Where a run's numbers go, one row per step: a file of JSON lines always, TensorBoard and wandb when asked for."""
+"""Trackers of metrics, one row per step.
+
+JSON lines are always written. TensorBoard and wandb are optional.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ Row = Mapping[str, float | int | str]
 
 
 class Tracker(Protocol):
-    """Somewhere that rows of metrics go."""
+    """A destination for rows of metrics."""
 
     def log(self, row: Row) -> None:
-        """Record one row; it has ``step``, and ``phase`` when the run has several."""
+        """Record one row. It has ``step``, and ``phase`` if the run has several phases."""
         ...
 
     def close(self) -> None: ...
 
 
 class JsonLines:
-    """``metrics.jsonl``: one object per step, in order, each step of each phase once."""
+    """The file ``metrics.jsonl`` with one object per step of each phase, in order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -39,7 +42,7 @@ class JsonLines:
         self._file = path.open("a", encoding="utf-8")
 
     def rewind(self, step: int, phase: str = "") -> None:
-        """Forget the rows of ``phase`` after ``step``, and every row that was written after the first of those."""
+        """Remove the rows of ``phase`` after ``step``, and every row after the first of them."""
         late = (i for i, row in enumerate(self.rows) if row.get("phase", "") == phase and row["step"] > step)
         cut = next(late, len(self.rows))
         if cut == len(self.rows):
@@ -60,11 +63,14 @@ class JsonLines:
         self._file = self.path.open("a", encoding="utf-8")
 
     def last_steps(self) -> dict[str, int]:
-        """The last step of each phase."""
+        """Return the last step of each phase."""
         return {row.get("phase", ""): row["step"] for row in self.rows}
 
     def log(self, row: Row) -> None:
-        """Raises ``ValueError`` when the row's step is not after the last one of its phase."""
+        """Append one row.
+
+        Raises ``ValueError`` if its step does not come after the last step of its phase.
+        """
         phase = str(row.get("phase", ""))
         last = self._last.get(phase)
         step = int(row["step"])
@@ -76,6 +82,7 @@ class JsonLines:
             log.warning("step %s: not finite, written as null: %s", step, ", ".join(sorted(odd)))
         self.restore()
         self._file.write(json_line(row) + "\n")
+        # another process may follow the file, and a killed process loses no finished step
         self._file.flush()
         self.rows.append(dict(row))
         self._last[phase] = step
@@ -87,11 +94,12 @@ class JsonLines:
 class TensorBoard:
     """Event files under ``folder``, one TensorBoard run per phase.
 
-    ``lost`` counts rows that could not be written. After the first one no other is tried: ``metrics.jsonl`` has them all.
+    ``lost`` counts rows that could not be written. After the first loss no further row is written,
+    because ``metrics.jsonl`` has them all.
     """
 
     def __init__(self, folder: Path, last: Mapping[str, int]) -> None:
-        """``last``: the last step that counts, by phase; what an earlier process wrote after it is hidden."""
+        """Hide the events after step ``last[phase]`` that an earlier process wrote."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._make = SummaryWriter
@@ -103,7 +111,10 @@ class TensorBoard:
         threading.excepthook = self._on_thread_error
 
     def _on_thread_error(self, told: Any) -> None:
-        """Leave out the traceback of TensorBoard's own thread: its error is raised again by the next call."""
+        """Suppress the traceback of TensorBoard's writer thread.
+
+        The next call raises its error again.
+        """
         if not (isinstance(told.exc_value, OSError) and type(told.thread).__module__.startswith("tensorboard.")):
             self._hook(told)
 
@@ -136,10 +147,20 @@ class TensorBoard:
 
 
 class Wandb:
-    """A wandb run; a resumed run folder goes on in the same one."""
+    """A wandb run. A resumed run folder continues the same wandb run."""
 
     def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, Any]) -> None:
-        """Raises ``ConfigError`` when wandb is not installed."""
+        """Start or continue the wandb run of ``folder``.
+
+        Args:
+            project: name of the wandb project.
+            folder: the run folder, which stores the id of the wandb run.
+            name: displayed name of the run.
+            config: the settings of the run, without secrets.
+
+        Raises:
+            ConfigError: wandb is not installed.
+        """
         try:
             import wandb  # ty: ignore[import-not-found]
         except ImportError:
@@ -163,9 +184,11 @@ class Wandb:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a ``metrics.jsonl``; a last line that a killed process left in the middle is not one.
+    """Return the rows of a ``metrics.jsonl`` file.
 
-    Raises ``DataError`` naming file and line for any other line that is not a row.
+    An incomplete last line, which a killed process leaves, is ignored.
+
+    Raises ``DataError`` with the file and line number if another line is not a row.
     """
     text = path.read_bytes().decode("utf-8", "replace") if path.exists() else ""
     rows = []
@@ -181,7 +204,10 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _whole_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of ``path``, after cutting an unfinished last line from the file, since new rows are appended."""
+    """Return the rows of ``path`` after removing an incomplete last line from the file.
+
+    The line must not stay, because new rows are appended.
+    """
     rows = read_rows(path)
     data = path.read_bytes() if path.exists() else b""
     if data and not data.endswith(b"\n"):

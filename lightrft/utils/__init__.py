@@ -1,1 +1,1 @@
-"""Building blocks that know nothing of the rest of the package."""
+"""Helpers that do not depend on the rest of the package."""

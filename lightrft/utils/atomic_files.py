@@ -1,4 +1,7 @@
-"""Files that are either whole or not there: written under a temporary name, then renamed."""
+"""Atomic file writes, strict JSON and disk errors.
+
+A file is written under a temporary name and then renamed. A reader sees a complete file or none.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".bz2",
 
 
 def looks_like_path(name: str, folder: Path = Path()) -> bool:
-    """Whether ``name``, relative to ``folder``, can only be a file or folder, and not a name on the hub. It need not exist."""
+    """Return True if ``name`` can only be a path and not a name on the hub.
+
+    The path is relative to ``folder`` and need not exist.
+    """
     path = folder / Path(name).expanduser()
     if name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
         return True
@@ -31,16 +37,24 @@ def looks_like_path(name: str, folder: Path = Path()) -> bool:
 
 
 def nearest_name(path: Path) -> str:
-    """``; did you mean ...?`` with the name in the same folder that is nearest to ``path``; empty where none is near."""
+    """Return ``; did you mean ...?`` with the name closest to ``path`` in its folder.
+
+    The text is empty if no name is close.
+    """
     names = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {path.parent / near[0]}?" if near else ""
 
 
 def write_atomic(path: Path, data: str | bytes, *, private: bool = False) -> None:
-    """Replace ``path`` by ``data``: whoever reads it, even after a crash, sees the old content or the new, never a part.
+    """Replace the content of ``path`` by ``data``.
 
-    With ``private``, only this user may read it.
+    A reader sees either the old content or the new content, even after a crash.
+
+    Args:
+        path: the file to write. Its folder must exist.
+        data: the new content. Text is encoded as UTF-8.
+        private: if True, only the current user may read the file.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -49,6 +63,7 @@ def write_atomic(path: Path, data: str | bytes, *, private: bool = False) -> Non
                 os.fchmod(file.fileno(), 0o600)
             file.write(data.encode("utf-8") if isinstance(data, str) else data)
             file.flush()
+            # before the rename: otherwise a crash could leave an empty file under the final name
             os.fsync(file.fileno())
         temporary.replace(path)
     except BaseException:
@@ -58,16 +73,26 @@ def write_atomic(path: Path, data: str | bytes, *, private: bool = False) -> Non
 
 
 def write_json(path: Path, value: Any, *, private: bool = False) -> None:
-    """``value`` as indented JSON, atomically; numbers that are not finite become ``null``. ``private``: see ``write_atomic``."""
+    """Write ``value`` to ``path`` as indented JSON, atomically.
+
+    Args:
+        path: the file to write.
+        value: a tree that ``finite`` accepts. Numbers that are not finite become ``null``.
+        private: if True, only the current user may read the file.
+    """
     write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n", private=private)
 
 
 @contextmanager
 def whole_folder(path: Path) -> Generator[Path]:
-    """A temporary folder to fill. It takes the place of ``path`` when the body ends, and vanishes when the body raises."""
+    """Yield a temporary folder to fill, and rename it to ``path`` when the body ends.
+
+    An existing folder at ``path`` is replaced. If the body raises, the temporary folder is removed
+    and ``path`` is unchanged.
+    """
     temporary, replaced = (path.with_name(f".{path.name}.{word}") for word in ("writing", "replaced"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if replaced.exists() and not path.exists():  # a kill between the two renames below
+    if replaced.exists() and not path.exists():  # the process was killed between the two renames below
         replaced.rename(path)
     for left in (temporary, replaced):
         shutil.rmtree(left, ignore_errors=True)
@@ -88,7 +113,10 @@ def whole_folder(path: Path) -> Generator[Path]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames inside ``folder`` survive a power cut, where the system can open folders."""
+    """Make renames inside ``folder`` survive a power cut.
+
+    Does nothing on Windows, where folders cannot be opened.
+    """
     if os.name == "nt":
         return
     handle = os.open(folder, os.O_RDONLY)
@@ -99,16 +127,22 @@ def sync_folder(folder: Path) -> None:
 
 
 def json_line(value: Any) -> str:
-    """``value`` as one line of strict JSON; dataclasses become objects (``as_json()`` of those that have it), numbers that are not
-    finite ``null``, and of bytes it is told how many they are."""
+    """Return ``value`` as one line of strict JSON.
+
+    Dataclasses become objects. A value with a method ``as_json`` becomes the result of that method.
+    Numbers that are not finite become ``null``. Bytes become a text that gives their size.
+    """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_as_mapping)
-    except ValueError:  # a number that is not finite: rare, so the copy is made only now
+    except ValueError:  # a number that is not finite: rare, so the tree is copied only in this case
         return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def finite(value: Any) -> Any:
-    """A copy of a tree in which numbers that are not finite are ``None`` and dataclasses are dictionaries."""
+    """Return a copy of a tree that strict JSON can express.
+
+    Numbers that are not finite become None. Dataclasses become dictionaries.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -136,12 +170,15 @@ def _as_mapping(value: Any) -> Any:
 
 WITHOUT_ROOM = (errno.ENOSPC, errno.EDQUOT)
 UNUSABLE = (*WITHOUT_ROOM, errno.EROFS, errno.EIO)
-"""Errors that concern a disk, whatever is written to it."""
+"""Error numbers that concern the disk itself and not one file."""
 
 
 @contextmanager
 def disk_errors(folder: Path, way_out: str) -> Generator[None]:
-    """Turn an error of the disk, or of a file below ``folder``, into ``ResourceError`` with the ``way_out``."""
+    """Turn an error of the disk, or of a file below ``folder``, into ``ResourceError``.
+
+    ``way_out`` is appended to the message and says what the user can do.
+    """
     try:
         yield
     except Exception as error:
@@ -151,8 +188,15 @@ def disk_errors(folder: Path, way_out: str) -> Generator[None]:
 
 
 def disk_problem(error: BaseException, folder: Path | None = None) -> str:
-    """Why a file cannot be read or written, in words. Empty for a user's error, and for one that is neither of the disk nor of a
-    file below ``folder``. Some libraries give the number of the error in their text only."""
+    """Return a text that says why a file cannot be read or written.
+
+    The causes and contexts of ``error`` are searched too. Some libraries give the error number only
+    in their text, so the text is searched for it.
+
+    Returns:
+        The reason. Empty for a ``UserError``, and for an error that concerns neither the disk nor a
+        file below ``folder``.
+    """
     seen = None if isinstance(error, UserError) else error
     while seen is not None:
         told = re.search(r"os error (\d+)", str(seen))
@@ -166,7 +210,10 @@ def disk_problem(error: BaseException, folder: Path | None = None) -> str:
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether ``error`` or a cause of it says that no space is left; some libraries put this in words only."""
+    """Return True if ``error``, or a cause of it, says that no space is left.
+
+    The text of the error is searched too, because some libraries do not set ``errno``.
+    """
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in WITHOUT_ROOM:
@@ -178,7 +225,7 @@ def is_disk_full(error: BaseException) -> bool:
 
 
 def human_bytes(count: float) -> str:
-    """``1536`` as ``1.5 KiB``."""
+    """Return a number of bytes as text, e.g. ``1536`` as ``1.5 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"

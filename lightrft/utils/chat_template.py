@@ -1,4 +1,4 @@
-"""What a chat template makes of a message."""
+"""Rendering of one message by a chat template."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from typing import Any
 
 
 def rendered(apply: Callable[[list[dict[str, Any]]], str], content: Any) -> str | None:
-    """The text that ``apply`` writes for a user's message of ``content``, text or parts; None where it takes no such content."""
+    """Return the text that ``apply`` renders for a user message with ``content``.
+
+    ``content`` is text or a list of parts. Returns None if the template does not accept it.
+    """
     try:
         text = apply([{"role": "user", "content": content}])
     except Exception:  # jinja's errors and whatever a template raises
         return None
-    return None if "'type'" in text else text  # parts that were written as Python writes them
+    return None if "'type'" in text else text  # the template printed the list of parts with Python's repr()

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One check: its name, what it asks for, and what was broken (empty where it holds)."""
+    """The result of one check.
+
+    Args:
+        check: name of the check.
+        asks: the condition that the function must meet.
+        broken: description of the violation. Empty if the check passed.
+    """
 
     check: str
     asks: str

@@ -1,4 +1,4 @@
-"""How many CPU threads a stretch of work gets."""
+"""The number of CPU threads that PyTorch uses for small operations."""
 
 from __future__ import annotations
 
@@ -8,12 +8,23 @@ from contextlib import contextmanager
 import torch
 
 WORTH_SHARING = 1e9
-"""Floating-point operations between two synchronisations below which a second thread costs more than it brings."""
+"""Smallest number of floating-point operations between two synchronizations for several threads.
+
+Below it, a second thread costs more time than it saves.
+"""
 
 
 @contextmanager
 def threads_for(operations: float, device: torch.device) -> Generator[None]:
-    """One thread on a CPU while steps of ``operations`` each are taken, if they are small; the number before is put back."""
+    """Use a single CPU thread inside the body if its steps are small.
+
+    Applies if ``device`` is a CPU and a step takes fewer than ``WORTH_SHARING`` operations. The
+    previous number of threads is restored at the end.
+
+    Args:
+        operations: floating-point operations of one step.
+        device: the device that computes the steps.
+    """
     before = torch.get_num_threads()
     if device.type != "cpu" or before == 1 or operations >= WORTH_SHARING:
         yield

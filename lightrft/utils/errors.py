@@ -1,14 +1,17 @@
-"""Errors that are a user's to fix: the command line shows their text without a traceback."""
+"""Errors that the user can fix. The command line shows their text without a traceback."""
 
 from __future__ import annotations
 
 
 class UserError(Exception):
-    """Something outside the program is wrong; the message names it, its value and the way out."""
+    """An error with a cause outside the program.
+
+    The message names the cause, its value and a remedy.
+    """
 
 
 class ConfigError(UserError):
-    """A setting is unknown, of the wrong type, or at odds with another."""
+    """A setting is unknown, has the wrong type, or conflicts with another setting."""
 
 
 class DataError(UserError):
@@ -16,13 +19,13 @@ class DataError(UserError):
 
 
 class ModelError(UserError):
-    """A model or tokenizer folder cannot be used as asked."""
+    """A model or tokenizer folder cannot be used with the current settings."""
 
 
 class RewardError(UserError):
-    """A reward function cannot be found, or returns what is not a reward. With several processes all of them raise it."""
+    """A reward function cannot be found or returns an invalid reward. All ranks raise it."""
 
-    shared_by_ranks = True
+    shared_by_ranks = True  # the other ranks raise this class and not RankError
 
 
 class CheckpointError(UserError):
@@ -30,35 +33,35 @@ class CheckpointError(UserError):
 
 
 class DamagedError(CheckpointError):
-    """The files of a checkpoint are not what was saved, or are not a checkpoint."""
+    """The files of a checkpoint differ from the saved files, or the folder is not a checkpoint."""
 
 
 class RankError(UserError):
-    """Another process of the run failed, or did not answer in time."""
+    """Another process of the run failed or timed out."""
 
 
 class LostRankError(RankError):
-    """The connection to other processes of the run is gone."""
+    """The connection to other processes of the run is lost."""
 
 
 class WorkerError(UserError):
-    """A process that a role of the run lives in cannot be kept alive."""
+    """A worker process of a role cannot be kept alive."""
 
 
 class NothingTrained(UserError):
-    """A run has ended and learned nothing in any of its steps."""
+    """A run ended without learning anything in any step."""
 
 
 class ResourceError(UserError):
-    """Memory or disk ran out; the message says what to lower or free."""
+    """Memory or disk space ran out. The message says what to lower or free."""
 
 
 def first_line(error: BaseException) -> str:
-    """What ``error`` says, in short; its kind where it says nothing."""
+    """Return the first line of the message of ``error``, or its class name without a message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 class Interrupted(Exception):
-    """The run was asked to stop while answers were being drawn; nothing of the step has been used."""
+    """The run was asked to stop during generation. Nothing of the step has been used."""
 
-    shared_by_ranks = True
+    shared_by_ranks = True  # the other ranks raise this class and not RankError

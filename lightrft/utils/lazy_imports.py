@@ -1,6 +1,7 @@
 """NumPy and torch under their usual names, imported when one of their attributes is first read.
 
-Modules that hold formulas import them from here, so that a command can print a formula without loading torch.
+Modules that hold formulas import them from here. A command can then print a formula without loading
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tensors of a module, exchanged for others."""
+"""Replacement of the parameters and buffers of a module."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from torch import Tensor, nn
 
 
 def exchange(model: nn.Module, new: Callable[[Tensor], Tensor | None], *, buffers: bool = False) -> None:
-    """Give every parameter of ``model``, and with ``buffers`` every buffer, the place of what ``new`` makes of it, unless that is
-    ``None``. What several modules share they still share afterwards."""
-    made: dict[int, tuple[Tensor, Tensor | None]] = {}  # the old one too: its id must not be given to another meanwhile
+    """Replace every parameter of ``model`` by ``new(parameter)``.
+
+    A tensor that several modules share is passed to ``new`` once and stays shared.
+    ``requires_grad`` is preserved.
+
+    Args:
+        model: the module to change in place.
+        new: function from the old tensor to the new tensor. None keeps the old tensor.
+        buffers: if True, replace buffers too.
+    """
+    made: dict[int, tuple[Tensor, Tensor | None]] = {}  # keeps the old tensor alive too, so that Python cannot reuse its id
     for module in model.modules():
         for held in (module._parameters, module._buffers) if buffers else (module._parameters,):
             for name, tensor in held.items():

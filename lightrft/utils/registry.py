@@ -1,4 +1,8 @@
-"""Names for functions: built-in ones by a short name, a user's own by ``package.module:function`` or ``file.py:function``."""
+"""Registries of functions.
+
+A built-in function has a short name. A user's function is named ``package.module:function`` or
+``file.py:function``.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +24,16 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What an entry is: the formula for a terminal and in LaTeX, where it was published, what the batch must hold for it
-    (``needs``), and which of the settings that its kind shares it reads (``reads``)."""
+    """The description of a registered function.
+
+    Args:
+        formula: the formula as plain text.
+        latex: the formula in LaTeX.
+        paper: where the formula was published.
+        needs: what a batch must contain for this function.
+        reads: settings that the function reads, among the settings that all functions of its kind
+            share.
+    """
 
     formula: str = ""
     latex: str = ""
@@ -31,7 +43,10 @@ class About:
 
 
 class Registry(Generic[T]):
-    """A table from name to function. ``kind`` is what messages call an entry, e.g. ``"advantage"``."""
+    """A table from name to function.
+
+    ``kind`` is the word for an entry in messages, e.g. ``"advantage"``.
+    """
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -48,7 +63,20 @@ class Registry(Generic[T]):
         needs: Iterable[str] = (),
         reads: Iterable[str] = (),
     ) -> Callable[[T], T]:
-        """Decorator that files a function under ``name``. Raises ``ValueError`` if the name is taken by another."""
+        """Return a decorator that registers a function under ``name``.
+
+        Args:
+            name: the short name.
+            formula: the formula as plain text.
+            latex: the formula in LaTeX.
+            paper: where the formula was published.
+            needs: what a batch must contain for this function.
+            reads: settings that the function reads, among the settings that all functions of its
+                kind share.
+
+        Raises:
+            ValueError: another function is registered under ``name``.
+        """
 
         def add(function: T) -> T:
             if self._entries.get(name, function) is not function:
@@ -60,7 +88,11 @@ class Registry(Generic[T]):
         return add
 
     def about(self, name: str) -> About:
-        """What ``name`` is; for a user's own function, its name, the first line of its docstring, and its attribute ``needs``."""
+        """Return the description of ``name``.
+
+        The description of a user's function is its name, the first line of its docstring, and its
+        attribute ``needs``.
+        """
         if name in self._about:
             return self._about[name]
         function = self[name]
@@ -68,7 +100,10 @@ class Registry(Generic[T]):
         return About(f"{name}: {docstring.splitlines()[0]}", needs=frozenset(getattr(function, "needs", ())))
 
     def __getitem__(self, name: str) -> T:
-        """The function called ``name``. Raises ``ConfigError`` with the nearest names when there is none."""
+        """Return the function called ``name``.
+
+        Raises ``ConfigError`` with the nearest name if there is none.
+        """
         if name in self._entries:
             return self._entries[name]
         if ":" in name:
@@ -92,9 +127,14 @@ class Registry(Generic[T]):
 
 
 def resolve(name: str, kind: str = "function") -> Any:
-    """The object that ``package.module:attribute`` or ``path/to/file.py:attribute`` names.
+    """Return the object that ``package.module:attribute`` or ``path/to/file.py:attribute`` names.
 
-    Raises ``ConfigError`` when the module, file or attribute does not exist.
+    Args:
+        name: the name to resolve.
+        kind: the word for the object in messages.
+
+    Raises:
+        ConfigError: the module, file or attribute does not exist, or importing the module raises.
     """
     where, _, attribute = name.rpartition(":")
     if not where or not attribute:
@@ -110,7 +150,7 @@ def resolve(name: str, kind: str = "function") -> Any:
 
 
 def _functions_of(name: str) -> str:
-    """What to write instead of the file ``name`` alone."""
+    """Return advice for a ``name`` that is a file without a function."""
     path = Path(name).expanduser()
     if not path.is_file():
         return f"write {name}:function (and there is no file {path.resolve()})"
@@ -134,6 +174,7 @@ def _from_file(path: Path, name: str, kind: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{kind} {name!r}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
+    # before execution, as the import system does: dataclasses look up their module by name
     sys.modules[key] = module
     try:
         spec.loader.exec_module(module)
@@ -145,7 +186,7 @@ def _from_file(path: Path, name: str, kind: str) -> ModuleType:
 
 def _from_package(where: str, name: str, kind: str) -> ModuleType:
     here = str(Path.cwd())
-    if here not in sys.path:  # last: a module beside where the command was typed never hides an installed one
+    if here not in sys.path:  # last: a module in the working directory must not hide an installed one
         sys.path.append(here)
     try:
         return importlib.import_module(where)

@@ -1,4 +1,4 @@
-"""Every random generator of the process: seeded together, captured and restored as plain data."""
+"""Seeding, capture and restoration of the random generators of a process."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ log = logging.getLogger(__name__)
 HOST = torch.device("cpu")
 
 _PARTS = ("python", "numpy", "torch", "mps")
-"""Parts of a state that every process has, and that of Apple's GPUs, whose generator takes no device."""
+"""Keys of a state without a device index, of which ``mps`` stands for Apple's GPUs."""
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch on every device."""
+    """Seed the generators of Python, NumPy and torch on every device."""
     random.seed(seed)
+    # NumPy accepts only 32-bit seeds
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def capture_rng(device: torch.device = HOST) -> dict[str, Any]:
-    """The state of the generators that a process which computes on ``device`` draws from, as nested lists, numbers and uint8 tensors."""
+    """Return the state of the random generators of a process that computes on ``device``.
+
+    The state consists of nested lists, numbers and uint8 tensors.
+    """
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
@@ -45,15 +49,18 @@ def capture_rng(device: torch.device = HOST) -> dict[str, Any]:
 
 
 def _has_generator(device: torch.device) -> bool:
-    """Return whether ``device`` draws from a generator of its own that torch addresses by device."""
+    """Return True if torch has a separate generator for each device of this type."""
     return device.type not in ("cpu", "mps", "meta")
 
 
 def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
-    """Put back what ``capture_rng`` gave, its device's state into ``device``, whichever that was: the ranks of a run take up that of the
-    first. A state for another kind of device is left out, with a warning.
+    """Restore a state that ``capture_rng`` returned.
 
-    Raises ``CheckpointError`` when a part is missing or malformed.
+    The state of the captured device is restored into ``device``, which may have another index. All
+    ranks of a run resume with the state of rank 0. A state of another device type is ignored with a
+    warning.
+
+    Raises ``CheckpointError`` if a part is missing or malformed.
     """
     try:
         version, words, gauss = state["python"]
@@ -65,7 +72,7 @@ def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
         raise CheckpointError(f"the random generators' state is malformed: {type(error).__name__}: {error}") from error
     kind = next((name for name in state if name not in _PARTS), None)
     saved = state.get(device.type) if _has_generator(device) else None
-    if isinstance(saved, list):  # as it was saved once: of every device that the process saw
+    if isinstance(saved, list):  # older checkpoints hold a list with the state of every visible device
         saved = dict(enumerate(saved)).get(device.index or 0)
     if saved is not None:
         torch.get_device_module(device).set_rng_state(saved, device)
@@ -77,6 +84,10 @@ def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
 
 
 def request_seed(*parts: int | str) -> int:
-    """A seed below 2**63 that depends on nothing but ``parts``, so that a step can be drawn again after a restart."""
+    """Return a seed below 2**63 that depends only on ``parts``.
+
+    A step can then be generated again, with the same samples, after a restart.
+    """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    # engines take seeds as signed 64-bit integers
     return int.from_bytes(digest, "big") >> 1

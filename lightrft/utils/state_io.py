@@ -1,4 +1,7 @@
-"""Nested state as JSON and safetensors: exact, and nothing in it is ever executed on reading."""
+"""Nested state as JSON and safetensors.
+
+Values are restored exactly, and reading executes no code.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,16 @@ from typing import Any
 
 from lightrft.utils.errors import CheckpointError
 
-TAG = "$"  # an object whose only key starts so stands for something that JSON has no word for
+TAG = "$"  # an object whose only key starts with TAG encodes a value that JSON cannot express
 
 
 def save_state(path: Path, tree: Any) -> None:
-    """Write ``tree`` as ``<path>.json`` and, when it holds tensors, ``<path>.safetensors``.
+    """Write ``tree`` as ``<path>.json`` and, if it contains tensors, ``<path>.safetensors``.
 
-    A tree is made of dictionaries (keys: str, int, float, bool, None), lists, tuples, str, int, float, bool, None and dense
-    tensors, which may share storage. Raises ``TypeError`` that names the place of anything else.
+    A tree consists of dictionaries, lists, tuples, str, int, float, bool, None and dense tensors.
+    Keys are str, int, float, bool or None. Tensors may share storage.
+
+    Raises ``TypeError`` with the location of any other value.
     """
     packer = _Packer()
     plain = packer.pack(tree, "")
@@ -29,9 +34,11 @@ def save_state(path: Path, tree: Any) -> None:
 
 
 def load_state(path: Path, device: str = "cpu") -> Any:
-    """What ``save_state`` wrote at ``path``, bit for bit, with tensors on ``device``.
+    """Return the tree that ``save_state`` wrote at ``path``, bit for bit.
 
-    Tensors that were one object are one object again. Raises ``CheckpointError`` for a missing or malformed file.
+    Tensors are placed on ``device``. Tensors that were one object are one object again.
+
+    Raises ``CheckpointError`` if a file is missing or malformed.
     """
     plain, where = _with_suffix(path, ".json"), _with_suffix(path, ".safetensors")
     tensors: dict[str, Any] = {}
@@ -40,13 +47,13 @@ def load_state(path: Path, device: str = "cpu") -> Any:
         if document["tensors"]:
             from safetensors.torch import load_file
 
-            # Copied to memory of their own: in a file they lie anywhere, and how a sum is rounded depends on where a tensor begins.
+            # Copied, because tensors in a file are not aligned, and the rounding of a sum depends on the alignment of its tensor.
             tensors = {name: tensor.clone() for name, tensor in load_file(where, device=device).items()}
         return _unpack(document["tree"], tensors)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{plain} is not a state that can be read: {type(error).__name__}: {error}") from error
     except Exception as error:
-        # the reader's own error class derives from Exception alone
+        # safetensors is imported only when needed, and its error class derives from Exception alone
         if type(error).__name__ != "SafetensorError":
             raise
         raise CheckpointError(f"{where} is truncated or not safetensors: {error}") from error
@@ -57,7 +64,7 @@ def _with_suffix(path: Path, suffix: str) -> Path:
 
 
 class _Packer:
-    """Turns a tree into JSON values, and collects its tensors by name."""
+    """Converts a tree to JSON values and collects its tensors by name."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Any] = {}
@@ -105,7 +112,7 @@ class _Packer:
         return {"$tensor": name}
 
     def _own(self, tensor: Any) -> Any:
-        """Contiguous, and alone in its storage, which the file format asks for."""
+        """Return ``tensor`` contiguous and without shared storage, as safetensors requires."""
         tensor = tensor.contiguous()
         storage = tensor.untyped_storage()
         shared = storage.data_ptr() in self._storages or storage.nbytes() != tensor.numel() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C become a flag that a loop reads where it is safe to stop."""
+"""A stop flag that SIGTERM and Ctrl-C set, for loops that stop only at a safe point."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from typing import Any, Self
 
 
 class StopFlag:
-    """While entered, the first SIGTERM or SIGINT sets the flag, and a second SIGINT raises ``KeyboardInterrupt`` at once.
+    """A flag that the first SIGTERM or SIGINT sets while the context is entered.
 
-    Handlers that were there before are put back on exit. Off the main thread, where Python cannot take signals, only
-    ``request`` sets the flag.
+    A second SIGINT raises ``KeyboardInterrupt`` immediately. The previous handlers are restored on
+    exit. Outside the main thread Python cannot handle signals, and only ``request`` sets the flag.
+
+    Example::
 
         with StopFlag() as stop:
             for step in steps:
@@ -30,7 +32,7 @@ class StopFlag:
         self._before: dict[signal.Signals, Any] = {}
 
     def request(self, reason: str) -> None:
-        """Set the flag; the first reason is kept."""
+        """Set the flag. Only the first reason is kept."""
         self.reason = self.reason or reason
 
     def __bool__(self) -> bool:
@@ -43,7 +45,7 @@ class StopFlag:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for number, handler in self._before.items():
-            # None stands for a handler that was not set from Python, which cannot be put back
+            # None stands for a handler that was not set from Python and cannot be restored
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
 

@@ -1,1 +1,1 @@
-"""What a person looks at: reports and pages over run folders."""
+"""Reports and pages about run folders."""

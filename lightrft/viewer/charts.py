@@ -1,4 +1,4 @@
-"""The plots of a report: which metrics, in which order, on which axis."""
+"""The plots of a report, with their metrics, order and axes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,22 @@ from html import escape
 from lightrft.viewer.run_data import Points, RunData, mean_at_end
 from lightrft.viewer.svg import Series, compact, line_plot, percent, smooth, stacked_bars
 
-NOISY = 40  # with more points than this, a smoothed line goes over the raw one
+NOISY = 40  # number of points above which a smoothed line is added to the raw line
 PHASES = ("generate", "reward", "logprobs", "reference", "update", "eval", "checkpoint", "other")
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """One metric's plot. ``zero``: the axis starts at 0."""
+    """The plot of one metric.
+
+    Args:
+        metric: name of the metric.
+        title: title of the plot.
+        note: subtitle with the unit.
+        form: formatting of a value.
+        zero: if True, the axis starts at 0.
+        color: index of the palette.
+    """
 
     metric: str
     title: str
@@ -45,7 +54,7 @@ PLAIN = (
 
 
 def plots(run: RunData) -> list[str]:
-    """A figure for each metric that the run has written."""
+    """Return a figure for each metric that the run has written."""
     drawn = [_reward(run), _accuracy(run)]
     drawn += [_plain(plot, run.points(plot.metric)) for plot in PLAIN]
     drawn += [
@@ -61,7 +70,7 @@ def _reward(run: RunData) -> str:
         return ""
     terms = [n for n in run.names("reward/") if n not in ("reward/mean", "reward/std", "reward/max", "reward/min")]
     series = _lines("reward", points, 0)
-    if len(terms) > 1:  # one term alone is the reward itself, up to its weight
+    if len(terms) > 1:  # a single term equals the reward, up to its weight
         for i, name in enumerate(terms[:6]):
             points_of = run.points(name)
             trend = smooth(points_of) if len(points_of) > NOISY else points_of
@@ -88,7 +97,7 @@ def _plain(plot: Plot, points: Points) -> str:
     if not points:
         return ""
     if plot.form is percent and not any(y for _, y in points):
-        return ""  # nothing was ever cut or clipped: no news
+        return ""  # leaves out a fraction that was always 0
     svg = line_plot(plot.title, _lines(plot.title.lower(), points, plot.color), y_format=plot.form, zero=plot.zero)
     return _figure(plot.title, plot.note, svg, plot.form(mean_at_end(points)))
 

@@ -1,4 +1,4 @@
-"""The part of the page with the groups of some steps: each prompt with its responses, their rewards and advantages."""
+"""The section with the groups of some steps: prompts, responses, rewards and advantages."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from lightrft.utils.errors import DataError
 from lightrft.viewer.svg import compact
 
 STEPS, GROUPS, RESPONSES, CHARACTERS = 8, 4, 16, 2000
-"""How many steps, groups of a step, responses of a group and characters of a text are shown at most."""
+"""Largest numbers of steps, groups per step, responses per group and characters per text."""
 
 
 @dataclass(frozen=True, slots=True)
 class Response:
-    """One response of a group. ``advantage`` is the mean over its trained tokens, ``None`` where none was computed."""
+    """One response of a group.
+
+    ``advantage`` is the mean over its trained tokens, or None if no advantage was computed.
+    """
 
     text: str
     reward: float | None
@@ -39,7 +42,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The first groups of a step; ``count`` is how many it has."""
+    """The first groups of a step. ``count`` is the total number of groups."""
 
     step: int
     groups: Sequence[Group]
@@ -47,7 +50,10 @@ class Step:
 
 
 def read_steps(folder: Path) -> list[Step]:
-    """The groups of some steps of a run, spread evenly from its first to its last. Raises ``DataError`` for a malformed file."""
+    """Return the groups of some steps of a run, spread evenly from the first to the last.
+
+    Raises ``DataError`` for a malformed file.
+    """
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
     last = len(files) - 1
     chosen = sorted({round(k * last / max(1, min(STEPS, len(files)) - 1)) for k in range(min(STEPS, len(files)))})
@@ -55,7 +61,7 @@ def read_steps(folder: Path) -> list[Step]:
 
 
 def groups(steps: Sequence[Step]) -> str:
-    """The section; empty where no rollouts were written."""
+    """Return the section, or an empty text if the run has no rollouts."""
     if not any(step.groups for step in steps):
         return ""
     about = "Each prompt with its responses. The advantage is the mean over the trained tokens of a response."

@@ -1,4 +1,4 @@
-"""What belongs to a prompt besides its text, shown in the page itself: pictures, moving pictures and sound."""
+"""Images, animations and sounds of a prompt, embedded in the page."""
 
 from __future__ import annotations
 
@@ -18,14 +18,21 @@ TYPES = {
     ".flac": "audio/flac",
     ".ogg": "audio/ogg",
 }
-"""Endings of files that a browser shows."""
+"""Suffixes of the files that a browser can show."""
 TINY = 64
-"""Pictures of no more pixels a side than this are enlarged as squares, not smoothed."""
+"""Images with at most this many pixels per side are enlarged without smoothing."""
 
 
 def shown(names: Sequence[str], folder: Path, about: str) -> str:
-    """The files called ``names`` of ``folder``, each as an element that holds it; ``about`` is said of it to those who cannot see it.
-    One that is missing or of no known kind is named."""
+    """Return HTML elements that embed the named files.
+
+    A file that is missing or of unknown type is mentioned by name.
+
+    Args:
+        names: names of the files.
+        folder: folder of the files.
+        about: alternative text for screen readers.
+    """
     return "".join(_element(name, folder, about) for name in names)
 
 
@@ -42,6 +49,6 @@ def _element(name: str, folder: Path, about: str) -> str:
 
 
 def _tiny(data: bytes) -> str:
-    """The class of a small PNG, whose size stands in bytes 16 to 24."""
+    """Return the CSS class of a small PNG, whose size is in bytes 16 to 24."""
     size = [int.from_bytes(data[k : k + 4], "big") for k in (16, 20)] if data[:4] == b"\x89PNG" else [TINY + 1]
     return ' class="tiny"' if max(size) <= TINY else ""

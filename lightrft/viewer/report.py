@@ -1,4 +1,8 @@
-"""One page about one run, in one file: no script from elsewhere, no fonts, no requests, whatever the run's texts hold."""
+"""The report of one run as a single HTML file.
+
+The page loads no external scripts or fonts and makes no requests, regardless of the texts of the
+run.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +25,9 @@ from lightrft.viewer.svg import compact, percent, share_bar
 
 
 def write_report(folder: Path) -> Path:
-    """Write ``report.html`` into a run folder, from whatever the run has written so far.
+    """Write ``report.html`` into a run folder, from the files written so far.
 
-    Raises ``DataError`` when ``folder`` is not a run's, or when a file of it is malformed.
+    Raises ``DataError`` if ``folder`` is not a run folder or has a malformed file.
     """
     path = folder / "report.html"
     write_atomic(path, render(read_run(folder)))
@@ -31,7 +35,11 @@ def write_report(folder: Path) -> Path:
 
 
 def render(run: RunData) -> str:
-    """The page. Every text of the run is escaped, and a content policy allows this page's own style and script only."""
+    """Return the page.
+
+    Every text of the run is escaped. A content security policy allows only this page's style and
+    script.
+    """
     style, script = _asset("report.css"), _asset("report.js")
     sections = [_header(run), _hero(run), _curves(run), answers(run), groups(run.steps), _settings(run), _next(run)]
     given = f"img-src data:; media-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
@@ -78,7 +86,7 @@ def _hero(run: RunData) -> str:
 
 
 def _headline(run: RunData) -> str:
-    """Held-out accuracy: before and after, or the one that was measured."""
+    """Return the eval accuracy before and after training, or the only measured value."""
     measured = dict(run.points("eval/accuracy"))
     before = run.summary.get("heldout_before", measured.get(0))
     last = max(measured, default=0)
@@ -99,7 +107,7 @@ def _headline(run: RunData) -> str:
 
 
 def _facts(run: RunData) -> list[tuple[str, str, str]]:
-    """(label, value, note) of what the run has."""
+    """Return ``(label, value, note)`` of the available facts."""
     facts = []
     if run.rows:
         warm = f"after {len(run.warm_up):,} supervised" if run.warm_up else ""
@@ -128,7 +136,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def _first_and_last(label: str, points: Points, form: Callable[[float], str]) -> list[tuple[str, str, str]]:
-    """A value averaged over the last tenth of the run, and what it was over the first."""
+    """Return the mean of a value over the last tenth of the run, and over the first tenth."""
     if not points:
         return []
     first = f"{form(mean_at_start(points))} at the start" if len(points) > 1 else ""
@@ -145,7 +153,7 @@ def _curves(run: RunData) -> str:
 
 
 def _account(run: RunData) -> str:
-    """Where each sampled token went."""
+    """Return the account of all sampled tokens."""
     sampled = run.total("rollout/sampled")
     if not sampled:
         return ""
@@ -193,7 +201,7 @@ def _table(settings: Mapping[str, Any]) -> str:
 
 
 def _value(value: Any) -> str:
-    """As one would write it in YAML, on one line."""
+    """Return a value as YAML on one line."""
     return (
         yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9).removesuffix("\n").removesuffix("\n...")
     )
@@ -215,7 +223,7 @@ def _next(run: RunData) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``222`` as ``3 min 42 s``."""
+    """Return seconds as text, e.g. ``222`` as ``3 min 42 s``."""
     if seconds < 60:
         return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
     minutes, second = divmod(round(seconds), 60)

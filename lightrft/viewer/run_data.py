@@ -1,4 +1,7 @@
-"""What a run folder holds, read for showing. Anything may be missing: a run can be looked at while it is going on."""
+"""Reading of a run folder for display.
+
+Any file may be missing, because a run can be viewed before it has finished.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,16 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer to show. ``correct`` is ``None`` where only a reward is known; ``attachments`` are files of the prompt."""
+    """One response to show.
+
+    Args:
+        prompt: text of the prompt.
+        text: text of the response.
+        label: the expected answer.
+        correct: verdict of the evaluation. None if only a reward is known.
+        reward: the reward. None if only a verdict is known.
+        attachments: names of the media files of the prompt.
+    """
 
     prompt: str
     text: str
@@ -32,7 +44,11 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """``rows`` of the phase that the report is about, ``warm_up`` those of supervised steps before it; attachments are in ``media``."""
+    """The content of a run folder.
+
+    ``rows`` are the metrics of the phase that the report is about. ``warm_up`` are the metrics of
+    the supervised steps before it. Attachments are in the folder ``media``.
+    """
 
     name: str
     rows: list[dict[str, Any]]
@@ -45,22 +61,25 @@ class RunData:
     media: Path = Path()
 
     def points(self, name: str, warm_up: bool = False) -> Points:
-        """(step, value) where the metric ``name`` was written and is a number."""
+        """Return ``(step, value)`` for every row in which metric ``name`` is a number."""
         rows = self.warm_up if warm_up else self.rows
         return [(row["step"], row[name]) for row in rows if _is_number(row.get(name))]
 
     def total(self, name: str) -> float | None:
-        """The metric added over the steps; ``None`` when it was never written."""
+        """Return the sum of a metric over the steps, or None if it was never written."""
         values = [y for _, y in self.points(name)]
         return sum(values) if values else None
 
     def names(self, prefix: str) -> list[str]:
-        """Metrics that begin with ``prefix``, in the order in which they were first written."""
+        """Return the metrics that begin with ``prefix``, in the order of their first occurrence."""
         return list(dict.fromkeys(name for row in self.rows for name in row if name.startswith(prefix)))
 
 
 def read_run(folder: Path) -> RunData:
-    """Read a run folder. Raises ``DataError`` when it is not one, or when a file of it is malformed."""
+    """Read a run folder.
+
+    Raises ``DataError`` if ``folder`` is not a run folder or has a malformed file.
+    """
     if not (folder / "config.yaml").is_file() and not (folder / "metrics.jsonl").is_file():
         raise DataError(f"{folder} is not a run's folder: it has neither config.yaml nor metrics.jsonl")
     rows = read_rows(folder / "metrics.jsonl")
@@ -81,7 +100,10 @@ def read_run(folder: Path) -> RunData:
 
 
 def _answers(folder: Path) -> tuple[list[Answer], list[Answer]]:
-    """From ``samples.json``, or else the first and the last answers that were sampled in training."""
+    """Return the responses before and after training, from ``samples.json``.
+
+    Without that file, return responses of the first and last training step.
+    """
     path = folder / "samples.json"
     samples = _mapping(_json(path), path)
     if samples:
@@ -102,7 +124,7 @@ def _sample(sample: Mapping[str, Any]) -> Answer:
 
 
 def _sampled(path: Path, most: int = 5) -> list[Answer]:
-    """One answer for each of the first few prompts of a file of rollouts."""
+    """Return one response for each of the first ``most`` prompts of a file of rollouts."""
     found: dict[str, Answer] = {}
     with path.open(encoding="utf-8") as lines:
         for line in lines:
@@ -144,7 +166,10 @@ def _mapping(value: Any, path: Path) -> Mapping[str, Any]:
 
 
 def mean_at_end(points: Points) -> float:
-    """Return the mean over the last tenth of ``points``, at least one: the one number that a page gives for a curve."""
+    """Return the mean over the last tenth of ``points``, at least one.
+
+    A page shows this number for a curve.
+    """
     return _mean(points[-_tenth(points) :])
 
 

@@ -1,4 +1,7 @@
-"""The part of the page with answers, before and after: in full, or as a table of many where they are as short as a word."""
+"""The section with responses before and after training.
+
+Responses are shown in full, or as a gallery if all of them are short and have media.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from lightrft.viewer.svg import compact
 
 ANSWERS = 5
 SHORT = 32
-"""Characters of an answer that fits beside what it is about."""
+"""Largest number of characters of a response in the gallery."""
 
 Pairs = Sequence[tuple[Answer, Answer]]
 
 
 def answers(run: RunData) -> str:
-    """The section; empty where nothing was kept."""
+    """Return the section, or an empty text if the run has no responses."""
     pairs = list(zip(run.before, run.after))
     if not pairs:
         return ""
@@ -41,7 +44,7 @@ def _small(answer: Answer) -> bool:
 
 
 def _about_all(pairs: Pairs) -> str:
-    """What was asked, if it was the same each time, and how many answers are right."""
+    """Return the common prompt, if there is one, and the numbers of correct responses."""
     asked = {before.prompt for before, _ in pairs}
     question = f"Asked: {escape(asked.pop())} " if len(asked) == 1 else ""
     if any(a.correct is None for pair in pairs for a in pair):

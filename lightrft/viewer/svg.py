@@ -1,4 +1,7 @@
-"""Small plots as inline SVG: classes in place of styles, values on hover, and a description for those who listen."""
+"""Small plots as inline SVG.
+
+They use CSS classes, show values on hover, and have a description for screen readers.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,21 @@ from itertools import pairwise
 
 WIDTH, HEIGHT = 360, 208
 LEFT, RIGHT, TOP, BOTTOM = 42, 8, 10, 26
-COLUMNS = 180  # points that a plot of this width can show apart
+COLUMNS = 180  # largest number of points that a plot of this width can resolve
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """``points``: (step, value), by rising step. ``color``: index of the palette. ``faint`` draws what a bolder series smooths;
-    ``dots`` marks each point; ``dashed`` is for what was not measured at each step, such as a base line."""
+    """One line of a plot.
+
+    Args:
+        name: name in the legend.
+        points: ``(step, value)`` pairs, by ascending step.
+        color: index of the palette.
+        faint: if True, this is the raw line under a smoothed line.
+        dots: if True, each point is marked.
+        dashed: if True, the values were not measured at each step, as for a baseline.
+    """
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -29,7 +40,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class _Frame:
-    """Maps values to places."""
+    """Mapping from values to coordinates."""
 
     x0: float
     x1: float
@@ -45,8 +56,16 @@ class _Frame:
 
 
 def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About ``count`` round numbers, 1, 2, 2.5 or 5 times a power of ten apart, that enclose ``low`` and ``high``."""
-    if not (high - low) / count > sys.float_info.min:  # nothing between them that could be told apart
+    """Return about ``count`` round numbers that enclose ``low`` and ``high``.
+
+    Their spacing is 1, 2, 2.5 or 5 times a power of ten.
+
+    Args:
+        low: smallest value.
+        high: largest value.
+        count: approximate number of intervals.
+    """
+    if not (high - low) / count > sys.float_info.min:  # the values are equal or too close to distinguish
         pad = abs(low) * 0.5 or 0.5
         low, high = low - pad, high + pad
     raw = (high - low) / count
@@ -54,11 +73,12 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * (1 - 1e-9))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     digits = max(0, 1 - math.floor(math.log10(step)))
+    # + 0.0 turns -0.0 into 0.0
     return [round(i * step, digits) + 0.0 for i in range(first, last + 1)]
 
 
 def compact(value: float) -> str:
-    """A number in at most about five characters: ``1.25``, ``0.0031``, ``12.4k``, ``3e-06``."""
+    """Return a number in about five characters: ``1.25``, ``0.0031``, ``12.4k``, ``3e-06``."""
     size = abs(value)
     for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= limit:
@@ -69,12 +89,15 @@ def compact(value: float) -> str:
 
 
 def percent(value: float) -> str:
-    """``0.9731`` as ``97.3%``, ``0.5`` as ``50%``."""
+    """Return a fraction as a percentage, e.g. ``0.9731`` as ``97.3%`` and ``0.5`` as ``50%``."""
     return f"{value * 100:.1f}".rstrip("0").rstrip(".") + "%"
 
 
 def thin(points: Sequence[tuple[float, float]], most: int = COLUMNS) -> list[tuple[float, float]]:
-    """At most ``most`` points, each the mean of as many neighbours; the first and the last stay as they are."""
+    """Return at most ``most`` points, each the mean of equally many neighbors.
+
+    The first and the last point are kept unchanged.
+    """
     if len(points) <= most:
         return list(points)
     inner, buckets = points[1:-1], most - 2
@@ -88,7 +111,10 @@ def thin(points: Sequence[tuple[float, float]], most: int = COLUMNS) -> list[tup
 
 
 def smooth(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """A mean over the neighbours on both sides, so that the line neither lags nor leads; a point at an end has fewer."""
+    """Return a centered moving average, which neither lags nor leads.
+
+    A point near an end averages fewer neighbors.
+    """
     reach = max(1, len(points) // 30)
     out = []
     for i, (x, _) in enumerate(points):
@@ -105,7 +131,15 @@ def line_plot(
     y_range: tuple[float, float] | None = None,
     zero: bool = False,
 ) -> str:
-    """Lines over steps. ``y_range`` fixes the value axis, ``zero`` makes it start there."""
+    """Return a plot of lines over steps.
+
+    Args:
+        title: title for screen readers.
+        series: the lines. Lines without points are left out.
+        y_format: formatting of a value.
+        y_range: range of the value axis. None fits the values.
+        zero: if True, the value axis starts at 0.
+    """
     series = [Series(s.name, thin(s.points), s.color, s.faint, s.dots, s.dashed) for s in series if s.points]
     xs = [x for s in series for x, _ in s.points]
     ys = [y for s in series for _, y in s.points]
@@ -120,7 +154,16 @@ def line_plot(
 
 
 def stacked_bars(title: str, steps: Sequence[float], columns: Mapping[str, Sequence[float]], unit: str = "s") -> str:
-    """A bar per step, cut into ``columns`` from the bottom up; neighbours are averaged when there are many steps."""
+    """Return a plot with one stacked bar per step.
+
+    Neighboring steps are averaged if there are many.
+
+    Args:
+        title: title for screen readers.
+        steps: the steps.
+        columns: values per step by name, stacked from the bottom up.
+        unit: unit of the values.
+    """
     size = max(1, math.ceil(len(steps) / 48))
     groups = [range(i, min(i + size, len(steps))) for i in range(0, len(steps), size)]
     means = {name: [sum(values[i] for i in g) / len(g) for g in groups] for name, values in columns.items()}
@@ -152,7 +195,13 @@ def stacked_bars(title: str, steps: Sequence[float], columns: Mapping[str, Seque
 
 
 def share_bar(title: str, shares: Mapping[str, float], classes: Sequence[str]) -> str:
-    """One horizontal bar cut in proportion to ``shares``, a class of the palette for each."""
+    """Return one horizontal bar that is divided in proportion to ``shares``.
+
+    Args:
+        title: title for screen readers.
+        shares: values by name.
+        classes: CSS class of each part.
+    """
     total = sum(shares.values()) or 1.0
     x, parts = 0.0, []
     for (name, value), css in zip(shares.items(), classes, strict=True):
@@ -174,7 +223,7 @@ def _svg(title: str, description: str, body: str) -> str:
 
 
 def _step_ticks(low: float, high: float) -> dict[float, float]:
-    """Whole steps inside the range, as place and label."""
+    """Return the whole steps inside the range, as position and label."""
     if low == high:
         return {low: low}
     return {t: t for t in nice_ticks(low, high) if low <= t <= high and t == int(t)}
@@ -204,7 +253,7 @@ def _line(series: Series, frame: _Frame) -> str:
 
 
 def _hover(series: Sequence[Series], frame: _Frame, y_format: Callable[[float], str]) -> str:
-    """An invisible column per step; over it the step, its values, and a dot on each line."""
+    """Return an invisible column per step that shows its values and a dot on each line on hover."""
     at: dict[float, list[tuple[Series, float]]] = {}
     for s in series:
         for x, y in s.points:
@@ -225,7 +274,7 @@ def _hover(series: Sequence[Series], frame: _Frame, y_format: Callable[[float], 
 
 
 def _describe(series: Sequence[Series], y_format: Callable[[float], str]) -> str:
-    """What a line says, in words."""
+    """Return a description of all lines in words."""
     parts = []
     for s in series:
         if s.faint:

@@ -1,4 +1,4 @@
-"""One small reader per public data set."""
+"""Readers of public datasets."""
 
 from lightrft.datasets.benchmarks import (
     audio_preferences,

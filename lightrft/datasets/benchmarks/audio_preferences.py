@@ -1,4 +1,4 @@
-"""Which of two clips is better: Audio-Alpaca (arXiv 2404.09956)."""
+"""Reader of Audio-Alpaca, a preference dataset of sounds (arXiv 2404.09956)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightrft.datasets.row_tables import Row
 
 @READERS.register("audio-alpaca")
 def audio_alpaca(row: Row, *, task_instruction: Instruction | None = None) -> dict[str, Any]:
-    """``{prompt, chosen, rejected, strategy}``, both clips with their bytes."""
+    """Read ``{prompt, chosen, rejected, strategy}``, where both sounds are bytes."""
     return judged(
         row,
         source="audio-alpaca",

@@ -1,4 +1,7 @@
-"""Questions about a clip, with choices: AVQA as R1-AQA trains on it (arXiv 2503.11197), and MMAU (arXiv 2410.19168)."""
+"""Readers of multiple-choice questions about a sound.
+
+They cover AVQA as used by R1-AQA (arXiv 2503.11197) and MMAU (arXiv 2410.19168).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,11 @@ from lightrft.datasets.row_readers import READERS
 
 @READERS.register("aqa")
 def aqa(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
-    """``{id, question_text, multi_choice, answer: position, audio_path}``, or the layout that LightRFT makes of it.
+    """Read ``{id, question_text, multi_choice, answer: position, audio_path}``.
 
-    The label is a letter, in LightRFT's layout (``{prompt: messages, audio_path, reference, label}``) the answer's text: its own
-    ``label`` names a rule. ``root`` is the folder of paths that have none.
+    The label is a letter. LightRFT's layout ``{prompt: messages, audio_path, reference, label}`` is
+    read too. Its label is the text of ``reference``, because its column ``label`` names a rule.
+    ``root`` is the folder of relative paths.
     """
     if "question_text" not in row:
         named = {"prompt": [_message(m, root) for m in row["prompt"]], "label": row["reference"]}
@@ -27,7 +31,10 @@ def aqa(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
 
 @READERS.register("mmau")
 def mmau(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
-    """``{id, audio_id, question, choices, answer: text}``; ``root`` as for ``aqa``."""
+    """Read ``{id, audio_id, question, choices, answer: text}``.
+
+    The label is a letter. ``root`` is the folder of relative paths.
+    """
     choices = lettered(row["choices"])
     return {**row, **_question("mmau", row["question"], choices, row["answer"], placed(row["audio_id"], root))}
 
@@ -39,7 +46,7 @@ def _question(source: str, question: str, choices: Mapping[str, str], answer: An
 
 
 def _message(message: Mapping[str, Any], root: str) -> dict[str, Any]:
-    """With ``audio_url`` under the name that parts have here."""
+    """Return ``message`` with ``audio_url`` parts renamed to ``audio``."""
     content = message["content"]
     if not isinstance(content, str):
         content = [

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school maths word problems (Cobbe et al., arXiv 2110.14168)."""
+"""Reader of GSM8K, grade-school math word problems (Cobbe et al., arXiv 2110.14168)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ ANSWER = re.compile(r"####\s*(\S.*?)\s*$")
 
 @READERS.register("gsm8k")
 def gsm8k(row: Mapping[str, Any], *, keep_marks: bool = False) -> dict[str, Any]:
-    """``question`` is the prompt, the number after ``####`` without commas the label, the worked solution the response.
+    """Read ``{question, answer}``, where ``answer`` is a worked solution.
 
-    ``keep_marks`` leaves the calculator marks (``<<48/2=24>>``) in the response. Raises ``ValueError`` without a ``####`` line.
+    ``question`` is the prompt, and the solution is the response. The label is the number after
+    ``####``, without commas. Calculator marks (``<<48/2=24>>``) are removed from the response
+    unless ``keep_marks`` is True. Raises ``ValueError`` if there is no ``####`` line.
     """
     solution = str(row["answer"])
     found = ANSWER.search(solution)

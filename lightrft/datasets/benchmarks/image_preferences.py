@@ -1,5 +1,8 @@
-"""Which of two pictures is better: HPDv3 (arXiv 2508.03789), ImageRewardDB (arXiv 2304.05977), ImageGen-CoT-Reward-5K (arXiv 2505.03318)
-and GenAI-Bench (arXiv 2406.13743)."""
+"""Readers of preference datasets of images.
+
+They cover HPDv3 (arXiv 2508.03789), ImageRewardDB (arXiv 2304.05977), ImageGen-CoT-Reward-5K (arXiv
+2505.03318) and GenAI-Bench (arXiv 2406.13743).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,10 @@ VERDICT = re.compile(r"<answer>\s*Image ([12]) is better\s*</answer>")
 
 @READERS.register("hpdv3")
 def hpdv3(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """``{prompt, path1, path2, model1, model2, confidence, choice_dist}``: the first path is the preferred one."""
+    """Read ``{prompt, path1, path2, model1, model2, confidence, choice_dist}``.
+
+    ``path1`` is the preferred image.
+    """
     return judged(
         row,
         source="hpdv3",
@@ -35,8 +41,11 @@ def hpdv3(row: Row, *, task_instruction: Instruction | None = None, root: str = 
 
 @READERS.register("imagerewarddb")
 def imagerewarddb(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """``{prompt_id, prompt, image_path, rank, overall_rating, classification}``, two of each of what differs: see
-    ``imagerewarddb_pairs``. Raises ``ValueError`` for a row of one picture."""
+    """Read pairs ``{prompt_id, prompt, image_path, rank, overall_rating, classification}``.
+
+    Columns that differ between the two images have two values: see ``imagerewarddb_pairs``. Raises
+    ``ValueError`` for a row with one image.
+    """
     if isinstance(row["image_path"], str):
         raise ValueError(f"it has one picture; pairs come from the source {__name__}:imagerewarddb_pairs")
     first, second = row["rank"]
@@ -53,7 +62,10 @@ def imagerewarddb(row: Row, *, task_instruction: Instruction | None = None, root
 
 
 def imagerewarddb_pairs(path: str, split: str = "train") -> Made:
-    """A source: of the rows at ``path``, one for each picture, all pairs of one prompt that differ in rank (1 is best)."""
+    """Return all pairs of images of one prompt that differ in rank (1 is best).
+
+    This is a source function. The rows at ``path`` have one image each.
+    """
     rows = _open(path, split)
     of_prompt: dict[str, list[tuple[int, Any]]] = defaultdict(list)
     for i in range(len(rows)):
@@ -65,10 +77,12 @@ def imagerewarddb_pairs(path: str, split: str = "train") -> Made:
 
 @READERS.register("imagegen-cot-reward-5k")
 def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> dict[str, Any]:
-    """``{images: [first, second], conversations: [{from, value}]}``: the first turn asks, the last thinks and ends in a verdict.
+    """Read ``{images: [first, second], conversations: [{from, value}]}``.
 
-    The pictures keep the order that the thoughts speak of, and their names in it, Image 1 and Image 2; the sentence of the
-    verdict is ``verdict``, for a reward that compares text. Raises ``ValueError`` without a verdict.
+    The first turn asks. The last turn reasons and ends in a verdict. The images keep their order
+    and their names Image 1 and Image 2, because the reasoning refers to them. ``verdict`` is the
+    sentence of the verdict, for a reward that compares text. Raises ``ValueError`` if there is no
+    verdict.
     """
     asked, said = (row["conversations"][k]["value"] for k in (0, -1))
     found = VERDICT.findall(said)
@@ -88,9 +102,11 @@ def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> dict[str, Any]:
 
 @READERS.register("genai_bench")
 def genai_bench(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """``{Prompt, HumanRatings: {model: ratings}, Index}`` with a column for each of two models: see ``genai_bench_pairs``.
+    """Read ``{Prompt, HumanRatings: {model: ratings}, Index}`` of two models.
 
-    The higher mean rating wins. Raises ``ValueError`` for a row of other than two models.
+    The row has one more column per model, with its image: see ``genai_bench_pairs``. The image with
+    the higher mean rating is preferred. Raises ``ValueError`` unless the row has exactly two
+    models.
     """
     one, two = rated(row["HumanRatings"], f"{__name__}:genai_bench_pairs")
     made = judged(
@@ -108,14 +124,20 @@ def genai_bench(row: Row, *, task_instruction: Instruction | None = None, root: 
 
 
 def genai_bench_pairs(path: str, split: str = "train") -> Made:
-    """A source: of the rows at ``path``, all pairs of models that have ratings and a picture."""
+    """Return all pairs of models that have ratings and an image, for each row at ``path``.
+
+    This is a source function.
+    """
     rows = _open(path, split)
     keys = [(i, *two) for i in range(len(rows)) for two in combinations(_models(rows[i]), 2)]
     return Made(keys, partial(_of_two, rows))
 
 
 def rated(ratings: Mapping[str, Any], source: str) -> tuple[str, str]:
-    """The two models that ``ratings`` are of. Raises ``ValueError``, naming the source of pairs, for more or fewer."""
+    """Return the names of the two models in ``ratings``.
+
+    Raises ``ValueError`` with the source of pairs unless there are exactly two.
+    """
     models = [m for m, given in ratings.items() if given]
     if len(models) != 2:
         raise ValueError(f"it rates {len(models)} models; pairs come from the source {source}")
@@ -123,13 +145,13 @@ def rated(ratings: Mapping[str, Any], source: str) -> tuple[str, str]:
 
 
 def mean(ratings: Any) -> float:
-    """Of ratings by several people."""
+    """Return the mean of the ratings of several people."""
     return sum(ratings) / len(ratings)
 
 
 def _open(path: str, split: str) -> Rows:
     from lightrft.config.data import SourceConfig
-    from lightrft.datasets.open_source import open_source  # it opens what this package reads
+    from lightrft.datasets.open_source import open_source  # imported here, because open_source imports this package
 
     return open_source(SourceConfig(path=path, split=split))
 

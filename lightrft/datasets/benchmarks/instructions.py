@@ -1,4 +1,4 @@
-"""Instruction data sets whose prompt is in two columns."""
+"""Readers of instruction datasets whose prompt is in two columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from lightrft.datasets.row_readers import READERS
 
 @READERS.register("alpaca")
 def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``{instruction, input, output}``: the input, where there is one, follows the instruction after a blank line."""
+    """Read ``{instruction, input, output}``.
+
+    The prompt is the instruction, followed by a blank line and the input if there is one.
+    """
     given = row.get("input") or ""
     prompt = f"{row['instruction']}\n\n{given}" if given else row["instruction"]
     return {**row, "prompt": prompt, "response": row["output"]}

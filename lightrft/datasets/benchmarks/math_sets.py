@@ -1,4 +1,7 @@
-"""Mathematics test sets as JSON lists of ``{"prompt": [{"from", "value"}], "final_answer", "choices"?}``."""
+"""Readers of mathematics benchmarks.
+
+The files are JSON lists of ``{"prompt": [{"from", "value"}], "final_answer", "choices"?}``.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,10 @@ from lightrft.datasets.row_readers import READERS
 
 def _reader(name: str) -> Callable[..., Mapping[str, Any]]:
     def read(row: Mapping[str, Any]) -> dict[str, Any]:
-        """``{prompt, final_answer, choices?}``: choices are shown with letters, of which the label is one."""
+        """Read ``{prompt, final_answer, choices?}``.
+
+        Choices are shown with letters, and the label is then a letter.
+        """
         prompt, label = row["prompt"], row["final_answer"]
         if row.get("choices"):
             choices = lettered(row["choices"])

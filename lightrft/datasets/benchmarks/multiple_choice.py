@@ -1,4 +1,4 @@
-"""Questions with lettered choices."""
+"""Helpers for questions with lettered choices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def lettered(choices: Any) -> dict[str, str]:
-    """``choices`` by letter: a list takes them in order. Raises ``ValueError`` for more choices than letters."""
+    """Return ``choices`` by letter. A list gets its letters in order.
+
+    Raises ``ValueError`` if there are more choices than letters.
+    """
     if isinstance(choices, Mapping):
         return {str(letter): str(text) for letter, text in choices.items() if text is not None}
     if len(choices) > len(LETTERS):
@@ -18,12 +21,15 @@ def lettered(choices: Any) -> dict[str, str]:
 
 
 def shown(choices: Mapping[str, str]) -> str:
-    """One a line, below an empty line."""
+    """Return the choices as text, one per line after an empty line."""
     return "\n" + "".join(f"\n{letter}. {text}" for letter, text in choices.items())
 
 
 def with_choices(prompt: Any, choices: Mapping[str, str]) -> Any:
-    """A prompt, text or turns, with the choices under its question, unless it shows them already."""
+    """Return a prompt (text or turns) with the choices under its question.
+
+    A prompt that already shows all choices is returned unchanged.
+    """
     turns: Sequence[Any] = [{"from": "user", "value": prompt}] if isinstance(prompt, str) else prompt
     last = dict(turns[-1])
     key = "value" if "value" in last else "content"
@@ -34,7 +40,10 @@ def with_choices(prompt: Any, choices: Mapping[str, str]) -> Any:
 
 
 def letter_of(choices: Mapping[str, str], answer: Any) -> str:
-    """The letter of ``answer``: a position from 0, the text of a choice, or a letter. Raises ``ValueError`` when it is none of them."""
+    """Return the letter of ``answer``: a position from 0, the text of a choice, or a letter.
+
+    Raises ``ValueError`` if it is none of them.
+    """
     letters = list(choices)
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
         return letters[answer]

@@ -1,4 +1,7 @@
-"""Omni-RewardBench (arXiv 2510.23451): two answers, and a criterion by which they were compared."""
+"""Readers of Omni-RewardBench (arXiv 2510.23451).
+
+A row has two candidates and a criterion to compare them by.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +16,22 @@ WINNERS: dict[Any, Winner] = {"response1": 0, "response2": 1, "tie": None}
 
 @READERS.register("omnirewardbench-t2i")
 def omnirewardbench_t2i(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """``{prompt, response1, response2, criteria, criteria_preference, id, model1, model2}``; a response that is not in the row is
-    where ``response1_path`` says."""
+    """Read ``{prompt, response1, response2, criteria, criteria_preference, id, model1, model2}``.
+
+    If the row has no ``response1``, the path ``response1_path`` is used.
+    """
     return _read(row, "omnirewardbench-t2i", "text-to-image", task_instruction, root)
 
 
 @READERS.register("omnirewardbench-t2v")
 def omnirewardbench_t2v(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """As ``omnirewardbench-t2i``, for videos."""
+    """Read rows as ``omnirewardbench-t2i`` does, with videos."""
     return _read(row, "omnirewardbench-t2v", "text-to-video", task_instruction, root)
 
 
 @READERS.register("omnirewardbench-t2a")
 def omnirewardbench_t2a(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """As ``omnirewardbench-t2i``, for clips."""
+    """Read rows as ``omnirewardbench-t2i`` does, with sounds."""
     return _read(row, "omnirewardbench-t2a", "text-to-audio", task_instruction, root)
 
 

@@ -1,13 +1,14 @@
-"""Two candidates and which of them is better: the form that every set of preferences is read into.
+"""The common form of all preference datasets: two candidates and the better one.
 
-A row becomes a question for a judge. The prompt is an instruction with both candidates, called A and B, and the label is the
-letter of the better one, C for a tie. Which candidate is A depends on the content of the pair alone: it is the same in every
-run, and tells nothing about the label. Columns beside the usual ones:
+A row becomes a question for a judge. The prompt is an instruction with both candidates, called A
+and B. The label is the letter of the better candidate, or C for a tie. The order of the candidates
+depends only on the content of the pair. It is the same in every run and carries no information
+about the label. Further columns:
 
-* ``request``: what both candidates were made from;
-* ``chosen`` and ``rejected``: the candidates as parts of a message, null for a tie;
-* ``shown``: positions in the row of A and B;
-* a letter for each thing that was compared, ``preference`` first.
+* ``request``: the request that both candidates were made for.
+* ``chosen`` and ``rejected``: the candidates as message parts, null for a tie.
+* ``shown``: positions in the row of A and B.
+* one letter for each comparison, ``preference`` first.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from typing import Any
 from lightrft.datasets.row_tables import Row
 
 Instruction = str | Mapping[str, str]
-"""One text, or one by task; ``{prompt}`` stands for the request and ``{criteria}`` for what to judge by."""
+"""One instruction for all tasks, or one by task.
+
+``{prompt}`` stands for the request and ``{criteria}`` for the criteria.
+"""
 
 Winner = int | None
-"""0 or 1, None for a tie."""
+"""The position of the better candidate, 0 or 1, or None for a tie."""
 
 KINDS = {"text-to-image": "image", "text-to-video": "video", "text-to-audio": "audio", "image-to-video": "video"}
-"""Task to what the candidates are."""
+"""The media kind of the candidates of each task."""
 
 NOUNS = {"image": "pictures", "video": "videos", "audio": "clips"}
 
@@ -45,10 +49,23 @@ def judged(
     task_instruction: Instruction | None = None,
     root: str = "",
 ) -> dict[str, Any]:
-    """``row`` as a question for a judge.
+    """Return ``row`` as a question for a judge.
 
-    ``heads`` says who won each comparison; its first entry gives the label. ``ties`` offers C. ``given`` is the picture that
-    both started from. ``root`` is the folder of paths that have none. Raises ``ValueError`` for a task without an instruction.
+    Args:
+        row: the row. Its columns are kept.
+        source: name of the data source.
+        task: a key of ``KINDS``.
+        request: the request that both candidates were made for.
+        candidates: the two candidates as paths, bytes or decoded media.
+        heads: winner of each comparison by name. The first one gives the label.
+        ties: if True, the question offers C for a tie.
+        given: the image that both candidates start from. None if there is none.
+        criteria: the criteria of the comparison. Empty for general criteria.
+        task_instruction: the instruction. None means the built-in instruction.
+        root: folder of relative paths.
+
+    Raises:
+        ValueError: ``task_instruction`` has no entry for ``task``.
     """
     kind = KINDS[task]
     order = first_shown(source, request, candidates)
@@ -77,26 +94,35 @@ def judged(
 
 
 def first_shown(source: str, request: str, candidates: Sequence[Any]) -> int:
-    """Which of two candidates is A: half of all pairs either way, whatever the order in which the row names them."""
+    """Return the position of the candidate that is shown as A.
+
+    Each order is used for half of all pairs. The choice does not depend on the order in the row.
+
+    Args:
+        source: name of the data source.
+        request: the request that both candidates were made for.
+        candidates: the two candidates.
+    """
     marks = [_mark(c) for c in candidates]
     drawn = hashlib.sha256("\0".join([source, request, *sorted(marks)]).encode()).digest()[0] & 1
+    # swapping the candidates of the row swaps this bit too, so the same candidate stays A
     return drawn ^ (marks[0] > marks[1])
 
 
 def better(first: float, second: float) -> Winner:
-    """The one with the higher score."""
+    """Return the position of the higher score, or None for equal scores."""
     return None if first == second else int(second > first)
 
 
 def placed(media: Any, root: str) -> Any:
-    """``media``, a path without a folder of its own put below ``root``."""
+    """Return ``media``, with a relative path placed below ``root``."""
     if not root or not isinstance(media, str) or media.startswith(("/", "data:")) or "://" in media:
         return media
     return f"{root.rstrip('/')}/{media.removeprefix('./')}"
 
 
 class Made(Sequence[Row]):
-    """Rows that are made when they are asked for, each from one of ``keys``."""
+    """Rows that are built on access, each from one of ``keys``."""
 
     def __init__(self, keys: Sequence[Any], make: Callable[[Any], Row]) -> None:
         self._keys = keys
@@ -110,7 +136,10 @@ class Made(Sequence[Row]):
 
 
 def _mark(candidate: Any) -> str:
-    """What tells candidates apart and costs no decoding: a path, the bytes of a file, or the size of what is decoded already."""
+    """Return a text that identifies a candidate without decoding it.
+
+    It is a path, a hash of the bytes of a file, or the size of a decoded medium.
+    """
     if isinstance(candidate, str):
         return candidate
     if isinstance(candidate, bytes):

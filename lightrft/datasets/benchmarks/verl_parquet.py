@@ -1,4 +1,4 @@
-"""The parquet layout of verl's preprocessing scripts, and the JSON-in-a-string layout of lmm-r1."""
+"""Readers of the parquet layout of verl and the JSON-in-a-string layout of lmm-r1."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from lightrft.datasets.row_readers import READERS
 
 @READERS.register("verl")
 def verl(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``{data_source, prompt: messages, reward_model: {ground_truth}, extra_info: {split, index, ...}}``."""
+    """Read ``{data_source, prompt: messages, reward_model: {ground_truth}, extra_info}``.
+
+    ``extra_info`` is ``{split, index, ...}``.
+    """
     extra = row.get("extra_info") or {}
     truth = row["reward_model"]["ground_truth"]
     solution = next((extra[k] for k in ("answer", "reference") if extra.get(k) is not None), truth)
@@ -24,11 +27,14 @@ def verl(row: Mapping[str, Any]) -> dict[str, Any]:
 
 @READERS.register("lmm_r1")
 def lmm_r1(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``{message: "[{...}]", answer, datasource?}``: messages as a JSON string. Raises ``ValueError`` when it is not JSON."""
+    """Read ``{message: "[{...}]", answer, datasource?}``, with messages as a JSON string.
+
+    Raises ``ValueError`` if it is not JSON.
+    """
     message = row["message"]
     prompt = json.loads(message) if isinstance(message, str) else message
     return {**row, "prompt": prompt, "label": row["answer"], "data_source": row.get("datasource") or ""}
 
 
 vermulti = READERS.register("vermulti")(lmm_r1)
-"""VerMulti (arXiv 2503.07536) has that layout."""
+"""VerMulti (arXiv 2503.07536) has the same layout."""

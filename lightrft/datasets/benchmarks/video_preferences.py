@@ -1,5 +1,8 @@
-"""Which of two videos is better: Rapidata's sets, VideoDPO (arXiv 2412.14167), VideoGen-RewardBench (arXiv 2501.13918) and the videos
-of GenAI-Bench (arXiv 2406.13743)."""
+"""Readers of preference datasets of videos.
+
+They cover the datasets of Rapidata, VideoDPO (arXiv 2412.14167), VideoGen-RewardBench (arXiv
+2501.13918) and the videos of GenAI-Bench (arXiv 2406.13743).
+"""
 
 from __future__ import annotations
 
@@ -17,14 +20,19 @@ from lightrft.utils.errors import DataError
 
 @READERS.register("rapidata-t2v")
 def rapidata_t2v(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """``{prompt, file_name1, file_name2, weighted_results1_Preference, ...}``: the higher score wins, and so for coherence and
-    alignment."""
+    """Read ``{prompt, file_name1, file_name2, weighted_results1_Preference, ...}``.
+
+    The video with the higher score is preferred. The same holds for coherence and alignment.
+    """
     return _rapidata(row, "rapidata-t2v", "text-to-video", None, task_instruction, root)
 
 
 @READERS.register("rapidata-i2v")
 def rapidata_i2v(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """As ``rapidata-t2v``, with the picture that both videos start from in ``prompt_asset``."""
+    """Read rows as ``rapidata-t2v`` does.
+
+    ``prompt_asset`` is the image that both videos start from.
+    """
     return _rapidata(row, "rapidata-i2v", "image-to-video", row["prompt_asset"], task_instruction, root)
 
 
@@ -47,9 +55,10 @@ def _rapidata(row: Row, source: str, task: str, given: Any, task_instruction: In
 
 @READERS.register("videodpo")
 def videodpo(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """``{video1, video2, frame_caption}`` of ``pair.json``: numbers of videos, of which the first is the preferred one.
+    """Read ``{video1, video2, frame_caption}`` of ``pair.json``, where ``video1`` is preferred.
 
-    Video 2n is ``winvideos/n.mp4``, video 2n + 1 ``losevideos/n.mp4``, six digits.
+    The columns are numbers of videos. Video 2n is ``winvideos/n.mp4`` and video 2n + 1 is
+    ``losevideos/n.mp4``, with six digits.
     """
     return judged(
         row,
@@ -65,9 +74,10 @@ def videodpo(row: Row, *, task_instruction: Instruction | None = None, root: str
 
 @READERS.register("videogen-rewardbench")
 def videogen_rewardbench(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """``{path_A, path_B, prompt, Overall, VQ, MQ, TA}``, each of the last four A, B or same.
+    """Read ``{path_A, path_B, prompt, Overall, VQ, MQ, TA}``, where the last four are A, B or same.
 
-    They become ``preference``, ``visual_quality``, ``motion_quality`` and ``text_alignment``, by the letters of the prompt.
+    They become ``preference``, ``visual_quality``, ``motion_quality`` and ``text_alignment``. Their
+    letters are the letters of the candidates in the prompt.
     """
     names = {"preference": "Overall", "visual_quality": "VQ", "motion_quality": "MQ", "text_alignment": "TA"}
     return judged(
@@ -92,8 +102,11 @@ def _side(letter: Any, column: str) -> Winner:
 
 @READERS.register("genai_bench_video")
 def genai_bench_video(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
-    """``{id, prompt, models: {model: ratings}}`` of two models, whose videos are ``<model>/<id>.mp4``: see
-    ``genai_bench_video_pairs``. The higher mean rating wins. Raises ``ValueError`` for other than two models."""
+    """Read ``{id, prompt, models: {model: ratings}}`` of two models.
+
+    See ``genai_bench_video_pairs``. The videos are ``<model>/<id>.mp4``. The video with the higher
+    mean rating is preferred. Raises ``ValueError`` unless the row has exactly two models.
+    """
     one, two = rated(row["models"], f"{__name__}:genai_bench_video_pairs")
     made = judged(
         row,
@@ -110,7 +123,10 @@ def genai_bench_video(row: Row, *, task_instruction: Instruction | None = None, 
 
 
 def genai_bench_video_pairs(path: str) -> list[dict[str, Any]]:
-    """A source: of the JSON file at ``path``, ``{id: {prompt, models: {model: ratings}}}``, all pairs of models. Raises ``DataError``."""
+    """Return all pairs of models in the JSON file ``{id: {prompt, models: {model: ratings}}}``.
+
+    This is a source function. Raises ``DataError`` if ``path`` cannot be read as JSON.
+    """
     try:
         rows = json.loads(Path(path).read_bytes())
     except (OSError, ValueError) as error:

@@ -1,4 +1,7 @@
-"""Mathematics with pictures: Geometry3K (arXiv 2105.04165) and MathVista (arXiv 2310.02255)."""
+"""Readers of math problems with images.
+
+They cover Geometry3K (arXiv 2105.04165) and MathVista (arXiv 2310.02255).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from lightrft.datasets.row_readers import READERS
 
 @READERS.register("geo3k")
 def geo3k(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``{images, problem, answer}`` as hiyouga/geometry3k has it, or the layout of verl's preprocessing."""
+    """Read ``{images, problem, answer}`` of hiyouga/geometry3k, or the layout of verl."""
     if "reward_model" in row:
         return verl(row)
     named = {"images": row["images"], "prompt": row["problem"], "label": row["answer"], "reference": row["answer"]}
@@ -21,10 +24,10 @@ def geo3k(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @READERS.register("mathvista")
 def mathvista(row: Mapping[str, Any]) -> dict[str, Any]:
-    """``{pid, question, decoded_image or image, choices, unit, answer, question_type}``.
+    """Read ``{pid, question, decoded_image or image, choices, unit, answer, question_type}``.
 
-    The label is a letter where there are choices. The data source ends in the question's type, so that each can have a reward
-    of its own. Raises ``ValueError`` for an answer that is not among the choices.
+    The label is a letter if there are choices. The data source ends in the question type, so that
+    each type can have its own reward. Raises ``ValueError`` if the answer is not among the choices.
     """
     picture = row["image"] if row.get("decoded_image") is None else row["decoded_image"]
     unit = f" (Unit: {row['unit']})" if row.get("unit") else ""

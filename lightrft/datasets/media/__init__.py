@@ -1,4 +1,4 @@
-"""Pictures, clips and sounds that rows name: found, measured, decoded, and made into a model's inputs."""
+"""Images, videos and sounds of rows: located, measured, decoded and converted to model inputs."""
 
 from lightrft.datasets.media.decode_pool import Workers
 from lightrft.datasets.media.items import KINDS, Item

@@ -1,4 +1,4 @@
-"""The files and hosts that rows may name. Raises ``ValueError`` with the reason for all others."""
+"""The files and hosts that rows may access. All others raise ``ValueError`` with the reason."""
 
 from __future__ import annotations
 
@@ -21,14 +21,19 @@ class Access:
 
     Args:
         roots: folders whose files may be read, or ``*``.
-        hosts: host names, patterns such as ``*.example.org``, addresses or networks. ``*`` allows every public address.
+        hosts: host names, patterns such as ``*.example.org``, addresses or networks. ``*`` allows
+            every public address.
     """
 
     roots: tuple[str, ...] = (ANY,)
     hosts: tuple[str, ...] = (ANY,)
 
     def check_file(self, path: Path) -> Path:
-        """Return where ``path`` leads, through all links, if that is below one of ``roots``."""
+        """Return ``path`` with all links resolved, if it is below one of ``roots``.
+
+        If ``roots`` contains ``*``, ``path`` is returned unchanged. Raises ``ValueError``
+        otherwise.
+        """
         if ANY in self.roots:
             return path
         real = path.resolve()
@@ -37,7 +42,10 @@ class Access:
         return real
 
     def check_host(self, host: str) -> None:
-        """Refuse a host by its name alone; ``addresses`` looks at where it leads."""
+        """Raise ``ValueError`` for a host that its name alone excludes.
+
+        ``addresses`` checks the addresses of the host.
+        """
         address = _literal(host)
         if address is not None:
             self._check_address(host, address)
@@ -45,9 +53,10 @@ class Access:
             raise ValueError(f"the host {host} is not in data.media.allow.hosts")
 
     def addresses(self, host: str, port: int) -> list[str]:
-        """Look up ``host``. Return its addresses that may be connected to, at least one.
+        """Look up ``host`` and return its allowed addresses, at least one.
 
-        Connect to these and do not look up ``host`` again: it may lead elsewhere the next time.
+        Connect to these addresses and do not look up ``host`` again, because a second look-up may
+        return others. Raises ``ValueError`` if no address is allowed.
         """
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -81,13 +90,13 @@ class Access:
     def _networks(self) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
         found = []
         for entry in self.hosts:
-            with suppress(ValueError):  # a name
+            with suppress(ValueError):  # the entry is a host name
                 found.append(ipaddress.ip_network(entry, strict=False))
         return found
 
 
 UNRESTRICTED = Access()
-"""Every file, and every host with a public address."""
+"""Rules that allow every file, and every host with a public address."""
 
 
 def _literal(host: str) -> Address | None:
@@ -98,7 +107,7 @@ def _literal(host: str) -> Address | None:
 
 
 def _meant(address: Address) -> Iterator[Address]:
-    """Yield ``address`` and the IPv4 addresses that an IPv6 one may stand for."""
+    """Yield ``address`` and the IPv4 addresses that an IPv6 address may embed."""
     yield address
     if isinstance(address, ipaddress.IPv6Address):
         inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]

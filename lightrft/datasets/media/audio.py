@@ -1,4 +1,7 @@
-"""Sound of any file format to one channel ``[N]`` float32 at a model's rate. Raises ``ValueError`` with the reason."""
+"""Decoding of sound to one channel ``[N]`` float32 at a model's sampling rate.
+
+Raises ``ValueError`` with the reason.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,25 @@ from lightrft.utils.errors import DataError
 
 HIGHEST_RATE = 1_000_000
 SAMPLE_BYTES = 12
-"""Memory that a sample takes while it is decoded or resampled: once in 32 bits and once in 64."""
+"""Memory of one sample during decoding or resampling, in bytes: one float32 and one float64."""
 _BLOCK = 1 << 18
-"""Numbers that are decoded in one step."""
+"""Number of values decoded per step."""
 _BANK = 1 << 19
-"""Numbers of a filter bank that is kept; larger ones are computed part by part."""
+"""Largest number of values of a cached filter bank. Larger filter banks are computed in parts."""
 _CROSSINGS, _BETA = 24, 9.0
 """Zero crossings of the resampling filter on each side, and the beta of its Kaiser window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hearing:
-    """``rate``: samples a second that the model takes; another rate is resampled, or refused. Decoding takes at most ``most_bytes``
-    of memory."""
+    """Settings for decoding sound.
+
+    Args:
+        rate: sampling rate of the model in Hz.
+        resample: if True, sound of another rate is resampled. Otherwise it is refused.
+        max_seconds: longest duration in seconds. None means no limit.
+        most_bytes: largest memory for decoding, in bytes.
+    """
 
     rate: int
     resample: bool
@@ -39,7 +48,7 @@ class Hearing:
     most_bytes: float = math.inf
 
     def check(self, samples: int, rate: int) -> None:
-        """Raise ``ValueError`` for a sound of a rate that is not taken, or of more ``samples`` than are."""
+        """Raise ``ValueError`` if the sampling rate or the number of ``samples`` is refused."""
         if not 1 <= rate <= HIGHEST_RATE:
             raise ValueError(f"the sound has a rate of {rate}")
         if rate != self.rate and not self.resample:
@@ -54,7 +63,10 @@ class Hearing:
 
 
 def sound_length(content: Content, hearing: Hearing) -> int:
-    """N, from the header where it is exact."""
+    """Return the number of samples after resampling, N.
+
+    It is read from the header if that is exact, else by decoding.
+    """
     if isinstance(content, Path | bytes):
         info = _header(content)
         if info is not None:
@@ -64,7 +76,7 @@ def sound_length(content: Content, hearing: Hearing) -> int:
 
 
 def read_sound(content: Content, hearing: Hearing) -> np.ndarray:
-    """The channels' mean, resampled to ``hearing.rate``."""
+    """Return the mean of all channels, resampled to ``hearing.rate``, ``[N]`` float32."""
     rate, blocks = _blocks(content, hearing)
     found = list(blocks)
     values = np.concatenate(found) if found else np.empty(0, np.float32)
@@ -75,7 +87,16 @@ def read_sound(content: Content, hearing: Hearing) -> np.ndarray:
 
 
 def resampled(values: np.ndarray, rate: int, wanted: int) -> np.ndarray:
-    """``values [N]`` at ``rate`` to ``[ceil(N * wanted / rate)]`` float32 at ``wanted``, by a windowed-sinc polyphase filter."""
+    """Resample ``values [N]`` with a windowed-sinc polyphase filter.
+
+    Args:
+        values: samples ``[N]``.
+        rate: sampling rate of ``values``.
+        wanted: sampling rate of the result.
+
+    Returns:
+        Samples ``[ceil(N * wanted / rate)]`` float32.
+    """
     up, down = wanted // math.gcd(rate, wanted), rate // math.gcd(rate, wanted)
     if up == down:
         return values.astype(np.float32)
@@ -91,7 +112,7 @@ def resampled(values: np.ndarray, rate: int, wanted: int) -> np.ndarray:
         firsts = range(base, min(base + part, up, length))
         phases = [first * down % up for first in firsts]
         bank = _filters(up, down, np.array(phases)) if whole is None else whole[phases]
-        for first, row in zip(firsts, bank):  # outputs first, first + up, ... lie at the same place between two samples
+        for first, row in zip(firsts, bank):  # outputs first, first + up, ... have the same phase
             count = -(-(length - first) // up)
             out[first::up] = windows[first * down // up :: down][:count] @ row
     return out.astype(np.float32)
@@ -103,7 +124,10 @@ def _whole_bank(up: int, down: int) -> np.ndarray:
 
 
 def _filters(up: int, down: int, phases: np.ndarray) -> np.ndarray:
-    """Return ``[phases, taps]``: a low-pass filter of sum 1 for each of ``phases``, which are places between two samples."""
+    """Return filters ``[phases, taps]``: one low-pass filter of sum 1 for each of ``phases``.
+
+    A phase is a position between two samples, in units of ``1 / up``.
+    """
     cutoff = min(1.0, up / down)
     reach = math.ceil(_CROSSINGS / cutoff)
     taps = np.arange(-reach, reach + 1)[None, :] - phases[:, None] / up
@@ -120,7 +144,10 @@ def _length(samples: int, rate: int, hearing: Hearing) -> int:
 
 
 def _blocks(content: Content, hearing: Hearing) -> tuple[int, Iterator[np.ndarray]]:
-    """Return the rate, and the mean of the channels in blocks ``[n]`` in [-1, 1], whose decoding stops where there are too many."""
+    """Return the rate, and the mean of the channels in blocks ``[n]`` in [-1, 1].
+
+    Decoding stops when there are too many samples.
+    """
     if isinstance(content, Samples):
         hearing.check(max(content.values.shape, default=0), content.rate)
         return content.rate, iter([_mono(_scaled(content.values))])
@@ -153,7 +180,7 @@ def _read(file: Any, library: Any) -> Iterator[np.ndarray]:
 
 
 def _header(content: Path | bytes) -> Any:
-    """What the header says, None where it may not be exact."""
+    """Return the header, or None for a format whose header may be inexact."""
     library = _soundfile()
     try:
         info = library.info(stream(content))
@@ -163,7 +190,7 @@ def _header(content: Path | bytes) -> Any:
 
 
 def _of_container(content: Path | bytes, problem: str, hearing: Hearing) -> tuple[int, Iterator[np.ndarray]]:
-    """Sound that only a video container's library reads, such as AAC."""
+    """Return rate and blocks of sound that only FFmpeg can read, such as AAC."""
     try:
         import av
     except ImportError:
@@ -174,7 +201,7 @@ def _of_container(content: Path | bytes, problem: str, hearing: Hearing) -> tupl
             if not container.streams.audio:
                 raise ValueError("no sound in the file")
             source = container.streams.audio[0]
-            # The channels stay: the library's own way from stereo to one is louder than their mean.
+            # Keeps the channels: FFmpeg's mix from stereo to mono is louder than their mean.
             convert = av.AudioResampler(format="fltp", rate=source.rate)
             frames = (f for frame in chain(container.decode(source), [None]) for f in convert.resample(frame))
             found += _checked((f.to_ndarray().mean(axis=0) for f in frames), int(source.rate), hearing)

@@ -1,4 +1,7 @@
-"""Threads that decode: the libraries let go of the interpreter while they do. Results never depend on how many there are."""
+"""Threads that decode media.
+
+The decoding libraries release the GIL. Results do not depend on the number of threads.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,23 @@ T = TypeVar("T")
 
 
 class Workers:
-    """``count`` threads, started when first needed; 0 works in the caller's. Pickles without them."""
+    """A pool of ``count`` threads, started on first use.
+
+    With 0 threads, ``map`` runs in the calling thread. Pickling drops the threads.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._pool: ThreadPoolExecutor | None = None
 
     def map(self, work: Callable[[A], T], items: Sequence[A]) -> list[T]:
-        """``work`` of each item, in their order."""
+        """Return ``work(item)`` for each item, in order."""
         if self.count == 0 or len(items) < 2:
             return [work(item) for item in items]
         return list(self._started().map(work, items))
 
     def submit(self, work: Callable[[A], T], item: A) -> Future[T]:
-        """``work(item)`` at some time; without threads once it is asked for."""
+        """Start ``work(item)`` in a thread. Requires at least one thread."""
         return self._started().submit(work, item)
 
     def _started(self) -> ThreadPoolExecutor:

@@ -1,4 +1,4 @@
-"""A download within limits: of bytes, of time from the first look-up to the last byte, and of the hosts that it may ask."""
+"""Downloads with limits on size, total time and hosts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ if TYPE_CHECKING:
 
 REDIRECTS = 10
 BLOCK = 1 << 20
-"""Most bytes that one step of decompression gives."""
+"""Largest number of bytes that one decompression step returns."""
 _MOVED = (301, 302, 303, 307, 308)
 _BLANK = b"\xef\xbb\xbf \t\r\n"
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Limits of one download: ``seconds`` in all, ``largest`` in bytes after decompression, and whom it may ask."""
+    """Limits of one download.
+
+    Args:
+        seconds: longest total time, from the first look-up to the last byte.
+        largest: largest size in bytes, after decompression.
+        access: hosts that may be contacted.
+    """
 
     seconds: float
     largest: int
@@ -34,16 +40,22 @@ class Bounds:
 
 
 class Late(Exception):
-    """The time of a download is over."""
+    """A download timed out."""
 
 
 def receive(url: str, file: IO[bytes], bounds: Bounds) -> None:
-    """Write what ``url`` names to ``file``.
+    """Download ``url`` to ``file``.
 
-    Redirects are followed, and each is checked as the first address was.
+    Redirects are followed. Each redirect is checked like the first address.
+
+    Args:
+        url: the address.
+        file: the open file to write to.
+        bounds: the limits.
 
     Raises:
-        ValueError: the host is refused, the download fails or exceeds ``bounds``, or is no media at a glance.
+        ValueError: the host is refused, the download fails or exceeds ``bounds``, or the content is
+            empty or a text page.
     """
     import httpcore
     import httpx
@@ -67,14 +79,14 @@ def receive(url: str, file: IO[bytes], bounds: Bounds) -> None:
 
 
 def public(url: str) -> str:
-    """Return ``url`` without a name and password in it, for messages."""
+    """Return ``url`` without name and password, for messages."""
     scheme, mark, rest = url.partition("://")
     host, slash, path = rest.partition("/")
     return f"{scheme}{mark}{host.rpartition('@')[2]}{slash}{path}"
 
 
 def _ask(address: httpx.URL, file: IO[bytes], bounds: Bounds, ends: float) -> str | None:
-    """Write one response to ``file``. Return the address that it redirects to, if it does."""
+    """Write one response to ``file``. Return the address of its redirect, or None."""
     import httpcore
 
     if address.scheme not in ("http", "https"):
@@ -90,6 +102,7 @@ def _ask(address: httpx.URL, file: IO[bytes], bounds: Bounds, ends: float) -> st
             return found["location"]
         if response.status != 200:
             raise ValueError(f"the server answers with status {response.status}")
+        # 20 digits exceed every limit, and int() refuses very long texts
         if (length := found.get("content-length", "")).isdigit():
             _check_size(int(length[:20]), bounds)
         _copy(_plain(response.iter_stream(), found.get("content-encoding", "").lower().strip()), file, bounds, ends)
@@ -104,6 +117,7 @@ def _copy(blocks: Iterable[bytes], file: IO[bytes], bounds: Bounds, ends: float)
         if time.monotonic() > ends:
             raise Late
         file.write(data)
+    # an HTML or JSON page under status 200 is usually an error message
     if first in (b"", b"<", b"{"):
         raise ValueError(f"what comes is {'a page of text, no media' if first else 'empty'}")
 
@@ -114,7 +128,7 @@ def _check_size(size: int, bounds: Bounds) -> None:
 
 
 def _plain(blocks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
-    """Decompress a body that is compressed although that was not asked for, in steps of bounded size."""
+    """Decompress a body in steps of bounded size. A server may compress without being asked."""
     if encoding in ("", "identity"):
         yield from blocks
         return
@@ -132,7 +146,10 @@ def _plain(blocks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
 
 
 def _pool(address: httpx.URL, bounds: Bounds, ends: float) -> Any:
-    """Connections for one request, through the proxy of the environment where there is one."""
+    """Return a connection pool for one request.
+
+    It uses the proxy of the environment if there is one.
+    """
     import httpcore
     import httpx
 
@@ -153,7 +170,10 @@ def _pool(address: httpx.URL, bounds: Bounds, ends: float) -> Any:
 
 
 def _network(access: Access | None, ends: float) -> httpcore.NetworkBackend:
-    """Sockets to addresses that ``access`` allows, none of whose calls lasts beyond ``ends``."""
+    """Return sockets that connect only to addresses that ``access`` allows.
+
+    No call lasts beyond ``ends``, a time of ``time.monotonic``.
+    """
     import httpcore
 
     def left() -> float:

@@ -1,4 +1,7 @@
-"""What a row's value stands for: a file, bytes, a picture, an array. Raises ``ValueError`` with the reason."""
+"""Loading of the value of a row as a file, bytes, an image or an array.
+
+Raises ``ValueError`` with the reason.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +34,20 @@ _PICTURES = (*_ANIMATED, "BMP", "JPEG", "PPM", "TIFF")
 _FORMATS = (*_PICTURES, "AVIF", "DIB", "ICO", "JPEG2000", "MPO", "PCX", "QOI", "SGI", "TGA")
 _HOLDS = tuple(RLock() for _ in range(64))
 LARGEST = 4 << 30
-"""Bytes of a file: more than hours of video. What is larger is an archive, or a stream that never ends."""
+"""Largest size of a file in bytes, more than hours of video.
+
+Larger data is an archive or an endless stream.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Sound as numbers: ``values [N]`` or ``[channels, N]`` or ``[N, channels]``, ``rate`` of them a second."""
+    """Sound as an array.
+
+    Args:
+        values: samples ``[N]``, ``[channels, N]`` or ``[N, channels]``.
+        rate: sampling rate in Hz.
+    """
 
     values: np.ndarray
     rate: int
@@ -44,7 +55,7 @@ class Samples:
 
 @dataclass(frozen=True, slots=True)
 class Frames:
-    """Pictures that follow one another."""
+    """Successive images of a video."""
 
     pictures: tuple[Any, ...]
 
@@ -54,8 +65,15 @@ Content = Path | bytes | Image.Image | np.ndarray | Samples | Frames
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """How files are found and downloads kept: ``folder`` keeps what URLs name, each of at most ``largest`` bytes that come within
-    ``timeout`` seconds. ``access`` says which files and hosts rows may name."""
+    """Locates files and downloads URLs.
+
+    Args:
+        folder: folder of the downloads.
+        timeout: longest time of a download in seconds.
+        offline: if True, only files that are already downloaded can be used.
+        largest: largest size of a file in bytes.
+        access: files and hosts that rows may access.
+    """
 
     folder: Path
     timeout: float
@@ -64,7 +82,7 @@ class Fetch:
     access: Access = UNRESTRICTED
 
     def content(self, value: Any, root: Path) -> Content:
-        """What ``value`` stands for; relative paths start from ``root``."""
+        """Return the content of ``value``. Relative paths start from ``root``."""
         if isinstance(value, str):
             return self._named(value, root)
         if isinstance(value, os.PathLike):
@@ -137,7 +155,7 @@ class Fetch:
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             dir=self.folder, suffix=".part", delete=False
-        ) as file:  # several workers may want the same one
+        ) as file:  # a unique name, since several workers may download the same file
             part = Path(file.name)
             try:
                 receive(url, file, Bounds(self.timeout, self.largest, self.access))
@@ -170,7 +188,10 @@ class Fetch:
         return _some(unquote_to_bytes(text[len(meta) + 1 :]))
 
     def _decoded(self, text: str) -> bytes:
-        """The bytes of base64, in the alphabet of URLs too. White space does not count."""
+        """Return the bytes of base64 text, also in the URL-safe alphabet.
+
+        White space is ignored.
+        """
         self._check_size(len(text) // 4 * 3)
         body = "".join(text.split()).replace("-", "+").replace("_", "/")
         try:
@@ -181,38 +202,44 @@ class Fetch:
 
 @cache
 def picture_formats() -> tuple[str, ...]:
-    """Return the formats of pictures that are read, of those that Pillow was built with.
+    """Return the supported image formats that this build of Pillow has.
 
-    Others are refused, such as EPS, which starts a PostScript interpreter.
+    Other formats are refused, such as EPS, which starts a PostScript interpreter.
     """
     Image.init()
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
 def nested(value: Mapping[str, Any]) -> Any:
-    """What ``value`` names under one of the keys that stand for all of it; None where there is none."""
+    """Return the value of ``value`` under a key that stands for the whole medium, or None."""
     return next((value[name] for name in _NESTED if value.get(name) is not None), None)
 
 
 def digest(content: Content) -> bytes:
-    """A hash of what ``content`` holds, wherever it is kept."""
+    """Return a hash of ``content`` that does not depend on its location."""
     seen = blake2b(digest_size=20)
     _feed(seen, content)
     return seen.digest()
 
 
 def held(content: Content) -> AbstractContextManager[Any]:
-    """Entered while ``content`` is looked at: a picture in memory has its file and its place among frames once for all threads."""
+    """Return a lock to enter while ``content`` is read.
+
+    An image in memory has one file and one current frame for all threads.
+    """
     return _HOLDS[id(content) // 64 % len(_HOLDS)] if isinstance(content, Image.Image) else nullcontext()
 
 
 def frame_count(picture: Image.Image) -> int:
-    """Frames of an animation; 1 for what only holds several pictures, such as a photo with its preview."""
+    """Return the number of frames of an animation.
+
+    Returns 1 for a file that only contains several images, such as a photo with a preview.
+    """
     return getattr(picture, "n_frames", 1) if picture.format in _ANIMATED else 1
 
 
 def is_still(content: Content) -> bool:
-    """Whether ``content`` is one picture, and no animation, video or sound, as its header says."""
+    """Return True if ``content`` is one image by its header, and no animation, video or sound."""
     if isinstance(content, np.ndarray):
         return content.ndim == 3
     try:
@@ -223,25 +250,28 @@ def is_still(content: Content) -> bool:
             return False
         with Image.open(stream(content), formats=_PICTURES) as picture:
             return frame_count(picture) == 1
-    except Exception:  # plugins raise SyntaxError, struct.error and more; what it is instead, or how it is damaged, is told later
+    except Exception:  # plugins raise SyntaxError, struct.error and more; the reader of the content reports it later
         return False
 
 
 def turn(picture: Image.Image, frame: int) -> None:
-    """Go to ``frame`` of an animation from wherever it stands. By way of the last: going back from another, Pillow loses its place
-    in an APNG and the times of a WebP."""
+    """Move to ``frame`` of an animation from any frame.
+
+    Seeks to the last frame first. When seeking backwards from another frame, Pillow loses its
+    position in an APNG and the times of a WebP.
+    """
     picture.seek(frame_count(picture) - 1)
     picture.load()
     picture.seek(frame)
 
 
 def stream(content: Path | bytes) -> str | io.BytesIO:
-    """What libraries open."""
+    """Return ``content`` in a form that decoding libraries open: a path or a byte stream."""
     return str(content) if isinstance(content, Path) else io.BytesIO(content)
 
 
 def head(content: Path | bytes, size: int = 32) -> bytes:
-    """The first bytes of a file."""
+    """Return the first bytes of a file."""
     if isinstance(content, bytes):
         return content[:size]
     with content.open("rb") as file:
@@ -249,7 +279,7 @@ def head(content: Path | bytes, size: int = 32) -> bytes:
 
 
 def shown(value: Any) -> str:
-    """``value`` short enough for a message."""
+    """Return a short description of ``value`` for messages."""
     if isinstance(value, str | os.PathLike):
         text = str(value)
         return repr(text if len(text) <= 200 else f"{text[:60]}...")
@@ -286,7 +316,7 @@ def _feed(seen: Any, content: Content) -> None:
 
 
 def _feed_shown(seen: Any, picture: Image.Image) -> None:
-    """Whatever a model can see of ``picture``: in one with a palette, the pixels are only places in it."""
+    """Hash everything that a model can see of ``picture``, including its palette."""
     picture.load()
     about = (picture.mode, picture.size, picture.getexif().get(0x0112), picture.info.get("transparency"))
     seen.update(repr((*about, picture.getpalette("RGBA"))).encode())
@@ -294,7 +324,7 @@ def _feed_shown(seen: Any, picture: Image.Image) -> None:
 
 
 def _feed_others(seen: Any, picture: Image.Image) -> None:
-    """All frames of an animation, in their time, and which it stands at."""
+    """Hash all frames of an animation, their durations, and the current frame."""
     at = picture.tell()
     try:
         if (count := frame_count(picture)) > 1:
@@ -304,7 +334,7 @@ def _feed_others(seen: Any, picture: Image.Image) -> None:
                 _feed_shown(seen, picture)
                 seen.update(repr((at, picture.info.get("duration"))).encode())
             turn(picture, at)
-    except Exception:  # closed, or damaged in some plugin's own way: it is still a picture, and no clip, as who reads it is told
+    except Exception:  # closed or damaged: the first frame may still be readable, and read_clip() reports the damage
         seen.update(b"damaged")
         picture.seek(at)
 

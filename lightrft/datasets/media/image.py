@@ -1,4 +1,4 @@
-"""Pictures of any file format to RGB ``[H, W, 3]`` uint8. Raises ``ValueError`` with the reason."""
+"""Decoding of images to RGB ``[H, W, 3]`` uint8. Raises ``ValueError`` with the reason."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ _UPRIGHT = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""How a picture of an EXIF orientation is turned."""
+"""Transposition that turns an image of each EXIF orientation upright."""
 
 
 def picture_size(content: Content, limit: int) -> tuple[int, int, int]:
-    """``(height, width, 3)`` as it will be decoded, from the header where there is one."""
+    """Return ``(height, width, 3)`` of the decoded image, from the header if there is one.
+
+    Raises ``ValueError`` for an image with more than ``limit`` pixels.
+    """
     if isinstance(content, np.ndarray):
         height, width = _rows_first(content).shape[:2]
         return _within(height, width, limit)
@@ -35,7 +38,11 @@ def picture_size(content: Content, limit: int) -> tuple[int, int, int]:
 
 
 def read_picture(content: Content, limit: int) -> np.ndarray:
-    """The picture, upright, on white where it is transparent; the first one of an animation."""
+    """Return the image, upright, with transparent pixels blended onto white.
+
+    An animation gives its first frame. Raises ``ValueError`` for an image with more than ``limit``
+    pixels.
+    """
     picture_size(content, limit)
     if isinstance(content, np.ndarray):
         return _eight_bit(_rows_first(content))
@@ -44,8 +51,8 @@ def read_picture(content: Content, limit: int) -> np.ndarray:
 
 
 def to_rgb(picture: Image.Image) -> Image.Image:
-    """``picture`` in RGB, transparent places white."""
-    if picture.mode.startswith("I"):  # 16 bits a pixel, which convert() would cut off at 255
+    """Return ``picture`` in RGB, with transparent pixels blended onto white."""
+    if picture.mode.startswith("I"):  # 16 bits per pixel, which convert() would clip at 255
         return Image.fromarray((np.asarray(picture).clip(0, 65535) >> 8).astype(np.uint8)).convert("RGB")
     if picture.mode == "F":
         raise ValueError("a picture of floating-point numbers; save it with 8 or 16 bits")
@@ -83,7 +90,7 @@ def _read(content: Content) -> np.ndarray:
 
 def _orientation(picture: Image.Image) -> int:
     if picture.format == "TIFF" or (picture.format == "PNG" and "exif" not in picture.info):
-        return 1  # the first is turned as it is loaded, and to look for more in the second would be to decode it
+        return 1  # Pillow turns a TIFF when it loads it; getexif() would decode the whole PNG
     return picture.getexif().get(_ORIENTATION, 1)
 
 
@@ -96,7 +103,7 @@ def _within(height: int, width: int, limit: int) -> tuple[int, int, int]:
 
 
 def _rows_first(array: np.ndarray) -> np.ndarray:
-    """``[H, W, C]`` of ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``."""
+    """Return an array ``[H, W, C]`` from ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``."""
     if array.ndim == 2:
         return array[..., None]
     if array.ndim != 3 or (array.shape[-1] not in (1, 3, 4) and array.shape[0] not in (1, 3, 4)):

@@ -1,7 +1,7 @@
-"""One picture, clip or sound as a row names it, and the mark that holds its place in text.
+"""One image, video or sound of a row, and the mark for its position in text.
 
-A mark is a pair of Unicode noncharacters around the kind and the number of the item: it passes through templates as any text
-does, and no text of a row may hold one of its own.
+A mark is a pair of Unicode noncharacters around the kind and number of the item. It passes through
+chat templates like ordinary text. Rows must not contain these characters.
 """
 
 from __future__ import annotations
@@ -26,7 +26,19 @@ _RAW = ("bytes", "array", "data", "base64")
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """``value`` is as the row has it, ``where`` names row and column, ``root`` is the folder that relative paths start from."""
+    """One media item of a row.
+
+    Args:
+        kind: ``image``, ``video`` or ``audio``.
+        value: the value in the row.
+        where: row and column, for messages.
+        root: folder of relative paths.
+        min_pixels: smallest number of pixels. None means the limit of ``data.media`` or the
+            processor.
+        max_pixels: largest number of pixels. None means the limit of ``data.media`` or the
+            processor.
+        fps: frames per second of a video. None means ``data.media.fps``.
+    """
 
     kind: str
     value: Any
@@ -38,22 +50,22 @@ class Item:
 
 
 def mark(kind: str, number: int) -> str:
-    """The mark of item ``number`` of its row."""
+    """Return the mark of item ``number`` of a row."""
     return f"{OPEN}{kind}:{number}{CLOSE}"
 
 
 def marks(text: str) -> list[tuple[str, int]]:
-    """Kind and number of each mark of ``text``, in its order."""
+    """Return kind and number of each mark of ``text``, in order."""
     return [(kind, int(number)) for kind, number in MARK.findall(text)]
 
 
 def replaced(text: str, put: Callable[[str, int], str]) -> str:
-    """``text`` with ``put(kind, number)`` in the place of each mark."""
+    """Return ``text`` with each mark replaced by ``put(kind, number)``."""
     return MARK.sub(lambda m: put(m[1], int(m[2])), text) if OPEN in text else text
 
 
 def as_parts(text: str) -> list[dict[str, str]]:
-    """Text with marks as the parts of a message's content, as chat templates take them."""
+    """Return text with marks as content parts for a chat template."""
     cut = MARK.split(text)
     parts = [{"type": "text", "text": cut[0]}]
     for kind, after in zip(cut[1::3], cut[3::3]):
@@ -62,13 +74,13 @@ def as_parts(text: str) -> list[dict[str, str]]:
 
 
 def kind_of(part: Mapping[str, Any]) -> str | None:
-    """The kind of media that a part of a message's content is; None for text and what is unknown."""
+    """Return the media kind of a content part, or None for text and unknown types."""
     name = str(part.get("type", "")).removeprefix("input_").removesuffix("_url")
     return name if name in KINDS else None
 
 
 def payload(part: Mapping[str, Any], kind: str) -> Any:
-    """What a content part of ``kind`` holds; None where it only says that one belongs here."""
+    """Return the media of a content part of ``kind``, or None if the part only marks a position."""
     for name in (kind, f"{kind}_url", f"input_{kind}"):
         if part.get(name) is not None:
             return part[name]
@@ -77,7 +89,15 @@ def payload(part: Mapping[str, Any], kind: str) -> Any:
 
 
 def listed(value: Any, kind: str, root: Path) -> list[Any]:
-    """The items of a column of ``kind``: one, several, or none. Several still pictures are the frames of one video."""
+    """Return the items of a column.
+
+    A list of still images in a ``video`` column is one video with these frames.
+
+    Args:
+        value: one item, a list of items, or None.
+        kind: the media kind of the column.
+        root: folder of relative paths.
+    """
     if value is None or (isinstance(value, str | bytes) and not value):
         return []
     if not isinstance(value, list | tuple):
@@ -89,7 +109,7 @@ def listed(value: Any, kind: str, root: Path) -> list[Any]:
 
 
 def is_raw(value: Any) -> bool:
-    """Whether ``value`` holds media itself rather than their names."""
+    """Return True if ``value`` contains media and not only their names."""
     if isinstance(value, Mapping):
         return any(map(is_raw, value.values()))
     if isinstance(value, list | tuple):
@@ -98,7 +118,10 @@ def is_raw(value: Any) -> bool:
 
 
 def _is_frame(value: Any, root: Path) -> bool:
-    """Whether ``value`` is one still picture, by its name or else by its content; nothing is downloaded for that."""
+    """Return True if ``value`` is one still image, by its name or its content.
+
+    Nothing is downloaded for this check.
+    """
     if isinstance(value, Mapping) and all(value.get(name) is None for name in _RAW):
         inside = nested(value)
         return inside is not None and _is_frame(inside, root)
@@ -106,7 +129,7 @@ def _is_frame(value: Any, root: Path) -> bool:
         if isinstance(value, str | PathLike) and _ending(fspath(value)) in PICTURE_SUFFIXES:
             return True
         return not isinstance(value, list | tuple) and is_still(Fetch(root, 1.0, offline=True).content(value, root))
-    except Exception:  # why it cannot be read is told where it is read
+    except Exception:  # the error is raised again, with its reason, when the item is read
         return False
 
 

@@ -1,4 +1,7 @@
-"""Where the media of a row stand in its text: parts of messages, markers such as ``<image>``, or before the question."""
+"""Positions of media in the text of a row.
+
+Media are at message parts, at markers such as ``<image>``, or before the last user message.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,10 @@ _WAITING = "?"
 
 @dataclass(frozen=True)
 class Reads:
-    """What a model reads besides text: for each kind the spellings in a row's text that stand for one of it."""
+    """The kinds of media that a model reads.
+
+    ``spellings`` maps each kind to the texts that stand for one item of it in a row.
+    """
 
     spellings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -35,8 +41,15 @@ NOTHING = Reads()
 
 @dataclass(slots=True)
 class Finder:
-    """Collects the ``items`` of one row. ``named`` are the columns that settings name for each kind, '' for the usual names and
-    None for no column."""
+    """Collects the media items of one row.
+
+    Args:
+        reads: media that the model reads.
+        where: location of the row, for messages.
+        root: folder of relative media paths.
+        named: column of each kind. An empty text means the usual names, None means no column.
+        items: the items found so far.
+    """
 
     reads: Reads
     where: str
@@ -45,7 +58,10 @@ class Finder:
     items: list[Item] = field(default_factory=list)
 
     def part(self, part: Mapping[str, Any], where: str) -> str | None:
-        """The mark of a content part, None for one that is no media. Raises ``BadRow`` for a kind that the model does not read."""
+        """Return the mark of a content part, or None if it is not media.
+
+        Raises ``BadRow`` for a kind that the model does not read.
+        """
         kind = kind_of(part)
         if kind is None:
             return None
@@ -59,7 +75,10 @@ class Finder:
         return self._add(Item(kind, value, f"{where}, {kind}", self.root, fps=fps, **limits))
 
     def text(self, text: str, where: str) -> str:
-        """``text`` with its markers as marks that wait for an item. Raises ``BadRow`` for text that holds marks of its own."""
+        """Return ``text`` with its markers replaced by marks that wait for an item.
+
+        Raises ``BadRow`` for text that contains reserved mark characters.
+        """
         if not self.reads.spellings:
             return text
         if OPEN in text or CLOSE in text:
@@ -70,24 +89,35 @@ class Finder:
         return text
 
     def plain(self, text: str, where: str) -> str:
-        """``text`` of a content part, whose markers are words as any other. Raises ``BadRow`` as ``text`` does."""
+        """Return the ``text`` of a content part, whose markers are ordinary words.
+
+        Raises ``BadRow`` for text that contains reserved mark characters.
+        """
         if self.reads.spellings and (OPEN in text or CLOSE in text):
             return self.text(text, where)
         return text
 
     def has_columns(self, row: Row) -> bool:
-        """Whether some column holds media that the model reads."""
+        """Return True if a column contains media that the model reads."""
         return any(self._column(kind, row)[1] for kind in self.reads.spellings)
 
     def taken(self, row: Row) -> set[str]:
-        """Columns that are media, unless they only name a file."""
+        """Return the names of the media columns, except for columns that only name a file."""
         names = {name for kind in self.reads.spellings for name in self._names(kind, row)}
         return {name for name in names if not (isinstance(row.get(name), str) and not row[name].startswith("data:"))}
 
     def place(self, texts: Sequence[str], last: int, row: Row) -> list[str]:
-        """``texts`` of a row's messages with the items of its columns in them: at the markers, or else before text ``last``.
+        """Return ``texts`` with marks for the items of the media columns of ``row``.
 
-        Raises ``BadRow`` when there are not as many markers as items, and for media of a kind that the model does not read.
+        Marks replace the markers of their kind. Without markers, they come before text ``last``.
+
+        Args:
+            texts: the texts of the messages.
+            last: index of the text that gets items without markers.
+            row: the row.
+
+        Raises:
+            BadRow: the numbers of markers and items differ, or the model does not read a kind.
         """
         texts, front = list(texts), ""
         for kind in KINDS:
@@ -122,7 +152,7 @@ class Finder:
         return (named,) if named else tuple(name for name in USUAL[kind] if name in row)
 
     def _column(self, kind: str, row: Row) -> tuple[str, list[Any]]:
-        """Name and items of the first column of ``kind`` that has any."""
+        """Return name and items of the first column of ``kind`` that has items."""
         for name in self._names(kind, row):
             if values := listed(named_column(row, name, f"{kind}s", self.where), kind, self.root):
                 return name, values
@@ -149,7 +179,7 @@ def _count(kind: str, number: int) -> str:
 
 
 def _whole(value: Any, name: str, where: str) -> int:
-    if not isinstance(value, int | float) or value % 1 != 0 or value < 1:  # of inf and nan the rest is nan
+    if not isinstance(value, int | float) or value % 1 != 0 or value < 1:  # inf % 1 and nan % 1 are nan, so both are refused
         raise BadRow(f"{where}: {name} is {value!r}, not a number of pixels")
     return int(value)
 

@@ -1,4 +1,4 @@
-"""What people see and hear of an item: small files that a browser opens."""
+"""Small preview files of media items that a browser can open."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from PIL import Image
 from lightrft.types import Attachment, Extent
 
 _SIDE, _LOSSLESS = 512, 1 << 16
-"""Longest side in pixels; pictures with no more pixels than this are kept without loss."""
+"""Longest side of a preview in pixels, and largest number of pixels that is stored losslessly."""
 
 
 def attachment(kind: str, value: np.ndarray, extent: Extent, rate: int) -> Attachment:
-    """A PNG or JPEG of a picture, a WebP animation of frames, a WAV of sound."""
+    """Return a preview: PNG or JPEG for an image, animated WebP for a video, WAV for sound.
+
+    Args:
+        kind: ``image``, ``video`` or ``audio``.
+        value: the decoded item: ``[H, W, 3]``, ``[T, H, W, 3]`` or ``[N]``.
+        extent: the extent of the item, with the times of its frames.
+        rate: sampling rate of sound in Hz.
+    """
     if kind == "audio":
         return _named(_wav(value, rate), ".wav")
     if kind == "video":

@@ -1,4 +1,4 @@
-"""Items measured, decoded and made into a model's inputs, side by side and once while they are remembered."""
+"""Measuring and decoding of media items and their conversion to model inputs, with a cache."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The tower's inputs of one item, and what people see of it."""
+    """The model inputs of one item, its extent and its preview."""
 
     inputs: Mapping[str, Tensor]
     extent: Extent
@@ -41,15 +41,19 @@ class Ready:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Return the size in bytes."""
         return sum(t.nbytes for t in self.inputs.values()) + len(self.attachment.data)
 
 
 class MediaReader:
-    """Reads items for ``processor`` (see ``lightrft.models.processors``) as ``config`` says. Picklable; every method may be
-    called from several threads.
+    """Reads media items for a processor.
 
-    What cannot be read raises ``BadRow``, which names row, column and file. ``DataError`` for a library that is not installed.
+    The reader can be pickled. Every method may be called from several threads. An unreadable item
+    raises ``BadRow``, which names row, column and file. A missing library raises ``DataError``.
+
+    Args:
+        config: the settings of media.
+        processor: the media processor (see ``lightrft.models.processors``).
     """
 
     def __init__(self, config: MediaConfig, processor: Any) -> None:
@@ -63,15 +67,24 @@ class MediaReader:
 
     @property
     def parts(self) -> Mapping[str, Any]:
-        """The processor's part for each kind."""
+        """Return the part of the processor for each kind."""
         return self.processor.parts
 
     def measured(self, items: Sequence[Item]) -> list[Extent | BadRow]:
-        """The extent of each item, or why there is none; side by side."""
+        """Return the extent of each item, measured concurrently.
+
+        An unreadable item is returned as its ``BadRow`` error.
+        """
         return self.workers.map(self._measured, items)
 
     def check_total(self, items: Sequence[Item], extents: Sequence[Extent], where: str) -> None:
-        """Raise ``BadRow`` when the items of one row together are more than ``max_row_mb``."""
+        """Raise ``BadRow`` if the items of one row exceed ``max_row_mb`` in total.
+
+        Args:
+            items: the items of the row.
+            extents: the extent of each item.
+            where: location of the row, for messages.
+        """
         total = sum(self._bytes(item.kind, extent) for item, extent in zip(items, extents, strict=True))
         if total > self.config.max_row_mb * 2**20:
             raise BadRow(
@@ -80,23 +93,40 @@ class MediaReader:
             )
 
     def measure(self, item: Item) -> Extent:
-        """How large an item is once decoded, from its header where that is enough."""
+        """Return the extent of an item once decoded, from its header if that is sufficient."""
         return self._told(item, lambda: self._measure(item))
 
     def expand(self, item: Item, extent: Extent) -> str:
-        """The text with placeholders that stands for the item."""
+        """Return the text of an item, with its placeholders."""
         return self._told(item, lambda: self._part(item).expand(extent))
 
     def inputs(self, items: Sequence[Item], ids: Sequence[int], where: str) -> tuple[Media, tuple[Attachment, ...]]:
-        """The inputs of one sample with ``items`` in the order of their places in ``ids``. Raises ``BadRow`` unless ``ids`` has a
-        placeholder for each feature."""
+        """Return the model inputs and previews of one sample.
+
+        Args:
+            items: the items, in the order of their placeholders.
+            ids: token ids of the sample.
+            where: location of the row, for messages.
+
+        Raises:
+            BadRow: an item is unreadable, or ``ids`` does not have one placeholder per feature.
+        """
         ready = [self.load(item) for item in items]
         self._check(items, ready, ids, where)
         return joined(ready), tuple(one.attachment for one in ready)
 
     def split(self, items: Sequence[Item], parts: tuple[list[int], list[int]], where: str) -> tuple[Media, Media]:
-        """The inputs of the items whose placeholders the first of ``parts`` holds, and those of the others. Raises ``BadRow`` as
-        ``inputs`` does, and when one is cut in two."""
+        """Return the model inputs of the items of the first part and of the second part.
+
+        Args:
+            items: the items, in the order of their placeholders.
+            parts: token ids of the two parts.
+            where: location of the row, for messages.
+
+        Raises:
+            BadRow: an item is unreadable or is split between the parts, or placeholders and
+                features do not match.
+        """
         ready = [self.load(item) for item in items]
         room = {token: parts[0].count(token) for token in set(self.processor.tokens.values())}
         first: list[int] = []
@@ -112,7 +142,7 @@ class MediaReader:
         return whole[0], whole[1]
 
     def load(self, item: Item) -> Ready:
-        """The item decoded and processed, or as it is remembered by its content."""
+        """Return the decoded and processed item. A cache by content is used."""
         return self._told(item, lambda: self._load(item))
 
     def _check(self, items: Sequence[Item], ready: Sequence[Ready], ids: Sequence[int], where: str) -> None:
@@ -140,7 +170,7 @@ class MediaReader:
             return work()
         except UserError:
             raise
-        except Exception as error:  # decoders raise what they like
+        except Exception as error:  # decoders raise arbitrary errors
             reason = str(error) or type(error).__name__
             known = isinstance(error, ValueError)
             raise BadRow(
@@ -195,7 +225,7 @@ class MediaReader:
 
     def _viewing(self, item: Item) -> Viewing:
         config = self.config
-        least = getattr(self.parts[item.kind], "least", 1)  # only some parts for clips ask for so many frames
+        least = getattr(self.parts[item.kind], "least", 1)  # only some video processors require a minimum
         fps = config.fps if item.fps is None else item.fps
         most = config.max_decoded_mb * 2**20
         return Viewing(fps, config.max_frames, config.max_seconds, config.max_source_pixels, least, most)
@@ -206,7 +236,7 @@ class MediaReader:
 
 
 def joined(ready: Sequence[Ready]) -> Media:
-    """The inputs of one sample with all of ``ready``."""
+    """Return the model inputs of one sample with all items of ``ready``."""
     made: dict[str, list[Tensor]] = {}
     for one in ready:
         for name, tensor in one.inputs.items():
@@ -219,7 +249,7 @@ def joined(ready: Sequence[Ready]) -> Media:
 
 @dataclass
 class _Recent:
-    """What was used last, up to ``limit`` bytes. Forgotten when pickled."""
+    """A least-recently-used cache of at most ``limit`` bytes. Pickling empties it."""
 
     limit: int
     _kept: OrderedDict[Any, Ready] = field(default_factory=OrderedDict)

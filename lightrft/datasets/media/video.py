@@ -1,4 +1,7 @@
-"""Video files, animations and lists of pictures to frames ``[T, H, W, 3]`` uint8. Raises ``ValueError`` with the reason."""
+"""Decoding of videos, animations and image lists to frames ``[T, H, W, 3]`` uint8.
+
+Raises ``ValueError`` with the reason.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +24,12 @@ from lightrft.utils.atomic_files import human_bytes
 from lightrft.utils.errors import DataError
 
 MOST_PACKETS = 4_000_000
-"""Packets of a video whose times are read: 18 hours at 60 a second."""
+"""Largest number of packets whose times are read: 18 hours at 60 per second."""
 PASSED_BY = 8
-"""How many times ``Viewing.most_bytes`` the frames of an animation may have in all, since each must be decoded to reach the next."""
+"""Largest total size of all frames of an animation, as a multiple of ``Viewing.most_bytes``.
+
+All frames count, because each must be decoded to reach the next one.
+"""
 CONTAINERS = (
     *("mov", "matroska", "avi", "flv", "mpegts", "mpeg", "asf", "ogg", "mp3", "aac", "wav", "flac", "aiff", "au", "caf", "ac3"),
     *(
@@ -46,13 +52,26 @@ CONTAINERS = (
         "gif",
     ),
 )
-"""Formats that are read. Others are not, such as play lists, which name more files and addresses that would be opened."""
+"""Supported container formats.
+
+Others are refused, such as playlists, which open further files and addresses.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Viewing:
-    """Which frames are looked at: ``fps`` of them a second, but at least ``least``, as far as there are so many, and never more than
-    ``max_frames``, evenly over the whole. Decoded, they have at most ``most_bytes``."""
+    """Settings for selecting frames.
+
+    Frames are spread evenly over the whole video.
+
+    Args:
+        fps: frames per second. None spreads ``max_frames`` frames.
+        max_frames: largest number of frames.
+        max_seconds: longest duration in seconds. None means no limit.
+        max_source_pixels: largest number of pixels of a frame.
+        least: smallest number of frames, if the video has so many.
+        most_bytes: largest memory of the decoded frames, in bytes.
+    """
 
     fps: float | None
     max_frames: int
@@ -62,7 +81,14 @@ class Viewing:
     most_bytes: float = math.inf
 
     def check(self, frames: int, height: int, width: int, allowance: int = 1) -> None:
-        """Raise ``ValueError`` for frames that are too large, or too large together."""
+        """Raise ``ValueError`` for frames that are too large, each or in total.
+
+        Args:
+            frames: number of frames.
+            height: height in pixels.
+            width: width in pixels.
+            allowance: factor on ``most_bytes``.
+        """
         if height * width > self.max_source_pixels:
             raise ValueError(
                 f"frames of {width} x {height} pixels, more than data.media.max_source_pixels = {self.max_source_pixels}"
@@ -74,7 +100,12 @@ class Viewing:
             )
 
     def choose(self, times: Sequence[float]) -> list[int]:
-        """Positions in ``times``, which ascend, of the frames to look at."""
+        """Return the positions in ``times`` of the selected frames.
+
+        ``times`` are ascending seconds.
+
+        Raises ``ValueError`` for a video without frames or longer than ``max_seconds``.
+        """
         if not times:
             raise ValueError("the video has no frames")
         last = times[-1] - times[0]
@@ -88,13 +119,16 @@ class Viewing:
         return found.tolist() if len(found) >= self.least else self.spread(len(times), self.least)
 
     def spread(self, count: int, most: int | None = None) -> list[int]:
-        """At most ``most`` of ``count``, or ``max_frames``, evenly."""
+        """Return evenly spread positions below ``count``.
+
+        There are at most ``max_frames`` of them, and at most ``most`` unless that is None.
+        """
         taken = min(count, self.max_frames, count if most is None else most)
         return np.unique(np.linspace(0, count - 1, taken).round().astype(int)).tolist()
 
 
 def clip_extent(content: Content, viewing: Viewing) -> Extent:
-    """What ``read_clip`` will give, without decoding every frame."""
+    """Return the extent that ``read_clip`` returns, without decoding every frame."""
     if isinstance(content, np.ndarray | Frames):
         chosen, times = _even(content, viewing)
         return Extent((len(chosen), *_one_size(content, chosen, viewing)), times)
@@ -107,7 +141,7 @@ def clip_extent(content: Content, viewing: Viewing) -> Extent:
 
 
 def read_clip(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
-    """The frames looked at, and when each was."""
+    """Return the selected frames ``[T, H, W, 3]`` and their extent, with their times."""
     if isinstance(content, np.ndarray | Frames):
         chosen, times = _even(content, viewing)
         shape = (len(chosen), *_one_size(content, chosen, viewing))
@@ -132,7 +166,7 @@ def _decoded(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
 
 
 def _one_size(content: np.ndarray | Frames, chosen: Sequence[int], viewing: Viewing) -> tuple[int, int, int]:
-    """Return the size that all ``chosen`` frames have, by their headers."""
+    """Return the common size of all ``chosen`` frames, from their headers."""
     sizes = {picture_size(_frame(content, k), viewing.max_source_pixels) for k in chosen}
     if len(sizes) > 1:
         raise ValueError(f"frames of different sizes: {', '.join(sorted(f'{width} x {height}' for height, width, _ in sizes))}")
@@ -142,7 +176,10 @@ def _one_size(content: np.ndarray | Frames, chosen: Sequence[int], viewing: View
 
 
 def _filled(shape: tuple[int, ...], frames: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
-    """Return an array of ``shape`` with numbered ``frames`` in it, of which there is never a second copy."""
+    """Return an array of ``shape`` filled with the numbered ``frames``.
+
+    ``frames`` may be a generator, so that only the array has all frames in memory.
+    """
     out = np.empty(shape, np.uint8)
     for at, frame in frames:
         if frame.shape != shape[1:]:
@@ -152,11 +189,13 @@ def _filled(shape: tuple[int, ...], frames: Iterable[tuple[int, np.ndarray]]) ->
 
 
 def _seen(frames: Iterable[Any], places: Sequence[int], shape: tuple[int, ...]) -> np.ndarray:
-    """Return what is to be seen at each of ``places``, which ascend, as an array of ``shape``.
+    """Return the visible frame at each of ``places`` as an array of ``shape``.
 
-    A packet may have no frame of its own: some codecs send what only later frames refer to, and a stream may be cut before what
-    its first ones refer to. Then that frame is seen which stands at the time, or the first of all. Raises ``ValueError`` where
-    more than half are so.
+    ``places`` are ascending. A packet may have no frame: some codecs send data that only later
+    frames refer to. A stream may also be cut before the data that its first frames refer to. Such a
+    place shows the last frame before it, or else the first frame.
+
+    Raises ``ValueError`` if more than half of the places have no frame.
     """
     own: set[int] = set()
     before: dict[int, Any] = {}
@@ -190,15 +229,19 @@ def _seen(frames: Iterable[Any], places: Sequence[int], shape: tuple[int, ...]) 
 
 
 def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Extent]:
-    """Time stamps of the frames to look at, and their extent, from the packets and the first frame."""
+    """Return the time stamps of the selected frames, and their extent.
+
+    Reads the packets and decodes the first frame.
+    """
     if not container.streams.video:
         raise ValueError("no video in the file")
     source = container.streams.video[0]
-    viewing.check(1, source.codec_context.height, source.codec_context.width)  # before the first frame is decoded
+    viewing.check(1, source.codec_context.height, source.codec_context.width)  # must come before the first frame is decoded
     source.codec_context.options = {**source.codec_context.options, "max_pixels": str(viewing.max_source_pixels)}
     try:
         packets = islice(container.demux(source), MOST_PACKETS)
         stamps = sorted(p.pts for p in packets if p.pts is not None and not p.is_discard)
+        # demuxing has moved the container to its end
         container.seek(0, backward=True, any_frame=False)
         first = next(iter(container.decode(source)), None)
     except library.FFmpegError as error:
@@ -219,7 +262,7 @@ def _upright(frame: Any) -> np.ndarray:
 
 
 def _even(content: np.ndarray | Frames, viewing: Viewing) -> tuple[list[int], tuple[float, ...]]:
-    """Frames that are taken to be ``viewing.fps`` a second: which ones, and their times."""
+    """Return the selected frames of a list, and their times at ``viewing.fps``."""
     if isinstance(content, np.ndarray) and content.ndim != 4:
         raise ValueError(f"an array of shape {content.shape} is no video; it must be [frames, height, width, 3]")
     count = len(content) if isinstance(content, np.ndarray) else len(content.pictures)
@@ -242,7 +285,7 @@ def _is_animation(content: Content) -> bool:
 
 @contextmanager
 def _animation(content: Any) -> Generator[Image.Image, None, None]:
-    """The picture to leaf through. One in memory stands where it stood, afterwards."""
+    """Yield the opened animation. An image in memory returns to its current frame afterwards."""
     with held(content):
         picture, at = _leafed(content)
         try:
@@ -255,7 +298,7 @@ def _animation(content: Any) -> Generator[Image.Image, None, None]:
 
 
 def _leafed(content: Any) -> tuple[Image.Image, int | None]:
-    """The picture at its first frame, and at which it stood if it is only lent."""
+    """Return the animation at its first frame, and its original frame if the caller owns it."""
     try:
         if not isinstance(content, Image.Image):
             return Image.open(stream(content), formats=picture_formats()), None
@@ -277,7 +320,7 @@ def _extent_of(picture: Image.Image, viewing: Viewing) -> tuple[list[int], Exten
         height, width, channels = picture_size(picture, viewing.max_source_pixels)  # a GIF may grow from frame to frame
         viewing.check(count, height, width, PASSED_BY)
         with _damage(k):
-            picture.load()  # a WebP tells how long a frame stands only then
+            picture.load()  # Pillow reads the duration of a WebP frame only on loading it
         times.append(now)
         now += (picture.info.get("duration") or 100) / 1000
     chosen = viewing.choose(times)
@@ -309,7 +352,7 @@ def _container(library: Any, content: Content) -> Any:
 
 
 def opened(library: Any, content: Path | bytes) -> Any:
-    """Open a container of one of ``CONTAINERS``, which can open nothing else by itself."""
+    """Open a container of one of ``CONTAINERS``. It cannot open other files or addresses."""
     return library.open(
         stream(content), "r", container_options={"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "file"}
     )

@@ -1,1 +1,1 @@
-"""Tasks whose rows are made on the spot, from a seed."""
+"""Tasks whose rows are generated from a seed."""

@@ -1,6 +1,7 @@
-"""Worked arithmetic, made from a seed: ``12+34*2=?`` with its steps and ``#### 80``.
+"""Arithmetic problems with worked solutions, generated from a seed.
 
-The split of a problem is a hash of the problem itself, so train and held-out problems never meet, whatever the seeds and counts.
+A row has ``12+34*2=?`` with its steps and ``#### 80``. The split of a problem is a hash of the
+problem itself. Train and eval problems are therefore disjoint for all seeds and counts.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Literal
 from lightrft.utils.errors import ConfigError, DataError
 
 TRIES = 2000
-"""Rejected problems in a row after which a set of knobs counts as used up."""
+"""Number of rejected problems in a row after which the search stops."""
 
 Difficulty = Literal["easy", "medium", "hard"]
 DIFFICULTIES: dict[Difficulty, dict[str, Any]] = {
@@ -40,16 +41,29 @@ def rows(
     heldout: float = 0.2,
     distinct: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """``count`` rows of ``split`` (``train``, or any other name for the held-out problems).
+    """Yield ``count`` rows of ``split``.
 
-    ``difficulty`` sets ``operands`` (smallest and largest), ``operations`` (how many, or fewest and most) and ``operators``,
-    each of which can be given by itself. Numbers beside a ``*`` come from ``factors``. No number of the working exceeds
-    ``largest``, nor is below 0 unless ``negative``. ``steps`` writes the working out, a line for
-    each operation, in all rows, none, or this share of them.
-    ``mistakes`` is the share of responses with one wrong step and what follows from it: a poor teacher, for something to be
-    left to learn; labels are always right. ``heldout`` is the share of all problems that are held out.
+    Args:
+        count: number of rows.
+        seed: seed of the problems.
+        split: ``train``. Any other name means the eval problems.
+        difficulty: preset of ``operands``, ``operations`` and ``operators``.
+        operands: smallest and largest operand. None means the preset.
+        factors: smallest and largest operand next to a ``*``.
+        operations: number of operations, or its minimum and maximum. None means the preset.
+        operators: the characters to choose from, among ``+-*``. None means the preset.
+        largest: largest absolute value of any number in the solution. None means no limit.
+        negative: if False, no intermediate result is negative.
+        steps: if True, the response has a line for each operation. A number is the fraction of rows
+            that have these lines.
+        mistakes: fraction of responses with one wrong step and its consequences. Such a teacher
+            leaves something to learn. Labels are always correct.
+        heldout: fraction of all problems that belong to the eval set.
+        distinct: if True, no problem occurs twice.
 
-    Raises ``ConfigError`` for a knob out of range and ``DataError`` when there are fewer than ``count`` distinct problems.
+    Raises:
+        ConfigError: an argument is out of range.
+        DataError: there are fewer than ``count`` distinct problems.
     """
     if difficulty not in DIFFICULTIES:
         raise ConfigError(f"arithmetic: difficulty {difficulty!r} is not one of {', '.join(DIFFICULTIES)}")
@@ -112,12 +126,18 @@ def _rows(
 
 
 def is_heldout(problem: str, share: float) -> bool:
-    """Whether ``problem`` belongs to the ``share`` of all problems that are held out."""
+    """Return True if ``problem`` belongs to the eval set, a fraction ``share`` of all problems."""
     return int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=8).digest(), "big") < share * 2**64
 
 
 def work(numbers: Sequence[int], signs: Sequence[str], slip: tuple[int, int] | None = None) -> list[tuple[int, str, int, int]]:
-    """Steps ``(a, sign, b, result)`` in the order of precedence; ``slip`` (step, amount) gets one of them wrong."""
+    """Return the steps ``(a, sign, b, result)`` of a solution, in the order of precedence.
+
+    Args:
+        numbers: the operands.
+        signs: the operators between them.
+        slip: ``(step, amount)`` adds ``amount`` to the result of one step. None means no mistake.
+    """
     numbers, signs = list(numbers), list(signs)
     done: list[tuple[int, str, int, int]] = []
     while signs:
