@@ -154,7 +154,7 @@ def placed(plan: Layout, launch: LaunchConfig, stop: StopFlag) -> Generator[Any]
     group = groups.placement_group([dict(bundle) for bundle in plan.bundles], strategy=launch.ray.placement)
     try:
         until = time.monotonic() + 60 * launch.ray.wait
-        own = launch.ray.address is None  # a local cluster does not grow, so there is no point in waiting
+        own = launch.ray.address is None  # a local cluster does not grow, so waiting is pointless
         while not group.wait(1):
             if stop:
                 raise RankError("stopped before the ranks had a place")

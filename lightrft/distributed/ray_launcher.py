@@ -169,7 +169,7 @@ class Rank:
         """Return True if the file ``mark`` exists on this node within ``seconds``."""
         until = time.monotonic() + seconds
         while not (found := Path(mark).exists()) and time.monotonic() < until:
-            list(Path(mark).parent.glob("*"))  # makes a network file system refresh its directory cache
+            list(Path(mark).parent.glob("*"))  # makes NFS refresh its directory cache
             time.sleep(0.2)
         return found
 

@@ -203,7 +203,7 @@ def answered(ref: Any) -> Future[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Office:
-    """Access of a rank to its workers: ``slots`` by worker name, and this rank's address ``host``."""
+    """Access of a rank to its workers: ``slots`` by worker name, and its own address ``host``."""
 
     roster: Any
     slots: Mapping[str, Slot]
@@ -229,7 +229,7 @@ def opened(office: Office) -> Generator[None]:
 
 
 def office_here() -> Office:
-    """Return the office of this rank. Raises ``ConfigError`` in a process without a Ray launcher."""
+    """Return the office of this rank. Raises ``ConfigError`` if no Ray launcher started it."""
     office = _OFFICE.get()
     if office is None:
         raise ConfigError(

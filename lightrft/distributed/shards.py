@@ -43,7 +43,7 @@ def held_of(tensor: Tensor) -> Held:
     for mesh_dim, placement in enumerate(tensor.placements):
         if (dim := getattr(placement, "dim", None)) is not None:
             mesh = tensor.device_mesh
-            # _StridedShard splits the dimension into ``split_factor`` groups first, then shards each group.
+            # _StridedShard splits into ``split_factor`` groups first, then shards each group.
             splits[dim].append((getattr(placement, "split_factor", 1), mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)))
     runs = [_runs(size, of_dim) for size, of_dim in zip(shape, splits, strict=True)]
     return Held(

@@ -1,4 +1,4 @@
-"""A run of supervised fine-tuning, from the first step or from where it was stopped."""
+"""Run supervised fine-tuning, from the first step or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lightrft.workers.local import local_policy, local_scorer, local_tokenizer
 
 @dataclass(slots=True, kw_only=True)
 class SFTRun(Training):
-    """A step takes the next conversations of ``dataset`` in the order of ``sampler``."""
+    """An SFT run, whose steps take conversations of ``dataset`` in the order of ``sampler``."""
 
     config: SFTConfig
     dataset: SFTDataset
@@ -47,7 +47,7 @@ class SFTRun(Training):
 
 
 def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, Any]:
-    """Train as ``config`` says, into its run folder; returns what ``summary.json`` holds."""
+    """Train as configured and return the content of ``summary.json``."""
     if not config.data.sources:
         raise ConfigError("data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]")
     check_evaluation(config)
@@ -68,7 +68,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
 
 
 def prepare(config: SFTConfig, session: Session) -> SFTRun:
-    """Data and roles, at step 0."""
+    """Load data and roles of a run, at step 0."""
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
