@@ -118,8 +118,8 @@ class Session:
         return step, state, row
 
     def _newest(self, about: Mapping[str, Any], sign: Callable[[], None]) -> tuple[Path | None, int]:
-        """Return the checkpoint to resume from and its step. A checkpoint named by the user is
-        final.
+        """Return the checkpoint to resume from and its step. One that the user named is never
+        replaced.
         """
         if self.folder.checkpoint is not None:
             return self.folder.checkpoint, verify(self.folder.checkpoint, about, sign).step
