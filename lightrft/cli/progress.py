@@ -28,10 +28,18 @@ class Watch:
         self._progress: Progress | None = None
 
     def begin(self, title: str, total: int, done: int) -> None:
+        """Start the progress bar of a phase and close the previous one.
+
+        Args:
+            title: name of the phase.
+            total: number of steps.
+            done: number of steps that are already complete.
+        """
         self._stack.close()
         self._progress = self._stack.enter_context(Progress(total, title, done=done, enabled=self._enabled))
 
     def update(self, row: Mapping[str, Any]) -> None:
+        """Advance the progress bar with the metrics of a step."""
         if self._progress is not None:
             self._progress.update(row)
 

@@ -78,6 +78,7 @@ class Report:
 
     @property
     def bad(self) -> int:
+        """The number of bad findings."""
         return sum(f.verdict == "bad" for f in self.findings)
 
 
@@ -509,7 +510,7 @@ def _measured(config: RLConfig | SFTConfig, data: _Data, device: Device, memory:
 
 
 def _agrees(config: RLConfig, said: speed_probe.Expected) -> Iterator[Finding]:
-    """Check that log-probs of the engine agree with those of training."""
+    """Check that the engine and the training pass agree on log-probs."""
     if said.layout:
         yield Finding("engine", "warn", "model.layout", said.layout)
     if said.agreement is None:

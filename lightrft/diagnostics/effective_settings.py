@@ -166,9 +166,7 @@ def _of_preset(preset: str, key: str, value: object) -> str:
 
 
 def _given(key: str, sources: Mapping[str, str]) -> str | None:
-    """Return the origin of ``key``: its own, that of an enclosing list, or that of a shorthand
-    value.
-    """
+    """Return the origin of ``key``: the key itself, an enclosing list, or a shorthand value."""
     words = key.split(".")
     above = (".".join(words[:n]) for n in range(len(words), 1, -1))
     return next((sources[k] for k in above if k in sources), None) or next(

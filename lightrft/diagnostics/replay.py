@@ -42,10 +42,10 @@ class Replayed:
 def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overrides: Sequence[str] = ()) -> Replayed:
     """Repeat ``phases`` of ``step`` on the batch that the run saved.
 
-    Columns of earlier phases are those of the run. Weights, optimizer and coefficients come from
-    the
-    checkpoint before the step, so the same settings give the same numbers. The run is not changed.
-    The random generators of this process are seeded.
+    The batch keeps the columns that earlier phases of the run computed. Weights, optimizer and
+    coefficients come from the checkpoint before the step, so the same settings give the same
+    numbers.
+    The run is not changed. The random generators of this process are seeded.
 
     Args:
         folder: run folder.

@@ -46,6 +46,7 @@ class Expected:
 
     @property
     def total(self) -> float:
+        """The estimated seconds of a step."""
         return self.drawing + self.forward + self.update
 
 

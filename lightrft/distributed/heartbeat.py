@@ -76,12 +76,12 @@ class Pulse:
         if error is not None:
             self.fail(error)
             return
-        with suppress(RuntimeError):  # of the store
+        with suppress(RuntimeError):  # the store may be gone already
             self._store.set(f"done/{self.rank}", "")
 
     def fail(self, error: BaseException) -> None:
         """Report to the other ranks that ``error`` is about to end this rank."""
-        with suppress(RuntimeError):  # of the store
+        with suppress(RuntimeError):  # the store may be gone already
             self._store.set(f"left/{self._run}/{self.rank}", f"{type(error).__name__}: {error}")
             self._store.set(f"failing/{self._run}", "")
 
@@ -92,9 +92,9 @@ class Pulse:
     def others(self, line: str = "", members: Iterable[int] = ()) -> str:
         """Return a description of the rank that blocks a collective call, or "" if none is found.
 
-        It names ranks that have failed, ranks without a heartbeat, and ranks that have made fewer
-        calls
-        on ``line`` than this one. The check takes a few seconds.
+        It names ranks that have failed and ranks without a heartbeat. Otherwise it names ranks that
+        have
+        made fewer calls on ``line`` than this one. The check takes a few seconds.
 
         Args:
             line: name of a sequence of collective calls, as passed to ``come``.
@@ -112,7 +112,7 @@ class Pulse:
                 return f"{self._named(silent)} gives no sign of life: it was killed, or is stopped"
             if late := [rank for rank in members if rank != self.rank and (after[rank] or (0, {}))[1].get(line, 0) < mine]:
                 return f"{self._named(late)} is alive, and has not come to where the others wait"
-        except RuntimeError as error:  # of the store
+        except RuntimeError as error:  # raised by the store
             return f"the launcher, or the machine of the first rank, cannot be reached ({first_line(error)})"
         return ""
 
@@ -138,7 +138,7 @@ class Pulse:
                 self._beat()
                 self._watch(heard, woke)
                 last_answer = woke
-            except RuntimeError as error:  # of the store
+            except RuntimeError as error:  # raised by the store
                 if not orphaned and woke - last_answer > LOST * BEAT:
                     orphaned = woke
                     _say(

@@ -73,12 +73,15 @@ class Alone:
     minutes = math.inf
 
     def gather(self, value: T) -> list[T]:
+        """Return ``[value]``."""
         return [value]
 
     def sum(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``."""
         return tensor
 
     def apart(self) -> Alone:
+        """Return this group."""
         return self
 
 
@@ -107,18 +110,21 @@ class Together:
         self._line = str(next(self._lines))
 
     def gather(self, value: T) -> list[T]:
+        """See ``Ranks.gather``."""
         found: list[Any] = [None] * self.size
         with self._waiting():
             self._dist.all_gather_object(found, value, group=self._plain)
         return found
 
     def sum(self, tensor: Tensor) -> Tensor:
+        """See ``Ranks.sum``."""
         total = tensor.detach().to("cpu", copy=True)
         with self._waiting():
             self._dist.all_reduce(total, group=self._plain)
         return total.to(tensor.device)
 
     def apart(self) -> Together:
+        """See ``Ranks.apart``."""
         limit = timedelta(minutes=self.minutes)
         return Together(self.minutes, self._dist.new_group(self._members, limit, "gloo", use_local_synchronization=True))
 

@@ -23,6 +23,7 @@ class Desk:
         self._stop = asyncio.Event()
 
     async def tell(self, event: tuple[str, Any]) -> None:
+        """Queue an event of a rank."""
         self._events.append(event)
         self._news.set()
 
@@ -38,6 +39,7 @@ class Desk:
         return events
 
     async def stop(self) -> None:
+        """Ask all ranks to stop."""
         self._stop.set()
 
     async def stopped(self) -> bool:
@@ -55,15 +57,25 @@ class Teller(logging.Handler):
         self.addFilter(lambda record: not any(hasattr(record, key) for key in FILE_ONLY))
 
     def begin(self, title: str, total: int, done: int) -> None:
+        """Forward the start of a phase.
+
+        Args:
+            title: name of the phase.
+            total: number of steps.
+            done: number of steps that are already complete.
+        """
         self.tell("begin", (title, total, done))
 
     def update(self, row: Mapping[str, Any]) -> None:
+        """Forward the metrics of a step."""
         self.tell("update", dict(row))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Forward a log record."""
         self.tell("log", (record.levelno, record.getMessage()))
 
     def tell(self, kind: str, value: Any) -> None:
+        """Send an event to the desk, without waiting for delivery."""
         self._last = self._desk.tell.remote((kind, value))
 
     def leave(self, rank: int, error: BaseException) -> None:

@@ -174,6 +174,7 @@ class Rank:
         return found
 
     def remove_mark(self, mark: str) -> None:
+        """Delete the file of ``put_mark``."""
         Path(mark).unlink(missing_ok=True)
 
     def run(self, order: Order) -> Ended:
@@ -274,6 +275,7 @@ class Driver:
 
     @property
     def asked(self) -> RayConfig:
+        """The Ray settings of the run."""
         return self.config.launch.ray
 
     def run(self) -> dict[str, Any]:

@@ -23,7 +23,13 @@ from lightrft.utils.errors import ConfigError, ResourceError, UserError
 
 
 class Host:
-    """The process of a worker. It calls one method after the other, in order."""
+    """The process of a worker. It calls one method after the other, in order.
+
+    Args:
+        folder: working directory of the run.
+        environment: environment variables to set.
+        desk: receives log records.
+    """
 
     def __init__(self, folder: str, environment: Mapping[str, str], desk: Any) -> None:
         adopt(environment)
@@ -46,6 +52,13 @@ class Host:
                 self._failure = error
 
     def call(self, make: list[Any], method: str, *args: Any) -> Any:
+        """Call ``method`` of the object, which is made first if needed, and return the result.
+
+        Args:
+            make: one-element list with a Ray reference to the ``Maker``.
+            method: name of the method.
+            args: arguments of the method.
+        """
         self.make(make)  # calls of different ranks are unordered: this may arrive before ``make``
         if self._failure is not None:
             raise self._failure
@@ -153,7 +166,14 @@ class Roster:
 
 
 class RayWorker:
-    """A ``Worker`` over an actor that all ranks may share."""
+    """A ``Worker`` over an actor that all ranks may share.
+
+    Args:
+        roster: the actor that starts and restarts workers.
+        name: name of the worker, e.g. ``engine 0``.
+        slot: its share of a bundle.
+        make: makes the object inside the worker.
+    """
 
     def __init__(self, roster: Any, name: str, slot: Slot, make: Maker) -> None:
         self.name = name
@@ -163,12 +183,15 @@ class RayWorker:
         self._actor, self._life = answer_of(roster.hold.remote(name, slot, self._make))
 
     def call(self, method: str, *args: Any) -> Future[Any]:
+        """See ``Worker.call``."""
         return answered(self._actor.call.remote(self._make, method, *args))
 
     def restart(self) -> None:
+        """See ``Worker.restart``."""
         self._actor, self._life = answer_of(self._roster.again.remote(self.name, self._life))
 
     def close(self) -> None:
+        """See ``Worker.close``."""
         self._roster.leave.remote(self.name)
 
 

@@ -28,8 +28,8 @@ def run_processes(name: str, program: Sequence[str], processes: int, minutes: fl
         minutes: time the ranks get to stop after a signal, in minutes.
 
     Returns:
-        The exit status: 0, 2 for errors the user can fix, 1 for others. After a signal to this
-        process, which is forwarded to the ranks, it is 128 plus the number of the signal.
+        The exit status: 0, 2 for errors the user can fix, 1 for others. A signal to this process is
+        forwarded to the ranks, and the status is 128 plus its number.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -118,6 +118,7 @@ class Forced(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Collect the process ids of a message about forced termination."""
         if "forcefully" in str(record.msg) and isinstance(record.args, tuple):
             self.pids.update(pid for pid in record.args if isinstance(pid, int))
 

@@ -40,7 +40,7 @@ def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str
 def check_bound(config: PreTrainedConfig, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
     """Raise ``ConfigError`` if a response could exceed ``length_bound``.
 
-    Beyond that bound, the log-probs that are trained differ from those that were sampled.
+    Beyond that bound, training and sampling disagree on log-probs.
 
     Args:
         config: settings of the model.

@@ -50,15 +50,18 @@ class RLRun(Training):
     _drawn: dict[str, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
+        """Start asynchronous generation, with the batches that the checkpoint contains."""
         if self.ahead is not None:
             self.ahead.begin(self.step, self._drawn)
             self._drawn = {}
 
     def rest(self) -> None:
+        """Pause asynchronous generation until engine and scorer are idle."""
         if self.ahead is not None:
             self.ahead.rest()
 
     def advance(self) -> Metrics:
+        """Take one step, and write its rollouts and its batch if the settings ask for them."""
         config, session = self.config, self.session
         result = self.learn_next() if self.ahead is None else self.learn_drawn(self.ahead)
         done = self.step + 1
@@ -93,6 +96,7 @@ class RLRun(Training):
         return result
 
     def state(self) -> dict[str, Any]:
+        """Return the state of prompts, coefficients, PTX data, reference and pending batches."""
         # Must come first: it waits for batches in flight, and may rewind the prompt sampler.
         drawn = {} if self.ahead is None else {"drawn": self.ahead.state_dict(self.step)}
         carried = {**self.stream.state_dict(), "controls": self.controls.state_dict()}
@@ -100,6 +104,7 @@ class RLRun(Training):
         return {**carried, **ptx, **refreshed_state(self.roles), **drawn}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the result of ``state``."""
         self.stream.load_state_dict(state)
         self.controls.load_state_dict(state["controls"])
         if self.roles.ptx is not None:
@@ -108,6 +113,7 @@ class RLRun(Training):
         self._drawn = state.get("drawn", {})
 
     def about(self) -> dict[str, Any]:
+        """Return the algorithm, and the number of tokens of unfinished responses."""
         begun = {"tokens_in_flight": sum(map(tokens_of, self.stream.begun))} if self.config.rollout.partial else {}
         return {"algorithm": self.config.algorithm.preset or "custom", **begun}
 

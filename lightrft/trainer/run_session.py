@@ -45,9 +45,9 @@ def _now() -> float:
 class Session:
     """One run, from opening to closing its folder. ``seconds`` continue over a resume.
 
-    ``at_risk`` is the most work that a kill could have cost so far, in seconds and in steps since
-    the
-    last checkpoint or the start.
+    ``at_risk`` is the most work that a kill could have cost so far. It is measured in seconds and
+    in
+    steps since the last checkpoint or the start.
     """
 
     folder: RunFolder
@@ -68,19 +68,20 @@ class Session:
 
     @property
     def path(self) -> Path:
+        """The run folder."""
         return self.folder.path
 
     @property
     def seconds(self) -> float:
-        """The wall-clock seconds of this run, including those before a resume."""
+        """The wall-clock seconds of this run, including the time before a resume."""
         return self.before + _now() - self.began
 
     def resume(self, strategy: Strategy, trained: Mapping[str, Kept]) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """Load the newest intact checkpoint of the folder.
+        """Load the newest intact checkpoint of the folder. Repeated steps are logged.
 
-        A fresh start returns step 0 and empty mappings, even if an earlier run of the folder ended
-        before
-        its first checkpoint. Repeated steps are logged.
+        A fresh start returns step 0 and empty mappings. So does a folder whose run ended before its
+        first
+        checkpoint.
 
         Args:
             strategy: strategy that loads the models.

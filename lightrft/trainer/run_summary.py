@@ -78,7 +78,7 @@ def _spread(keys: Sequence[str], before: dict[str, Any], after: dict[str, Any]) 
 
 
 def question(prompt: str, attached: bool = False) -> str:
-    """Return the part of a prompt to show: the last user message in ChatML, else the whole prompt.
+    """Return the part of a prompt to show: the last user message in ChatML, else the full prompt.
 
     With ``attached``, special tokens are removed, because attachments are displayed themselves.
     """

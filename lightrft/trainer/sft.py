@@ -35,14 +35,17 @@ class SFTRun(Training):
     sampler: PromptSampler
 
     def advance(self) -> Metrics:
+        """Take one step on the next ``batch_size`` conversations."""
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         with self.session.timers("update"):
             return sft_step(self.roles.strategy, self.roles.policy, batch, self.config.train.micro_batch_tokens)
 
     def state(self) -> dict[str, Any]:
+        """Return the state of the sampler."""
         return {"sampler": self.sampler.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the result of ``state``."""
         self.sampler.load_state_dict(state["sampler"])
 
 

@@ -55,7 +55,7 @@ class Training(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Return the plain data that the next step reads, besides weights, optimizer and random
+        """Return the plain data that the next step reads, except weights, optimizer and random
         state.
         """
 
@@ -77,6 +77,7 @@ class Training(ABC):
 
     @property
     def trained(self) -> dict[str, Kept]:
+        """The models that a checkpoint saves, by name."""
         return self.roles.trained
 
 
@@ -158,9 +159,9 @@ def save_whole(actor: Actor, run: Training) -> None:
 def best_checkpoint(run: Training, sign: Callable[[], None]) -> tuple[Path | None, int]:
     """Return the best checkpoint and its step.
 
-    The checkpoint is None, with the current step, if the current policy is the best or the run
-    names
-    no metric.
+    The checkpoint is None if the current policy is the best, or if the run names no metric. The
+    step
+    is then the current one.
     """
     session, metric = run.session, run.session.checkpoint.best
     if metric is None:

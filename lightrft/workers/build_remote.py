@@ -66,7 +66,14 @@ def remote_roles(
 
 
 class Apart:
-    """Builds the remote proxies of a run from the arguments of their local counterparts."""
+    """Builds the remote proxies of a run from the arguments of their local counterparts.
+
+    Args:
+        config: settings of the run.
+        ranks: all ranks of the run.
+        hire: returns the workers of a kind.
+        host: address at which workers reach this process.
+    """
 
     def __init__(self, config: RLConfig, ranks: Ranks, hire: Hire, host: str) -> None:
         self.config, self.ranks, self.hire, self.host = config, ranks, hire, host
@@ -75,9 +82,11 @@ class Apart:
         self.threads = config.run.threads or max(1, int(config.launch.ray.worker_cpus))
 
     def engine(self, actor: Actor, strategy: Strategy) -> RemoteEngines:
+        """Build the engine that generates between training steps."""
         return self._engines(actor, strategy, self.ranks)
 
     def ahead(self, actor: Actor, strategy: Strategy) -> RemoteEngines:
+        """Build the engine of asynchronous generation, with a separate group of all ranks."""
         return self._engines(actor, strategy, self.ranks.apart())
 
     def _engines(self, actor: Actor, strategy: Strategy, ranks: Ranks) -> RemoteEngines:
@@ -88,9 +97,11 @@ class Apart:
         return RemoteEngines(workers, config.engine, self.limits, hand, ranks)
 
     def scorer(self) -> RemoteScorer:
+        """Build the scorer."""
         return RemoteScorer(self.hire("scorer", partial(scorer_host, self.config.reward)), self.limits)
 
     def reference(self, policy: Trained, strategy: Strategy) -> RemoteModel:
+        """Build the reference, which follows the policy with ``algorithm.kl.refresh_every``."""
         model, kl = reference_model(self.config), self.config.algorithm.kl
         if kl.refresh_every:
             return self._follower(policy, strategy)
@@ -114,15 +125,18 @@ class Apart:
         return RemoteFollower(workers, self.limits, hand, kept[0] if first else None, self.ranks)
 
     def teacher(self, tokenizer: Any, strategy: Strategy) -> RemoteTeacher:
+        """Build the teacher."""
         model = teacher_model(self.config, tokenizer)
         workers = self.hire("teacher", partial(model_host, model, self.strategy, self.threads))
         return RemoteTeacher(workers, self.limits, strategy.device)
 
     def critic(self, strategy: Strategy, steps: int) -> RemoteCritic:
+        """Build the critic. ``steps`` is the number of its optimizer steps."""
         (worker,) = self.hire("critic", partial(critic_host, self.config, self.strategy, steps, self.threads))
         return RemoteCritic(worker, self.limits, self.ranks)
 
     def process(self, strategy: Strategy, steps: int) -> RemoteProcess:
+        """Build the process reward model. ``steps`` is the number of its optimizer steps."""
         (worker,) = self.hire("process", partial(process_host, self.config, self.strategy, steps, self.threads))
         return RemoteProcess(worker, self.limits, self.ranks)
 

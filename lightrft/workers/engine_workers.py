@@ -95,9 +95,11 @@ class EngineHost(Receiver):
         return self.engine.load_weights((), version)
 
     def sleep(self, level: int) -> None:
+        """See ``Engine.sleep``."""
         self.engine.sleep(level)
 
     def wake(self) -> None:
+        """See ``Engine.wake``."""
         self.engine.wake()
 
 
@@ -108,6 +110,13 @@ class RemoteEngines:
     calls. Requests are assigned prompt by prompt as workers become free. When a worker is lost, its
     unfinished requests are sent to other workers. The worker is restarted with the newest weights,
     which this machine keeps.
+
+    Args:
+        workers: the workers. Empty on other ranks than 0.
+        config: settings of the engine.
+        limits: timeouts and restarts of workers.
+        hand: settings of the weight transfer.
+        ranks: all ranks of the run.
 
     Raises:
         WorkerError: restarts do not help, or engines are repeatedly lost with the same request.
@@ -126,18 +135,29 @@ class RemoteEngines:
 
     @property
     def crew(self) -> Crew:
+        """The group of workers."""
         return self.delivery.crew
 
     @property
     def version(self) -> int:
+        """The version of the newest weights."""
         return self.delivery.version
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
-        """See ``Engine.generate``.
+        """Generate a response to each request, and yield it once it is finished. See
+        ``Engine.generate``.
 
-        Raises ``ResourceError`` at once for a request that exceeds ``token_budget``.
+        Args:
+            requests: requests with a distinct seed each.
+            sampling: sampling settings.
+            stopped: returns True once generation must stop. Unfinished responses are then returned
+                with
+                finish reason ``abort``.
+
+        Raises:
+            ResourceError: a request exceeds ``token_budget``. It is raised at once.
         """
         wanted = list(requests)
         check_requests(wanted, sampling, self.config)
@@ -162,9 +182,11 @@ class RemoteEngines:
         return led(self._ranks, weights, lambda stream: self.delivery.hand_over(stream, version))
 
     def sleep(self, level: int) -> None:
+        """See ``Engine.sleep``."""
         self._tell("sleep", level)
 
     def wake(self) -> None:
+        """See ``Engine.wake``."""
         self._tell("wake")
 
     def take_counts(self) -> dict[str, int]:
@@ -172,6 +194,7 @@ class RemoteEngines:
         return self.delivery.take_counts()
 
     def close(self) -> None:
+        """End the workers."""
         self.delivery.close()
 
     def _tell(self, method: str, *args: Any) -> None:

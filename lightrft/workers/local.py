@@ -156,6 +156,11 @@ def local_reference(config: RLConfig, policy: Trained, strategy: Strategy) -> Re
     """Build the reference model, or return None when no part of the algorithm reads it.
 
     With adapters it is the policy with adapters disabled. Otherwise it is a separate frozen model.
+
+    Args:
+        config: settings of the run.
+        policy: the policy with its optimizer.
+        strategy: strategy that places the reference.
     """
     if not needs_reference(config.algorithm):
         return None
@@ -183,6 +188,12 @@ def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strate
     """Build an engine with a full copy of the weights on each rank, for asynchronous generation.
 
     Return None without ``rollout.staleness``.
+
+    Args:
+        config: settings of the run.
+        actor: the policy.
+        tokenizer: tokenizer of the policy.
+        strategy: strategy of the policy.
     """
     if not config.rollout.staleness:
         return None
@@ -196,9 +207,15 @@ def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strate
 
 
 def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Frozen | None:
-    """Load the teacher model, or return None without ``algorithm.distill``.
+    """Build the teacher model, or return None without ``algorithm.distill``.
 
-    Raises ``ConfigError`` when its vocabulary differs from that of the policy.
+    Args:
+        config: settings of the run.
+        tokenizer: tokenizer of the policy.
+        strategy: strategy that places the teacher.
+
+    Raises:
+        ConfigError: the vocabularies of teacher and policy differ.
     """
     if config.algorithm.distill.kind == "none":
         return None
@@ -208,7 +225,7 @@ def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Froze
 def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
     """Return the model settings of the teacher.
 
-    Raises ``ConfigError`` when its vocabulary differs from that of the policy.
+    Raises ``ConfigError`` when the vocabularies of teacher and policy differ.
     """
     own = {"tokenizer": None, "chat_template": None, "lora": None, "freeze": (), "gradient_checkpointing": False}
     model = config.model.model_copy(update={**own, **config.teacher.model_dump()})

@@ -131,6 +131,7 @@ class RemoteModel:
         return max(1, 2 * len(self.crew.workers))
 
     def score(self, batch: Batch, *, temperature: float) -> Scores:
+        """See ``Actor.score``."""
         if not batch.tokens:
             return Scores(torch.zeros(0))
         return Scores(self.crew.ask("score", bare(batch), temperature))
@@ -140,6 +141,7 @@ class RemoteModel:
         return {"restarts": self.crew.take_restarts()}
 
     def close(self) -> None:
+        """End the workers."""
         self.crew.close()
 
 
@@ -147,8 +149,13 @@ class RemoteTeacher(RemoteModel):
     """A ``RemoteModel`` that computes full distributions locally, on ``device``.
 
     The head is copied once, in parts. For each micro-batch the worker sends the final hidden
-    states,
-    which have the width of the model instead of the vocabulary.
+    states.
+    They have the width of the model, which is smaller than the vocabulary.
+
+    Args:
+        workers: the workers.
+        limits: timeouts and restarts of workers.
+        device: device of the head and of the distributions.
     """
 
     def __init__(self, workers: Sequence[Worker], limits: Limits, device: torch.device) -> None:
@@ -157,7 +164,14 @@ class RemoteTeacher(RemoteModel):
         self._held: tuple[HeadForm, nn.Module] | None = None
 
     def target(self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5) -> Target:
-        """See ``Actor.target``."""
+        """Return the teacher's target distributions for the response tokens. See ``Actor.target``.
+
+        Args:
+            batch: prompts and responses.
+            kind: name of the divergence.
+            temperature: temperature of the distributions.
+            beta: weight of the teacher in the mixture of the divergence ``jsd``.
+        """
         if self._held is None:
             self._held = self._fetched()
         form, head = self._held
@@ -196,9 +210,11 @@ class FollowerHost(ModelHost, Receiver):
         self._own = dict(role.model.named_parameters())
 
     def fingerprint(self) -> Fingerprint:
+        """See ``Receiver.fingerprint``."""
         return checksums(self._own.items())
 
     def settle(self, version: int) -> Fingerprint:
+        """See ``Receiver.settle``."""
         return self.fingerprint()
 
     @torch.no_grad()
@@ -212,8 +228,8 @@ class RemoteFollower(RemoteModel):
 
     Rank 0 also holds the reference as ``follower``, in CPU memory. It is updated there and sent to
     the
-    workers. A restarted worker receives it again. Rank 0 calls the workers on behalf of all ranks,
-    because other ranks could reach a restarted worker before it has received the weights.
+    workers. A restarted worker receives it again. Only rank 0 calls the workers. Other ranks could
+    reach a restarted worker before it has received the weights.
 
     Args:
         workers: the workers. Empty on other ranks than 0.

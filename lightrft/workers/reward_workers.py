@@ -63,6 +63,7 @@ class ScorerHost:
             time.sleep(LOOK_SECONDS)
 
     def check_sources(self, sources: Iterable[str]) -> None:
+        """See ``Scoring.check_sources``."""
         self.scorer.check_sources(sources)
 
 
@@ -132,6 +133,7 @@ class RemoteScorer:
         return {"restarts": self.crew.take_restarts()}
 
     def close(self) -> None:
+        """End the workers."""
         self.crew.close()
 
     def _linger(self) -> None:

@@ -67,7 +67,13 @@ def _alone(make: Make, config: RLConfig, strategy: StrategyConfig, steps: int, t
 
 
 class TrainedHost:
-    """A model with its optimizer, inside its worker."""
+    """A model with its optimizer, inside its worker.
+
+    Args:
+        trained: the model and its optimizer.
+        strategy: strategy of a single process.
+        config: settings of the run.
+    """
 
     def __init__(self, trained: Trained, strategy: Strategy, config: RLConfig) -> None:
         self.trained = trained
@@ -76,6 +82,7 @@ class TrainedHost:
         self.folder = tempfile.TemporaryDirectory(prefix="trained-")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters, by name."""
         return self.trained.shapes
 
     def save(self) -> list[tuple[str, int]]:
@@ -85,7 +92,13 @@ class TrainedHost:
         return [(str(file.relative_to(folder)), file.stat().st_size) for file in sorted(folder.rglob("*")) if file.is_file()]
 
     def read(self, name: str, first: int, count: int) -> np.ndarray:
-        """Return ``count`` bytes from offset ``first`` of a file that ``save`` has written."""
+        """Return bytes of a file that ``save`` has written.
+
+        Args:
+            name: path of the file, relative to the folder.
+            first: offset, in bytes.
+            count: number of bytes.
+        """
         return np.fromfile(Path(self.folder.name) / name, dtype=np.uint8, count=count, offset=first)
 
     def write(self, name: str, data: np.ndarray) -> None:
@@ -111,13 +124,14 @@ class CriticHost(TrainedHost):
 
     @torch.no_grad()
     def values(self, batch: Batch, final: bool) -> tuple[Tensor, Tensor | None]:
+        """See ``Critic.values``. The results are on the CPU."""
         values, after = self.trained.model.values(batch.to(self.strategy.device), final=final)
         return values.cpu(), None if after is None else after.cpu()
 
     def learn(self, mini: Batch) -> Metrics:
         """Take one optimizer step and return its metrics."""
         metrics = critic_step(self.strategy, self.trained, mini, self.config)
-        metrics.compute()  # tensors become numbers
+        metrics.compute()  # tensors become numbers, which can be sent
         return metrics
 
 
@@ -134,7 +148,7 @@ class ProcessHost(TrainedHost):
         if not self.trained.layout_settled:
             settle_layout(self.trained, batch, self.strategy)
         logprobs, metrics = process_step(self.strategy, self.trained, batch, self.config)
-        metrics.compute()  # tensors become numbers
+        metrics.compute()  # tensors become numbers, which can be sent
         return logprobs, metrics
 
 
@@ -144,6 +158,11 @@ class RemoteTrained:
     Every rank sends its own micro-batches for inference. Rank 0 requests the optimizer step and
     broadcasts its result. Weights and optimizer state exist only in the worker between checkpoints.
     If it is lost, ``WorkerError`` ends the run, which can resume from the last checkpoint.
+
+    Args:
+        worker: the worker.
+        limits: timeouts of the worker.
+        ranks: all ranks of the run.
     """
 
     in_flight = 2
@@ -157,6 +176,7 @@ class RemoteTrained:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by name."""
         if self._shapes is None:
             self._shapes = self._ask("shapes")
         return self._shapes
@@ -173,6 +193,7 @@ class RemoteTrained:
         self._first(lambda: self._bring(path))
 
     def close(self) -> None:
+        """End the worker."""
         self.worker.close()
 
     def _taught(self, batch: Batch, columns: Sequence[str]) -> Any:

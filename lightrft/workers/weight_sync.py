@@ -195,7 +195,7 @@ class Delivery:
         self._carrier = None
 
     def _resend(self) -> None:
-        """Send the weights to each worker as messages. A lost or silent worker is restarted."""
+        """Send the weights to each worker as messages. Workers that do not reply are restarted."""
         self._resent += 1
         self.crew.settle()
         for worker in self.crew.workers:

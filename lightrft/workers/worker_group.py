@@ -65,10 +65,15 @@ class Seat:
 
 
 class Crew:
-    """A group of interchangeable workers.
+    """A group of interchangeable workers. ``restarts`` counts the restarts.
 
-    A lost worker is restarted in a background thread. ``prepare`` is called there with the worker,
-    and readies it for calls. ``restarts`` counts the restarts.
+    A lost worker is restarted in a background thread.
+
+    Args:
+        workers: the workers.
+        limits: timeouts and restarts.
+        prepare: called in the background thread with a restarted worker, before it gets other
+            calls.
     """
 
     def __init__(self, workers: Sequence[Worker], limits: Limits, prepare: Callable[[Worker], Any] | None = None) -> None:

@@ -39,10 +39,12 @@ class Needs:
 
     @property
     def peak(self) -> float:
+        """The maximum bytes on a device."""
         return peak(self.models, self.phases)[0]
 
     @property
     def largest(self) -> Phase:
+        """The phase with the maximum."""
         return peak(self.models, self.phases)[1]
 
 
@@ -142,9 +144,8 @@ def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
 def _drawing(place: Place, models: list[Model], apart: list[str]) -> list[Phase]:
     """Return the phases in which ranks generate.
 
-    With workers for engines, ranks generate only if those are busy with asynchronous generation,
-    and
-    then only responses to the eval set.
+    Engines in workers take over generation. With asynchronous generation they are busy, so ranks
+    generate the responses to the eval set.
     """
     config, ahead = place.config, isinstance(place.config, RLConfig) and bool(place.config.rollout.staleness)
     if "engine" in apart and not ahead:

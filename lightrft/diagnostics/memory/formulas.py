@@ -40,7 +40,7 @@ class Shares:
     """Number of ranks that shard each part of a model.
 
     ``weights``, ``state`` (masters and moments) and ``gradients`` (of an optimizer step) are these
-    numbers. ``cut`` is the number of tensor-parallel ranks, of which none gathers a whole layer.
+    numbers. ``cut`` is the number of tensor-parallel ranks, of which none gathers a full layer.
     ``copied``: float32 weights also have separate masters. ``precise``: trained weights are stored
     in float32 only and serve as masters. ``by_blocks``: weights are gathered block by block when
     called. ``left``: fraction of a block's gathered weights that stays on the device between
@@ -74,6 +74,7 @@ class Held:
 
     @property
     def total(self) -> float:
+        """The sum of weights, masters and moments, in bytes."""
         return self.weights + self.masters + self.moments
 
 
@@ -90,17 +91,19 @@ class Phase:
 
     @property
     def total(self) -> float:
+        """The bytes that the phase adds, minus the offloaded ones."""
         return sum(self.parts.values()) - self.resting
 
 
 def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> Held:
     """Return the bytes of a model on one of the ranks that shard it, on the device or offloaded.
 
-    weights = sum(count * itemsize). For trained parameters, masters = 4 * count and
-    moments = 2 * 4 * count (2 * 8 for float64). There are no masters for a parameter in float32
-    (itemsize 4 or more) unless ``copied``. Each is divided by its shares, and by ``cut`` where the
-    layer is cut. With ``precise``, trained weights are at least 4 * count, and there are no
-    masters.
+    weights = sum(count * itemsize). Trained parameters have masters = 4 * count and
+    moments = 2 * 4 * count. Moments of float64 take 2 * 8 * count. A parameter in float32 (itemsize
+    4
+    or more) has no masters unless ``copied``. Each is divided by its shares, and by ``cut`` where
+    the
+    layer is cut. With ``precise``, trained weights take at least 4 * count and have no masters.
     """
     weights = masters = moments = 0.0
     for p in parameters:
@@ -158,9 +161,10 @@ def tokens_held(
 ) -> tuple[int, int, int]:
     """Return the maximum ``(tokens, rows, prompts)`` that the engine holds.
 
-    rows = min(prompts * samples, max_rows), and tokens = ceil(rows / samples) * prompt_tokens +
-    rows * answer_tokens, since each prompt is stored once. Rows are reduced until tokens fit into
-    ``budget``, to one at least.
+    rows = min(prompts * samples, max_rows).
+    tokens = ceil(rows / samples) * prompt_tokens + rows * answer_tokens. Each prompt is stored
+    once.
+    Rows are reduced until tokens fit into ``budget``, to one at least.
 
     Args:
         prompts: prompts of a step.
@@ -180,12 +184,15 @@ def tokens_held(
 def kept_by_blocks(tokens: int, layers: int, itemsize: int, *, hidden: int, queries: int, keys: int, inner: int) -> int:
     """Return the bytes that ``layers`` plain blocks save for the backward pass.
 
-    A plain block has two RMS norms, attention with rotary positions and a gated MLP. Elements per
-    token: 3 * hidden for each norm (input, scaled, result), 3 * queries (queries, attention output,
-    and its transposed copy), 2 * keys (keys and values), 4 * inner (gate, its activation, up, and
-    their product). A norm in half precision saves its input in float32. The log-sum-exp of
-    attention
-    is ignored.
+    A plain block has two RMS norms, attention with rotary positions and a gated MLP. It saves these
+    elements per token:
+
+    - each norm: 3 * hidden (input, scaled, result). In half precision the input is in float32.
+    - attention: 3 * queries (queries, output, and its transposed copy).
+    - keys and values: 2 * keys.
+    - MLP: 4 * inner (gate, its activation, up, and their product).
+
+    The log-sum-exp of attention is ignored.
 
     Args:
         tokens: number of tokens.
@@ -232,8 +239,8 @@ def drawing(rows: int, heads: int, columns: int, vocabulary: int) -> int:
 def layout_check(tokens: int, vocabulary: int, itemsize: int, bound: int) -> int:
     """Return the bytes of logits for the layout check, for as many tokens as fit into ``bound``.
 
-    That is count * vocabulary * (itemsize + 4 for log-probs, and 4 more in half precision for a
-    float32 copy). The count is at least 2.
+    That is count * vocabulary * (itemsize + 4), where 4 is for log-probs. Half precision adds
+    4 * count * vocabulary for a float32 copy. The count is at least 2.
 
     Args:
         tokens: number of tokens to check.
@@ -248,8 +255,9 @@ def layout_check(tokens: int, vocabulary: int, itemsize: int, bound: int) -> int
 def made_whole(outside: float, blocks: Sequence[float], left: float = 0.0) -> float:
     """Return the bytes of gathered weights of a sharded model during a call, in the compute dtype.
 
-    These are the weights ``outside`` of blocks, the ``LAZY`` largest blocks, and the fraction
-    ``left`` of the other blocks until their backward pass.
+    These are the weights ``outside`` of blocks and the ``LAZY`` largest blocks. The fraction
+    ``left``
+    of each other block is added.
 
     Args:
         outside: bytes of weights outside of blocks.
@@ -263,9 +271,9 @@ def made_whole(outside: float, blocks: Sequence[float], left: float = 0.0) -> fl
 def on_their_way(outside: float, blocks: Sequence[float], itemsize: float) -> float:
     """Return the bytes of unsharded gradients during the backward pass of a sharded model.
 
-    These are gradients of weights ``outside`` of blocks, which finish last, gradients of the
-    largest
-    block, and its float32 copy for the reduction.
+    These are gradients of weights ``outside`` of blocks, which finish last, and of the largest
+    block.
+    The float32 copy of the latter for the reduction is added.
 
     Args:
         outside: bytes of weights outside of blocks.

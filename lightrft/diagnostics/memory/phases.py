@@ -65,13 +65,15 @@ class Lengths:
 
     @property
     def longest(self) -> int:
+        """The length of the longest row, prompt and response, in tokens."""
         return self.prompt + self.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A device: ``kind`` is ``cpu`` or an accelerator, ``memory`` the bytes per process (0:
-    unknown).
+    """A device: ``kind`` is ``cpu`` or an accelerator, ``memory`` the bytes per process.
+
+    ``memory`` is 0 if it is not known.
     """
 
     kind: str
@@ -127,6 +129,7 @@ class Model:
 
     @property
     def text(self) -> Any:
+        """The config of the language model."""
         return self.model.text_config
 
 
@@ -148,6 +151,7 @@ class Place:
     """Bytes that passes leave in CPU memory, by model."""
 
     def shares(self, m: Model) -> Shares:
+        """Return the sharding of ``m``."""
         block = largest_block(m.model)
         return shares_of(self.strategy, self.device.processes, self.device.kind, trained=m.trained, block=block)
 
@@ -157,6 +161,7 @@ class Place:
 
     @property
     def team(self) -> int:
+        """The number of ranks that work on the same rows."""
         return self.strategy.tensor * self.strategy.sequence
 
 
