@@ -101,7 +101,7 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
     """
     alone = StrategyConfig(device=config.strategy.device)
     strategy, actor, engine = local_policy(config.model, alone, config.engine, tokenizer)
-    state = strategy.prepare(actor, OptimizerConfig(lr=0.0), 1)
+    state = strategy.prepare(actor, OptimizerConfig(lr=0.0), 1)  # lr 0 keeps the weights
     device = strategy.device
     samples = min(lengths.samples, ANSWERS)
     some = [Request(p, seed=s, sample=s) for p in prompts[: max(1, ANSWERS // samples)] for s in range(samples)]

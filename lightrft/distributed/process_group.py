@@ -255,7 +255,7 @@ def joined(minutes: float) -> Generator[Ranks]:
         failed = error
         if not _of_connection(error):
             raise
-        _stores.clear()
+        _stores.clear()  # the next rendezvous must not reuse a broken store
         failed = _lost(error, minutes, "" if pulse is None else pulse.others())
         raise failed from error
     except BaseException as error:
@@ -368,6 +368,7 @@ def _connect(store: Any, rank: int, size: int, limit: timedelta) -> None:
     import torch.distributed as dist
 
     dist.init_process_group(store=store, rank=rank, world_size=size, timeout=for_one_attempt(limit))
+    # The short timeout is for connecting only. Collective calls get the full one.
     dist.distributed_c10d._set_pg_timeout(limit)
 
 
@@ -399,7 +400,7 @@ def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     value: Any = None
     try:
         value = work()
-    except Exception as error:
+    except Exception as error:  # gathered first: all ranks must reach the collective call
         failure = error
     told = ranks.gather((value, None if failure is None else (type(failure), str(failure))))
     if failure is not None:

@@ -432,7 +432,7 @@ class Driver:
         return RankLost(f"{place} has given up: {without_way_on(said)}" if said else f"{place} was lost: {reason}")
 
     def outcome(self, ended: Mapping[int, Ended]) -> dict[str, Any]:
-        """Return the result of rank 0, or raise the error of the rank that failed first.
+        """Return the result of rank 0, or raise the error of the rank that caused the failure.
 
         Errors that only report another rank's failure are considered last.
         """

@@ -40,7 +40,8 @@ def run_processes(name: str, program: Sequence[str], processes: int, minutes: fl
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register(BACKEND, one_machine)
     forced = Forced()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does for several processes
+    # Ranks save a checkpoint after a signal, which takes longer than torch's default of 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(30, round(60 * minutes))))
     os.environ[SPEAKER] = "1"
     settings = LaunchConfig(

@@ -107,7 +107,7 @@ class Session:
         restore_rng(state.pop("rng"), strategy.device)
         self.before = state.pop("seconds")
         row = state.pop("row", {})
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0:  # later steps are repeated, so their checkpoints are stale
             self.store.discard_after(step)
         again = self.folder.rewind(step, self.phase)
         if row:

@@ -143,6 +143,7 @@ def export(run: Training) -> int:
         return step
     copy = Actor.load(roles.actor.config) if ranks.rank == 0 else None
     parameters = {} if copy is None else dict(copy.named_parameters())
+    # Every rank iterates, since gathering a parameter is a collective call.
     for name, tensor in roles.strategy.full_parameters(roles.policy.state):
         if copy is not None:
             parameters[name].data.copy_(tensor)

@@ -171,7 +171,7 @@ class RemoteEngines:
                     yield from job.abort()
                     return
                 yield from job.advance()
-        finally:
+        finally:  # the caller may stop iterating early
             job.drop()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:

@@ -129,6 +129,7 @@ def local_roles(
         strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, ranks)
         per_step = config.train.updates * config.train.mini_batches
         frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
+        # The policy takes no optimizer step while the critic trains alone.
         policy = Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
         return Roles(
             strategy=strategy,

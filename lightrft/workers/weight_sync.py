@@ -258,6 +258,7 @@ def led(ranks: Ranks, weights: Weights, take: Callable[[Iterator[tuple[str, Tens
         try:
             return take(stream) if ranks.rank == 0 else None
         finally:
+            # Every rank must exhaust the stream, since gathering a tensor is a collective call.
             deque(stream, maxlen=0)
 
     return together(ranks, work)[0]

@@ -97,7 +97,7 @@ class Crew:
                 return True
             if not coming.done():
                 return False
-        coming.result()
+        coming.result()  # raises if the worker was given up
         with self._lock:
             if self._coming.get(id(worker)) is coming:
                 del self._coming[id(worker)]

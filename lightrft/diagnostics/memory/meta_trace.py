@@ -76,6 +76,7 @@ class Watch(TorchDispatchMode):
         if key in self._known:
             return
 
+        # The key is an address, which is reused once the storage is freed.
         def gone(_: Any) -> None:
             del self._known[key]
             self.live -= size
