@@ -1,4 +1,4 @@
-"""``python -m lightrft`` is the command ``lightrft``."""
+"""Run the command ``lightrft`` as ``python -m lightrft``."""
 
 import runpy
 

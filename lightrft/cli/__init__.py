@@ -1,1 +1,1 @@
-"""One thin file per verb."""
+"""The command line: one small file per verb."""

@@ -1,4 +1,4 @@
-"""What the verbs share: arguments to settings, help, and out-of-memory errors that say what to lower."""
+"""Shared code of the verbs: parse arguments, print help, and explain out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
-    """YAML files and ``key=value`` arguments, in any order, as a ``cls``."""
+    """Parse YAML files and ``key=value`` arguments, in any order, into settings of type ``cls``."""
     files = [a for a in arguments if "=" not in a]
     wrong = [f for f in files if not f.endswith((".yaml", ".yml"))]
     if wrong:
@@ -26,7 +26,7 @@ def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
 
 
 def positional(arguments: Sequence[str], key: str) -> list[str]:
-    """``arguments`` with ``key=folder`` in place of each folder that stands there without a key."""
+    """Replace each folder without a key in ``arguments`` by ``key=folder``."""
     bare = [a for a in arguments if "=" not in a and not a.startswith("-") and not a.endswith((".yaml", ".yml"))]
     named = {a: f"{key}={json.dumps(a)}" for a in bare if Path(a).expanduser().is_dir()}
     if len(named) > 1:
@@ -35,7 +35,15 @@ def positional(arguments: Sequence[str], key: str) -> list[str]:
 
 
 def settings_of(verb: str, cls: type[S], arguments: Sequence[str], about: str, preset: Sequence[str] = ()) -> S | None:
-    """What ``arguments`` say, on top of the files of ``preset``. None if ``--help`` is among them, which is then shown."""
+    """Return the settings of ``arguments``. With ``--help``, print the help and return None.
+
+    Args:
+        verb: name of the verb.
+        cls: class of the settings.
+        arguments: YAML files and ``key=value``.
+        about: purpose of the verb, for the help.
+        preset: YAML files that ``arguments`` override.
+    """
     if {"-h", "--help"} & set(arguments):
         show_help(verb, parse(cls, preset).settings, about)
         return None
@@ -43,7 +51,13 @@ def settings_of(verb: str, cls: type[S], arguments: Sequence[str], about: str, p
 
 
 def show_help(verb: str, defaults: Settings, about: str) -> None:
-    """Print the verb's purpose and every setting with its value when none is given."""
+    """Print the purpose of a verb, and all its settings with their defaults.
+
+    Args:
+        verb: name of the verb.
+        defaults: settings when no argument is given.
+        about: purpose of the verb.
+    """
     rows = list(dotted(defaults.model_dump(mode="json")))
     width = max(len(key) for key, _ in rows)
     lines = "\n".join(f"  {key:<{width}}  {value!r}" for key, value in rows)
@@ -52,7 +66,7 @@ def show_help(verb: str, defaults: Settings, about: str) -> None:
 
 @contextmanager
 def quick_imports() -> Generator[None]:
-    """Do without garbage collection, which takes a fifth of the time in which torch and transformers are imported."""
+    """Disable garbage collection: it takes a fifth of the import time of torch and transformers."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,7 +78,7 @@ def quick_imports() -> Generator[None]:
 
 @contextmanager
 def memory_errors() -> Generator[None]:
-    """Turn a device or host that ran out of memory into an error that says what to lower."""
+    """Turn an out-of-memory error into a ``ResourceError`` that names the settings to lower."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -78,7 +92,7 @@ def memory_errors() -> Generator[None]:
 
 
 def set_threads(threads: int) -> None:
-    """The number of CPU threads; 0 leaves torch's own choice."""
+    """Set the number of CPU threads. 0 keeps torch's own choice."""
     if threads:
         import torch
 

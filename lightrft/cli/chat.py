@@ -1,4 +1,4 @@
-"""``lightrft chat``."""
+"""The verb ``lightrft chat``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ from lightrft.utils.errors import DataError
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Read lines, answer each; ``/clear`` starts anew, ``/exit`` or the end of input leaves, and ``/<kind> path`` lets a file go with
-    the next line."""
+    """Read messages line by line and print the responses.
+
+    ``/clear`` clears the conversation. ``/exit`` or the end of input leaves. ``/<kind> path``
+    attaches
+    a file to the next message.
+    """
     about = "Talk to a model. /clear starts anew, /exit leaves, /image path (or another kind) goes with the next message."
     config = settings_of("chat", ChatConfig, positional(arguments, "model.path"), about)
     if config is None:

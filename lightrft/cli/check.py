@@ -1,4 +1,4 @@
-"""``lightrft check``."""
+"""The verb ``lightrft check``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightrft.utils.errors import ConfigError
 
 USAGE = "lightrft check <module:function | file.py:function | name> [option=value ...] [--kind <kind>] [--limit <seconds>]"
 LIMIT = 10.0
-"""Seconds that each call of a reward may take, unless ``--limit`` says otherwise."""
+"""Maximum seconds of each reward call, unless ``--limit`` is given."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Hold one part of an algorithm to the contract of its kind; the exit status is 1 where it breaks it."""
+    """Check a function against the contract of its kind. The exit status is 1 if it fails."""
     from lightrft.algorithms.contracts.run_checks import CHECKS
 
     words = list(arguments)
@@ -56,7 +56,7 @@ def _report(name: str, kind: str, options: dict[str, Any], limit: float | None) 
 
 
 def _take(option: str, words: list[str]) -> str:
-    """Return what ``option x`` or ``option=x`` says, and take it out of ``words``; empty without it."""
+    """Remove ``option x`` or ``option=x`` from ``words`` and return x, or "" without it."""
     for i, word in enumerate(words):
         if word.startswith(f"{option}="):
             return words.pop(i).partition("=")[2]
@@ -70,7 +70,7 @@ def _take(option: str, words: list[str]) -> str:
 
 
 def _seconds(text: str) -> float | None:
-    """Return the time limit that ``text`` gives. Raises ``ConfigError`` unless it is above 0."""
+    """Parse a time limit in seconds. Raises ``ConfigError`` unless it is above 0."""
     if not text:
         return None
     value = _value(text)

@@ -1,4 +1,4 @@
-"""``lightrft demo [vision | audio]``."""
+"""The verb ``lightrft demo [vision | audio]``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ DEMOS = {
     "vision": "a vision-language model learns to read handwritten digits",
     "audio": "an audio-language model learns to recognise spoken digits",
 }
-"""Name of a demo, the first of which needs none, to what is learnt. Each is a file of settings beside this one."""
+"""Task of each demo, by name. The first is the default. Each has a settings file in this folder."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """A tiny model learns; at the end a report shows how."""
+    """Train a tiny model and write a report about it."""
     name, arguments = demo_of(arguments)
     kinds = "\n".join(f"  {which:<10} {what}" for which, what in DEMOS.items())
     about = f"From nothing to a model trained by reinforcement learning, and its report.\n\n{kinds}"
@@ -44,7 +44,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
-    """Which demo, and the other arguments. Raises ``ConfigError`` for one that there is not."""
+    """Return the selected demo and the other arguments. Raise ``ConfigError`` for unknown ones."""
     names = [a for a in arguments if "=" not in a and not a.startswith("-") and not a.endswith((".yaml", ".yml"))]
     if not names:
         return next(iter(DEMOS)), arguments
@@ -56,5 +56,5 @@ def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
 
 
 def preset(name: str) -> resources.abc.Traversable:
-    """The settings of a demo."""
+    """Return the settings file of a demo."""
     return resources.files("lightrft.cli") / ("demo.yaml" if name == "arithmetic" else f"demo_{name}.yaml")

@@ -1,4 +1,4 @@
-"""Where a verb's program runs: in this process, in several that torchrun starts with the same command, or on a Ray cluster."""
+"""Run the program of a verb in this process, in processes of torchrun, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from lightrft.utils.errors import ConfigError
 
 
 def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -> int | None:
-    """The exit status of the run, when torchrun has to start it and this is none of its processes; else ``None``."""
+    """Start the run with torchrun if needed, and return its exit status, else None.
+
+    None is also returned inside a process that torchrun has started.
+
+    Args:
+        verb: name of the verb.
+        arguments: its arguments, which each process gets too.
+        config: settings of the run.
+    """
     under_torchrun = "WORLD_SIZE" in os.environ
     if config.launch.kind == "ray" and under_torchrun:
         raise ConfigError(
@@ -30,7 +38,7 @@ def started(verb: str, arguments: Sequence[str], config: RLConfig | SFTConfig) -
 
 
 def program(path: str, config: RLConfig | SFTConfig) -> Callable[..., dict[str, Any]]:
-    """The function ``module:name`` of a config and an observer, to be called here; on a cluster, one that has it called there."""
+    """Return the function ``module:name``, or with Ray one that calls it on the cluster."""
     if config.launch.kind == "ray":
         from lightrft.distributed.ray_launcher import run_on_ray
 

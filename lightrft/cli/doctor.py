@@ -1,4 +1,4 @@
-"""``lightrft doctor``."""
+"""The verb ``lightrft doctor``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ MARK = "doctor."
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Say what a run of a config needs and what is off, before it begins; the exit status is 2 if something is bad."""
+    """Print the needs and problems of a run before it starts. The exit status is 2 for a bad
+    finding.
+    """
     if {"-h", "--help"} & set(arguments):
         show_help("doctor", DoctorConfig(), "What a run of this config needs, and what is off, before it begins.")
         return 0
@@ -36,7 +38,10 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def config_of(verb: str, arguments: Sequence[str]) -> RLConfig | SFTConfig:
-    """``arguments`` as the config of ``verb``, or of the one of the two that they can be of. Raises ``ConfigError``."""
+    """Parse ``arguments`` as the config of ``verb``. With ``auto``, select the verb that fits them.
+
+    Raises ``ConfigError`` if neither verb fits.
+    """
     found: dict[str, RLConfig | SFTConfig] = {}
     problems: list[ConfigError] = []
     for name, cls in (("rl", RLConfig), ("sft", SFTConfig)):

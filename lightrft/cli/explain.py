@@ -1,4 +1,4 @@
-"""``lightrft explain``."""
+"""The verb ``lightrft explain``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lightrft.config.verbs import RLConfig
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Print the objective of a preset (its name) or of a config; ``--latex`` prints it in LaTeX."""
+    """Print the objective of a preset or of a config. ``--latex`` prints it as LaTeX."""
     words = [a for a in arguments if a != "--latex"]
     if not words or {"-h", "--help"} & set(words):
         presets = ", ".join(sorted(PRESETS))

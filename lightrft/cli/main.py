@@ -1,4 +1,4 @@
-"""``lightrft <verb> [config.yaml ...] [a.b=value ...]``."""
+"""The command ``lightrft <verb> [config.yaml ...] [a.b=value ...]``."""
 
 from __future__ import annotations
 
@@ -29,10 +29,13 @@ VERBS = {
     "doctor": "what a run needs and what is off, before it begins",
     "check": "whether a function of your own keeps the contract of its kind",
 }
-"""What each verb does, in the words of the help."""
+"""Description of each verb in the help."""
 
 IN_TABLE = ("rl", "sft", "eval", "generate", "export")
-"""Verbs that are a row of ``lightrft.cli.verbs``. Each other verb is a module with ``run(arguments) -> exit status``."""
+"""Verbs with a row in ``lightrft.cli.verbs``.
+
+Each other verb is a module with ``run(arguments) -> exit status``.
+"""
 
 
 OTHER_VERBS = {
@@ -44,11 +47,14 @@ OTHER_VERBS = {
     "doctor": ("plan", "estimate", "diagnose", "dry-run"),
     "explain": ("describe", "formula"),
 }
-"""Verb to what the same is called elsewhere."""
+"""Names that other tools use for a verb, for suggestions."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a verb; the exit status is 0, 2 for what the user can fix, 130 after Ctrl-C and 143 after SIGTERM."""
+    """Run a verb and return the exit status.
+
+    It is 0, 2 for errors the user can fix, 130 after Ctrl-C and 143 after SIGTERM.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words or words[0] in ("-h", "--help", "help"):
         sys.stdout.write(usage())
@@ -96,20 +102,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def usage() -> str:
-    """The table of verbs."""
+    """Return the table of verbs."""
     rows = "\n".join(f"  {verb:<10} {what}" for verb, what in VERBS.items())
     return f"usage: lightrft <verb> [config.yaml ...] [key=value ...]\n\n{rows}\n\nlightrft <verb> --help lists its settings.\n"
 
 
 def set_thread_policy() -> None:
-    """Before torch is imported: threads that spin while they wait make small models many times slower. What the user set stays."""
+    """Make idle OpenMP threads sleep instead of spin, unless the user has set a policy.
+
+    Spinning threads slow small models down many times. Must run before torch is imported.
+    """
     if not any(name.startswith(("OMP_", "GOMP_", "KMP_")) for name in os.environ):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def quieten_deepspeed() -> None:
-    """transformers imports it wherever it is installed, and without a GPU it then says so on standard output."""
+    """Suppress a message of DeepSpeed on standard output.
+
+    transformers imports DeepSpeed if it is installed, and without a GPU it prints the message.
+    """
     logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
 
 

@@ -1,4 +1,4 @@
-"""Live progress of a run, and what is said when it ends."""
+"""Show the progress of a run, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lightrft.viewer.report import write_report
 
 
 class Watch:
-    """An observer that shows each phase of a run as it goes on."""
+    """An observer that shows a progress bar for each phase of a run."""
 
     def __init__(self, stack: ExitStack, enabled: bool) -> None:
         self._stack = stack
@@ -28,23 +28,34 @@ class Watch:
         self._progress: Progress | None = None
 
     def begin(self, title: str, total: int, done: int) -> None:
+        """Start the progress bar of a phase and close the previous one.
+
+        Args:
+            title: name of the phase.
+            total: number of steps.
+            done: number of steps that are already complete.
+        """
         self._stack.close()
         self._progress = self._stack.enter_context(Progress(total, title, done=done, enabled=self._enabled))
 
     def update(self, row: Mapping[str, Any]) -> None:
+        """Advance the progress bar with the metrics of a step."""
         if self._progress is not None:
             self._progress.update(row)
 
 
 @contextmanager
 def watching(run: RunConfig) -> Generator[Watch]:
-    """An observer for the time of one run."""
+    """Provide an observer for one run."""
     with ExitStack() as stack:
         yield Watch(stack, run.progress)
 
 
 def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:
-    """Say where everything is, and what to type next; the exit status. Raises ``NothingTrained``."""
+    """Print the location of the results and the next commands, and return the exit status.
+
+    Raises ``NothingTrained``.
+    """
     if first_rank():
         sys.stdout.write("\n".join(with_report(run, closing_lines(run, summary))) + "\n")
     check_trained(summary)
@@ -52,9 +63,10 @@ def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:
 
 
 def with_report(run: RunConfig, lines: Sequence[str]) -> list[str]:
-    """Write the report of a run that has ended. ``lines``, with one that says where it is before the commands.
+    """Write the report of a finished run, and insert its path into ``lines`` before the commands.
 
-    A report that cannot be written is said to be missing: the run itself is safe, and ``lightrft report`` makes it again.
+    If the report cannot be written, the line says so. The run is safe, and ``lightrft report`` can
+    write the report later.
     """
     folder = Path(run.dir).expanduser() / run.name
     try:
@@ -66,9 +78,10 @@ def with_report(run: RunConfig, lines: Sequence[str]) -> list[str]:
 
 
 def exit_status(summary: Mapping[str, Any]) -> int:
-    """0 for a run that came to its end; 128 and the number of the signal that stopped it.
+    """Return 0 for a finished run, or 128 plus the number of the signal that stopped it.
 
-    A rank of a launcher always ends with 0: a launcher takes any other status for a failure, and ends the other ranks.
+    A rank of a launcher always returns 0. A launcher treats any other status as a failure and ends
+    the other ranks.
     """
     stopped = str(summary.get("stopped_by", ""))
     if "WORLD_SIZE" in os.environ or stopped not in signal.Signals.__members__:
@@ -77,16 +90,16 @@ def exit_status(summary: Mapping[str, Any]) -> int:
 
 
 def status_in(run: RunConfig) -> int:
-    """The exit status of the run whose ranks have all ended with 0, from its ``summary.json``."""
+    """Return the exit status of a run from ``summary.json``, once all ranks have ended with 0."""
     file = Path(run.dir).expanduser() / run.name / "summary.json"
     try:
         return exit_status(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # ranks that could not write it have said so, and not ended with 0
+    except (OSError, ValueError):  # ranks that fail to write it report that and do not end with 0
         return 0
 
 
 def check_trained(summary: Mapping[str, Any]) -> None:
-    """Raises ``NothingTrained`` for a run that came to its end and learned nothing in any step."""
+    """Raise ``NothingTrained`` for a finished run in which no step trained anything."""
     if summary.get("finished") and summary["steps"] and summary.get("steps_trained") == 0:
         raise NothingTrained(
             f"nothing was trained (steps: {summary['steps']}): no response had an advantage, or no optimizer step was taken; "
@@ -95,7 +108,7 @@ def check_trained(summary: Mapping[str, Any]) -> None:
 
 
 def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
-    """Headline numbers and where they are from."""
+    """Return the headline metrics, the location of the results, and the next commands."""
     lines = []
     measured = [summary[name] for name in ("heldout_before", "heldout_after") if name in summary]
     if measured:

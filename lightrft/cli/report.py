@@ -1,4 +1,4 @@
-"""``lightrft report``."""
+"""The verb ``lightrft report``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RUNS = Path("runs")
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Write the report of each run, also of one that has not ended, and print where it is."""
+    """Write the report of each run, finished or not, and print its path."""
     if not arguments or {"-h", "--help"} & set(arguments):
         sys.stdout.write(f"{USAGE}\n\nWrite report.html into the folder of a run, from what the run has written so far.\n")
         return 0
@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _folder_of(name: str) -> Path:
-    """The folder of a run. Raises ``ConfigError`` with the nearest name when there is none."""
+    """Return the folder of a run. Raises ``ConfigError`` with the closest name if there is none."""
     for path in (Path(name).expanduser(), RUNS / name):
         if path.is_dir():
             return path

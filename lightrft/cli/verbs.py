@@ -1,4 +1,4 @@
-"""The verbs that differ only in their settings, the function that they call and the lines that they print."""
+"""Verbs that differ only in their settings, the function they call and the lines they print."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightrft.trainer.check_rollout import check_rollout
 class TrainingVerb:
     """A verb that trains in a run directory.
 
-    ``function``, ``module:name``, takes the settings and an observer. It returns the summary of the run.
+    ``function``, given as ``module:name``, takes settings and an observer, and returns the summary.
     """
 
     settings: type[RLConfig | SFTConfig]
@@ -33,8 +33,8 @@ class TrainingVerb:
 class OneProcessVerb:
     """A verb that runs in this process.
 
-    ``function``, ``module:name``, takes the settings. ``lines`` turns its result into the printed text.
-    ``path_setting`` is the setting that a folder without a key stands for.
+    ``function``, given as ``module:name``, takes the settings. ``lines`` formats its result.
+    ``path_setting`` is the setting for a folder that is given without a key.
     """
 
     settings: type[EvaluateConfig | GenerateConfig | ExportConfig]
@@ -82,18 +82,24 @@ ONE_PROCESS = {
 
 
 def run_verb(verb: str, arguments: Sequence[str]) -> int:
-    """Run a verb of ``TRAINING`` or ``ONE_PROCESS``. Return the exit status."""
+    """Run a verb of ``TRAINING`` or ``ONE_PROCESS`` and return the exit status."""
     if verb in TRAINING:
         return train(verb, TRAINING[verb], arguments)
     return run_here(verb, ONE_PROCESS[verb], arguments)
 
 
 def train(verb: str, row: TrainingVerb, arguments: Sequence[str]) -> int:
-    """Train in this process, in those that torchrun starts, or on a Ray cluster. Return the exit status."""
+    """Train in this process, with torchrun, or on a Ray cluster, and return the exit status.
+
+    Args:
+        verb: name of the verb.
+        row: definition of the verb.
+        arguments: YAML files and ``key=value``.
+    """
     config = settings_of(verb, row.settings, arguments, row.about)
     if config is None:
         return 0
-    if isinstance(config, RLConfig):  # here too: a misspelt name is refused before torch is loaded
+    if isinstance(config, RLConfig):  # done here too: reject a wrong name before importing torch
         check_parts(config.algorithm)
         check_rollout(config)
     if (status := started(verb, arguments, config)) is not None:
@@ -104,7 +110,13 @@ def train(verb: str, row: TrainingVerb, arguments: Sequence[str]) -> int:
 
 
 def run_here(verb: str, row: OneProcessVerb, arguments: Sequence[str]) -> int:
-    """Call the function of the verb and print its result. Return the exit status."""
+    """Call the function of the verb, print its result and return the exit status.
+
+    Args:
+        verb: name of the verb.
+        row: definition of the verb.
+        arguments: YAML files and ``key=value``.
+    """
     config = settings_of(verb, row.settings, positional(arguments, row.path_setting), row.about)
     if config is None:
         return 0

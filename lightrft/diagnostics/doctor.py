@@ -1,4 +1,4 @@
-"""What can be known of a long run before it begins: the memory of its models, what is off in its settings and data, its rewards."""
+"""Check a run before it starts: memory of its models, settings, data and rewards."""
 
 from __future__ import annotations
 
@@ -42,23 +42,25 @@ from lightrft.workers.local import local_tokenizer
 Verdict = Literal["ok", "warn", "bad"]
 SHARDED = ("fsdp2", "deepspeed")
 ROOM = 0.85
-"""The share of a device's memory up to which a prediction that may be off by 15 % fits."""
+"""The fraction of device memory that a prediction may use, given its error of up to 15 %."""
 MANY_OVERLONG = 0.05
 ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 KEPT = 2.5
-"""The most that a run was seen to take, in units of what is in use (docs/verbs/doctor.md)."""
+"""The largest measured ratio of resident memory to memory in use (docs/verbs/doctor.md)."""
 WAYS = {
     "drawing": "lower engine.token_budget or engine.max_rows",
     "loading": "load fewer models: algorithm.kl, critic, teacher",
     "models": "set model.lora or model.load_in_4bit, take a smaller model, or spread it over more processes (launch.processes)",
     "passes": "lower train.micro_batch_tokens, set model.gradient_checkpointing=true or model.lora, or raise launch.processes",
 }
-"""What makes a phase smaller, by what it is; ``models`` where they are too large without any phase."""
+"""Advice to reduce the memory of a phase. ``models`` applies if the models alone are too large."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line: ``about`` names what was looked at, ``says`` what was found and, unless all is well, the way out."""
+    """One line of the report: ``about`` names the subject, ``says`` the result and a remedy if
+    needed.
+    """
 
     section: str
     verdict: Verdict
@@ -68,7 +70,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What ``lightrft doctor`` shows."""
+    """The result of ``lightrft doctor``."""
 
     findings: tuple[Finding, ...]
     memory: Needs | None = None
@@ -76,11 +78,12 @@ class Report:
 
     @property
     def bad(self) -> int:
+        """The number of bad findings."""
         return sum(f.verdict == "bad" for f in self.findings)
 
 
 def examine(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
-    """Look at everything that can be looked at; what fails is a finding and ends nothing."""
+    """Run all checks. A failed check becomes a finding and does not stop the others."""
     found: list[Finding] = []
     device = device_of(config, options)
     found += _settings(config, device)
@@ -101,7 +104,10 @@ def examine(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
 
 
 def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
-    """The device of each process of ``config``, as given or as this machine has it. Raises ``ConfigError`` for a size that is none."""
+    """Return the device of each process, as given or as found on this machine.
+
+    Raises ``ConfigError`` for an invalid memory size.
+    """
     processes = config.launch.processes
     own = config.strategy.device if config.strategy.device != "auto" else str(torch.accelerator.current_accelerator() or "cpu")
     kind = options.device if options.device != "auto" else own.partition(":")[0]
@@ -117,33 +123,33 @@ def device_of(config: RLConfig | SFTConfig, options: DoctorConfig) -> Device:
 
 
 def _kernel() -> bool:
-    """Whether torch has the kernel that takes sequences of several lengths on a GPU."""
+    """Return True if torch has the GPU kernel for sequences of different lengths."""
     return varlen_cuda.kernel() is not None
 
 
 def _free_on_device() -> int:
-    """Bytes that are free on the current accelerator; 0 where torch cannot tell."""
+    """Return the free bytes of the current accelerator, or 0 if torch cannot tell."""
     try:
         return torch.accelerator.get_memory_info()[0]
-    except (NotImplementedError, RuntimeError):  # not every backend says
+    except (NotImplementedError, RuntimeError):  # not every backend reports its memory
         return 0
 
 
 def _free_memory() -> int:
-    """Bytes that programs may still take on this machine; 0 where it does not say."""
+    """Return the available bytes of CPU memory, or 0 if the system does not report them."""
     file = Path("/proc/meminfo")
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 0)
 
 
 def _resident() -> int:
-    """Bytes that this process has resident: what a run takes before it has any model."""
+    """Return the resident bytes of this process, which a run uses before it loads any model."""
     file = Path("/proc/self/statm")
     return int(file.read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE") if file.is_file() else 0
 
 
 def _attempt(found: list[Finding], section: str, about: str, look: Callable[[], Any]) -> Any:
-    """What ``look`` gives; a problem of the user's is a finding, and gives nothing."""
+    """Return the result of ``look``. A ``UserError`` becomes a finding, and the result is None."""
     try:
         return look()
     except UserError as error:
@@ -169,7 +175,7 @@ def _settings(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
 
 
 def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]:
-    """Processes, and what spreads models over them."""
+    """Check the number of processes against the sharding settings."""
     kind, many = config.strategy.kind, device.processes
     if (kind in SHARDED and many == 1) or (kind == "single" and many > 1):
         yield Finding("settings", "bad", "strategy.kind", f"= {kind} with launch.processes = {many}; set strategy.kind=auto")
@@ -190,7 +196,7 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
 
 
 def _devices(config: RLConfig | SFTConfig, options: DoctorConfig, device: Device) -> Iterator[Finding]:
-    """Whether what the run asks for is on this machine, unless another one is spoken of."""
+    """Check that this machine has the requested devices, unless another machine is specified."""
     if options.device_memory != "auto" or options.device != "auto":
         yield Finding("settings", "ok", "device", f"{device.processes} x {device.kind}, computed: another machine may have it")
         return
@@ -227,7 +233,7 @@ class _Data:
 
 
 def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
-    """Tokenizer, template and rows. Raises the errors of those."""
+    """Check tokenizer, template and rows, and return them. Raises their errors."""
     tokenizer = local_tokenizer(config.model)
     rows = model_settings(config.model).get_text_config(decoder=True).vocab_size
     found.append(Finding("data", "ok", "tokenizer", f"{len(tokenizer)} tokens, {rows} in the model"))
@@ -249,11 +255,11 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
 
 
 def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
-    """Whether another tokenizer than the model's own says the same of tokens, and whether an answer can end."""
+    """Check that a custom tokenizer agrees with the model's, and that a response can end."""
     if config.model.tokenizer is not None:
         try:
             own = local_tokenizer(config.model.model_copy(update={"tokenizer": None})).get_vocab()
-        except UserError:  # the model has none, which is what the setting is for
+        except UserError:  # the model has no tokenizer, which is a valid use of the setting
             own = tokenizer.get_vocab()
         other = sum(own.get(token) != number for token, number in tokenizer.get_vocab().items())
         if other:
@@ -267,7 +273,7 @@ def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
 
 
 def _unknown(prompts: PromptDataset) -> Iterator[Finding]:
-    """Whether the tokenizer can write what rows say."""
+    """Check that the tokenizer can encode the rows."""
     unknown, tokens = prompts.counts[UNKNOWN], prompts.counts[TOKENS]
     if unknown:
         says = f"{unknown} of {tokens} tokens of prompts are unknown to it, the first in {prompts.first_with(UNKNOWN)}; set "
@@ -276,7 +282,7 @@ def _unknown(prompts: PromptDataset) -> Iterator[Finding]:
 
 
 def _bounds(config: RLConfig | SFTConfig) -> Lengths:
-    """The lengths that settings allow, where no data has been seen."""
+    """Return the lengths that settings allow, for when no data was loaded."""
     if isinstance(config, SFTConfig):
         return Lengths(1, config.max_tokens - 1, config.batch_size, 1)
     return Lengths(config.data.max_prompt_tokens, config.sampling.max_new_tokens, config.rollout.prompts, config.rollout.samples)
@@ -298,7 +304,7 @@ def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
 
 
 def _unwritten(encoder: Encoder) -> Iterator[Finding]:
-    """What stands in prompts for items that no chat template writes."""
+    """Report the placeholders for media that no chat template writes."""
     for kind, text in encoder.unwritten.items():
         if encoder.chat:
             says = f"takes no {kind}, each is written as {text!r}; leave model.chat_template out, or set one that takes it"
@@ -317,7 +323,7 @@ def _overlong(counts: Any, what: str, setting: str) -> Finding:
 
 
 def _context(config: RLConfig, longest: int) -> Finding:
-    """As ``lengths.check_lengths`` has it, which ends a run."""
+    """Check the context length like ``context_limits.check_lengths``, which would end a run."""
     settings = model_settings(config.model)
     try:
         check_bound(settings, longest, config.sampling, "sampling", "data")
@@ -363,7 +369,7 @@ def _memory(found: Needs, device: Device, config: RLConfig | SFTConfig) -> Itera
 
 
 def _parts(found: Needs, section: str) -> Iterator[Finding]:
-    """What is held by models, and besides in each phase."""
+    """Report the memory of models, and the additional memory of each phase."""
     for name, held in found.models.items():
         counts = found.parameters.get(name)
         of = "" if counts is None else f"{counts[0] / 1e6:.1f} M parameters, {counts[1] / 1e6:.1f} M trained: "
@@ -384,7 +390,7 @@ def _parts(found: Needs, section: str) -> Iterator[Finding]:
 
 
 def _apart(found: dict[str, Needs], ranks: Needs | None, device: Device, config: RLConfig | SFTConfig) -> Iterator[Finding]:
-    """Workers with a model, role by role, and devices on which several processes live."""
+    """Check the memory of workers with a model, and of devices shared by several processes."""
     program = _resident() if device.kind == "cpu" else 0
     for role, needed in found.items():
         yield from _parts(needed, f"memory of each {role}")
@@ -403,7 +409,7 @@ def _apart(found: dict[str, Needs], ranks: Needs | None, device: Device, config:
 
 
 def _shared(launch: LaunchConfig) -> list[tuple[str, ...]]:
-    """The kinds of processes that live together on a device, as ``launch.ray`` lays them out."""
+    """Return the kinds of processes that share a device, as placed by ``launch.ray``."""
     plan = layout(launch, True)
     living: list[list[str]] = [[] for _ in plan.bundles]
     for slot in plan.ranks:
@@ -416,7 +422,7 @@ def _shared(launch: LaunchConfig) -> list[tuple[str, ...]]:
 
 
 def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
-    """Which part of a trained model each process holds."""
+    """Describe the part of a trained model that each process stores."""
     shares = shares_of(config.strategy, device.processes, device.kind, trained=True)
     parts = {"weights": shares.weights, "masters and moments": shares.state, "gradients": shares.gradients}
     says = ", ".join(f"{part} {'whole' if count == 1 else f'1/{count}'}" for part, count in parts.items())
@@ -429,7 +435,7 @@ def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
 
 
 def _way(found: Needs, device: Device) -> str:
-    """How to need less, by what needs most."""
+    """Return advice to reduce the largest use of memory."""
     if sum(m.total for m in found.models.values()) > ROOM * device.memory:
         return WAYS["models"]
     kind = next((word for word in ("drawing", "loading") if found.largest.name.startswith(word)), "passes")
@@ -453,7 +459,7 @@ def _rewarded(config: RLConfig | SFTConfig) -> bool:
 
 
 def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[Finding]:
-    """The reward of real rows: of the answer that each has, and of an empty one."""
+    """Score the reference response of some rows, and an empty response."""
     if data.prompts is None:
         return
     prompts = [data.prompts.prompt(i, media=False) for i in range(min(rows, len(data.prompts)))]
@@ -504,7 +510,7 @@ def _measured(config: RLConfig | SFTConfig, data: _Data, device: Device, memory:
 
 
 def _agrees(config: RLConfig, said: speed_probe.Expected) -> Iterator[Finding]:
-    """Whether what the engine samples is what is trained."""
+    """Check that the engine and the training pass agree on log-probs."""
     if said.layout:
         yield Finding("engine", "warn", "model.layout", said.layout)
     if said.agreement is None:
@@ -519,7 +525,7 @@ def _agrees(config: RLConfig, said: speed_probe.Expected) -> Iterator[Finding]:
 
 
 def to_text(report: Report) -> str:
-    """For a terminal."""
+    """Format a report for a terminal."""
     width = max((len(f.about) for f in report.findings), default=0)
     lines: list[str] = []
     for section in dict.fromkeys(f.section for f in report.findings):
@@ -533,7 +539,7 @@ def to_text(report: Report) -> str:
 
 
 def to_json(report: Report) -> dict[str, Any]:
-    """For programs: findings, and the bytes of models and phases."""
+    """Convert a report to JSON data: findings, and the bytes of models and phases."""
     memory = None if report.memory is None else _as_tree(report.memory)
     apart = {role: _as_tree(needed) for role, needed in report.workers.items()}
     return {"findings": [asdict(f) for f in report.findings], "memory": memory, "workers": apart, "bad": report.bad}

@@ -1,4 +1,4 @@
-"""Every number that an algorithm is run with, and where it came from."""
+"""Collect every effective setting of an algorithm and its origin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OF_LIST = {row.key.removeprefix("algorithm."): row for row in KINDS.values()}
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """One number in force and where it came from."""
+    """One effective setting and its origin."""
 
     key: str
     value: object
@@ -29,9 +29,9 @@ class Number:
 
 
 def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[Number, ...]:
-    """The settings of the algorithm that something reads, option by option, and those beside it that its formula reads.
+    """Return the settings that the algorithm reads, including options and related other settings.
 
-    ``sources`` says which file or argument gave a key.
+    ``sources`` gives the file or argument that set a key.
     """
     algorithm = config.algorithm
     preset = flat(PRESETS.get(algorithm.preset or "", {}))
@@ -51,7 +51,10 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[Number, ...]:
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Leaves of a tree as ``{"a.b": value, "list.0.c": value}``; an empty branch is a leaf, an empty list none."""
+    """Flatten a tree to ``{"a.b": value, "list.0.c": value}``.
+
+    An empty mapping is a leaf. An empty list is dropped.
+    """
     branches = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
     leaves: dict[str, Any] = {}
     for key, value in branches:
@@ -65,14 +68,17 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def is_read(key: str, algorithm: AlgorithmConfig) -> bool:
-    """Whether something reads the setting ``key`` (without ``algorithm.``) as the algorithm is set."""
+    """Return True if some part of the algorithm reads ``key``, given without ``algorithm.``."""
     branch, _, leaf = key.partition(".")
     idle = IDLE.get(branch)
     return idle is None or not idle(leaf, algorithm)
 
 
 def reads(kind: Kind, name: str) -> frozenset[str] | None:
-    """Which of the settings that its kind shares the function ``name`` reads; ``None`` for one of the user's, which may read all."""
+    """Return the shared settings of its kind that the function ``name`` reads.
+
+    None means a function of the user, which may read all of them.
+    """
     return kind.registry.about(name).reads if name in kind.registry else None
 
 
@@ -122,11 +128,11 @@ IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
     "value": lambda leaf, algorithm: "critic" not in needs_of(algorithm),
     "constant_length": lambda leaf, algorithm: algorithm.aggregation != "constant",
 }
-"""Branch of ``algorithm`` to whether a leaf of it is read by nothing."""
+"""Predicate for each branch of ``algorithm``: True for a leaf that nothing reads."""
 
 
 def with_option_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an algorithm as a tree, with the options of every part at the defaults of its function where none are given."""
+    """Return the settings as a tree in which options have the defaults of their function."""
     full = dict(tree)
     for branch in ("advantage", "loss"):
         full[branch] = _with_defaults(KINDS[branch], tree[branch])
@@ -140,13 +146,13 @@ def _with_defaults(kind: Kind, part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def defaults_of(kind: Kind, name: str) -> dict[str, Any]:
-    """The options of the function ``name`` that have a default, and the default."""
+    """Return the options of the function ``name`` that have a default, with that default."""
     options = kind.options(kind.registry[name])
     return {option: value for option, value in options.items() if value is not inspect.Parameter.empty}
 
 
 def _owner(key: str, algorithm: AlgorithmConfig) -> str:
-    """The name of the function whose option ``key`` is."""
+    """Return the name of the function with the option ``key``."""
     place: Any = algorithm
     for word in key.partition(".options.")[0].split("."):
         place = place[int(word)] if word.isdigit() else getattr(place, word)
@@ -154,13 +160,13 @@ def _owner(key: str, algorithm: AlgorithmConfig) -> str:
 
 
 def _of_preset(preset: str, key: str, value: object) -> str:
-    """The preset, and for a number where that has it from."""
+    """Return the preset as origin, and for a number also the source that the preset cites."""
     found = source_of(preset, key) if isinstance(value, int | float) and not isinstance(value, bool) else None
     return f"preset {preset}: {found}" if found else f"preset {preset}"
 
 
 def _given(key: str, sources: Mapping[str, str]) -> str | None:
-    """What gave ``key``: itself, a list that it stands in, or a bare value that stands for it."""
+    """Return the origin of ``key``: the key itself, an enclosing list, or a shorthand value."""
     words = key.split(".")
     above = (".".join(words[:n]) for n in range(len(words), 1, -1))
     return next((sources[k] for k in above if k in sources), None) or next(

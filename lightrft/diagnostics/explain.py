@@ -1,4 +1,4 @@
-"""The objective in force, as formulas with their numbers and papers: read from the registries that the loop itself calls."""
+"""Explain the effective objective as formulas with values and papers, read from the registries."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ RATIOS = {
         r"\frac{\pi_\theta}{\operatorname{sg}[\pi_\theta]}",
     ),
 }
-"""The other ratios of ``loss.ratio``, in the place of that of a token in the formula of a loss."""
+"""Forms of ``loss.ratio`` that replace the token ratio in the formula of a loss."""
 CLIPPED_VALUE = r"\max\!\big((V_t-\hat R_t)^2,\ (\operatorname{clip}(V_t,V_{old}-c,V_{old}+c)-\hat R_t)^2\big)"
 SYMBOLS = {"clip_low": r"\epsilon_l", "clip_high": r"\epsilon_h", "gamma": r"\gamma", "lam": r"\lambda", "eps": r"\epsilon"}
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One part of the objective: what it is, its name, its formulas, and the numbers that stand in them."""
+    """One part of the objective: its kind, name, formulas, and the values in them."""
 
     part: str
     name: str
@@ -49,7 +49,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What ``lightrft explain`` shows."""
+    """The result of ``lightrft explain``."""
 
     title: str
     paper: str
@@ -63,7 +63,7 @@ class Explanation:
 
 
 def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
-    """The algorithm of ``config``; ``sources`` says which file or argument gave a key."""
+    """Explain the algorithm of ``config``. ``sources`` gives the file or argument of each key."""
     algorithm = config.algorithm
     terms = list(_terms(algorithm))
     aggregation = KINDS["aggregation"].registry.about(algorithm.aggregation)
@@ -89,7 +89,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
 
 
 def _terms(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
-    """What is aggregated, for a terminal and in LaTeX."""
+    """Yield the terms that are aggregated, as text and as LaTeX."""
     yield "L_it", "L_{i,t}"
     kl, entropy = algorithm.kl, algorithm.entropy
     if kl.used and kl.where == "loss":
@@ -152,7 +152,7 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
 
 
 def _scales(settings: NormalizeConfig, own: tuple[Number, ...]) -> Iterator[Line]:
-    """What is done to rewards before shaping, and to values."""
+    """Yield the normalization of rewards, before shaping, and of values."""
     if settings.terms != "none":
         formula = (
             f"R = sum_k w_k (x_k - mean_{settings.terms} x_k) / (std_{settings.terms} x_k + eps), over the terms of the reward"
@@ -170,7 +170,7 @@ def _scales(settings: NormalizeConfig, own: tuple[Number, ...]) -> Iterator[Line
 
 
 def _policy_loss(loss: LossConfig, own: tuple[Number, ...]) -> Iterator[Line]:
-    """With the ratio in force, and without the bounds that are not set."""
+    """Yield the policy loss with the selected ratio, without bounds that are not set."""
     about = KINDS["loss"].registry.about(loss.name)
     formula, latex = about.formula, about.latex
     if loss.ratio_cap is None:
@@ -194,14 +194,14 @@ FROM_OLD = ("logp_old - logp", r"\log\pi_{old}-\log\pi_\theta")
 def _distance(
     part: str, estimator: str, symbol: tuple[str, str], d: tuple[str, str], own: tuple[Number, ...], bound: str = ""
 ) -> Line:
-    """The KL estimate called ``symbol`` of the log-ratio ``d``, each for a terminal and in LaTeX."""
+    """Return the KL estimate ``symbol`` of the log-ratio ``d``, each as text and as LaTeX."""
     about = KINDS["kl"].registry.about(estimator)
     formula = f"{symbol[0]} = {about.formula},  d = {d[0]}{bound}"
     return Line(part, estimator, About(formula, rf"{symbol[1]}={about.latex},\quad d={d[1]}", about.paper), own)
 
 
 def _drift(algorithm: AlgorithmConfig, own: tuple[Number, ...]) -> Line:
-    """From the old policy to the new one: the tokens are those of the old one."""
+    """Return the KL from the old to the new policy. Its tokens were sampled by the old policy."""
     bound = "" if algorithm.drift.cap is None else ";  its gradient, exp(-d) - 1, is at most cap"
     if algorithm.drift.level == "token":
         return _distance("drift", algorithm.drift.estimator, ("drift_t", r"\delta_{i,t}"), FROM_OLD, own, bound)
@@ -245,7 +245,7 @@ def _listed(part: str, kind: str, algorithm: AlgorithmConfig, found: tuple[Numbe
 
 
 def _below(branch: str, found: tuple[Number, ...]) -> tuple[Number, ...]:
-    """The numbers of one branch; names of functions left out."""
+    """Return the numbers of one branch, without names of functions."""
     return tuple(n for n in found if n.key.startswith(f"{branch}.") and n.key.rpartition(".")[2] not in NAMES)
 
 
@@ -253,7 +253,7 @@ NAMES = ("name", "whiten", "where", "estimator", "kind", "weighted", "terms", "r
 
 
 def to_text(explanation: Explanation) -> str:
-    """For a terminal."""
+    """Format an explanation for a terminal."""
     e = explanation
     width = max(len(f"{line.part}: {line.name}") for line in e.lines)
     parts = [e.title, *([f"  {e.paper}"] if e.paper else []), "", f"  {e.objective}", ""]
@@ -274,12 +274,15 @@ def to_text(explanation: Explanation) -> str:
 
 
 def symbol_of(number: Number) -> str:
-    """What a formula calls it: the last word of its key."""
+    """Return the symbol of a number in a formula: the last word of its key."""
     return number.key.rpartition(".")[2]
 
 
 def to_latex(explanation: Explanation, environment: str = "align*") -> str:
-    """An ``align*`` environment with the objective and its parts; the aggregation is part of the objective."""
+    """Format the objective and its parts as an ``align*`` environment.
+
+    The aggregation is part of the objective and gets no row.
+    """
     parts = []
     for line in explanation.lines:
         if line.about.latex and line.part != "aggregation":

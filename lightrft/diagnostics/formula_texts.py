@@ -1,4 +1,4 @@
-"""Formulas of the parts that are no entry of a registry, as ``lightrft explain`` shows them."""
+"""Formulas of parts that have no registry entry, as shown by ``lightrft explain``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ SAMPLED = About(
     r"\hat A_t\leftarrow\hat A_t-\lambda\,(\log\pi_{old}-\log\pi_T)",
     "Thinking Machines, On-Policy Distillation, 2025; GKD, arXiv 2306.13649",
 )
-"""The form ``sampled``, as ``explain`` shows it. The log-ratio is the reward of its own token only: no discount carries it back."""
+"""The form ``sampled`` of distillation.
+
+The log-ratio is the reward of its own token only. No discount propagates it to earlier tokens.
+"""
 IMPLICIT = About(
     "p_t = beta (logp_process - logp_ref)",
     r"p_t=\beta\,(\log\pi_\phi-\log\pi_{ref})",

@@ -1,4 +1,4 @@
-"""Any phase of a step again, from the batch that a run kept of it: what would other settings have made of the same answers?"""
+"""Repeat phases of a step from its saved batch, to see the effect of other settings."""
 
 from __future__ import annotations
 
@@ -33,19 +33,29 @@ PHASES = ("policy", "reference", "values", "process", "advantages", "update")
 
 @dataclass(slots=True)
 class Replayed:
-    """The batch as the phases left it, and the metrics of what was trained."""
+    """The batch after the repeated phases, and the metrics of the update."""
 
     batch: Batch
     metrics: Metrics = field(default_factory=Metrics)
 
 
 def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overrides: Sequence[str] = ()) -> Replayed:
-    """Put the batch that the run in ``folder`` kept of ``step`` through ``phases`` (of ``PHASES``, in that order), by the run's settings
-    with ``overrides`` (``a.b=value``). Columns that earlier phases made are those of the run.
+    """Repeat ``phases`` of ``step`` on the batch that the run saved.
 
-    Weights, optimizer and coefficients are those that the step began with, so that the same settings give the same numbers; they
-    come from the checkpoint before it. Nothing of the run is changed. Seeds the random generators of this process.
-    Raises ``CheckpointError`` when the batch or that checkpoint was not kept, ``ConfigError`` for settings that cannot be.
+    The batch keeps the columns that earlier phases of the run computed. Weights, optimizer and
+    coefficients come from the checkpoint before the step, so the same settings give the same
+    numbers.
+    The run is not changed. The random generators of this process are seeded.
+
+    Args:
+        folder: run folder.
+        step: number of the step, from 1.
+        phases: some of ``PHASES``. They run in the order of ``PHASES``.
+        overrides: settings to change, as ``a.b=value``.
+
+    Raises:
+        CheckpointError: the batch or the checkpoint was not saved.
+        ConfigError: the settings are invalid.
     """
     if unknown := [phase for phase in phases if phase not in PHASES]:
         raise ConfigError(f"there is no phase {unknown[0]!r}; take some of {', '.join(PHASES)}")
@@ -90,7 +100,7 @@ def _run(roles: Roles, controls: Controls, config: RLConfig, step: int, batch: B
 
 
 def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, step: int) -> None:
-    """Everything as it was when ``step`` steps were done. Raises ``CheckpointError`` when that was not saved."""
+    """Restore the state after ``step`` steps. Raises ``CheckpointError`` if it was not saved."""
     if step == 0:
         seed_everything(config.run.seed)
         return
@@ -103,7 +113,8 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
     verify(saved[step])
     state: Mapping[str, Any] = load_state(saved[step] / "trainer")
     for name, role in roles.trained.items():
-        if (saved[step] / name).exists():  # settings that the run did not have may need a model that it did not have
+        # Overrides may need a model that the run did not train.
+        if (saved[step] / name).exists():
             role.load(roles.strategy, saved[step] / name)
     controls.load_state_dict(state["controls"])
     load_refreshed(roles, state)

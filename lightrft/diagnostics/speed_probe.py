@@ -1,5 +1,7 @@
-"""Expected time of a step, scaled up from a few answers and one micro-batch of the real model, whose log-probs are compared with the
-engine's."""
+"""Estimate the time of a step from a few responses and one micro-batch of the real model.
+
+The log-probs of that micro-batch are compared with those of the engine.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,11 @@ ANSWERS, FEW, REPEATS = 8, 2, 2
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Seconds of a step, part by part, and from where to where it may well be. ``agreement`` compares the engine's log-probs with the
-    model's, where a token was sampled that can be compared; ``layout`` says why the model fell back to another one, if it did."""
+    """Estimated seconds of each part of a step, with a lower and an upper bound of the total.
+
+    ``agreement`` compares log-probs of engine and model. It is None if no sampled token can be
+    compared. ``layout`` is the reason why the model fell back to another layout, or "".
+    """
 
     drawing: float
     forward: float
@@ -41,39 +46,62 @@ class Expected:
 
     @property
     def total(self) -> float:
+        """The estimated seconds of a step."""
         return self.drawing + self.forward + self.update
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """A decoding step of w answers takes ``each + row x w`` seconds."""
+    """A model of generation: a decoding step of w responses takes ``each + row * w`` seconds."""
 
     each: float
     row: float
 
     @staticmethod
     def of(few: tuple[float, list[Rollout]], many: tuple[float, list[Rollout]]) -> Drawing:
-        """From seconds and answers of a narrow call and of a wide one. Where the wide one was no slower, a row costs nothing."""
+        """Fit the model to the seconds and responses of a narrow and a wide call.
+
+        If the wide call was not slower, ``row`` is 0.
+        """
         (few_seconds, few_width), (many_seconds, many_width) = (_per_step(*call) for call in (few, many))
         row = max(0.0, many_seconds - few_seconds) / max(1e-9, many_width - few_width)
         return Drawing(max(0.0, many_seconds - row * many_width), row)
 
     def seconds(self, rows: int, mean: float, longest: float, width: int) -> float:
-        """Of ``rows`` answers of ``mean`` tokens, the longest of ``longest``, at most ``width`` at one time."""
+        """Return the seconds for a set of responses.
+
+        Args:
+            rows: number of responses.
+            mean: mean length, in tokens.
+            longest: length of the longest response, in tokens.
+            width: maximum number of concurrent responses.
+        """
         return self.each * max(longest, rows * mean / width) + self.row * rows * mean
 
 
 def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: Lengths) -> Expected:
-    """Load the policy, draw ``FEW`` and ``ANSWERS`` answers, run the latter forward alone and forward with backward, and take an optimizer
-    step that changes nothing; each ``REPEATS`` times, all in one process.
+    """Measure the real model and scale the time to a full step.
 
-    Drawing goes by the number of answers at one time (``Drawing``), with lengths as they were drawn. Passes (``workload.forwards``)
-    are scaled by tokens, and models of other roles count as the policy does. The lower end has a wider call cost nothing more, the
-    upper one every answer as long as it may be, and the slowest repeat.
+    The policy is loaded in one process. It generates ``FEW`` and ``ANSWERS`` responses. The latter
+    run forward, then forward and backward, and an optimizer step with learning rate 0. Each is
+    repeated ``REPEATS`` times.
+
+    Generation scales with the number of concurrent responses (``Drawing``), at the sampled lengths.
+    Passes (``step_workload.forwards``) scale with tokens. Models of other roles count like the
+    policy.
+    The lower bound assumes that a wider call costs nothing more. The upper bound assumes responses
+    of
+    maximum length and the slowest repeat.
+
+    Args:
+        config: settings of the run.
+        prompts: some prompts of the data.
+        tokenizer: tokenizer of the policy.
+        lengths: lengths and number of responses of a step.
     """
     alone = StrategyConfig(device=config.strategy.device)
     strategy, actor, engine = local_policy(config.model, alone, config.engine, tokenizer)
-    state = strategy.prepare(actor, OptimizerConfig(lr=0.0), 1)
+    state = strategy.prepare(actor, OptimizerConfig(lr=0.0), 1)  # lr 0 keeps the weights
     device = strategy.device
     samples = min(lengths.samples, ANSWERS)
     some = [Request(p, seed=s, sample=s) for p in prompts[: max(1, ANSWERS // samples)] for s in range(samples)]
@@ -121,7 +149,7 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
 
 
 def _agreement(actor: Actor, rollouts: list[Rollout], config: RLConfig) -> tuple[str, Agreement | None]:
-    """Settle the layout as a run does, then compare the log-probs of ``rollouts`` with the model's own."""
+    """Settle the layout as a run does, then compare log-probs of ``rollouts`` with the model's."""
     batch = batch_of(rollouts)
     reason = actor.check_layout(batch) if config.model.check_layout else ""
     found = compared(actor, batch, config.sampling, None)
@@ -137,13 +165,13 @@ def _seconds(call: tuple[float, Any]) -> float:
 
 
 def _per_step(seconds: float, rollouts: list[Rollout]) -> tuple[float, float]:
-    """Seconds of a decoding step, and answers in it on average."""
+    """Return the seconds of a decoding step, and its mean number of responses."""
     steps = max(1, *(len(r) for r in rollouts))
     return seconds / steps, sum(len(r) for r in rollouts) / steps
 
 
 def _timed(work: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds, once what was asked of the device is done, and the result."""
+    """Return the seconds of ``work``, including queued device work, and its result."""
     began = time.perf_counter()
     result = work()
     if device.type != "cpu":

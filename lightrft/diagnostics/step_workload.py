@@ -1,4 +1,4 @@
-"""What a step of an algorithm costs: which models are loaded, how often each sees the batch, and what gets gradient."""
+"""Describe the workload of a step: models, passes over the batch, and sources of gradient."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightrft.config.verbs import RLConfig
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A model of a run, and what it is there for."""
+    """A model of a run and its purpose."""
 
     name: str
     what: str
@@ -20,7 +20,7 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """``model`` sees the whole batch ``passes`` times a step, in micro-batches, with or without gradient."""
+    """A pass: ``model`` processes the whole batch ``passes`` times a step, in micro-batches."""
 
     model: str
     passes: int
@@ -29,7 +29,7 @@ class Forward:
 
 
 def roles(config: RLConfig) -> Iterator[Role]:
-    """The models that are loaded."""
+    """Yield the models that are loaded."""
     algorithm, needs = config.algorithm, needs_of(config.algorithm)
     adapters = "its adapters are trained" if config.model.lora is not None else "trained"
     yield Role("policy", f"{adapters}, and sampled from")
@@ -44,7 +44,7 @@ def roles(config: RLConfig) -> Iterator[Role]:
 
 
 def forwards(config: RLConfig) -> Iterator[Forward]:
-    """Every pass over the batch of a step, in order; answers are drawn before it."""
+    """Yield all passes over the batch of a step, in order, after generation."""
     algorithm, train, needs = config.algorithm, config.train, needs_of(config.algorithm)
     old = needs_old_logprobs(config)
     wanted = [*(["log-probs"] if old else []), *(word for word in ("entropy", "energy") if word in needs)]
@@ -71,7 +71,7 @@ def forwards(config: RLConfig) -> Iterator[Forward]:
 
 
 def gradient(config: RLConfig) -> Iterator[str]:
-    """Which parts of the batch get gradient, in sentences."""
+    """Yield sentences about the parts of the batch that receive gradient."""
     algorithm, train, needs = config.algorithm, config.train, needs_of(config.algorithm)
     steps = train.updates * train.mini_batches
     yield "Tokens that the policy sampled get gradient; prompt, tool and environment tokens do not."

@@ -1,4 +1,4 @@
-"""What a process of a run leaves behind for the launcher that started it, when it ends with an error."""
+"""Report the error that ends a process of a run to the launcher that started the process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 from lightrft.utils.errors import RankError, UserError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""Where torch's launcher looks for what a process has failed with."""
+"""Environment variable with the path where torchelastic expects the error report of a process."""
 SPEAKER = "LIGHTRFT_LAUNCHER"
-"""Set where the launcher says itself what went wrong."""
+"""Environment variable set by a launcher that prints the error itself."""
 
 Listener = Callable[[BaseException], None]
 _listeners: list[Listener] = []
@@ -23,7 +23,7 @@ _listeners: list[Listener] = []
 
 @contextmanager
 def heard_by(listener: Listener) -> Generator[None]:
-    """While this is entered, ``listener`` gets the error that ends this process, and says it."""
+    """Within this context, pass the error that ends this process to ``listener`` to report it."""
     _listeners.append(listener)
     try:
         yield
@@ -32,7 +32,11 @@ def heard_by(listener: Listener) -> Generator[None]:
 
 
 def tell(error: BaseException) -> bool:
-    """Leave the ``error`` that ends this process where its launcher finds it; whether that one will say it."""
+    """Report the ``error`` that ends this process and return True if the launcher prints it.
+
+    The report goes to the first listener of ``heard_by``, else to the file named by ``ERROR_FILE``.
+    Without either, nothing is written and the process prints the error itself.
+    """
     if _listeners:
         _listeners[0](error)
         return True
@@ -47,6 +51,6 @@ def tell(error: BaseException) -> bool:
 
 
 def _where(error: BaseException) -> str:
-    """The last line of code that ``error`` went through."""
+    """Return the file and line of the innermost frame of ``error``'s traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

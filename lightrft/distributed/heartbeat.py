@@ -1,5 +1,7 @@
-"""A sign of life of each rank in the store that all of them reach: so that the one that does not answer can be named, and none waits for
-it, or outlives its launcher, for ever."""
+"""Write a heartbeat of each rank to the shared TCP store, and watch the heartbeats of other ranks.
+
+Other ranks use it to name a rank that has stopped. A rank also exits when its launcher is gone.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +19,27 @@ from lightrft.distributed.error_report import tell
 from lightrft.utils.errors import RankError, first_line
 
 BEAT = 1.0
-"""Seconds between two signs."""
+"""Seconds between two heartbeats."""
 MISSED = 2.5
-"""Beats without a sign after which a rank is called silent."""
+"""Number of missed heartbeats after which a rank is reported as silent."""
 GRACE = 20.0
-"""Seconds that whoever waits for a silent rank has beyond its own limit to say so itself."""
+"""Extra seconds before a silent rank ends the run. Ranks waiting for it can time out first."""
 LOST = 10
-"""Beats without an answer of the store after which it is taken for gone."""
+"""Number of heartbeats without a reply of the store after which the store counts as unreachable."""
 
 
 class Pulse:
-    """The sign of life of this rank, from a thread of its own, and what is known of the others.
+    """The heartbeat thread of this rank, and the state of the other ranks.
 
-    A rank that is silent for ``minutes`` and some seconds ends the others, also where they wait in calls that have no such limit. When
-    the launcher has died, the rank is asked to stop as by SIGTERM, and is ended ``minutes`` later.
+    If a rank is silent for ``minutes`` plus ``GRACE`` seconds, all other ranks exit. This also ends
+    ranks that wait in calls without a timeout. When the launcher has died, the rank sends itself
+    SIGTERM, and exits ``minutes`` later if it is still running.
+
+    Args:
+        store: TCP store that every rank reaches.
+        rank: index of this process in ``range(size)``.
+        size: number of ranks.
+        minutes: silence, in minutes, after which a rank counts as lost.
     """
 
     def __init__(self, store: Any, rank: int, size: int, minutes: float) -> None:
@@ -49,37 +58,48 @@ class Pulse:
         self._thread.start()
 
     def next_run(self) -> None:
-        """Another run of the same ranks begins: what has failed before is no matter of its own. On every rank, the same number of times."""
+        """Begin another run of the same ranks, for which earlier failures do not count.
+
+        Every rank must call it the same number of times.
+        """
         self._run += 1
 
     @property
     def failing(self) -> bool:
-        """Whether some rank is known to end this run with an error."""
+        """True if some rank is known to end this run with an error."""
         return self._failing == self._run
 
     def end(self, error: BaseException | None) -> None:
-        """No more signs; where an ``error`` is why, the others can be told of it."""
+        """Stop the heartbeat. If ``error`` is given, report it to the other ranks."""
         self._over.set()
         self._thread.join(MISSED * BEAT)
         if error is not None:
             self.fail(error)
             return
-        with suppress(RuntimeError):  # of the store
+        with suppress(RuntimeError):  # the store may be gone already
             self._store.set(f"done/{self.rank}", "")
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others that ``error`` is about to end this rank."""
-        with suppress(RuntimeError):  # of the store
+        """Report to the other ranks that ``error`` is about to end this rank."""
+        with suppress(RuntimeError):  # the store may be gone already
             self._store.set(f"left/{self._run}/{self.rank}", f"{type(error).__name__}: {error}")
             self._store.set(f"failing/{self._run}", "")
 
     def come(self, line: str) -> None:
-        """One more call of those that are counted as ``line``: the calls of one group of ranks, which follow one another."""
+        """Count one more collective call on ``line``, the call sequence of one process group."""
         self.reached[line] = self.reached.get(line, 0) + 1
 
     def others(self, line: str = "", members: Iterable[int] = ()) -> str:
-        """Which of the others has failed or is silent, or has not come as far as this one in the calls of ``line``, which are those of
-        ``members``; in words, and empty where none is found. Takes some seconds."""
+        """Return a description of the rank that blocks a collective call, or "" if none is found.
+
+        It names ranks that have failed and ranks without a heartbeat. Otherwise it names ranks that
+        have
+        made fewer calls on ``line`` than this one. The check takes a few seconds.
+
+        Args:
+            line: name of a sequence of collective calls, as passed to ``come``.
+            members: ranks that take part in the calls of ``line``.
+        """
         mine = self.reached.get(line, 0)
         try:
             before = self._signs(range(self.size))
@@ -92,7 +112,7 @@ class Pulse:
                 return f"{self._named(silent)} gives no sign of life: it was killed, or is stopped"
             if late := [rank for rank in members if rank != self.rank and (after[rank] or (0, {}))[1].get(line, 0) < mine]:
                 return f"{self._named(late)} is alive, and has not come to where the others wait"
-        except RuntimeError as error:  # of the store
+        except RuntimeError as error:  # raised by the store
             return f"the launcher, or the machine of the first rank, cannot be reached ({first_line(error)})"
         return ""
 
@@ -105,7 +125,8 @@ class Pulse:
         orphaned = 0.0
         while not self._over.wait(BEAT):
             slept, woke = time.monotonic() - woke, time.monotonic()
-            if slept > 2 * MISSED * BEAT:  # it was this one that was stopped
+            # This process itself was suspended: the other ranks did not time out.
+            if slept > 2 * MISSED * BEAT:
                 heard, last_answer = dict.fromkeys(heard, (None, woke)), woke
             if self._launcher and os.getppid() != self._launcher and not orphaned:
                 orphaned = woke
@@ -117,7 +138,7 @@ class Pulse:
                 self._beat()
                 self._watch(heard, woke)
                 last_answer = woke
-            except RuntimeError as error:  # of the store
+            except RuntimeError as error:  # raised by the store
                 if not orphaned and woke - last_answer > LOST * BEAT:
                     orphaned = woke
                     _say(
@@ -126,7 +147,10 @@ class Pulse:
                     os.kill(os.getpid(), signal.SIGTERM)
 
     def _watch(self, heard: dict[int, tuple[Any, float]], now: float) -> None:
-        """The first rank looks after all, and all look after the first: no rank asks for the signs of thousands."""
+        """Exit if a rank has timed out. Rank 0 watches all ranks and the others watch rank 0.
+
+        This keeps the load on the store linear in the number of ranks.
+        """
         run = self._run
         if self._store.check([f"failing/{run}"]):
             self._failing = run
@@ -134,7 +158,8 @@ class Pulse:
             if sign != heard[rank][0]:
                 heard[rank] = (sign, now)
         late = [rank for rank, (_, at) in heard.items() if now - at > self.limit + GRACE and (self.rank == 0 or rank == 0)]
-        silent = [rank for rank in late if not self._store.check([f"done/{rank}"])]  # one that is done waits for who tidies up
+        # A rank that is done sends no heartbeats while it waits for others to clean up.
+        silent = [rank for rank in late if not self._store.check([f"done/{rank}"])]
         if silent:
             verdict = f"{self._named(silent)} has given no sign of life for strategy.timeout = {self.limit / 60:g} minutes"
             self._store.set("verdict", verdict)
@@ -162,7 +187,7 @@ def _say(text: str) -> None:
 
 
 def _leave(text: str) -> None:
-    """End this process from beside a call that does not return."""
+    """End this process from the heartbeat thread, while the main thread is stuck in a call."""
     if not tell(RankError(text)):
         _say(text)
     os._exit(2)

@@ -1,4 +1,4 @@
-"""Stores of torch that listen on the loopback interface alone, for runs on one machine."""
+"""TCP stores that listen on the loopback interface only, for runs on one machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` is this machine by a name or address that no other machine can reach."""
+    """Return True if ``host`` is a name or address of this machine that others cannot reach."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -20,7 +20,10 @@ def is_loopback(host: str) -> bool:
 
 
 def loopback_store(port: int, timeout: timedelta) -> Any:
-    """Open a ``TCPStore`` at ``port`` of the loopback interface; 0 takes a free one. By itself torch listens on all interfaces."""
+    """Open a ``TCPStore`` at ``port`` of the loopback interface. Port 0 selects a free port.
+
+    By default PyTorch listens on all interfaces.
+    """
     from torch.distributed import TCPStore
 
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -36,7 +39,7 @@ def loopback_store(port: int, timeout: timedelta) -> Any:
 
 
 def keep_gloo_local() -> None:
-    """Have gloo listen on the loopback interface, unless the environment names one."""
+    """Make gloo listen on the loopback interface, unless the environment names an interface."""
     names = {name for _, name in socket.if_nameindex()}
     if found := next((name for name in ("lo", "lo0") if name in names), None):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", found)

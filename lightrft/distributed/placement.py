@@ -1,4 +1,4 @@
-"""What a run asks of a cluster: bundles of processors and devices, and who lives in which."""
+"""Resource bundles that a run requests from a cluster, and the placement of processes in them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from lightrft.config.launch import LaunchConfig
 
 Bundle = dict[str, float]
-"""Resources that lie on one node, by Ray's names: ``CPU``, ``GPU``."""
+"""Resources on one node, by Ray's names: ``CPU``, ``GPU``."""
 
 
 ROUNDING = 1e-6
+"""Tolerance for sums of device fractions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """A process's share of a bundle."""
+    """The share of a bundle that one process uses: CPU cores and (fractional) devices."""
 
     bundle: int
     cpus: float
@@ -25,7 +26,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All bundles of a run, the slot of each rank, and those of workers by name, such as ``engine 0``."""
+    """All bundles of a run, the slot of each rank, and worker slots by name (``engine 0``)."""
 
     bundles: tuple[Bundle, ...]
     ranks: tuple[Slot, ...]
@@ -33,14 +34,14 @@ class Layout:
 
     @property
     def asked(self) -> Bundle:
-        """The sum of all bundles."""
+        """The sum of all bundles, by resource."""
         names = dict.fromkeys(name for bundle in self.bundles for name in bundle)
         return {name: sum(bundle.get(name, 0.0) for bundle in self.bundles) for name in names}
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank came to live: the node by Ray's id and by its address, and the devices there that are its own."""
+    """The place of a started rank: node id and address in Ray, process id, and assigned devices."""
 
     node: str
     address: str
@@ -52,8 +53,12 @@ class Place:
 
 
 def layout(launch: LaunchConfig, accelerated: bool) -> Layout:
-    """A bundle for each rank, with a whole device if they compute on such (``accelerated``). A worker takes what is left of one of
-    those, if its share of a device fits, else it has a bundle of its own."""
+    """Build one bundle per rank, with a whole device each if ``accelerated``.
+
+    A worker is placed in the bundle of a rank if its share of a device fits there. Otherwise it
+    gets
+    a new bundle.
+    """
     asked = launch.ray
     devices = (1.0 if asked.devices is None else asked.devices) if accelerated else 0.0
     bundles: list[Bundle] = [{"CPU": asked.cpus, **({"GPU": 1.0} if devices else {})} for _ in range(launch.processes)]
@@ -75,15 +80,16 @@ def layout(launch: LaunchConfig, accelerated: bool) -> Layout:
 
 
 def side_by_side(places: Sequence[Place]) -> list[int]:
-    """Indices of ``places`` in the order in which they become ranks: those of one node follow one another."""
+    """Return the indices of ``places`` in rank order: ranks of one node are consecutive."""
     nodes = {node: i for i, node in enumerate(dict.fromkeys(place.node for place in places))}
     return sorted(range(len(places)), key=lambda i: (nodes[places[i].node], i))
 
 
 def environments(places: Sequence[Place], port: int) -> list[dict[str, str]]:
-    """What torchrun would set for each rank at its place; the first one's node is where they meet.
+    """Return the environment variables that torchrun would set for each rank.
 
-    Every rank sees the devices of all ranks of its node, and its own is the one with its local number.
+    The ranks meet at the node of rank 0. Every rank sees the devices of all ranks of its node. Its
+    own device is the one with its local rank.
     """
     found = []
     nodes = list(dict.fromkeys(place.node for place in places))

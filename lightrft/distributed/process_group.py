@@ -1,7 +1,8 @@
-"""The processes of one run, side by side: each has a rank, and they tell one another what they found.
+"""Process groups of one run: ranks that run the same program and exchange their results.
 
-Every rank runs the same program on the same data. What is costly is shared out (``mine``), the results are told to all, and from
-there on every rank computes the same: a number that is the same everywhere needs no other care to be global.
+Every rank runs the same program on the same data. Expensive work is split between ranks
+(``mine``) and the results are gathered. After that every rank computes the same values, so they
+are global without further communication.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Who else takes part. ``rank`` counts from 0 to ``size - 1``. One that the others wait for is missed after ``minutes``."""
+    """A group of processes. ``rank`` is this process's index in ``range(size)``.
+
+    A collective call fails after ``minutes`` if a rank does not join.
+    """
 
     @property
     def rank(self) -> int: ...
@@ -43,32 +47,41 @@ class Ranks(Protocol):
     def minutes(self) -> float: ...
 
     def gather(self, value: T) -> list[T]:
-        """``value`` of each rank, in their order, on all of them. Plain data and tensors on the CPU."""
+        """Gather ``value`` from every rank, in rank order. All ranks get the result.
+
+        ``value`` is plain data or a tensor on the CPU.
+        """
         ...
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of ``tensor`` over all ranks."""
+        """Return the sum of ``tensor`` over all ranks."""
         ...
 
     def apart(self) -> Ranks:
-        """The same ranks for another thread: its calls and those of this object do not wait for one another. A call of all ranks."""
+        """Return a new group of the same ranks, for collective calls of another thread.
+
+        Calls of the two groups do not wait for each other. Every rank must call it.
+        """
         ...
 
 
 class Alone:
-    """A run of one process."""
+    """The process group of a run with one process."""
 
     rank = 0
     size = 1
     minutes = math.inf
 
     def gather(self, value: T) -> list[T]:
+        """Return ``[value]``."""
         return [value]
 
     def sum(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``."""
         return tensor
 
     def apart(self) -> Alone:
+        """Return this group."""
         return self
 
 
@@ -76,9 +89,12 @@ ALONE = Alone()
 
 
 class Together:
-    """The ranks of torch's default process group, or ``group`` of them. Plain data goes through a group of its own, on the CPU."""
+    """The default process group of torch, or ``group``, a subset of its ranks.
 
-    pulse: Pulse | None = None  # that of the process
+    Plain data and sums go through a separate gloo group on the CPU.
+    """
+
+    pulse: Pulse | None = None  # one per process
     _lines = itertools.count()
 
     def __init__(self, minutes: float, group: Any = None) -> None:
@@ -90,21 +106,25 @@ class Together:
         self.rank: int = dist.get_rank(self._plain)
         self.size: int = dist.get_world_size(self._plain)
         self._members: list[int] = dist.get_process_group_ranks(self._plain)
-        self._line = str(next(self._lines))  # of the same calls on each rank: all make their groups in the same order
+        # Names the same group on each rank, because all ranks make their groups in the same order.
+        self._line = str(next(self._lines))
 
     def gather(self, value: T) -> list[T]:
+        """See ``Ranks.gather``."""
         found: list[Any] = [None] * self.size
         with self._waiting():
             self._dist.all_gather_object(found, value, group=self._plain)
         return found
 
     def sum(self, tensor: Tensor) -> Tensor:
+        """See ``Ranks.sum``."""
         total = tensor.detach().to("cpu", copy=True)
         with self._waiting():
             self._dist.all_reduce(total, group=self._plain)
         return total.to(tensor.device)
 
     def apart(self) -> Together:
+        """See ``Ranks.apart``."""
         limit = timedelta(minutes=self.minutes)
         return Together(self.minutes, self._dist.new_group(self._members, limit, "gloo", use_local_synchronization=True))
 
@@ -114,13 +134,13 @@ class Together:
             self.pulse.come(self._line)
         try:
             yield
-        except RuntimeError as error:  # gloo's own: a connection that broke, or time that ran out
+        except RuntimeError as error:  # gloo raises it for a broken connection and for a timeout
             blame = "" if self.pulse is None else self.pulse.others(self._line, self._members)
             raise _lost(error, self.minutes, blame) from error
 
 
 def _lost(error: RuntimeError, minutes: float, blame: str) -> LostRankError:
-    """What to say of a connection that is gone: ``blame``, where that was found."""
+    """Build the error of a lost connection, which names the rank in ``blame`` if one was found."""
     blame = blame or "a rank has ended, or not answered in time; see what the others said"
     return LostRankError(
         f"{blame} (strategy.timeout = {minutes:g} minutes; {first_line(error)}). The same command goes on from the last checkpoint"
@@ -128,7 +148,7 @@ def _lost(error: RuntimeError, minutes: float, blame: str) -> LostRankError:
 
 
 def _of_connection(error: RuntimeError) -> bool:
-    """Whether torch's collectives have raised it. Those of gloo raise a plain ``RuntimeError``."""
+    """Return True if torch's collectives raised ``error``. Gloo raises a plain ``RuntimeError``."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or "gloo" in str(error)
@@ -136,8 +156,12 @@ def _of_connection(error: RuntimeError) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Ranks side by side that work on the same rows, each on its part of them. ``place`` counts from 0 to ``size - 1``; ``group`` is
-    torch's, for tensors where the model is. ``tensor`` ranks share out the layers of each part, and with them the heads."""
+    """A group of ranks that process different parts of the same rows (sequence parallelism).
+
+    ``place`` is this rank's index in ``range(size)``. ``group`` is a torch process group for
+    tensors
+    on the model's device. ``tensor`` ranks shard the layers, and with them the heads, of each part.
+    """
 
     place: int
     size: int
@@ -146,7 +170,7 @@ class Team:
 
 
 def check_teams(ranks: Ranks, size: int) -> None:
-    """Raises ``ConfigError`` where some ranks would be left without a team of ``size``."""
+    """Raise ``ConfigError`` if ``size`` does not divide the number of ranks."""
     if ranks.size % size:
         raise ConfigError(
             f"{size} processes work on the same rows (strategy.sequence times strategy.tensor), which does not divide the {ranks.size} of "
@@ -155,8 +179,22 @@ def check_teams(ranks: Ranks, size: int) -> None:
 
 
 def in_teams(ranks: Ranks, sequence: int, tensor: int = 1) -> tuple[Team, Ranks]:
-    """The team of ``sequence`` ranks that this one is in, ``tensor`` apart from one another, and the blocks of all who work on the same
-    rows, as ranks to share rows out to: this rank and, of every other block, the one in the same place. A call on every rank."""
+    """Build the sequence-parallel group of this rank and its data-parallel group.
+
+    A model-parallel group has ``sequence * tensor`` consecutive ranks that work on the same rows.
+    The
+    sequence-parallel group consists of its ranks with the same tensor-parallel index. The
+    data-parallel group consists of the ranks at the same position in every model-parallel group.
+    Every rank must call it.
+
+    Args:
+        ranks: all ranks of the run.
+        sequence: number of ranks that split a sequence.
+        tensor: number of ranks that shard each layer.
+
+    Returns:
+        The sequence-parallel group and the data-parallel group.
+    """
     size = sequence * tensor
     check_teams(ranks, size)
     if size == 1:
@@ -174,19 +212,23 @@ def in_teams(ranks: Ranks, sequence: int, tensor: int = 1) -> tuple[Team, Ranks]
 
 
 def first_rank() -> bool:
-    """Whether this process is the one that writes and speaks."""
+    """Return True on rank 0, which writes files and prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def starts_again() -> int:
-    """How many times the launcher has started all ranks again since its own start."""
+    """Return how many times the launcher has restarted all ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 @contextmanager
 def joined(minutes: float) -> Generator[Ranks]:
-    """The ranks that a launcher such as torchrun has started, or none but this process. One that the others have waited for during
-    ``minutes`` is an error on each of them, which names it. Ranks that have joined already stay so."""
+    """Join the ranks that a launcher such as torchrun has started, or run alone without one.
+
+    If a rank does not join a collective call within ``minutes``, each rank raises an error that
+    names
+    it. Ranks that have already joined are reused.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
         return
@@ -213,7 +255,7 @@ def joined(minutes: float) -> Generator[Ranks]:
         failed = error
         if not _of_connection(error):
             raise
-        _stores.clear()
+        _stores.clear()  # the next rendezvous must not reuse a broken store
         failed = _lost(error, minutes, "" if pulse is None else pulse.others())
         raise failed from error
     except BaseException as error:
@@ -228,20 +270,23 @@ def joined(minutes: float) -> Generator[Ranks]:
 
 
 _stores: dict[tuple[str, ...], tuple[Any, int, int]] = {}
-"""By where the ranks meet. The first rank's is what the others talk to, so it lives as long as the process."""
+"""Stores by rendezvous address. Rank 0 serves the store, so it lives as long as the process."""
 
 LOOK_SECONDS = 0.02
-"""Between two looks of the first rank at who has come."""
+"""Interval, in seconds, at which rank 0 polls for ranks that have arrived."""
 
 ATTEMPTS = 5
-"""How often gloo tries to connect two ranks, each time for as long as it is given."""
+"""Number of attempts of gloo to connect two ranks, each with the full timeout of the group."""
 CONNECTED = timedelta(seconds=30)
-"""What it is given each time at the least, or all that there is: a busy machine takes some seconds."""
+"""Minimum timeout of one attempt to connect. A busy machine needs several seconds."""
 
 
 def _meeting(minutes: float) -> tuple[Any, int, int]:
-    """A store of this meeting alone, once all ranks are there; this rank, and how many there are. Raises ``LostRankError`` when they do
-    not come in time."""
+    """Wait until all ranks have arrived, and return a fresh store, this rank and the number of
+    ranks.
+
+    Raises ``LostRankError`` when they do not arrive in time.
+    """
     import torch.distributed as dist
 
     limit = timedelta(minutes=minutes)
@@ -263,7 +308,10 @@ def _meeting(minutes: float) -> tuple[Any, int, int]:
 
 
 def _store_at(address: str, port: str, limit: timedelta) -> tuple[Any, int, int]:
-    """The store of the environment, this rank and how many there are. Where all are on this machine, nobody else can reach it."""
+    """Return the store of the environment, this rank and the number of ranks.
+
+    If all ranks are on this machine, the store is not reachable from others.
+    """
     import torch.distributed as dist
 
     if is_loopback(address):
@@ -274,12 +322,15 @@ def _store_at(address: str, port: str, limit: timedelta) -> tuple[Any, int, int]
 
 
 def _room(store: Any, rank: int, size: int, limit: timedelta) -> Any:
-    """A part of ``store`` that nobody has used before, once all ranks have found it.
+    """Return a fresh namespace of ``store``, once all ranks have found it.
 
-    ``store`` may have served others: a program may meet more than once, for supervised training and then RL say, with some ranks in the
-    next meeting while others are in the last one, and torchrun keeps its own for all the processes that it starts anew. Under the keys
-    of before, a rank would look for the others where they were. So each asks the first one with a word of its own, which answers that
-    word alone. Raises ``TimeoutError``, or torch's ``DistError``, after ``limit``.
+    ``store`` may have been used before. A program may meet several times (e.g. SFT, then RL), with
+    some ranks in the next rendezvous while others are still in the last one. torchrun also keeps
+    its
+    store for all processes that it restarts. With the old keys, a rank would look for the others at
+    their old addresses. So each rank sends rank 0 a random token, and rank 0 replies to that token.
+
+    Raises ``TimeoutError``, or torch's ``DistError``, after ``limit``.
     """
     from torch.distributed import PrefixStore
 
@@ -305,44 +356,51 @@ def _room(store: Any, rank: int, size: int, limit: timedelta) -> Any:
 
 
 def for_one_attempt(limit: timedelta) -> timedelta:
-    """What gloo is to be given for a group whose members are all there, so that it connects them in about ``limit`` or not at all."""
+    """Return the timeout to give gloo so that a group connects, or fails, within about ``limit``.
+
+    All members of the group must already be running.
+    """
     return max(limit / ATTEMPTS, min(limit, CONNECTED))
 
 
 def _connect(store: Any, rank: int, size: int, limit: timedelta) -> None:
-    """Torch's default process group. Ranks that are all there cannot reach one another if they do not in about ``limit``."""
+    """Initialize torch's default process group, with about ``limit`` for ranks to connect."""
     import torch.distributed as dist
 
     dist.init_process_group(store=store, rank=rank, world_size=size, timeout=for_one_attempt(limit))
+    # The short timeout is for connecting only. Collective calls get the full one.
     dist.distributed_c10d._set_pg_timeout(limit)
 
 
 def tell_others(error: BaseException) -> None:
-    """Have the other ranks know of the ``error`` that ends this one before it has done what it still waits for."""
+    """Report the ``error`` that ends this rank to the other ranks, before it has cleaned up."""
     if Together.pulse is not None:
         Together.pulse.fail(error)
 
 
 def another_fails() -> bool:
-    """Whether some rank is known to end with an error: there is nothing to go on for."""
+    """Return True if some rank is known to end with an error, so waiting for it is useless."""
     return Together.pulse is not None and Together.pulse.failing
 
 
 def mine(items: Sequence[T], ranks: Ranks) -> list[T]:
-    """This rank's share of ``items``: each is exactly one rank's."""
+    """Return this rank's part of ``items``. Each item belongs to exactly one rank."""
     return list(items[ranks.rank :: ranks.size])
 
 
 def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
-    """What ``work`` gives on each rank, on all of them. When it raises on one, every rank raises: that one its own error, and the
-    others ``RankError``, or the same error if it is a stop that all take part in."""
+    """Run ``work`` on every rank and gather the results on all of them.
+
+    When it raises on one rank, every rank raises. That rank raises its original error. The others
+    raise ``RankError``, or the same error if it is a stop shared by all ranks.
+    """
     if ranks.size == 1:
         return [work()]
     failure: BaseException | None = None
     value: Any = None
     try:
         value = work()
-    except Exception as error:
+    except Exception as error:  # gathered first: all ranks must reach the collective call
         failure = error
     told = ranks.gather((value, None if failure is None else (type(failure), str(failure))))
     if failure is not None:
@@ -355,12 +413,16 @@ def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
 
 
 PULSES = 4
-"""Signs of life that a rank gives in the time after which it would be missed."""
+"""Number of signals that a busy rank gives within the timeout."""
 
 
 class Signs:
-    """Signs to all ``ranks`` that this one is at work. Giving one waits for nobody: the others may need what this rank does next, as those
-    of a team do who draw each token together."""
+    """Non-blocking keep-alive signals to all ``ranks`` while this rank is still working.
+
+    Sending one must not block, since other ranks may need what this rank does next. This is the
+    case
+    for tensor-parallel ranks that generate each token jointly.
+    """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -369,7 +431,10 @@ class Signs:
         self._given: Future[list[bool]] | None = None
 
     def give(self) -> None:
-        """One more, if it is time and all have taken the last one. Raises what that one came to."""
+        """Send a signal if one is due and all ranks have received the last one.
+
+        Raises the error of the last signal.
+        """
         if time.monotonic() >= self._due and (self._given is None or self._given.done()):
             self.end()
             self._given = Future()
@@ -377,13 +442,16 @@ class Signs:
             self._due = time.monotonic() + self._pause
 
     def end(self) -> None:
-        """Wait until all have taken the last one."""
+        """Wait until all ranks have received the last signal."""
         given, self._given = self._given, None
         if given is not None:
             given.result()
 
     def wait_for_all(self) -> None:
-        """Give no more, and wait until no rank does: those that are at work still say so from time to time. A call of all ranks."""
+        """Stop sending, and wait until no rank sends. Every rank must call it.
+
+        Ranks that still work continue to send signals.
+        """
         self.end()
         while not all(self._ranks.gather(True)):
             pass
@@ -396,8 +464,12 @@ class Signs:
 
 
 def patiently(ranks: Ranks, work: Callable[[Callable[[], None]], T]) -> list[T]:
-    """``together`` for work that may take one rank much longer than another. While it calls what ``work`` is given, between tokens
-    say, the others go on waiting; one that has ceased to is missed as in any other call."""
+    """Run ``together`` for work that may take much longer on one rank than on another.
+
+    ``work`` gets a function to call regularly, e.g. between tokens. While a rank calls it, the
+    other
+    ranks keep waiting. A rank that no longer calls it times out as in any collective call.
+    """
     signs = Signs(ranks)
 
     def awaited() -> T:

@@ -1,4 +1,4 @@
-"""What is asked of the package ray: a cluster, room in it, and actors there. The one file that imports it."""
+"""Connect to a Ray cluster, reserve resources and create actors. Only this file imports ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INSTALL = "pip install 'lightrft[ray]'"
 
 
 def package() -> Any:
-    """The package ray. Raises ``ConfigError`` with the way to install it."""
+    """Import and return the package ray. Raises ``ConfigError`` with the install command."""
     try:
         import ray
         import ray.exceptions
@@ -34,9 +34,11 @@ def package() -> Any:
 
 @contextmanager
 def cluster(config: RayConfig) -> Generator[None]:
-    """Be connected to the cluster of ``config``. A program that has connected itself stays as it is.
+    """Connect to the cluster of ``config``, unless this program is already connected to one.
 
-    Raises ``ConfigError`` when none is at ``address``, and ``ResourceError`` when one of this machine alone does not start in time.
+    Raises:
+        ConfigError: there is no cluster at ``address``.
+        ResourceError: a cluster of this machine alone does not start in time.
     """
     if (config.address or "").startswith("ray://"):
         raise ConfigError(
@@ -64,7 +66,7 @@ def _join(ray: Any, address: str) -> None:
     """Connect to the cluster at ``address``. Raises ``ConfigError``."""
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # Ray raises plain ``Exception`` too, and errors of its connection
+    except Exception as error:  # Ray raises plain ``Exception`` as well as connection errors
         ray.shutdown()
         raise ConfigError(
             f"launch.ray.address = {address!r}: no Ray cluster could be joined ({first_line(error)}); start one with ray start --head, or "
@@ -73,14 +75,17 @@ def _join(ray: Any, address: str) -> None:
 
 
 def _start(ray: Any, minutes: float) -> None:
-    """Start a cluster of this machine alone. Ray gives a node 30 s to start, which a busy machine may exceed: then it is started
-    again, until ``minutes`` are over. Raises ``ResourceError``."""
+    """Start a cluster of this machine alone. Raises ``ResourceError``.
+
+    Ray allows a node 30 s to start, which is too short on a busy machine. It is restarted until
+    ``minutes`` are over.
+    """
     until = time.monotonic() + 60 * minutes
     while True:
         try:
             ray.init(address="local", log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
             return
-        except Exception as error:  # of a node that is late Ray raises plain ``Exception``
+        except Exception as error:  # Ray raises plain ``Exception`` for a node that starts too late
             ray.shutdown()
             late = isinstance(error, TimeoutError) or "timed out" in str(error)
             if late and time.monotonic() < until:
@@ -95,12 +100,15 @@ def _start(ray: Any, minutes: float) -> None:
 
 @contextmanager
 def _token(ray: Any) -> Generator[None]:
-    """A token for a cluster that nobody else may use, unless the user has one: Ray asks for one by itself, and would write it into the
-    user's home. It is forgotten afterwards, or whatever this process joined next would be offered it."""
+    """Set an authentication token of the local cluster, unless the user has set one.
+
+    Without it Ray would generate a token and write it into the user's home directory. The token is
+    removed afterwards. Otherwise this process would send it to the next cluster it joins.
+    """
     if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & set(os.environ):
         yield
         return
-    mode = os.environ.get("RAY_AUTH_MODE")  # which Ray sets beside it
+    mode = os.environ.get("RAY_AUTH_MODE")  # Ray sets it together with the token
     os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     _reread(ray)
     try:
@@ -114,14 +122,16 @@ def _token(ray: Any) -> Generator[None]:
 
 
 def _reread(ray: Any) -> None:
-    """Have Ray look anew for a token and whether it wants one, both of which it keeps. The latter first: threads that still end would miss
-    a token."""
+    """Clear Ray's caches of the authentication mode and of the token.
+
+    The mode comes first: threads of Ray that are still ending would fail without a token.
+    """
     ray._raylet.Config.initialize("")
     ray._raylet.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def uses_devices(config: RLConfig | SFTConfig) -> bool:
-    """Whether ranks compute on accelerators of the cluster."""
+    """Return True if ranks compute on accelerators of the cluster."""
     if config.strategy.device == "cpu":
         return False
     return config.strategy.device != "auto" or config.launch.ray.devices is not None or "GPU" in package().cluster_resources()
@@ -129,12 +139,22 @@ def uses_devices(config: RLConfig | SFTConfig) -> bool:
 
 @contextmanager
 def placed(plan: Layout, launch: LaunchConfig, stop: StopFlag) -> Generator[Any]:
-    """A placement group of ``plan``, removed on the way out. Raises ``ResourceError`` when there is no room for it in time."""
+    """Reserve a placement group for ``plan`` and remove it on exit.
+
+    Args:
+        plan: bundles of the run.
+        launch: settings with the time to wait and the placement strategy.
+        stop: flag of a stop request, which ends the wait.
+
+    Raises:
+        ResourceError: the cluster has no room for the group in time.
+        RankError: the run was stopped while it waited.
+    """
     groups = package().util
     group = groups.placement_group([dict(bundle) for bundle in plan.bundles], strategy=launch.ray.placement)
     try:
         until = time.monotonic() + 60 * launch.ray.wait
-        own = launch.ray.address is None  # nothing will be added to it
+        own = launch.ray.address is None  # a local cluster does not grow, so waiting is pointless
         while not group.wait(1):
             if stop:
                 raise RankError("stopped before the ranks had a place")
@@ -146,17 +166,17 @@ def placed(plan: Layout, launch: LaunchConfig, stop: StopFlag) -> Generator[Any]
 
 
 def totals() -> Bundle:
-    """What all nodes of the cluster have, used or not."""
+    """Return the resources of all nodes of the cluster, used or free."""
     return {name: value for name, value in package().cluster_resources().items() if name in ("CPU", "GPU")}
 
 
 def lacking(asked: Bundle, there: Bundle) -> list[str]:
-    """Resources of which the cluster has less than ``asked``."""
+    """Return the names of resources of which the cluster has less than ``asked``."""
     return [name for name, value in asked.items() if value > there.get(name, 0.0)]
 
 
 def no_room(plan: Layout, launch: LaunchConfig) -> str:
-    """What is asked for, what is there, and what to do about it."""
+    """Return an error message: the requested and available resources, and what to change."""
     ray = package()
     free = ray.available_resources()
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
@@ -172,7 +192,13 @@ def no_room(plan: Layout, launch: LaunchConfig) -> str:
 
 
 def actor(kind: type, group: Any, slot: Slot) -> Any:
-    """``kind`` as an actor class whose actors live in ``slot``; Ray starts none of them again by itself."""
+    """Return ``kind`` as an actor class that is scheduled in ``slot``, without automatic restarts.
+
+    Args:
+        kind: plain Python class.
+        group: placement group of the run.
+        slot: bundle index and resources of the actor.
+    """
     ray = package()
     scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=slot.bundle)
     return ray.remote(kind).options(
@@ -181,21 +207,24 @@ def actor(kind: type, group: Any, slot: Slot) -> Any:
 
 
 def beside_driver(kind: type, *args: Any) -> Any:
-    """An actor on the driver's own node."""
+    """Start an actor on the driver's node."""
     ray = package()
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     return ray.remote(kind).options(num_cpus=0, max_concurrency=1000, scheduling_strategy=here).remote(*args)
 
 
 def adopt(environment: Mapping[str, str]) -> None:
-    """Take up ``environment`` in a process that Ray has started, and what the command line sets before torch is imported."""
+    """Apply ``environment`` in a process that Ray has started.
+
+    It also sets the variables that the command line sets before torch is imported.
+    """
     os.environ.update(environment)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 def reason_of(error: BaseException) -> str:
-    """The part of Ray's message that says why."""
+    """Return the part of Ray's error message that gives the cause."""
     rows = [row.strip() for row in str(error).splitlines() if row.strip()]
     telling = " ".join([row for row in rows if "because" in row or "exit detail" in row] or rows[:1])
     return telling.partition(" Some common causes")[0].rstrip(".")[:400]

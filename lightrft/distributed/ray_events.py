@@ -1,4 +1,4 @@
-"""Where the processes of a run leave what they have to say, and hear that they are to stop."""
+"""Pass log records, metrics and stop requests between the driver and the ranks of a Ray run."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightrft.distributed.ray_cluster import package
 from lightrft.observability.logging_setup import FILE_ONLY, ROOT
 
 LEAVING = 5.0
-"""Seconds that a process which ends takes for its last words."""
+"""Seconds that a process which ends waits for delivery of its last message."""
 
 
 class Desk:
-    """Where ranks leave what they have to say and learn that they are to stop. An actor beside the driver."""
+    """An actor on the driver's node that collects events of ranks and holds the stop flag."""
 
     def __init__(self) -> None:
         self._events: list[tuple[str, Any]] = []
@@ -23,11 +23,12 @@ class Desk:
         self._stop = asyncio.Event()
 
     async def tell(self, event: tuple[str, Any]) -> None:
+        """Queue an event of a rank."""
         self._events.append(event)
         self._news.set()
 
     async def news(self, seconds: float) -> list[tuple[str, Any]]:
-        """Everything that was told since the last call, at most ``seconds`` after this one."""
+        """Return all events since the last call, and wait up to ``seconds`` for the first one."""
         if seconds:
             try:
                 await asyncio.wait_for(self._news.wait(), seconds)
@@ -38,15 +39,16 @@ class Desk:
         return events
 
     async def stop(self) -> None:
+        """Ask all ranks to stop."""
         self._stop.set()
 
     async def stopped(self) -> bool:
-        """Answers once the ranks are to stop."""
+        """Return once the ranks are asked to stop."""
         return await self._stop.wait()
 
 
 class Teller(logging.Handler):
-    """In a rank: an observer, and a log handler, that pass everything on to the desk."""
+    """An observer and log handler of a rank that forwards everything to the desk."""
 
     def __init__(self, desk: Any, level: int) -> None:
         super().__init__(level)
@@ -55,30 +57,44 @@ class Teller(logging.Handler):
         self.addFilter(lambda record: not any(hasattr(record, key) for key in FILE_ONLY))
 
     def begin(self, title: str, total: int, done: int) -> None:
+        """Forward the start of a phase.
+
+        Args:
+            title: name of the phase.
+            total: number of steps.
+            done: number of steps that are already complete.
+        """
         self.tell("begin", (title, total, done))
 
     def update(self, row: Mapping[str, Any]) -> None:
+        """Forward the metrics of a step."""
         self.tell("update", dict(row))
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Forward a log record."""
         self.tell("log", (record.levelno, record.getMessage()))
 
     def tell(self, kind: str, value: Any) -> None:
+        """Send an event to the desk, without waiting for delivery."""
         self._last = self._desk.tell.remote((kind, value))
 
     def leave(self, rank: int, error: BaseException) -> None:
-        """The ``error`` that ends this process, from beside the program. It is there when this returns, unless the desk is not."""
+        """Report the ``error`` that ends this process, outside the program's own thread.
+
+        It waits up to ``LEAVING`` seconds for delivery, so the report arrives unless the desk is
+        gone.
+        """
         self.tell("left", (rank, str(error)))
         package().wait([self._last], timeout=LEAVING)
 
     def delivered(self) -> None:
-        """Wait until everything has arrived."""
+        """Wait until all events have been delivered."""
         if self._last is not None:
             package().get(self._last)
 
 
 def told(teller: Teller) -> None:
-    """Have everything that this package logs passed on by ``teller``."""
+    """Forward all log records of this package to ``teller``."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(logging.INFO)
     logger.addHandler(teller)

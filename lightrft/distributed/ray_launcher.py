@@ -1,4 +1,4 @@
-"""Ranks as actors on a Ray cluster: placed, started, watched, and started again when one is lost."""
+"""Run ranks as actors on a Ray cluster: place, start and watch them, and restart lost ones."""
 
 from __future__ import annotations
 
@@ -39,26 +39,37 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 GRACE = 15.0
-"""Seconds that ranks have to end by themselves after one of them failed; whoever has not by then is taken for lost."""
+"""Seconds that ranks have to end after one of them failed. Later they count as lost."""
 SETTLING = 30.0
-"""Seconds that a shared folder has to show what another node wrote, and the ranks before these to be gone."""
+"""Seconds for a shared file system to show a new file, and for previous ranks to end."""
 
 
 def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> dict[str, Any]:
-    """Call ``module:name`` with ``config`` in ``launch.processes`` actors, and tell ``observer`` what the first one reports.
+    """Call ``module:name`` in ``launch.processes`` actors and forward the reports of rank 0.
 
-    Returns what the call returned to the first rank. Raises the error of the rank that failed; ``RankError`` when ranks were lost
-    more than ``launch.ray.restarts`` times; ``ConfigError`` or ``ResourceError`` when there is no such cluster or no room in it.
+    Args:
+        path: function to call, as ``module:name``. It gets a config and an observer.
+        config: settings of the run.
+        observer: receives the progress of rank 0.
+
+    Returns:
+        The result of the call on rank 0.
+
+    Raises:
+        RankError: ranks were lost more than ``launch.ray.restarts`` times.
+        ConfigError: there is no such cluster.
+        ResourceError: the cluster has no room for the run.
+        Exception: the error of the rank that failed.
     """
     check_launch(config)
     with cluster(config.launch.ray), StopFlag() as stop:
         summary = Driver(path, config, observer, stop).run()
-        # Ranks get SIGTERM whatever signal the driver got.
+        # Ranks always get SIGTERM, so their summary would not name the signal that the driver got.
         return {**summary, "stopped_by": stop.reason} if stop and "stopped_by" in summary else summary
 
 
 def check_launch(config: RLConfig | SFTConfig) -> None:
-    """Raises ``ConfigError`` where something is asked for that this config does not use."""
+    """Raise ``ConfigError`` if ``launch.ray`` sets something that this config does not use."""
     check_complete(config)
     asked = config.launch.ray
     if config.strategy.device == "cpu":
@@ -79,7 +90,12 @@ def check_launch(config: RLConfig | SFTConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a rank is told to do. ``tree`` is YAML of the settings class ``kind``; ``again``: ranks before it were lost, and it goes on."""
+    """The task of a rank: a program, its settings, environment and workers.
+
+    ``tree`` is YAML of the settings class ``kind``. ``again`` is True if previous ranks were lost
+    and
+    the run resumes. ``before`` are the places of these previous ranks.
+    """
 
     path: str
     kind: str
@@ -94,7 +110,7 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a call ended on a rank: with a result, or with an error by the name of its kind."""
+    """The outcome of a call on a rank: a result, or an error given by the name of its class."""
 
     result: Any = None
     error: str = ""
@@ -103,20 +119,23 @@ class Ended:
 
     @property
     def kind(self) -> type[UserError] | None:
-        """The class of the error, where it is a user's to fix."""
+        """The class of the error if it is a ``UserError``, else None."""
         kind = getattr(errors, self.error, None)
         return kind if isinstance(kind, type) and issubclass(kind, UserError) else None
 
 
 class RankLost(Exception):
-    """A rank ended without an answer."""
+    """Raised when a rank ended without returning a result."""
 
 
 class Rank:
     """One rank: an actor whose main thread runs the program."""
 
     def place(self, folder: str) -> Place:
-        """Go to ``folder`` and say where this is. Raises ``ConfigError`` where the node has no such folder."""
+        """Change to ``folder`` and return the place of this rank.
+
+        Raises ``ConfigError`` if the node has no such folder.
+        """
         ray = package()
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
@@ -131,13 +150,13 @@ class Rank:
         return Place(context.get_node_id(), address, os.getpid(), devices)
 
     def free_port(self) -> int:
-        """A port that nobody listens on here, for the ranks to meet."""
+        """Return a free port of this node, for the rendezvous of the ranks."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return probe.getsockname()[1]
 
     def put_mark(self, folder: str) -> str:
-        """Leave a file in ``folder``; its path. Raises ``ConfigError`` where that cannot be."""
+        """Create a file in ``folder`` and return its path. Raises ``ConfigError`` if that fails."""
         mark = Path(folder) / f".seen-by-all-{secrets.token_hex(8)}"
         try:
             mark.parent.mkdir(parents=True, exist_ok=True)
@@ -147,18 +166,19 @@ class Rank:
         return str(mark)
 
     def sees(self, mark: str, seconds: float) -> bool:
-        """Whether the file is here too, or comes within that time."""
+        """Return True if the file ``mark`` exists on this node within ``seconds``."""
         until = time.monotonic() + seconds
         while not (found := Path(mark).exists()) and time.monotonic() < until:
-            list(Path(mark).parent.glob("*"))  # has a network file system look anew
+            list(Path(mark).parent.glob("*"))  # makes NFS refresh its directory cache
             time.sleep(0.2)
         return found
 
     def remove_mark(self, mark: str) -> None:
+        """Delete the file of ``put_mark``."""
         Path(mark).unlink(missing_ok=True)
 
     def run(self, order: Order) -> Ended:
-        """Do as ordered; an error is part of the answer."""
+        """Run ``order`` and return its outcome, which includes an error."""
         adopt(order.environment)
         teller = Teller(order.desk, logging.WARNING if order.environment["RANK"] == "0" else logging.ERROR)
         told(teller)
@@ -171,7 +191,7 @@ class Rank:
 
 
 def answer(order: Order, observer: Observer) -> Ended:
-    """Call the program of ``order``."""
+    """Call the program of ``order`` and return its outcome."""
     try:
         config = going_on(order)
         wait_until_gone(order.before)
@@ -186,7 +206,10 @@ def answer(order: Order, observer: Observer) -> Ended:
 
 
 def going_on(order: Order) -> RLConfig | SFTConfig:
-    """The config of ``order``; that of ranks which go on takes up the newest checkpoint, whatever the first ones began with."""
+    """Return the config of ``order``. Restarted ranks resume from the newest checkpoint of the run.
+
+    A checkpoint that ``run.resume`` names is used only while the run has no checkpoint yet.
+    """
     config = build(getattr(trees, order.kind), parse_yaml(order.tree))
     if not order.again:
         return config
@@ -196,7 +219,9 @@ def going_on(order: Order) -> RLConfig | SFTConfig:
 
 
 def wait_until_gone(before: Sequence[Place]) -> None:
-    """Wait for the processes of ``before`` that were on this node: one of them may hold the run folder still."""
+    """Wait until the processes of ``before`` on this node end, since one may still lock the run
+    folder.
+    """
     here = package().get_runtime_context().get_node_id()
     until = time.monotonic() + SETTLING
     while any(alive(place.pid) for place in before if place.node == here) and time.monotonic() < until:
@@ -204,7 +229,7 @@ def wait_until_gone(before: Sequence[Place]) -> None:
 
 
 def alive(pid: int) -> bool:
-    """Whether there is a process of that number that still runs."""
+    """Return True if the process ``pid`` is running and is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -213,7 +238,10 @@ def alive(pid: int) -> bool:
 
 @contextmanager
 def stopping(desk: Any) -> Generator[None]:
-    """While the program runs, a stop at the desk becomes SIGTERM, which it takes as ever; again until it has."""
+    """Within this context, turn a stop request at the desk into SIGTERM to this process.
+
+    The signal is repeated every 2 s until the program ends.
+    """
     done = threading.Event()
 
     def watch() -> None:
@@ -231,7 +259,7 @@ def stopping(desk: Any) -> Generator[None]:
 
 @dataclass(slots=True)
 class Driver:
-    """Starts the ranks of a run and stays with them, in the process of the command."""
+    """Starts and watches the ranks of a run, in the process of the command."""
 
     path: str
     config: RLConfig | SFTConfig
@@ -247,10 +275,11 @@ class Driver:
 
     @property
     def asked(self) -> RayConfig:
+        """The Ray settings of the run."""
         return self.config.launch.ray
 
     def run(self) -> dict[str, Any]:
-        """The first rank's result, from as many starts as it takes."""
+        """Start the ranks, restart them when some are lost, and return the result of rank 0."""
         self._desk = beside_driver(Desk)
         while True:
             try:
@@ -260,7 +289,9 @@ class Driver:
                 self.after(lost)
 
     def after(self, lost: RankLost) -> None:
-        """Say what was lost. Raises ``RankError`` when there is to be no other start."""
+        """Log the loss of a rank. Raises ``RankError`` when no restart is left or the run is
+        stopping.
+        """
         if self.stop:
             raise RankError(f"{lost}, while the run was being stopped; the same command goes on from the last checkpoint")
         if self.losses > self.asked.restarts:
@@ -271,7 +302,7 @@ class Driver:
         log.warning("%s; all ranks start again from the last checkpoint (%d of %d)", lost, self.losses, self.asked.restarts)
 
     def attempt(self) -> dict[str, Any]:
-        """Place the ranks and the workers, and see them through."""
+        """Place the ranks and workers once, run them and return the result of rank 0."""
         plan = layout(self.config.launch, uses_devices(self.config))
         with placed(plan, self.config.launch, self.stop) as group:
             host = str(Path.cwd()), self.asked.environment, self._desk
@@ -284,7 +315,7 @@ class Driver:
                     package().kill(one)
 
     def see_through(self, actors: list[Any], plan: Layout) -> dict[str, Any]:
-        """Give every actor its rank and its order, and wait for all of them."""
+        """Assign a rank and an order to every actor, and wait for all of them."""
         before, self._left = self.places, {}
         folder = str(Path.cwd())
         found = self.all_of(actors, [one.place.remote(folder) for one in actors], "start")
@@ -297,14 +328,30 @@ class Driver:
         return self.outcome(ended)
 
     def orders(self, port: int, plan: Layout, before: tuple[Place, ...] = ()) -> list[Order]:
-        """What each rank is told, at its place; ``before``: where the ranks were that these stand in for."""
+        """Return the order of each rank, in rank order.
+
+        Args:
+            port: rendezvous port on the node of rank 0.
+            plan: slots of the workers.
+            before: places of the lost ranks that these ranks replace.
+        """
         kind, tree, asks = type(self.config).__name__, to_yaml(self.config), (self.roster, plan.workers)
         common = Order(self.path, kind, tree, {}, self._desk, self.began, before, *asks)
         environment = {**self.asked.environment, "TORCHELASTIC_RESTART_COUNT": str(self.losses)}
         return [replace(common, environment={**environment, **own}) for own in environments(self.places, port)]
 
     def all_of(self, actors: Sequence[Any], refs: list[Any], what: str) -> list[Any]:
-        """The answers to ``refs``. Raises ``RankLost`` for one that does not come within ``launch.ray.wait`` minutes."""
+        """Return the results of ``refs``.
+
+        Args:
+            actors: actors that were called, for the message.
+            refs: Ray references of the calls.
+            what: action of the ranks, for the message.
+
+        Raises:
+            RankLost: a result does not arrive within ``launch.ray.wait`` minutes, or an actor died.
+            UserError: the call raised it.
+        """
         ray = package()
         try:
             return ray.get(refs, timeout=60 * self.asked.wait)
@@ -316,7 +363,7 @@ class Driver:
             raise RankLost(f"a rank ended before it could {what} ({reason_of(error)})") from None
 
     def check_shared(self, actors: list[Any]) -> None:
-        """Raises ``ConfigError`` when a node does not see what the first rank writes."""
+        """Raise ``ConfigError`` when a node does not see a file that rank 0 writes."""
         folder = str(Path(self.config.run.dir).expanduser())
         others = {p.node: i for i, p in enumerate(self.places) if p.node != self.places[0].node}
         if not others:
@@ -332,7 +379,10 @@ class Driver:
                 )
 
     def watch(self, waiting: dict[Any, int]) -> dict[int, Ended]:
-        """Pass on what ranks say until each has ended, or some time after one failed. Raises ``RankLost`` for one that is gone."""
+        """Forward events of ranks until each has ended, or until ``GRACE`` seconds after a failure.
+
+        Raises ``RankLost`` for a rank that is gone.
+        """
         ray = package()
         ended: dict[int, Ended] = {}
         until = float("inf")
@@ -359,7 +409,9 @@ class Driver:
         return ended
 
     def pass_on(self, events: Sequence[tuple[str, Any]]) -> None:
-        """What the first rank observed, and what any rank logged."""
+        """Forward the events of rank 0 to the observer, and the log records of all ranks to the
+        log.
+        """
         for kind, value in events:
             if kind == "log":
                 logging.getLogger(ROOT).log(*value)
@@ -372,13 +424,18 @@ class Driver:
                 self.observer.begin(*value)
 
     def lost(self, rank: int, reason: str) -> RankLost:
-        """``rank`` is gone: by what it has said itself, or else for ``reason``."""
+        """Build the error of a lost ``rank``, from its last message if there is one, else
+        ``reason``.
+        """
         place = f"rank {rank} on node {self.places[rank]}"
         said = self._left.get(rank)
         return RankLost(f"{place} has given up: {without_way_on(said)}" if said else f"{place} was lost: {reason}")
 
     def outcome(self, ended: Mapping[int, Ended]) -> dict[str, Any]:
-        """The first rank's result, or the error of the rank where it began; those that only heard of one come last."""
+        """Return the result of rank 0, or raise the error of the rank that caused the failure.
+
+        Errors that only report another rank's failure are considered last.
+        """
         failed = {rank: one for rank, one in ended.items() if one.error}
         silent = [rank for rank in range(len(self.places)) if rank not in ended]
         for rank, one in sorted(failed.items()):
@@ -396,7 +453,7 @@ class Driver:
         return ended[0].result
 
     def as_error(self, rank: int, one: Ended) -> Exception:
-        """The error of a rank, as its own kind where it is a user's to fix."""
+        """Rebuild the error of a rank, in its original class if it is a ``UserError``."""
         if one.kind is not None:
             return one.kind(one.text)
         if one.error == MemoryError.__name__:
@@ -405,5 +462,5 @@ class Driver:
 
 
 def without_way_on(text: str) -> str:
-    """What a rank has said, up to how to go on: the launcher says that itself."""
+    """Return ``text`` without its advice on how to resume, which the launcher adds itself."""
     return text.partition(". The same command")[0]

@@ -1,4 +1,7 @@
-"""Workers of roles as actors on a Ray cluster, held by every rank and started anew once for all of them."""
+"""Workers of models and engines as actors on a Ray cluster, shared by all ranks.
+
+A lost worker is restarted once, on behalf of all ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,13 @@ from lightrft.utils.errors import ConfigError, ResourceError, UserError
 
 
 class Host:
-    """The process of a worker. It calls one method at a time, in order."""
+    """The process of a worker. It calls one method after the other, in order.
+
+    Args:
+        folder: working directory of the run.
+        environment: environment variables to set.
+        desk: receives log records.
+    """
 
     def __init__(self, folder: str, environment: Mapping[str, str], desk: Any) -> None:
         adopt(environment)
@@ -31,10 +40,10 @@ class Host:
         self._failure: Exception | None = None
 
     def ready(self) -> None:
-        """Nothing but a sign of life."""
+        """Do nothing: a reply proves that the actor is scheduled and alive."""
 
     def make(self, make: list[Any]) -> None:
-        """Make the object, unless it is there. An error of that is raised by every call."""
+        """Make the object unless it exists. If that fails, every later call raises the error."""
         if not self._made:
             self._made = True
             try:
@@ -43,19 +52,29 @@ class Host:
                 self._failure = error
 
     def call(self, make: list[Any], method: str, *args: Any) -> Any:
-        self.make(make)  # calls of different processes come in no order
+        """Call ``method`` of the object, which is made first if needed, and return the result.
+
+        Args:
+            make: one-element list with a Ray reference to the ``Maker``.
+            method: name of the method.
+            args: arguments of the method.
+        """
+        self.make(make)  # calls of different ranks are unordered: this may arrive before ``make``
         if self._failure is not None:
             raise self._failure
         return getattr(self._object, method)(*args)
 
     def process(self) -> int:
-        """Its number, on its node."""
+        """Return the process id on this node."""
         return os.getpid()
 
 
 @dataclass(slots=True)
 class Post:
-    """A worker's place, what makes its object, and who is there: the actor of its ``life``. ``held`` counts the ranks that use it."""
+    """The slot of a worker, the function that makes its object, and its current actor.
+
+    ``life`` counts the starts of the actor. ``held`` counts the ranks that use the worker.
+    """
 
     name: str
     slot: Slot
@@ -67,7 +86,13 @@ class Post:
 
 
 class Roster:
-    """All workers of a run, by name: an actor beside the driver, which they end with."""
+    """All workers of a run, by name: an actor on the driver's node. The workers end with it.
+
+    Args:
+        group: placement group of the run.
+        seconds: time within which a restarted worker must be scheduled.
+        host: working directory, environment and desk of each worker.
+    """
 
     def __init__(self, group: Any, seconds: float, host: tuple[str, Mapping[str, str], Any]) -> None:
         self._group = group
@@ -76,7 +101,13 @@ class Roster:
         self._posts: dict[str, Post] = {}
 
     async def hold(self, name: str, slot: Slot, make: list[Any]) -> tuple[Any, int]:
-        """The worker ``name`` and the number of its life; it is started for the first rank that asks."""
+        """Return the worker ``name`` and its number of starts. The first rank that asks starts it.
+
+        Args:
+            name: name of the worker, e.g. ``engine 0``.
+            slot: its share of a bundle.
+            make: one-element list with a Ray reference to its ``Maker``.
+        """
         post = self._posts.setdefault(name, Post(name, slot, make))
         post.held += 1
         if post.actor is None:
@@ -84,8 +115,14 @@ class Roster:
         return post.actor, post.life
 
     async def again(self, name: str, life: int) -> tuple[Any, int]:
-        """The worker in a later life than ``life``, for whoever has lost it in that one. Raises ``ResourceError`` when it finds no place
-        within ``launch.ray.wait`` minutes."""
+        """Restart the worker unless that has happened since start ``life``, and return it.
+
+        Every rank that has lost the worker passes the start it knew, so one restart serves all
+        ranks.
+
+        Raises:
+            ResourceError: it finds no place within ``launch.ray.wait`` minutes.
+        """
         post = self._posts[name]
         async with post.lock:
             if post.life == life:
@@ -94,21 +131,24 @@ class Roster:
             return post.actor, post.life
 
     async def leave(self, name: str) -> None:
-        """One rank less uses the worker; after the last it is ended."""
+        """Release the worker for one rank. It ends when the last rank has released it."""
         post = self._posts[name]
         post.held -= 1
         if not post.held:
             package().kill(post.actor)
 
     async def processes(self) -> dict[str, int]:
-        """The number of each worker's process, by name."""
+        """Return the process id of each worker, by name."""
         return {name: await post.actor.process.remote() for name, post in self._posts.items()}
 
     def _start(self, post: Post) -> Any:
-        """Have a new actor make the object; an answer that comes as soon as it has a place."""
+        """Start an actor that makes the object. Return a reference that is ready once it is
+        scheduled.
+        """
         post.actor = actor(Host, self._group, post.slot).remote(*self._host)
         post.life += 1
-        there = post.actor.ready.remote()  # first: calls are answered in order, and to make the object may take long
+        # Must come first: calls run in order, and making the object may take long.
+        there = post.actor.ready.remote()
         post.actor.make.remote(post.make)
         return there
 
@@ -122,30 +162,41 @@ class Roster:
                 "what it asks for; add one, and give the same command again"
             ) from None
         except package().exceptions.RayActorError:
-            return  # it has ended once more: whoever asks it next will see
+            return  # it has died again, and the next call will report that
 
 
 class RayWorker:
-    """``Worker`` over an actor that every rank may hold."""
+    """A ``Worker`` over an actor that all ranks may share.
+
+    Args:
+        roster: the actor that starts and restarts workers.
+        name: name of the worker, e.g. ``engine 0``.
+        slot: its share of a bundle.
+        make: makes the object inside the worker.
+    """
 
     def __init__(self, roster: Any, name: str, slot: Slot, make: Maker) -> None:
         self.name = name
         self._roster = roster
-        self._make = [package().put(make)]  # as Ray holds it: nobody but the worker loads it
+        # In a list Ray passes the reference itself, so only the worker unpickles the maker.
+        self._make = [package().put(make)]
         self._actor, self._life = answer_of(roster.hold.remote(name, slot, self._make))
 
     def call(self, method: str, *args: Any) -> Future[Any]:
+        """See ``Worker.call``."""
         return answered(self._actor.call.remote(self._make, method, *args))
 
     def restart(self) -> None:
+        """See ``Worker.restart``."""
         self._actor, self._life = answer_of(self._roster.again.remote(self.name, self._life))
 
     def close(self) -> None:
+        """See ``Worker.close``."""
         self._roster.leave.remote(self.name)
 
 
 def answer_of(ref: Any) -> Any:
-    """What ``ref`` stands for. Raises a user's error as what it was."""
+    """Return the value of ``ref``. A ``UserError`` is raised in its original class."""
     try:
         return package().get(ref)
     except package().exceptions.RayTaskError as error:
@@ -153,7 +204,7 @@ def answer_of(ref: Any) -> Any:
 
 
 def answered(ref: Any) -> Future[Any]:
-    """The future of a call: ``WorkerLost`` for whatever befell the actor, else what the call returned or raised."""
+    """Return a future of the call ``ref``, which raises ``WorkerLost`` if the actor is lost."""
     found: Future[Any] = Future()
     found.set_running_or_notify_cancel()
     errors = package().exceptions
@@ -175,14 +226,14 @@ def answered(ref: Any) -> Future[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Office:
-    """Where a rank gets its workers from: ``slots`` by the names of the workers, such as ``engine 0``. ``host`` is its address."""
+    """Access of a rank to its workers: ``slots`` by worker name, and its own address ``host``."""
 
     roster: Any
     slots: Mapping[str, Slot]
     host: str
 
     def hire(self, kind: str, make: Maker) -> list[Worker]:
-        """All workers of ``kind``, each of which holds what ``make`` makes."""
+        """Return all workers of ``kind``, each with an object that ``make`` makes."""
         names = [name for name in self.slots if name.rpartition(" ")[0] == kind]
         return [RayWorker(self.roster, name, self.slots[name], make) for name in names]
 
@@ -192,7 +243,7 @@ _OFFICE: ContextVar[Office | None] = ContextVar("office", default=None)
 
 @contextmanager
 def opened(office: Office) -> Generator[None]:
-    """While this is entered, ``office_here`` is ``office``."""
+    """Within this context, ``office_here`` returns ``office``."""
     token = _OFFICE.set(office)
     try:
         yield
@@ -201,7 +252,7 @@ def opened(office: Office) -> Generator[None]:
 
 
 def office_here() -> Office:
-    """Where this rank gets its workers from. Raises ``ConfigError`` in a process that no launcher has started."""
+    """Return the office of this rank. Raises ``ConfigError`` if no Ray launcher started it."""
     office = _OFFICE.get()
     if office is None:
         raise ConfigError(

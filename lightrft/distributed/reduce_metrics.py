@@ -1,4 +1,4 @@
-"""Reduce metrics over the ranks."""
+"""Merge metrics over ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from lightrft.observability.metrics import Metrics
 
 
 def merged(metrics: Metrics, ranks: Ranks) -> Metrics:
-    """``metrics`` of all ranks as one, the same on each."""
+    """Merge ``metrics`` of all ranks and return the result on each."""
     if ranks.size == 1:
         return metrics
-    metrics.compute()  # tensors become numbers
+    metrics.compute()  # tensors become numbers, which can be gathered
     joined = Metrics()
     for theirs in ranks.gather(metrics):
         joined.merge(theirs)

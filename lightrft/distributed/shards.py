@@ -1,4 +1,4 @@
-"""Which parts of a tensor that is spread over ranks lie on this one."""
+"""Find the parts of a sharded tensor that are stored on this rank."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch.distributed.tensor import DTensor
 
 Index = tuple[slice, ...]
 Block = tuple[Index, Tensor]
-"""``whole[index]`` of a whole tensor, and the memory here that is for it, of the same shape."""
+"""The pair ``(index, values)``: ``values`` is the local memory of ``full[index]``, in its shape."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A tensor of ``shape``, of which ``blocks`` lie here."""
+    """A tensor of ``shape`` and the ``blocks`` of it that are stored on this rank."""
 
     shape: tuple[int, ...]
     blocks: Iterable[Block]
 
     def pieces(self, size: int) -> Iterator[Block]:
-        """The blocks, those of more than ``size`` bytes in several."""
+        """Yield the blocks, where blocks of more than ``size`` bytes are split."""
         for index, values in self.blocks:
             yield from _cut(index, values, size)
 
 
 Holding = Callable[[Tensor], Held]
-"""What of a parameter or buffer lies here."""
+"""A function that returns the local blocks of a parameter or buffer."""
 
 
 def held_of(tensor: Tensor) -> Held:
-    """All of ``tensor``; of a ``DTensor``, what its placements say."""
+    """Return the local blocks of ``tensor``: all of it, or the shards of a ``DTensor``."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
         return Held(shape, [(tuple(slice(0, size) for size in shape), tensor)])
@@ -43,7 +43,7 @@ def held_of(tensor: Tensor) -> Held:
     for mesh_dim, placement in enumerate(tensor.placements):
         if (dim := getattr(placement, "dim", None)) is not None:
             mesh = tensor.device_mesh
-            # Strided: first into as many groups, each of which is then split.
+            # _StridedShard splits into ``split_factor`` groups first, then shards each group.
             splits[dim].append((getattr(placement, "split_factor", 1), mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)))
     runs = [_runs(size, of_dim) for size, of_dim in zip(shape, splits, strict=True)]
     return Held(
@@ -52,8 +52,13 @@ def held_of(tensor: Tensor) -> Held:
 
 
 def flat_blocks(shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[Block]:
-    """The blocks that ``values``, flat, is made of: what a flattened tensor of ``shape`` has from ``start`` on. What lies beyond its end
-    is in none."""
+    """Yield the blocks of a tensor of ``shape`` that a slice of its flattened form consists of.
+
+    Args:
+        shape: shape of the full tensor.
+        start: offset of ``values`` in the flattened tensor, in elements.
+        values: 1-D slice. Elements beyond the end of the tensor (padding) belong to no block.
+    """
     at = 0
     for index in _stretch(shape, start, min(start + values.numel(), prod(shape))):
         sizes = [part.stop - part.start for part in index]
@@ -62,7 +67,7 @@ def flat_blocks(shape: tuple[int, ...], start: int, values: Tensor) -> Iterator[
 
 
 def _runs(size: int, splits: list[tuple[int, int, int]]) -> list[tuple[slice, slice]]:
-    """Of a dimension that is split so, the stretches that lie here: in the whole, and in what lies here."""
+    """Return the local stretches of a dimension, as slices of the full and of the local tensor."""
     here = torch.arange(size)
     for groups, rank, count in splits:
         parts = here.split(max(1, -(-len(here) // groups)))
@@ -90,7 +95,9 @@ def _cut(index: Index, values: Tensor, size: int) -> Iterator[Block]:
 
 
 def _stretch(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Index]:
-    """The blocks, in order, that make up elements ``start`` to ``stop`` of a flattened tensor of ``shape``."""
+    """Yield, in order, the blocks that make up elements ``start`` to ``stop`` of a flattened
+    tensor.
+    """
     if start >= stop:
         return
     if not shape:

@@ -1,4 +1,4 @@
-"""Several processes of one program on this machine, by torch's launcher; of a run that fails, one line says which rank and why."""
+"""Start several processes on this machine with torchelastic, and report a failure in one line."""
 
 from __future__ import annotations
 
@@ -19,17 +19,29 @@ GO_ON = "the same command goes on from the last checkpoint"
 
 
 def run_processes(name: str, program: Sequence[str], processes: int, minutes: float) -> int:
-    """Run ``python program...`` as many times side by side, and wait. The exit status: 0, 2 for what the user can fix, 1 for what else
-    fails, 128 and the signal's number after one to this process, which is passed on: they have ``minutes`` to stop."""
+    """Run ``processes`` copies of ``python program...`` on this machine and wait for them.
+
+    Args:
+        name: prefix of the error message.
+        program: arguments of the Python interpreter.
+        processes: number of ranks.
+        minutes: time the ranks get to stop after a signal, in minutes.
+
+    Returns:
+        The exit status: 0, 2 for errors the user can fix, 1 for others. A signal to this process is
+        forwarded to the ranks, and the status is 128 plus its number.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)  # a wall of text, with no more in it than the line below
+    # Torch's report of a failure is long and adds nothing to the line that is printed below.
+    logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     rendezvous_handler_registry.register(BACKEND, one_machine)
     forced = Forced()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does for several processes
+    # Ranks save a checkpoint after a signal, which takes longer than torch's default of 30 s.
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(max(30, round(60 * minutes))))
     os.environ[SPEAKER] = "1"
     settings = LaunchConfig(
@@ -52,7 +64,7 @@ def run_processes(name: str, program: Sequence[str], processes: int, minutes: fl
 
 
 class OneMachine:
-    """Torch's ``RendezvousHandler`` for one launcher, whose store listens on the loopback interface alone."""
+    """A ``RendezvousHandler`` of one launcher, with a store on the loopback interface only."""
 
     use_agent_store = True
 
@@ -88,12 +100,15 @@ class OneMachine:
 
 
 def one_machine(parameters: Any) -> Any:
-    """Make the handler that torch's launcher asks for by the name ``BACKEND``."""
+    """Make the handler that torchelastic looks up under the name ``BACKEND``."""
     return OneMachine(parameters.run_id)
 
 
 class Forced(logging.Handler):
-    """Collects ``pids`` of processes that torch's launcher has killed itself, since they did not end when they were asked to."""
+    """A log handler that collects ``pids`` of processes which torchelastic killed itself.
+
+    These processes did not end when they were asked to, so their exit says nothing of the cause.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -104,13 +119,20 @@ class Forced(logging.Handler):
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
+        """Collect the process ids of a message about forced termination."""
         if "forcefully" in str(record.msg) and isinstance(record.args, tuple):
             self.pids.update(pid for pid in record.args if isinstance(pid, int))
 
 
 def cause(failures: Mapping[int, Any], forced: Collection[int] = ()) -> tuple[str, int]:
-    """What the first of ``failures`` was, by rank as torch has them, and the exit status. What a rank says of another counts only where
-    that one says nothing; ``forced`` are processes that the launcher has killed afterwards."""
+    """Return a message about the first of ``failures``, and the exit status.
+
+    A report about another rank counts only if that rank has reported nothing itself.
+
+    Args:
+        failures: torchelastic's failures, by rank.
+        forced: ids of processes that the launcher killed afterwards.
+    """
     told = {rank: ("", "was killed") if failure.pid in forced else _told(failure) for rank, failure in failures.items()}
     order = {"killed": 0, "bug": 1, "user": 1, "rank": 2, "": 3}
     rank = min(told, key=lambda r: (order[told[r][0]], failures[r].timestamp, r))
@@ -124,7 +146,7 @@ def cause(failures: Mapping[int, Any], forced: Collection[int] = ()) -> tuple[st
 
 
 def _told(failure: Any) -> tuple[str, str]:
-    """The kind of a failure and its text."""
+    """Return the kind of a failure and its message."""
     data = failure.error_file_data
     message = data.get("message", {}) if isinstance(data, dict) else {}
     if isinstance(message, dict) and "kind" in message.get("extraInfo", {}):

@@ -1,4 +1,4 @@
-"""An object that lives in a process of its own, as those see it who use it."""
+"""Protocol of a worker: an object in another process, as its callers see it."""
 
 from __future__ import annotations
 
@@ -7,39 +7,46 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 Maker = Callable[[], Any]
-"""Makes the object of a worker, inside its process. It is pickled on the way there."""
+"""A function that makes the object of a worker inside its process. It is pickled and sent there."""
 
 
 class WorkerLost(Exception):
-    """The process of a worker ended, or was ended, before it had answered."""
+    """Raised when the process of a worker ended before a call returned."""
 
 
 class Worker(Protocol):
-    """An object made by a ``Maker``, in a process of its own that may be lost at any time.
+    """An object made by a ``Maker`` in another process, which may be lost at any time.
 
-    Calls run there one at a time, in the order in which they were made; several may be under way. Nothing of it blocks the caller but
-    ``restart`` and ``close``.
+    Calls run one after the other, in the order in which they were made. Several calls may be
+    pending. Only ``restart`` and ``close`` block the caller.
     """
 
     @property
     def name(self) -> str:
-        """How messages call it, e.g. ``engine 1``."""
+        """The name of the worker in messages, e.g. ``engine 1``."""
         ...
 
     def call(self, method: str, *args: Any) -> Future[Any]:
-        """The future of what ``method`` of the object returns or raises. It raises ``WorkerLost`` when the process ends first, and
-        at once where it is gone already. Arguments have been pickled when this returns; tensors among them, and among results, are on
-        the CPU."""
+        """Return a future with the result or exception of ``method`` of the object.
+
+        The future raises ``WorkerLost`` when the process ends first, and at once if it is already
+        gone.
+        Arguments are pickled before this returns. Tensors in arguments and results are on the CPU.
+        """
         ...
 
     def restart(self) -> None:
-        """End the process if it is there, whatever it is doing, and start a new one with a new object. Calls under way are lost.
-        Where several processes hold the worker, one start serves all of them that have lost it.
+        """End the process if it exists, and start a new process with a new object.
 
-        Raises ``ResourceError`` when there is no place for it any more.
+        Pending calls are lost. If several processes use the worker and have lost it, it is
+        restarted
+        once for all of them.
+
+        Raises:
+            ResourceError: the cluster has no room for the worker any more.
         """
         ...
 
     def close(self) -> None:
-        """End the process. Calls under way are lost."""
+        """End the process. Pending calls are lost."""
         ...

@@ -1,1 +1,1 @@
-"""Algorithms and loops: the only layer that composes the others."""
+"""Training runs and inference verbs: the only layer that composes all others."""

@@ -1,4 +1,4 @@
-"""Refuse RL settings that cannot work, before models are loaded."""
+"""Reject RL settings that cannot work, before models are loaded."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ log = logging.getLogger(__name__)
 
 
 def check(config: RLConfig) -> None:
-    """Problems that need no model or data to be seen. Raises ``ConfigError``."""
+    """Raise ``ConfigError`` for problems that can be found without a model or data."""
     check_reward(config)
     if not config.data.sources:
         raise ConfigError("data.sources is empty; name what prompts come from, e.g. data.sources=[{path: train.jsonl}]")
     kl, answers = config.algorithm.kl, config.rollout.prompts * config.rollout.samples
+    # The coefficient is multiplied by 1 + error * answers / horizon, with error >= -0.2.
     if kl.used and kl.controller == "adaptive" and answers >= 5 * kl.horizon:
         raise ConfigError(
             f"algorithm.kl.horizon = {kl.horizon}: with {answers} answers a step (rollout.prompts x rollout.samples) the adaptive "
@@ -40,7 +41,7 @@ def check(config: RLConfig) -> None:
 
 
 def check_reward(config: RLConfig) -> None:
-    """Raises ``ConfigError`` where something reads a reward and there is none."""
+    """Raise ``ConfigError`` if something reads a reward and no reward is configured."""
     if config.reward.terms or config.reward.per_source:
         return
     if needs_reward(config.algorithm):
@@ -52,7 +53,7 @@ def check_reward(config: RLConfig) -> None:
 
 
 def check_roles(config: RLConfig) -> None:
-    """Raises ``ConfigError`` where a setting and the models that the algorithm needs do not go together."""
+    """Raise ``ConfigError`` if a setting contradicts the set of models that the algorithm needs."""
     algorithm, kl = config.algorithm, config.algorithm.kl
     if algorithm.distill.kind != "none" and not config.teacher.path:
         raise ConfigError(
@@ -89,7 +90,7 @@ def check_roles(config: RLConfig) -> None:
 
 
 def warn_of_staleness(config: RLConfig) -> None:
-    """Say so when nothing in the algorithm knows that answers come from older weights."""
+    """Log a warning when responses come from older weights and nothing corrects for it."""
     rollout, algorithm = config.rollout, config.algorithm
     if (rollout.staleness or rollout.partial) and trusts_sampler(algorithm):
         log.warning(

@@ -1,4 +1,4 @@
-"""Refuse rollout settings that contradict one another."""
+"""Reject rollout settings that contradict each other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lightrft.utils.registry import Registry
 
 
 def check_rollout(config: RLConfig) -> None:
-    """Raises ``ConfigError`` with every setting of ``rollout``, and of filters, that cannot be followed."""
+    """Raise ``ConfigError`` with every setting of ``rollout`` and of filters that cannot work."""
     problems = list(_rollout_problems(config))
     if problems:
         raise ConfigError("\n".join(problems))
@@ -85,14 +85,14 @@ def _kept(config: RLConfig, part: Part) -> Iterator[str]:
 
 
 def _refused(key: str, registry: Registry[Any], part: Part, *example: Any) -> Iterator[str]:
-    """What a built-in function says of its own options, shown an example."""
+    """Yield the errors of a built-in function about its options, when called with an example."""
     if part.name not in registry:
         return
     try:
         registry[part.name](*example, **part.options)
     except ConfigError as error:
         yield f"{key}: {error}"
-    except TypeError as error:  # a word where a number belongs
+    except TypeError as error:  # e.g. a string option where a number is expected
         yield f"{key}: {part.name!r} cannot use its options {part.options}: {error}"
 
 

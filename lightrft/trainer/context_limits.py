@@ -1,4 +1,4 @@
-"""Whether prompts and answers fit into what a model was made for."""
+"""Check that prompts and responses fit into the context length of the model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from lightrft.utils.errors import ConfigError
 
 
 def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
-    """Raises ``ConfigError`` when an answer to a prompt of ``longest`` tokens could outgrow the model.
+    """Raise ``ConfigError`` if a response could exceed the context length of the model.
 
-    ``key`` and ``data`` are the settings that ``sampling`` and the prompts come from.
+    Args:
+        actor: the model.
+        longest: length of the longest prompt, in tokens.
+        sampling: settings with the maximum length of a response.
+        key: name of the setting that holds ``sampling``, for the message.
+        data: name of the setting that holds the prompts, for the message.
     """
     check_bound(actor.base.config, longest, sampling, key, data)
     context = context_length(actor.base.config)
@@ -33,9 +38,16 @@ def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str
 
 
 def check_bound(config: PreTrainedConfig, longest: int, sampling: SamplingConfig, key: str, data: str) -> None:
-    """Raise ``ConfigError`` when a response could outgrow ``length_bound``: it would not be trained as it is sampled.
+    """Raise ``ConfigError`` if a response could exceed ``length_bound``.
 
-    Args are those of ``check_lengths``, and the model's ``config``.
+    Beyond that bound, training and sampling disagree on log-probs.
+
+    Args:
+        config: settings of the model.
+        longest: length of the longest prompt, in tokens.
+        sampling: settings with the maximum length of a response.
+        key: name of the setting that holds ``sampling``, for the message.
+        data: name of the setting that holds the prompts, for the message.
     """
     bound, end = length_bound(config), longest + sampling.max_new_tokens
     if bound is None or end <= bound.tokens:
@@ -50,13 +62,19 @@ def check_bound(config: PreTrainedConfig, longest: int, sampling: SamplingConfig
 
 
 def longest(prompts: Sequence[Prompt]) -> int:
-    """Tokens of the longest of ``prompts``."""
+    """Return the length of the longest of ``prompts``, in tokens."""
     return max((len(prompt.token_ids) for prompt in prompts), default=0)
 
 
 def check_examples(actor: Actor, longest: int, max_tokens: int, key: str = "max_tokens") -> None:
-    """Raises ``ConfigError`` when an example of ``longest`` tokens is more than the model was made for. ``key`` is the setting of
-    ``max_tokens``."""
+    """Raise ``ConfigError`` if an example exceeds the context length of the model.
+
+    Args:
+        actor: the model.
+        longest: length of the longest example, in tokens.
+        max_tokens: value of the setting ``key``.
+        key: name of the setting that bounds examples, for the message.
+    """
     context = context_length(actor.base.config)
     actor.longest_row = max(actor.longest_row or 0, longest)
     if context is not None and longest > context:

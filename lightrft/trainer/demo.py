@@ -1,4 +1,4 @@
-"""From nothing to a trained model: a start model from a config, supervised warm-up, reinforcement learning, a report."""
+"""Train a model from scratch: random weights, supervised warm-up, RL, and a report."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from lightrft.utils.errors import ConfigError
 
 
 def run_demo(config: DemoConfig, observer: Observer | None = None) -> dict[str, Any]:
-    """Run what is left of the demo and write ``summary.json`` and what a report is made from; returns the summary.
+    """Run the remaining phases of the demo, write ``summary.json`` and return it.
 
-    A demo that was interrupted goes on where it stopped: a phase that has finished is not run again.
+    It also writes the files that a report reads. An interrupted demo resumes where it stopped, and
+    finished phases are skipped.
     """
     base = Path(config.run.dir).expanduser() / config.run.name
     with disk_errors(base, "free some space, or set run.overwrite=true to start over"):
@@ -44,7 +45,10 @@ def _run_phases(config: DemoConfig, base: Path, observer: Observer | None) -> di
 
 
 def make_start(config: DemoConfig, folder: Path) -> None:
-    """A model with random weights and its tokenizer, whole or not at all. Raises ``ConfigError`` for settings that nothing reads."""
+    """Write a model with random weights and its tokenizer, atomically.
+
+    Raises ``ConfigError`` for settings that the model family does not read.
+    """
     if config.family not in MEDIA_FAMILIES and (config.tower or config.processor):
         raise ConfigError(
             f"family = {config.family!r} reads text alone: tower and processor change nothing; leave them out, or take one of "
@@ -64,13 +68,13 @@ def make_start(config: DemoConfig, folder: Path) -> None:
 
 
 def finished(folder: Path, config: DemoConfig) -> dict[str, Any] | None:
-    """The summary of a phase that has nothing left to do."""
+    """Return the summary of a phase that is complete, else None."""
     file = folder / "summary.json"
     if config.run.overwrite or not file.exists():
         return None
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # damaged: the phase itself knows how far it is
+    except ValueError:  # damaged: run the phase, which resumes from its own checkpoint
         return None
     return summary if summary.get("finished") else None
 
@@ -81,7 +85,15 @@ def _phase(config: DemoConfig, phase: Any, base: Path, name: str, model: Path) -
 
 
 def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:
-    """Join what both phases left, for the report; the headline is held-out accuracy after warm-up and after reinforcement learning."""
+    """Join the results of both phases for the report and return the summary.
+
+    The headline is the accuracy on the eval set after warm-up and after RL.
+
+    Args:
+        base: folder of the demo.
+        warm: summary of the SFT phase.
+        result: summary of the RL phase.
+    """
     files = [base / name / "metrics.jsonl" for name in ("sft", "rl")]
     rows = [file.read_text(encoding="utf-8") for file in files if file.exists()]
     write_atomic(base / "metrics.jsonl", "".join(rows))
@@ -111,7 +123,7 @@ def sum_up(base: Path, warm: Mapping[str, Any], result: Mapping[str, Any]) -> di
 
 
 def keep_attached(base: Path, names: Sequence[str]) -> None:
-    """What belongs to the answers that are shown, beside them."""
+    """Copy the media of the responses in the report into the folder of the demo."""
     shutil.rmtree(base / "media", ignore_errors=True)
     for name in names:
         (base / "media").mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Answers without training: evaluation, batch generation, chat."""
+"""Generate without training: evaluation, batch generation and chat."""
 
 from __future__ import annotations
 
@@ -36,14 +36,15 @@ log = logging.getLogger(__name__)
 
 
 def run_eval(config: EvaluateConfig) -> dict[str, float]:
-    """Held-out metrics; the answers go to the run folder."""
+    """Evaluate a model on the eval set and return the metrics. Responses go to the run folder."""
     if not config.eval.data.sources:
         raise ConfigError("eval.data.sources is empty; name what to answer, e.g. eval.data.sources=[{path: test.jsonl}]")
     if not config.reward.terms and not config.reward.per_source:
         raise ConfigError("reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
     path = Path(config.run.dir).expanduser() / config.run.name
     model, saved = resolved(config.model)
-    if saved is not None:  # the folder names the very checkpoint, so that another one is refused there
+    # Record the checkpoint itself in the run folder, so that another one is rejected there.
+    if saved is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(saved.checkpoint)})})
     folder = RunFolder.open(
         path, config, resume="auto", overwrite=config.run.overwrite, ignore=("eval", "run", "reward", "engine")
@@ -73,7 +74,10 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
 
 
 def run_generate(config: GenerateConfig) -> int:
-    """``config.samples`` answers to every prompt, as lines of ``config.output`` in the order of the prompts; returns how many."""
+    """Generate ``config.samples`` responses per prompt and return the number of responses.
+
+    They are written to ``config.output`` as JSON lines, in the order of the prompts.
+    """
     if not config.data.sources:
         raise ConfigError("data.sources is empty; name what to answer, e.g. data.sources=[{path: prompts.jsonl}]")
     output = Path(config.output).expanduser()
@@ -124,7 +128,7 @@ def _line(rollout: Rollout) -> dict[str, Any]:
 
 
 class Chat:
-    """A conversation with a model: every turn goes through the tokenizer's chat template."""
+    """A conversation with a model, in which every turn goes through the chat template."""
 
     def __init__(self, config: ChatConfig) -> None:
         self.config = config
@@ -144,18 +148,19 @@ class Chat:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What can be attached to a message, besides text."""
+        """The kinds of media that can be attached to a message."""
         return () if self.processor is None else tuple(self.processor.parts)
 
     def clear(self) -> None:
-        """Forget the conversation and what was attached, but not the system message."""
+        """Clear the conversation and the attachments. The system message stays."""
         self.messages = [{"role": "system", "content": self.config.system}] if self.config.system else []
         self.attached = []
 
     def attach(self, path: str, kind: str = "") -> None:
-        """Let a file (or URL) go with the next message; its kind is told by its name where none is given.
+        """Attach a file or URL to the next message. An empty ``kind`` is guessed from the name.
 
-        Raises ``DataError`` for a kind that the model does not read and for what cannot be read.
+        Raises:
+            DataError: the model does not read this kind, or the file cannot be read.
         """
         kind = kind or (mimetypes.guess_type(path)[0] or "").partition("/")[0]
         if kind not in self.kinds:
@@ -167,9 +172,11 @@ class Chat:
         self.attached.append(part)
 
     def say(self, text: str) -> Rollout:
-        """Add what the user says, with what is attached to it, and the model's answer to the conversation; returns the answer.
+        """Add a user message with its attachments and the model's response, and return the
+        response.
 
-        Raises ``DataError``, with the conversation as it was, when no room is left for an answer.
+        Raises:
+            DataError: the context has no room for a response. The conversation is unchanged.
         """
         content = [*self.attached, {"type": "text", "text": text}] if self.attached else text
         messages = [*self.messages, {"role": "user", "content": content}]
@@ -188,5 +195,5 @@ class Chat:
 
 
 def attachable() -> set[str]:
-    """Every kind that some family of models reads."""
+    """Return all kinds of media that some model family reads."""
     return {tower.kind for family in FAMILIES.values() if family.reader is not None for tower in family.reader.towers}

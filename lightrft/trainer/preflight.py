@@ -1,4 +1,4 @@
-"""Settings with which a run would learn nothing, or less than it says: refused before anything is loaded."""
+"""Reject settings with which a run would learn nothing, or less than configured, before loading."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from lightrft.utils.errors import ConfigError
 log = logging.getLogger(__name__)
 
 EVAL_METRICS = ("accuracy", "pass", "failed", "length", "truncated", "reward", "unreadable")
-"""What an evaluation reports, under ``eval/`` or ``eval/<data source>/``."""
+"""Metrics of an evaluation, under ``eval/`` or ``eval/<data source>/``."""
 NAMESPACES = ("reward", "response", "rollout", "policy", "critic", "process", "ptx", "staleness", "curriculum", "sft", "time")
-"""What the names of the other metrics begin with."""
+"""Prefixes of the other metrics."""
 BARE = ("loss", "seconds", "tokens_per_second")
-"""Metrics without a namespace."""
+"""Metrics without a prefix."""
 
 
 def check_learning(config: RLConfig) -> None:
-    """Raises ``ConfigError`` with every setting of ``config`` that keeps the policy from learning."""
+    """Raise ``ConfigError`` with every setting that prevents the policy from learning."""
     _raise([*_sampling(config), *_weights(config.reward), *evaluation_problems(config)])
     if not config.optimizer.lr and not any(config.optimizer.lr_of.values()):
         log.warning("optimizer.lr = %g: the policy does not change", config.optimizer.lr)
 
 
 def check_evaluation(config: RLConfig | SFTConfig) -> None:
-    """Raises ``ConfigError`` with every setting about evaluations and the best checkpoint that nothing could follow."""
+    """Raise ``ConfigError`` with every setting of evaluations and best checkpoints that cannot
+    work.
+    """
     _raise(evaluation_problems(config))
 
 
@@ -41,7 +43,7 @@ def evaluation_problems(config: RLConfig | SFTConfig) -> list[str]:
 
 
 def check_best(best: str | None, values: Mapping[str, float]) -> None:
-    """Raises ``ConfigError`` where ``checkpoint.best`` names a metric that a step does not report in ``values``."""
+    """Raise ``ConfigError`` if ``checkpoint.best`` names a metric that is not in ``values``."""
     name = (best or "").lstrip("-")
     if not name or name in values or name.startswith("eval/"):
         return
@@ -51,7 +53,14 @@ def check_best(best: str | None, values: Mapping[str, float]) -> None:
 
 
 def check_enough(setting: str, wanted: int, found: int, what: str) -> None:
-    """Raises ``ConfigError`` where a step takes more distinct ``what`` than there are."""
+    """Raise ``ConfigError`` if a step takes more distinct items than the data has.
+
+    Args:
+        setting: name of the setting that gives the number per step.
+        wanted: value of that setting.
+        found: number of items in the data.
+        what: name of the items, for the message.
+    """
     if found < wanted:
         raise ConfigError(
             f"{setting} = {wanted}, and the data has {found} {what}: a step would take some of them twice; "
@@ -65,7 +74,7 @@ def _raise(problems: Sequence[str]) -> None:
 
 
 def _sampling(config: RLConfig) -> Iterator[str]:
-    """Find sampling that gives each prompt the same response every time."""
+    """Yield problems of sampling that generates the same response to a prompt every time."""
     why = greedy_setting(config.sampling)
     if not why:
         return
@@ -80,14 +89,14 @@ def _sampling(config: RLConfig) -> Iterator[str]:
 
 
 def greedy_setting(sampling: SamplingConfig) -> str:
-    """Return the setting that makes sampling greedy, as ``name = value``; empty where nothing does."""
+    """Return the setting that makes sampling greedy, as ``name = value``, or "" if none does."""
     greedy = {"temperature": sampling.temperature == 0, "top_k": sampling.top_k == 1, "min_p": sampling.min_p == 1}
     values = sampling.model_dump()
     return next((f"sampling.{name} = {values[name]:g}" for name, holds in greedy.items() if holds), "")
 
 
 def _weights(reward: RewardConfig) -> Iterator[str]:
-    """Find lists of terms whose weighted sum is always 0."""
+    """Yield the lists of reward terms whose weighted sum is always 0."""
     lists = {"reward.terms": reward.terms, **{f"reward.per_source.{name}": terms for name, terms in reward.per_source.items()}}
     for name, terms in lists.items():
         if terms and not any(term.weight for term in terms):
@@ -95,7 +104,7 @@ def _weights(reward: RewardConfig) -> Iterator[str]:
 
 
 def _without_data(settings: EvalConfig) -> Iterator[str]:
-    """Find settings that ask for an evaluation where no data is held out."""
+    """Yield settings that ask for an evaluation while no eval set is configured."""
     if settings.data.sources:
         return
     given = settings.model_dump()
@@ -116,7 +125,7 @@ def _stop_at(settings: EvalConfig) -> Iterator[str]:
 
 
 def _best(config: RLConfig | SFTConfig) -> Iterator[str]:
-    """Find a ``checkpoint.best`` that no step reports."""
+    """Yield a problem if no step reports ``checkpoint.best``."""
     best, settings = config.checkpoint.best, config.eval
     name = (best or "").lstrip("-")
     head, _, rest = name.partition("/")

@@ -1,4 +1,4 @@
-"""A run of reinforcement learning, from the first step or from where it was stopped."""
+"""Run reinforcement learning, from the first step or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RLRun(Training):
-    """A step draws prompts from ``stream``, and ``controls`` go from one to the next."""
+    """An RL run. Steps take prompts from ``stream``, and ``controls`` carry over between steps."""
 
     config: RLConfig
     stream: PromptStream
@@ -50,15 +50,18 @@ class RLRun(Training):
     _drawn: dict[str, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
+        """Start asynchronous generation, with the batches that the checkpoint contains."""
         if self.ahead is not None:
             self.ahead.begin(self.step, self._drawn)
             self._drawn = {}
 
     def rest(self) -> None:
+        """Pause asynchronous generation until engine and scorer are idle."""
         if self.ahead is not None:
             self.ahead.rest()
 
     def advance(self) -> Metrics:
+        """Take one step, and write its rollouts and its batch if the settings ask for them."""
         config, session = self.config, self.session
         result = self.learn_next() if self.ahead is None else self.learn_drawn(self.ahead)
         done = self.step + 1
@@ -75,7 +78,7 @@ class RLRun(Training):
         return result.metrics
 
     def learn_next(self) -> StepResult:
-        """Draw a batch, and learn from it."""
+        """Generate a batch and train on it."""
         stopped = lambda: bool(self.session.stop)  # noqa: E731
         with self.stream.as_before_on_error():
             result = rl_step(self.roles, self.config, self.step, self.controls, self.stream, self.session.timers, stopped)
@@ -84,7 +87,7 @@ class RLRun(Training):
         return result
 
     def learn_drawn(self, ahead: Ahead) -> StepResult:
-        """Learn from a batch that was drawn beside earlier steps."""
+        """Train on a batch that was generated asynchronously during earlier steps."""
         timers = self.session.timers
         drawn = ahead.take(self.step, timers)
         result = learn(self.roles, self.config, self.step, self.controls, drawn.collected, timers, drawn.probe)
@@ -93,12 +96,15 @@ class RLRun(Training):
         return result
 
     def state(self) -> dict[str, Any]:
-        drawn = {} if self.ahead is None else {"drawn": self.ahead.state_dict(self.step)}  # first: it may move the sampler
+        """Return the state of prompts, coefficients, PTX data, reference and pending batches."""
+        # Must come first: it waits for batches in flight, and may rewind the prompt sampler.
+        drawn = {} if self.ahead is None else {"drawn": self.ahead.state_dict(self.step)}
         carried = {**self.stream.state_dict(), "controls": self.controls.state_dict()}
         ptx = {} if self.roles.ptx is None else {"ptx": self.roles.ptx.state_dict()}
         return {**carried, **ptx, **refreshed_state(self.roles), **drawn}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the result of ``state``."""
         self.stream.load_state_dict(state)
         self.controls.load_state_dict(state["controls"])
         if self.roles.ptx is not None:
@@ -107,11 +113,12 @@ class RLRun(Training):
         self._drawn = state.get("drawn", {})
 
     def about(self) -> dict[str, Any]:
+        """Return the algorithm, and the number of tokens of unfinished responses."""
         begun = {"tokens_in_flight": sum(map(tokens_of, self.stream.begun))} if self.config.rollout.partial else {}
         return {"algorithm": self.config.algorithm.preset or "custom", **begun}
 
     def close(self) -> None:
-        """End what draws, then the roles that it uses."""
+        """Stop generation first, then close the roles that it uses."""
         if self.ahead is not None:
             self.ahead.close()
         self.stream.close()
@@ -119,7 +126,7 @@ class RLRun(Training):
 
 
 def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]:
-    """Train as ``config`` says, into its run folder; returns what ``summary.json`` holds."""
+    """Train as configured and return the content of ``summary.json``."""
     check(config)
     with (
         joined(config.strategy.timeout) as ranks,
@@ -127,7 +134,8 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
     ):
         run = prepare(config, session)
         try:
-            if not config.reward.terms:  # rows of a source without terms could turn up after hours
+            # A row of a source without reward could otherwise be sampled after hours of training.
+            if not config.reward.terms:
                 run.roles.scorer.check_sources(run.stream.dataset.data_sources)
             check_lengths(run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data")
             if isinstance(run.roles.ptx, Ptx):
@@ -142,7 +150,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
 
 
 def prepare(config: RLConfig, session: Session) -> RLRun:
-    """Data and roles, at step 0."""
+    """Load data and roles of a run, at step 0."""
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
@@ -151,10 +159,12 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
     check_labels(stream.dataset, config.reward, "data.sources")
     prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
     controls = Controls.of(config.algorithm)
-    if not config.launch.ray.scorers:  # else reward functions are called elsewhere, and may be found only there
+    # With scoring workers, reward functions may only be importable on the workers' nodes.
+    if not config.launch.ray.scorers:
         first = session.ranks.rank == 0
         together(session.ranks, lambda: check_rewards(config.reward, stream.bare, tokenizer) if first else None)
-    roles = roles_of(config, tokenizer, steps, processor, session.ranks)  # last: what follows must not leave workers behind
+    # Must come last: an error after this would leave workers running.
+    roles = roles_of(config, tokenizer, steps, processor, session.ranks)
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,
@@ -172,7 +182,15 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
 
 
 def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks: Ranks) -> Roles:
-    """Objects of this process, but for those that have workers of their own."""
+    """Build the roles of a run, in this process or in workers as ``launch.ray`` says.
+
+    Args:
+        config: settings of the run.
+        tokenizer: tokenizer of the policy.
+        steps: number of steps of the run.
+        processor: processor of the policy, or None for a text-only model.
+        ranks: all ranks of the run.
+    """
     if not any(config.launch.ray.staff.values()):
         return local_roles(config, tokenizer, steps, processor, ranks)
     office = office_here()
@@ -180,7 +198,9 @@ def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks
 
 
 def advantages_of(result: StepResult) -> list[list[float]]:
-    """For each rollout of the step, the advantage of each token; empty for those that were not trained on."""
+    """Return the advantages of the tokens of each rollout, empty for rollouts that were not trained
+    on.
+    """
     if result.batch is None or result.batch.advantages is None:
         return [[] for _ in result.collected.rollouts]
     rows = iter(result.batch.advantages.split(result.batch.lengths.tolist()))

@@ -1,7 +1,7 @@
-"""One step of reinforcement learning, whatever the algorithm: settings choose the functions, this file only calls them in order.
+"""One step of reinforcement learning, for any algorithm.
 
-Each phase is a function of its arguments, so that any of them can be run again from a saved batch. Engine, policy and critic are
-the only things with state.
+Settings choose the functions, and this file calls them in order. Each phase is a function of its
+arguments, so it can be repeated from a saved batch. Only engine, policy and critic have state.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from lightrft.rollout.weight_probe import WeightProbe
 from lightrft.types import Batch, rows_of
 
 ROUNDING = 1e-8
-"""Advantage up to which equal rewards may seem to differ: their mean is rounded."""
+"""Advantages up to this size come from rounding of the mean, when all rewards are equal."""
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step leaves behind: its account, its batch (``None`` when every group was dropped) and its metrics."""
+    """The result of a step: rollouts, batch (None if every group was dropped) and metrics."""
 
     collected: Collected
     batch: Batch | None
@@ -57,7 +57,17 @@ def rl_step(
     timers: Timers,
     stopped: Callable[[], bool] = never,
 ) -> StepResult:
-    """Prompts in, one updated policy out."""
+    """Collect rollouts and update the policy once.
+
+    Args:
+        roles: models, engine and scorer of the run.
+        config: settings of the run.
+        step: number of completed steps.
+        controls: coefficients that change during the run.
+        source: provides prompts.
+        timers: measures the phases.
+        stopped: returns True once the run is asked to stop.
+    """
     with roles.drawing():
         collected = collect(roles, config, step, source, timers, stopped)
     return learn(roles, config, step, controls, collected, timers)
@@ -72,7 +82,18 @@ def learn(
     timers: Timers,
     probe: WeightProbe | None = None,
 ) -> StepResult:
-    """Scored groups in, one updated policy out. ``probe`` is of the policy as it comes in."""
+    """Update the policy once, from scored groups.
+
+    Args:
+        roles: models, engine and scorer of the run.
+        config: settings of the run.
+        step: number of completed steps.
+        controls: coefficients that change during the run.
+        collected: scored groups of rollouts.
+        timers: measures the phases.
+        probe: fingerprint of the weights that generated the batch, for a check. None skips the
+            check.
+    """
     refresh(roles, config.algorithm.kl, step)
     if not collected.groups:
         if probe is not None and roles.policy.layout_settled:
@@ -111,26 +132,41 @@ def learn(
 
 
 def _nothing_learned(roles: Roles, step: int, collected: Collected, timers: Timers) -> StepResult:
-    """The step of a batch without a response to train on: the same weights under the next version, since a version counts steps."""
+    """Finish a step without a response to train on.
+
+    The unchanged weights are published under the next version, because a version counts steps.
+    """
     publish(roles, step + 1, timers)
     return StepResult(collected, None, rollout_metrics(collected))
 
 
 def rows_with_advantage(batch: Batch) -> int:
-    """Count the rows of ``batch`` that have an advantage at some token, beyond rounding."""
+    """Count the rows of ``batch`` with a nonzero advantage, beyond rounding, at some token."""
     if batch.advantages is None:
         return 0
     return int((Rows.of(batch).sum((batch.advantages.abs() > ROUNDING).long()) > 0).sum())
 
 
 def publish(roles: Roles, version: int, timers: Timers) -> None:
-    """Hand the policy's weights to the engine."""
+    """Send the policy's weights to the engine.
+
+    Args:
+        roles: the policy and the engine.
+        version: number of completed steps.
+        timers: measures the transfer.
+    """
     with timers("weights"):
         roles.publish(version)
 
 
 def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """Old log-probs, and the policy's entropy or energy, when something reads them."""
+    """Add the old log-probs, and the policy's entropy or energy, if something reads them.
+
+    Args:
+        batch: the batch of the step.
+        roles: models of the run.
+        config: settings of the run.
+    """
     if config.algorithm.proximal == "behavior":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
     wanted = {name: Parts() for name in ("entropy", "energy") if name in needs_of(config.algorithm)}
@@ -152,7 +188,13 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 
 
 def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """Reference log-probs, when something reads them."""
+    """Add reference log-probs ``[N]``, if something reads them.
+
+    Args:
+        batch: the batch of the step.
+        roles: models of the run.
+        config: settings of the run.
+    """
     reference = roles.reference
     if reference is None or not needs_reference(config.algorithm):
         return batch
@@ -160,7 +202,16 @@ def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 
 
 def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls) -> Batch:
-    """Values of the state before each token and after the last one, in the unit of rewards, when there is a critic."""
+    """Add the critic's values before each token and after the last one, in units of the reward.
+
+    Without a critic, ``batch`` is returned unchanged.
+
+    Args:
+        batch: the batch of the step.
+        roles: models of the run.
+        config: settings of the run.
+        controls: scale of the values.
+    """
     critic = roles.value_model
     if critic is None:
         return batch
@@ -176,14 +227,31 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls
 
 
 def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
-    """Shaped rewards, rewards of tokens, advantages and returns, in float64. A response whose reward is not finite is left out."""
+    """Add shaped rewards, token rewards, advantages and returns. They are computed in float64.
+
+    Responses whose reward is not finite are dropped.
+
+    Args:
+        batch: the batch of the step.
+        config: settings of the run.
+        controls: KL coefficient and reward scale.
+    """
     return advantages_from(with_shaped_rewards(batch, config, controls)[0], config, controls)
 
 
 def with_shaped_rewards(batch: Batch, config: RLConfig, controls: Controls) -> tuple[Batch, Tensor]:
-    """The responses whose reward is finite before and after shaping, with shaped rewards, and their places ``[K]`` in ``batch``.
+    """Shape the rewards, and drop responses whose reward is not finite before or after that.
 
-    A NaN reward would make every advantage of its group NaN. Tokens with a log-prob that is not finite count as not sampled.
+    A NaN reward would make every advantage of its group NaN. Tokens with a log-prob that is not
+    finite count as not sampled.
+
+    Args:
+        batch: the batch of the step.
+        config: settings of the run.
+        controls: reward scale.
+
+    Returns:
+        The remaining responses and their indices ``[K]`` in ``batch``.
     """
     scored = rewarded(batch)
     batch = readable(batch.select(scored) if len(scored) < len(batch) else batch, config.algorithm)
@@ -193,7 +261,13 @@ def with_shaped_rewards(batch: Batch, config: RLConfig, controls: Controls) -> t
 
 
 def advantages_from(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
-    """Rewards of tokens, advantages and returns from shaped rewards."""
+    """Compute token rewards, advantages and returns from shaped rewards.
+
+    Args:
+        batch: the batch with shaped rewards.
+        config: settings of the run.
+        controls: KL coefficient.
+    """
     algorithm = config.algorithm
     in_reward = controls.kl.coef if algorithm.kl.where == "reward" else 0.0
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)

@@ -1,4 +1,4 @@
-"""What every training run does around its steps: run folder, logs, signals, checkpoints and going on from them."""
+"""Manage a training run around its steps: run folder, logs, signals, checkpoints and resume."""
 
 from __future__ import annotations
 
@@ -33,19 +33,21 @@ from lightrft.utils.stop_signal import StopFlag
 log = logging.getLogger(__name__)
 
 MAY_DIFFER = ("run", "checkpoint", "log", "engine", "strategy", "launch", "train.steps", "train.epochs", "eval", "reward.workers")
-"""Settings in which a resumed run may differ from the one that wrote the folder."""
+"""Settings that may differ between a resumed run and the run that wrote the folder."""
 
 
 def _now() -> float:
-    """Seconds of a clock that only runs forward."""
+    """Return the seconds of a monotonic clock."""
     return time.perf_counter()
 
 
 @dataclass(slots=True)
 class Session:
-    """One run, from opening its folder to closing it. ``seconds`` continue over a resume.
+    """One run, from opening to closing its folder. ``seconds`` continue over a resume.
 
-    ``at_risk`` is the most work that a kill could have cost so far: seconds and steps since a checkpoint or the start.
+    ``at_risk`` is the most work that a kill could have cost so far. It is measured in seconds and
+    in
+    steps since the last checkpoint or the start.
     """
 
     folder: RunFolder
@@ -66,18 +68,32 @@ class Session:
 
     @property
     def path(self) -> Path:
+        """The run folder."""
         return self.folder.path
 
     @property
     def seconds(self) -> float:
-        """Wall seconds of this run, those before a resume included."""
+        """The wall-clock seconds of this run, including the time before a resume."""
         return self.before + _now() - self.began
 
     def resume(self, strategy: Strategy, trained: Mapping[str, Kept]) -> tuple[int, dict[str, Any], dict[str, Any]]:
-        """Load the newest intact checkpoint of the folder: its step, plain state and the numbers of that step; 0 and nothing for
-        a fresh start, also of a folder whose run ended before it saved anything. Steps that are taken again are logged.
+        """Load the newest intact checkpoint of the folder. Repeated steps are logged.
 
-        Raises ``CheckpointError`` for a checkpoint of another model, when none is intact, or when the one that the user named is not.
+        A fresh start returns step 0 and empty mappings. So does a folder whose run ended before its
+        first
+        checkpoint.
+
+        Args:
+            strategy: strategy that loads the models.
+            trained: models to load, by name.
+
+        Returns:
+            The step, the plain state, and the metrics of that step.
+
+        Raises:
+            CheckpointError: the checkpoint is of another model, or none is intact. A checkpoint
+                that the
+                user named must itself be intact.
         """
         about = self._about(trained)
         path, step = patiently(self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign))[0]
@@ -91,7 +107,7 @@ class Session:
         restore_rng(state.pop("rng"), strategy.device)
         self.before = state.pop("seconds")
         row = state.pop("row", {})
-        if self.ranks.rank == 0:
+        if self.ranks.rank == 0:  # later steps are repeated, so their checkpoints are stale
             self.store.discard_after(step)
         again = self.folder.rewind(step, self.phase)
         if row:
@@ -103,19 +119,26 @@ class Session:
         return step, state, row
 
     def _newest(self, about: Mapping[str, Any], sign: Callable[[], None]) -> tuple[Path | None, int]:
-        """The checkpoint to resume from, and its step. One that the user named is never replaced by another."""
+        """Return the checkpoint to resume from and its step. One that the user named is never
+        replaced.
+        """
         if self.folder.checkpoint is not None:
             return self.folder.checkpoint, verify(self.folder.checkpoint, about, sign).step
         found = None if self.folder.fresh else self.store.newest_intact(about, sign)
         return (None, 0) if found is None else (found[0], found[1].step)
 
     def stopping(self) -> bool:
-        """Tell if any rank is asked to stop. Every rank must call it."""
+        """Return True if any rank is asked to stop. Every rank must call it."""
         return self._agreed(due=False)[0]
 
     def _agreed(self, due: bool) -> tuple[bool, bool]:
-        """Tell if any rank is asked to stop, and if a save is ``due`` on the first one, whose clock counts. Every rank must call it."""
-        told = self.ranks.gather((self.stop.reason, due))  # a rank that is asked while it waits here says so the next time
+        """Return two flags: some rank is asked to stop, and a save is ``due`` on rank 0, whose
+        clock counts.
+
+        Every rank must call it.
+        """
+        # A rank that is asked to stop while it waits here reports it in the next call.
+        told = self.ranks.gather((self.stop.reason, due))
         reason = next((reason for reason, _ in told if reason), "")
         if reason:
             self.stop.request(reason)
@@ -124,18 +147,29 @@ class Session:
     def save(
         self, step: int, strategy: Strategy, trained: Mapping[str, Kept], state: Mapping[str, Any], values: Mapping[str, float]
     ) -> None:
-        """Write the checkpoint of ``step``: everything that the next step reads. A disk that is full is an error on every rank."""
+        """Write the checkpoint of ``step``: everything that the next step reads.
+
+        A full disk raises an error on every rank.
+
+        Args:
+            step: number of completed steps.
+            strategy: strategy that saves the models.
+            trained: models to save, by name.
+            state: plain state of the run.
+            values: metrics of the step.
+        """
         best = (self.checkpoint.best or "").lstrip("-")
         about = self._about(trained)
         failed: Exception | None = None
-        signs = Signs(self.ranks)  # every byte is read once more, by the first rank
+        signs = Signs(self.ranks)  # rank 0 reads every byte again, so the others must not time out
         try:
             with self.timers("checkpoint"), ExitStack() as stack:
 
                 def begin() -> Path:
                     if self.ranks.rank:
                         return self.path  # not used
-                    if not self.path.is_dir():  # a checkpoint alone would be taken for somebody else's folder
+                    # A folder with only a checkpoint would be rejected as foreign on resume.
+                    if not self.path.is_dir():
                         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
                     return stack.enter_context(self.store.writing(step, about, values.get(best), signs.give))
 
@@ -145,9 +179,10 @@ class Session:
                 if self.ranks.rank == 0:
                     more = {"rng": capture_rng(strategy.device), "seconds": self.seconds, "row": dict(values)}
                     save_state(path / "trainer", {**state, **more})
-                    if (config := self.path / "config.yaml").is_file():  # a checkpoint that is moved keeps it
+                    # A copy of the config stays with a checkpoint that is moved.
+                    if (config := self.path / "config.yaml").is_file():
                         (path / config.name).write_bytes(config.read_bytes())
-                    self.folder.flush()  # a step that is saved is not drawn again
+                    self.folder.flush()  # a saved step is not repeated, so its logs must be on disk
         except Exception as error:
             failed = error
         self._agree(failed, signs)
@@ -155,7 +190,7 @@ class Session:
         self._saved_time = self._tried_time = _now()
 
     def _agree(self, failed: Exception | None, signs: Signs) -> None:
-        """Have a save end on every rank as it has on the first: that one alone knows whether what was written is whole."""
+        """Make a save end on every rank as on rank 0, which verifies what was written."""
         if isinstance(failed, LostRankError):
             raise failed
         signs.wait_for_all()
@@ -177,9 +212,17 @@ class Session:
         state: Callable[[], Mapping[str, Any]],
         values: Mapping[str, float],
     ) -> Metrics:
-        """Save when the settings of ``checkpoint`` say so, at the ``last`` step and when asked to stop.
+        """Save when ``checkpoint`` says so, at the ``last`` step, and when asked to stop.
 
-        A disk that is full costs a checkpoint in the middle of a run, which is counted, and raises at its end.
+        A full disk in the middle of a run is counted as a metric. At the end of a run it raises.
+
+        Args:
+            step: number of completed steps.
+            last: True at the last step of the run.
+            strategy: strategy that saves the models.
+            trained: models to save, by name.
+            state: returns the plain state of the run.
+            values: metrics of the step.
         """
         now = _now()
         unsaved = step - (self._first_step if self.saved_step is None else self.saved_step)
@@ -198,7 +241,9 @@ class Session:
         return Metrics()
 
     def _is_due(self, step: int, now: float, values: Mapping[str, float]) -> bool:
-        """Tell if this rank's clock, the number of the step or a better metric than all before asks for a checkpoint."""
+        """Return True if this rank's clock, the step number or a new best metric calls for a
+        checkpoint.
+        """
         asked = self.checkpoint
         if asked.every and step % asked.every == 0:
             return True
@@ -207,7 +252,13 @@ class Session:
         return self.ranks.rank == 0 and self.store.improves(values.get((asked.best or "").lstrip("-")))
 
     def record(self, step: int, metrics: Metrics, **more: Any) -> dict[str, Any]:
-        """Write one step's numbers, with its timers, and show them."""
+        """Log the metrics and timers of one step, show them, and return the row.
+
+        Args:
+            step: number of completed steps.
+            metrics: metrics of the step.
+            more: further columns of the row.
+        """
         metrics.merge(self.timers.take())
         values = metrics.compute()
         tokens = values.get("rollout/sampled", values.get("sft/tokens", 0.0))
@@ -223,7 +274,14 @@ class Session:
 
 
 def close_session(session: Session, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """Write ``samples.json`` and ``summary.json`` from what the folder holds; returns the latter's content."""
+    """Write ``samples.json`` and ``summary.json`` from the run folder, and return the summary.
+
+    Args:
+        session: the run.
+        threshold: reward from which on a response counts as correct.
+        about: further fields of the summary.
+        step: number of completed steps.
+    """
     session.folder.flush()
     before, after = samples(session.path, threshold)
     if before or after:
@@ -243,7 +301,7 @@ def close_session(session: Session, threshold: float, about: Mapping[str, Any], 
 
 
 def next_commands(session: Session) -> list[str]:
-    """What to type next. Where something was held out, ``eval.yaml`` is written, so that it can be evaluated again."""
+    """Return shell commands for the next steps. With an eval set, also write ``eval.yaml``."""
     model = session.path / "model"
     commands = [f"lightrft chat model={model}"]
     if session.phase == "rl":
@@ -260,7 +318,7 @@ def next_commands(session: Session) -> list[str]:
 
 
 def shapes_digest(shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """A short hash of the names and shapes of all parameters."""
+    """Return a short hash of the names and shapes of all parameters."""
     text = "\n".join(f"{name} {shape}" for name, shape in shapes.items())
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -275,7 +333,17 @@ def open_session(
     observer: Observer,
     ranks: Ranks = ALONE,
 ) -> Generator[Session]:
-    """Open the run folder, seed every generator, and turn SIGTERM and Ctrl-C into a flag; close all of it on the way out."""
+    """Open the run folder, seed all random generators, and turn SIGTERM and Ctrl-C into a flag.
+
+    Args:
+        config: settings of the run, which the folder records.
+        run: location, seed and resume mode.
+        checkpoint: settings of checkpoints.
+        logs: settings of trackers.
+        phase: ``rl`` or ``sft``.
+        observer: receives the progress on rank 0.
+        ranks: all ranks of the run.
+    """
     path = Path(run.dir).expanduser() / run.name
     seed_everything(run.seed)
     options: dict[str, Any] = {"tensorboard": logs.tensorboard, "wandb": logs.wandb, "ignore": MAY_DIFFER}

@@ -1,4 +1,4 @@
-"""What a run came to, read back from its own folder, so that a resumed run sums up like one that was never stopped."""
+"""Summarize a run from its own folder, so that resumed and uninterrupted runs read the same."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ SHOWN, GALLERY = 5, 40
 
 
 def headline(path: Path, phase: str) -> dict[str, Any]:
-    """Held-out accuracy, steps that learned something and the account of tokens, over the rows of ``phase`` in ``metrics.jsonl``.
+    """Return eval accuracy, the number of steps that trained, and token counts of ``phase``.
 
-    ``heldout_before`` is of an evaluation at step 0, ``heldout_after`` of the last one after a step: each only if there was one. Tokens
-    are ``waiting`` that were carried over to a step that never came."""
+    They are read from ``metrics.jsonl``. ``heldout_before`` is the evaluation at step 0 and
+    ``heldout_after`` the last one after a step. Each is present only if it was made.
+    ``tokens_waiting`` were carried over to a step that never came.
+    """
     rows = [r for r in read_rows(path / "metrics.jsonl") if r.get("phase") == phase]
     found: dict[str, Any] = {}
     accuracy = {r["step"]: r["eval/accuracy"] for r in rows if "eval/accuracy" in r}
@@ -39,11 +41,16 @@ def headline(path: Path, phase: str) -> dict[str, Any]:
 
 
 def samples(path: Path, threshold: float) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Answers to the same held-out prompts at the first and at the last evaluation; those that changed to right come first.
+    """Return responses to the same eval prompts at the first and at the last evaluation.
 
-    After a single evaluation one of the two is empty: there is no before, or no after.
+    Responses that became correct come first. With a single evaluation, one of the two lists is
+    empty.
+    Prompts with attachments give a larger gallery, sampled evenly over the eval set.
 
-    Prompts with attachments are seen at a glance: of those there are more, evenly over all."""
+    Args:
+        path: run folder.
+        threshold: reward from which on a response counts as correct.
+    """
     files = sorted((path / "rollouts").glob("eval_*.jsonl"))
     if not files:
         return [], []
@@ -65,14 +72,16 @@ def _step_of(file: Path) -> int:
 
 
 def _spread(keys: Sequence[str], before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Mostly changes, but never only the flattering ones: one prompt that is still wrong, where there is any."""
+    """Return mostly changed responses, but include one that is still wrong if there is any."""
     wrong = [k for k in keys if not after[k]["correct"]][:1]
     return [k for k in keys if k not in wrong][: SHOWN - len(wrong)] + wrong
 
 
 def question(prompt: str, attached: bool = False) -> str:
-    """What a reader wants to see of a prompt: the last message of the user where it is written in ChatML, else all of it; without
-    special tokens where something is ``attached``, which is seen as it is."""
+    """Return the part of a prompt to show: the last user message in ChatML, else the full prompt.
+
+    With ``attached``, special tokens are removed, because attachments are displayed themselves.
+    """
     asked = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", prompt, re.S)
     shown = asked[-1] if asked else prompt
     return re.sub(r"<\|\w+\|>", "", shown).strip() if attached else shown

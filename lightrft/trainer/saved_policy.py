@@ -1,4 +1,4 @@
-"""The policy that a run has saved: find its checkpoint, load its weights, write it as a Hugging Face folder."""
+"""Find the policy that a run has saved, load its weights and export it as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ from lightrft.utils.errors import CheckpointError, ConfigError
 log = logging.getLogger(__name__)
 
 POLICY = "policy"
-"""The folder of a checkpoint that holds the policy."""
+"""The folder of the policy inside a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedPolicy:
-    """A policy in an intact checkpoint. ``model`` is the model that the run started from, with adapters and frozen parts."""
+    """A policy in an intact checkpoint.
+
+    ``model`` are the model settings of the run, including adapters and frozen modules.
+    """
 
     checkpoint: Path
     step: int
@@ -43,20 +46,22 @@ class SavedPolicy:
 
 
 def is_saved(path: Path) -> bool:
-    """Tell if ``path`` is a checkpoint or a run folder, and no model folder."""
+    """Return True if ``path`` is a checkpoint or a run folder, and not a model folder."""
     return (path / MANIFEST).is_file() or ((path / "config.yaml").is_file() and not (path / "config.json").exists())
 
 
 def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> SavedPolicy:
-    """Find the policy of a run or of a checkpoint. Every file of the checkpoint is compared with what was saved.
+    """Find the policy of a run or of a checkpoint, and verify every file of the checkpoint.
 
     Args:
-        path: A run folder, or the folder of a checkpoint.
-        which: ``best`` by the run's ``checkpoint.best``, ``last``, or ``auto``: the best if the run names a metric, else the last.
-        step: The step of the checkpoint, instead of ``which``.
+        path: run folder, or folder of a checkpoint.
+        which: ``best`` by the run's ``checkpoint.best``, ``last``, or ``auto``. ``auto`` is the
+            best
+            if the run names a metric, else the last.
+        step: step of the checkpoint, instead of ``which``. None uses ``which``.
 
     Raises:
-        CheckpointError: There is no such checkpoint, it is damaged, or its run is not known.
+        CheckpointError: there is no such checkpoint, it is damaged, or its run is unknown.
         ConfigError: ``path`` is no such folder, or the run names no metric for ``best``.
     """
     if not is_saved(path):
@@ -73,7 +78,7 @@ def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> Sa
 
 
 def _chosen(run: Path, which: str, step: int | None) -> Path:
-    """The checkpoint of ``run`` that is asked for, intact."""
+    """Return the selected checkpoint of ``run``, verified."""
     best = (_read(run / "config.yaml").get("checkpoint") or {}).get("best")
     if which == "best" and not best:
         raise ConfigError(f"which = 'best': the run {run} has no checkpoint.best; take which=last, or a step")
@@ -96,7 +101,7 @@ def _chosen(run: Path, which: str, step: int | None) -> Path:
 
 
 def _config_of(checkpoint: Path) -> dict[str, Any]:
-    """The config of the run that wrote ``checkpoint``: its own copy, or that of the run folder that it is in."""
+    """Return the config of the run that wrote ``checkpoint``, from its copy or the run folder."""
     for file in (checkpoint / "config.yaml", checkpoint.parent.parent / "config.yaml"):
         if file.is_file():
             return _read(file)
@@ -114,12 +119,13 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def resolved(model: ModelConfig) -> tuple[ModelConfig, SavedPolicy | None]:
-    """Replace a run folder or a checkpoint in ``model.path`` by the model that its run started from.
+    """Replace a run folder or a checkpoint in ``model.path`` by the start model of that run.
 
-    Settings of ``model`` that the user gave win over those of the run.
+    Settings of ``model`` that the user gave override the settings of the run.
 
     Returns:
-        The model to load, and the policy whose weights to load into it. The latter is ``None`` for a model folder or a name.
+        The model to load, and the policy whose weights to load into it. The policy is None for a
+        model folder or a model name.
     """
     folder = Path(model.path).expanduser()
     if not model.path or not is_saved(folder):
@@ -137,20 +143,22 @@ def resolved(model: ModelConfig) -> tuple[ModelConfig, SavedPolicy | None]:
 def write_policy(
     model: ModelConfig, weights: Path, path: Path, tokenizer: Any, processor: Writes | None, *, merge: bool = True
 ) -> None:
-    """Write a Hugging Face folder of trained weights, under a temporary name first. A folder at ``path`` is replaced.
+    """Write trained weights as a Hugging Face folder, atomically. A folder at ``path`` is replaced.
 
     Args:
-        model: The model that the run started from.
-        weights: The folder of the trained weights in a checkpoint. Any strategy and number of ranks may have written it.
-        path: The folder to write.
-        tokenizer: Written beside the weights.
-        processor: Written beside the weights, if the model reads more than text.
-        merge: Add adapters into the weights. Without it a folder of adapters is written, as PEFT reads it.
+        model: the model that the run started from.
+        weights: folder of the trained weights in a checkpoint, written by any strategy and number
+            of
+            ranks.
+        path: folder to write.
+        tokenizer: tokenizer to save with the weights.
+        processor: processor to save with the weights, or None for a text-only model.
+        merge: True merges adapters into the weights. False writes an adapter folder for PEFT.
 
     Raises:
-        CheckpointError: The weights are not of this model.
-        ConfigError: ``merge`` is off and the model has no adapters.
-        ModelError: The start model cannot be loaded, or adapters cannot be added into quantised weights.
+        CheckpointError: the weights are not of this model.
+        ConfigError: ``merge`` is False and the model has no adapters.
+        ModelError: the start model cannot be loaded, or its quantized weights cannot be merged.
     """
     actor = Actor.load(model)
     if not merge and not actor.has_adapters:
@@ -161,7 +169,7 @@ def write_policy(
 
 
 def run_export(config: ExportConfig) -> tuple[Path, SavedPolicy]:
-    """Write the policy that ``config`` names as a Hugging Face folder; returns the folder and what is in it."""
+    """Export the policy of ``config`` as a Hugging Face folder. Return folder and policy."""
     if not config.path:
         raise ConfigError("path is empty; name a run folder or a checkpoint, e.g. lightrft export runs/my_run")
     saved = saved_policy(Path(config.path).expanduser(), config.which, config.step)

@@ -1,4 +1,4 @@
-"""A run of supervised fine-tuning, from the first step or from where it was stopped."""
+"""Run supervised fine-tuning, from the first step or from a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,26 +28,29 @@ from lightrft.workers.local import local_policy, local_scorer, local_tokenizer
 
 @dataclass(slots=True, kw_only=True)
 class SFTRun(Training):
-    """A step takes the next conversations of ``dataset`` in the order of ``sampler``."""
+    """An SFT run, whose steps take conversations of ``dataset`` in the order of ``sampler``."""
 
     config: SFTConfig
     dataset: SFTDataset
     sampler: PromptSampler
 
     def advance(self) -> Metrics:
+        """Take one step on the next ``batch_size`` conversations."""
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         with self.session.timers("update"):
             return sft_step(self.roles.strategy, self.roles.policy, batch, self.config.train.micro_batch_tokens)
 
     def state(self) -> dict[str, Any]:
+        """Return the state of the sampler."""
         return {"sampler": self.sampler.state_dict()}
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the result of ``state``."""
         self.sampler.load_state_dict(state["sampler"])
 
 
 def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, Any]:
-    """Train as ``config`` says, into its run folder; returns what ``summary.json`` holds."""
+    """Train as configured and return the content of ``summary.json``."""
     if not config.data.sources:
         raise ConfigError("data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]")
     check_evaluation(config)
@@ -68,7 +71,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
 
 
 def prepare(config: SFTConfig, session: Session) -> SFTRun:
-    """Data and roles, at step 0."""
+    """Load data and roles of a run, at step 0."""
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)

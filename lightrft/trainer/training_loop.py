@@ -1,4 +1,4 @@
-"""What every kind of training does around its steps: evaluations, checkpoints, going on, and the summary at the end."""
+"""The training loop shared by RL and SFT: steps, evaluations, checkpoints, resume and summary."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class Training(ABC):
-    """A run and how far it is: ``step`` of ``steps``, and the numbers of the step that it went on from. A kind of training says what a
-    step is and what the next one reads."""
+    """A run and its progress: ``step`` of ``steps``, and the metrics of the step it resumed from.
+
+    A subclass defines a step and the state that the next step reads.
+    """
 
     session: Session
     roles: Roles
@@ -49,35 +51,38 @@ class Training(ABC):
 
     @abstractmethod
     def advance(self) -> Metrics:
-        """Take one step. Raises ``Interrupted`` when it was left halfway, with everything as it was before it."""
+        """Take one step. Raises ``Interrupted`` if it stopped halfway, with its state unchanged."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """What the next step reads besides weights, optimizer and random generators, as plain data."""
+        """Return the plain data that the next step reads, except weights, optimizer and random
+        state.
+        """
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what ``state`` gave."""
+        """Restore the result of ``state``."""
 
     def begin(self) -> None:
-        """Called once, when weights and state are in place."""
+        """Start background work. Called once, when weights and state are loaded."""
         return
 
     def rest(self) -> None:
-        """Wait until engine and scorer are free."""
+        """Wait until engine and scorer are idle."""
         return
 
     def about(self) -> dict[str, Any]:
-        """More to say in the summary."""
+        """Return further fields of the summary."""
         return {}
 
     @property
     def trained(self) -> dict[str, Kept]:
+        """The models that a checkpoint saves, by name."""
         return self.roles.trained
 
 
 def take_up(run: Training) -> None:
-    """In a folder that holds one, load the newest checkpoint; then give the engine the weights."""
+    """Resume from the newest checkpoint, if there is one, and send the weights to the engine."""
     if run.held_out:
         run.roles.scorer.check_sources(prompt.data_source for prompt in run.held_out)
         check_lengths(run.roles.actor, longest(run.held_out), run.eval.sampling, "eval.sampling", "eval.data")
@@ -89,7 +94,7 @@ def take_up(run: Training) -> None:
 
 
 def run_steps(run: Training) -> dict[str, Any]:
-    """Every step that is left, then the summary, which is returned."""
+    """Take all remaining steps, write the summary and return it."""
     session = run.session
     session.observer.begin(session.phase, run.steps, run.step)
     values = run.values
@@ -121,8 +126,12 @@ def run_steps(run: Training) -> dict[str, Any]:
 
 
 def export(run: Training) -> int:
-    """Write the policy as a Hugging Face folder ``model/``: of the best checkpoint if the run names a metric, else as it is now.
-    Returns its step. Weights that are sharded over ranks are gathered in a copy, on the first one."""
+    """Write the policy as a Hugging Face folder ``model/`` and return its step.
+
+    It is the best checkpoint if the run names a metric, else the current policy. Sharded weights
+    are
+    gathered into a copy on rank 0.
+    """
     roles, path, ranks = run.roles, run.session.path / "model", run.session.ranks
     best, step = patiently(ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign))[0]
     if best is not None:
@@ -134,6 +143,7 @@ def export(run: Training) -> int:
         return step
     copy = Actor.load(roles.actor.config) if ranks.rank == 0 else None
     parameters = {} if copy is None else dict(copy.named_parameters())
+    # Every rank iterates, since gathering a parameter is a collective call.
     for name, tensor in roles.strategy.full_parameters(roles.policy.state):
         if copy is not None:
             parameters[name].data.copy_(tensor)
@@ -142,13 +152,18 @@ def export(run: Training) -> int:
 
 
 def save_whole(actor: Actor, run: Training) -> None:
-    """Write ``model/`` from the weights of ``actor``, under a temporary name first."""
+    """Write ``model/`` from the weights of ``actor``, atomically."""
     with whole_folder(run.session.path / "model") as temporary:
         save_model(actor, run.roles.tokenizer, temporary, processor=run.roles.processor)
 
 
 def best_checkpoint(run: Training, sign: Callable[[], None]) -> tuple[Path | None, int]:
-    """The best checkpoint and its step; ``None`` and the step of now where that is the best, or where the run names no metric."""
+    """Return the best checkpoint and its step.
+
+    The checkpoint is None if the current policy is the best, or if the run names no metric. The
+    step
+    is then the current one.
+    """
     session, metric = run.session, run.session.checkpoint.best
     if metric is None:
         return None, run.step
@@ -161,7 +176,7 @@ def best_checkpoint(run: Training, sign: Callable[[], None]) -> tuple[Path | Non
 
 
 def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
-    """Evaluate and save if it is time, and record the step's numbers."""
+    """Evaluate and save if due, and log the metrics of the step."""
     session = run.session
     last = run.step >= run.steps
     if run.held_out and (last or (run.eval.every and run.step % run.eval.every == 0)):
@@ -182,13 +197,13 @@ def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
 
 
 def warn(run: Training, values: dict[str, Any]) -> None:
-    """Log what the metrics of the step say about a run that learns nothing, or less."""
+    """Log warnings if the metrics of the step show that the run learns nothing or too little."""
     for message in run.health.warnings(values):
         log.warning("step %d: %s", run.step, message)
 
 
 def keep(run: Training, values: dict[str, Any]) -> str:
-    """Save the steps taken so far, ahead of an end that was not asked for; says so, if there are any."""
+    """Save a checkpoint before an unplanned end. Return a hint for the error message, or ""."""
     if not run.step:
         return ""
     run.session.save_if_due(run.step, True, run.roles.strategy, run.trained, run.state, values)
@@ -196,7 +211,7 @@ def keep(run: Training, values: dict[str, Any]) -> str:
 
 
 def evaluation(run: Training) -> Metrics:
-    """Answer the held-out prompts as the policy is now, and write the answers down."""
+    """Generate responses to the eval set with the current policy, write them and return metrics."""
     run.rest()
     with run.roles.drawing():
         found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed, ranks=run.roles.strategy.ranks)

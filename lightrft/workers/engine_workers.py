@@ -1,4 +1,4 @@
-"""Engines in workers, each with weights of its own, that stand for all ranks of a run."""
+"""Generation engines in remote workers, with weights of their own, shared by all ranks."""
 
 from __future__ import annotations
 
@@ -33,20 +33,30 @@ from lightrft.workers.weight_sync import Delivery, Hand, Receiver, led
 from lightrft.workers.worker_group import Crew, Limits, Seat
 
 TURN_SECONDS = 0.25
-"""How long a worker draws before it tells what is finished and hears what else there is: what a stop waits for at most."""
+"""Seconds a worker generates before it returns finished responses and takes new requests.
+
+A stop request waits at most this long.
+"""
 LOOK_SECONDS = 0.05
-"""Between two looks at whether to stop."""
+"""Polling interval for a stop request, in seconds."""
 
 
 def engine_host(model: ModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int) -> EngineHost:
-    """What a worker makes: an engine over ``model``, on the device of ``strategy`` with ``threads`` threads."""
+    """Make the object of an engine worker.
+
+    Args:
+        model: the model to load.
+        config: settings of the engine.
+        strategy: settings that give the device.
+        threads: number of CPU threads.
+    """
     torch.set_num_threads(threads)
     actor = local_frozen(model, SingleStrategy(strategy))
     return EngineHost(NativeEngine(Decoder(actor.model), load_tokenizer(model), config, shared=False))
 
 
 class EngineHost(Receiver):
-    """An engine in its worker: it draws in turns, so that it hears between them."""
+    """An engine inside its worker. It generates in short turns, so other calls run in between."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self.engine = engine
@@ -54,7 +64,14 @@ class EngineHost(Receiver):
         self._drawings: dict[str, Drawing] = {}
 
     def draw(self, job: str, requests: Sequence[Request], sampling: SamplingConfig, seconds: float) -> list[dict[str, Any]]:
-        """Draw for ``job``, with ``requests`` besides those that it has, for about ``seconds``; what is finished, packed."""
+        """Generate for ``job`` for about ``seconds`` and return the finished responses, packed.
+
+        Args:
+            job: name of the ``generate`` call.
+            requests: new requests, in addition to the unfinished ones of this job.
+            sampling: sampling settings of the job.
+            seconds: length of the turn.
+        """
         ends, found = time.monotonic() + seconds, []
         drawing = self._drawings.setdefault(job, Drawing(self.engine, (), sampling))
         drawing.add(requests)
@@ -65,32 +82,45 @@ class EngineHost(Receiver):
         return [pack_rollout(rollout) for rollout in found]
 
     def abort(self, job: str) -> list[dict[str, Any]]:
-        """Give up ``job``: what it has not finished, packed."""
+        """Abort ``job`` and return its unfinished responses, packed."""
         drawing = self._drawings.pop(job, None)
         return [] if drawing is None else [pack_rollout(rollout) for rollout in drawing.abort()]
 
     def fingerprint(self) -> Fingerprint:
-        """Of the weights as they are."""
+        """Return the checksums of the current weights."""
         return checksums(self.engine.decoder.parameters())
 
     def settle(self, version: int) -> Fingerprint:
-        """All weights of ``version`` are there."""
+        """Finish the transfer of ``version`` once all its weights have arrived."""
         return self.engine.load_weights((), version)
 
     def sleep(self, level: int) -> None:
+        """See ``Engine.sleep``."""
         self.engine.sleep(level)
 
     def wake(self) -> None:
+        """See ``Engine.wake``."""
         self.engine.wake()
 
 
 class RemoteEngines:
-    """``Engine`` over workers that hold an ``EngineHost`` each. The first rank asks them; on the others the object only takes part in
-    what all ranks must do together, and has no workers.
+    """An ``Engine`` over workers with an ``EngineHost`` each.
 
-    Requests are handed out prompt by prompt as workers get free. What a lost worker had not answered is asked again, elsewhere, and the
-    worker is started anew with the newest weights, which are kept on this machine. Raises ``WorkerError`` when that does not help, or
-    engines are lost with the same request again and again, and ``ModelError`` when workers do not hold the same weights.
+    Rank 0 calls the workers. On other ranks the object has no workers and only joins collective
+    calls. Requests are assigned prompt by prompt as workers become free. When a worker is lost, its
+    unfinished requests are sent to other workers. The worker is restarted with the newest weights,
+    which this machine keeps.
+
+    Args:
+        workers: the workers. Empty on other ranks than 0.
+        config: settings of the engine.
+        limits: timeouts and restarts of workers.
+        hand: settings of the weight transfer.
+        ranks: all ranks of the run.
+
+    Raises:
+        WorkerError: restarts do not help, or engines are repeatedly lost with the same request.
+        ModelError: workers do not hold the same weights.
     """
 
     of_all = True
@@ -105,16 +135,30 @@ class RemoteEngines:
 
     @property
     def crew(self) -> Crew:
+        """The group of workers."""
         return self.delivery.crew
 
     @property
     def version(self) -> int:
+        """The version of the newest weights."""
         return self.delivery.version
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
-        """See ``Engine.generate``. Raises ``ResourceError`` at once for a request that ``token_budget`` can never hold."""
+        """Generate a response to each request, and yield it once it is finished. See
+        ``Engine.generate``.
+
+        Args:
+            requests: requests with a distinct seed each.
+            sampling: sampling settings.
+            stopped: returns True once generation must stop. Unfinished responses are then returned
+                with
+                finish reason ``abort``.
+
+        Raises:
+            ResourceError: a request exceeds ``token_budget``. It is raised at once.
+        """
         wanted = list(requests)
         check_requests(wanted, sampling, self.config)
         return self._answers(wanted, sampling, stopped)
@@ -127,17 +171,22 @@ class RemoteEngines:
                     yield from job.abort()
                     return
                 yield from job.advance()
-        finally:
+        finally:  # the caller may stop iterating early
             job.drop()
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
-        """See ``Engine.load_weights``. Called on every rank: to put ``weights`` together may take all of them."""
+        """See ``Engine.load_weights``.
+
+        Every rank must call it, since gathering ``weights`` may be a collective operation.
+        """
         return led(self._ranks, weights, lambda stream: self.delivery.hand_over(stream, version))
 
     def sleep(self, level: int) -> None:
+        """See ``Engine.sleep``."""
         self._tell("sleep", level)
 
     def wake(self) -> None:
+        """See ``Engine.wake``."""
         self._tell("wake")
 
     def take_counts(self) -> dict[str, int]:
@@ -145,15 +194,20 @@ class RemoteEngines:
         return self.delivery.take_counts()
 
     def close(self) -> None:
+        """End the workers."""
         self.delivery.close()
 
     def _tell(self, method: str, *args: Any) -> None:
-        """Have every worker do something; one that is on its way back comes as it was made."""
+        """Call a method of every worker. A restarting worker is skipped and returns in its initial
+        state.
+        """
         self.crew.each(method, *args)
 
 
 def portions(requests: Sequence[Request], workers: int) -> Iterator[list[Request]]:
-    """``requests`` prompt by prompt, cut where one worker would have more than its part of all."""
+    """Yield ``requests`` prompt by prompt, in portions of at most one worker's share of all
+    requests.
+    """
     most = max(1, math.ceil(len(requests) / max(1, workers)))
     groups: dict[int, list[Request]] = {}
     for request in requests:
@@ -165,14 +219,18 @@ def portions(requests: Sequence[Request], workers: int) -> Iterator[list[Request
 
 @dataclass(slots=True, eq=False)
 class _Desk(Seat):
-    """A worker, what it has been given and has not answered, by seed, and what of that it has not been told yet."""
+    """A worker, its unfinished requests by seed, and the ``fresh`` ones that were not sent to it
+    yet.
+    """
 
     asked: dict[int, Request] = field(default_factory=dict)
     fresh: list[Request] = field(default_factory=list)
 
 
 class _Job:
-    """One ``generate`` call. ``losses`` counts, by seed, the workers that were lost with a request that nobody has answered."""
+    """One ``generate`` call. ``losses`` counts, by seed, the workers lost with an unfinished
+    request.
+    """
 
     def __init__(
         self, crew: Crew, max_rows: int, requests: Sequence[Request], sampling: SamplingConfig, losses: Counter[int]
@@ -181,7 +239,7 @@ class _Job:
         self.losses = losses
         self.name = secrets.token_hex(8)
         self.sampling = sampling
-        self.most = max_rows + max_rows // 4  # some more than grow at one time, for those that get free within a turn
+        self.most = max_rows + max_rows // 4  # a surplus fills rows that become free within a turn
         self.waiting = deque(portions(requests, len(crew.workers)))
         self.desks = [_Desk(worker) for worker in crew.workers]
 
@@ -190,7 +248,7 @@ class _Job:
         return bool(self.waiting) or any(desk.asked for desk in self.desks)
 
     def advance(self) -> list[Rollout]:
-        """Hand out what there is room for, and wait a little for answers."""
+        """Assign requests to workers with free rows, and wait shortly for responses."""
         self._hand_out()
         calls = [desk.call for desk in self.desks if desk.call is not None]
         if calls:
@@ -200,7 +258,7 @@ class _Job:
         return [rollout for desk in self.desks for rollout in self._settle(desk, self.crew.take)]
 
     def abort(self) -> list[Rollout]:
-        """What is finished by now, and the rest as it is."""
+        """Stop the job and return all responses, finished or not."""
         found: list[Rollout] = []
         busy = [desk for desk in self.desks if desk.asked and self.crew.ready(desk.worker)]
         for desk in busy:
@@ -215,7 +273,7 @@ class _Job:
         return found + [r.begun or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in left]
 
     def drop(self) -> None:
-        """Let the workers forget what nobody waits for any more."""
+        """Abort the job on the workers without waiting for a result."""
         for desk in self.desks:
             if desk.asked:
                 desk.worker.call("abort", self.name)
@@ -241,7 +299,9 @@ class _Job:
                 desk.fresh = []
 
     def _settle(self, desk: _Desk, how: Callable[[Seat], tuple[Any, ...]]) -> list[Rollout]:
-        """The answers that the call of ``desk`` brought; with a loss, all that it was given waits again."""
+        """Return the responses from the call of ``desk``. If the worker is lost, requeue its
+        requests.
+        """
         try:
             found = how(desk)
         except WorkerLost as lost:
@@ -253,8 +313,13 @@ class _Job:
         return rollouts
 
     def _lose(self, desk: _Desk, why: str) -> None:
-        """Have others draw what ``desk`` was given. Raises ``WorkerError`` for requests that take their workers with them: those may
-        answer others, or turns without an answer, in between, so that nobody's starts in a row come to an end."""
+        """Requeue the requests of ``desk``. Raises ``WorkerError`` if a request keeps losing its
+        workers.
+
+        The worker's count of consecutive restarts does not detect this: other requests may finish
+        in
+        between and reset it.
+        """
         fresh = {request.seed for request in desk.fresh}
         known = [request for request in desk.asked.values() if request.seed not in fresh]
         self.losses.update(request.seed for request in known)
@@ -262,7 +327,7 @@ class _Job:
         desk.asked.clear()
         desk.fresh.clear()
         restarts = self.crew.limits.restarts
-        # Later than a worker's starts in a row, which say more of what is wrong.
+        # One more than a worker's restarts: that error comes first and describes the cause better.
         if often := [request for request in known if self.losses[request.seed] > restarts + 1]:
             raise WorkerError(
                 f"{restarts + 2} engines were lost one after another while they drew the same {len(often)} answers, e.g. to prompt "

@@ -1,4 +1,4 @@
-"""Roles as objects of this process."""
+"""Build the roles of a run as objects of this process."""
 
 from __future__ import annotations
 
@@ -35,14 +35,18 @@ from lightrft.utils.errors import ConfigError, ModelError
 
 
 def local_tokenizer(model: ModelConfig) -> Any:
-    """The tokenizer of ``model``. Raises ``ConfigError`` when no model is named."""
+    """Load the tokenizer of ``model``. Raises ``ConfigError`` when no model is named."""
     if not model.path:
         raise ConfigError("model.path is empty; give a Hugging Face folder or name, e.g. model.path=path/to/model")
     return load_tokenizer(model)
 
 
 def strategy_of(config: StrategyConfig, ranks: Ranks) -> Strategy:
-    """The strategy that ``config`` names. Raises ``ConfigError`` for one process too many or too few, or a package that lacks."""
+    """Build the strategy that ``config`` selects.
+
+    Raises ``ConfigError`` if the strategy does not fit the number of ranks or its package is
+    missing.
+    """
     check_teams(ranks, config.sequence * config.tensor)
     if config.kind in ("fsdp2", "deepspeed") and ranks.size == 1:
         raise ConfigError(
@@ -72,9 +76,16 @@ def local_policy(
     ranks: Ranks = ALONE,
     weights: Path | None = None,
 ) -> tuple[Strategy, Actor, Engine]:
-    """What every verb needs: a strategy, the policy on its device, and an engine over the same weights.
+    """Build the strategy, the policy on its device and an engine over the same weights.
 
-    ``weights``: the folder of the trained weights in a checkpoint, which one process loads into the policy.
+    Args:
+        model: the model to load.
+        strategy: settings of the strategy.
+        engine: settings of the engine.
+        tokenizer: tokenizer of the model.
+        ranks: all ranks of the run.
+        weights: folder of the trained weights in a checkpoint, loaded by a single process. None
+            keeps the weights of ``model``.
     """
     placed = strategy_of(strategy, ranks)
     with placed.loading() as device:
@@ -86,7 +97,10 @@ def local_policy(
 
 
 def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring:
-    """Worker processes for the terms of ``config``; without terms, one that gives every answer the reward ``unscored``."""
+    """Build a scorer with worker processes for the terms of ``config``.
+
+    Without terms, return a scorer that gives every response the reward ``unscored``.
+    """
     return Scorer(config) if config.terms or config.per_source else Unscored(unscored)
 
 
@@ -98,15 +112,24 @@ def local_roles(
     ranks: Ranks = ALONE,
     apart: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> Roles:
-    """The roles of an RL run of ``steps`` steps; those that the algorithm does not need are not loaded. ``apart`` makes some of them in
-    another way, by name."""
+    """Build the roles that an RL run needs. Roles that the algorithm does not use are not loaded.
+
+    Args:
+        config: settings of the run.
+        tokenizer: tokenizer of the policy.
+        steps: number of steps of the run.
+        processor: processor of the policy, or None for a text-only model.
+        ranks: all ranks of the run.
+        apart: functions that build some roles in another way, by role name.
+    """
     scorer = apart.get(
         "scorer", lambda: local_scorer(config.reward, unscored=0.0)
-    )()  # first: its processes start while models are read
+    )()  # must come first: its processes start while models are loaded
     try:
         strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, ranks)
         per_step = config.train.updates * config.train.mini_batches
         frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
+        # The policy takes no optimizer step while the critic trains alone.
         policy = Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
         return Roles(
             strategy=strategy,
@@ -131,7 +154,15 @@ def local_roles(
 
 
 def local_reference(config: RLConfig, policy: Trained, strategy: Strategy) -> Reference | None:
-    """None when nothing reads it; with adapters the policy itself, adapters off; else a frozen model of its own."""
+    """Build the reference model, or return None when no part of the algorithm reads it.
+
+    With adapters it is the policy with adapters disabled. Otherwise it is a separate frozen model.
+
+    Args:
+        config: settings of the run.
+        policy: the policy with its optimizer.
+        strategy: strategy that places the reference.
+    """
     if not needs_reference(config.algorithm):
         return None
     if config.model.lora is not None and config.reference is None:
@@ -141,12 +172,12 @@ def local_reference(config: RLConfig, policy: Trained, strategy: Strategy) -> Re
 
 
 def reference_model(config: RLConfig) -> ModelConfig:
-    """What the reference is loaded from, where it is a model of its own."""
+    """Return the model settings of a separate reference."""
     return config.model.model_copy(update={"path": config.reference or config.model.path, "lora": None})
 
 
 def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
-    """A model without gradient."""
+    """Load a model in eval mode, without gradients."""
     with strategy.loading() as device:
         frozen = Actor.load(model, device=device)
     frozen.requires_grad_(False)
@@ -155,26 +186,48 @@ def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
 
 
 def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strategy) -> Engine | None:
-    """An engine over weights of its own, when answers are drawn while the policy is trained. On each rank it has all of them."""
+    """Build an engine with a full copy of the weights on each rank, for asynchronous generation.
+
+    Return None without ``rollout.staleness``.
+
+    Args:
+        config: settings of the run.
+        actor: the policy.
+        tokenizer: tokenizer of the policy.
+        strategy: strategy of the policy.
+    """
     if not config.rollout.staleness:
         return None
     if strategy.ranks.size == 1:
         decoder = Decoder(actor.model).apart()
     else:
-        with torch.random.fork_rng():  # adapters are drawn: one process draws them once
+        # Loading initializes adapters at random. That must not advance the generator of the run.
+        with torch.random.fork_rng():
             decoder = Decoder(Actor.load(config.model, device=strategy.device).requires_grad_(False).eval().model)
     return NativeEngine(decoder, tokenizer, config.engine, shared=False)
 
 
 def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Frozen | None:
-    """The model that the policy learns from, if any. Raises ``ConfigError`` when its tokens are not those of the policy."""
+    """Build the teacher model, or return None without ``algorithm.distill``.
+
+    Args:
+        config: settings of the run.
+        tokenizer: tokenizer of the policy.
+        strategy: strategy that places the teacher.
+
+    Raises:
+        ConfigError: the vocabularies of teacher and policy differ.
+    """
     if config.algorithm.distill.kind == "none":
         return None
     return Frozen(local_frozen(teacher_model(config, tokenizer), strategy))
 
 
 def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
-    """What the teacher is loaded from. Raises ``ConfigError`` when its tokens are not those of the policy."""
+    """Return the model settings of the teacher.
+
+    Raises ``ConfigError`` when the vocabularies of teacher and policy differ.
+    """
     own = {"tokenizer": None, "chat_template": None, "lora": None, "freeze": (), "gradient_checkpointing": False}
     model = config.model.model_copy(update={**own, **config.teacher.model_dump()})
     try:
@@ -193,7 +246,13 @@ def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
 
 
 def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> Trained | None:
-    """The value model, when the advantage needs one."""
+    """Build the critic with its optimizer, or return None when the advantage needs none.
+
+    Args:
+        config: settings of the run.
+        strategy: strategy that places and trains it.
+        optimizer_steps: number of optimizer steps of the run, for the learning-rate schedule.
+    """
     if "critic" not in needs_of(config.algorithm):
         return None
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora": None})
@@ -203,7 +262,13 @@ def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> 
 
 
 def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trained | None:
-    """The process reward model, when the advantage needs one; it takes one optimizer step for each of the run."""
+    """Build the process reward model with its optimizer, or return None when it is not needed.
+
+    Args:
+        config: settings of the run.
+        strategy: strategy that places and trains it.
+        steps: number of steps of the run. Each takes one optimizer step.
+    """
     if "process" not in needs_of(config.algorithm):
         return None
     model = config.model.model_copy(update={"path": config.process.path or config.model.path, "lora": None})
@@ -213,5 +278,5 @@ def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trained |
 
 
 def rollout_steps(config: RLConfig, prompts: int) -> int:
-    """``train.steps``, or as many as ``train.epochs`` passes over ``prompts`` prompts take."""
+    """Return ``train.steps``, or the steps that ``train.epochs`` passes over ``prompts`` take."""
     return config.train.steps or max(1, math.ceil(config.train.epochs * prompts / config.rollout.prompts))

@@ -1,4 +1,4 @@
-"""Frozen models in workers: a reference or a teacher, which is asked what it makes of answers, and a reference that follows the policy."""
+"""Frozen models in remote workers: reference, teacher, and a reference that follows the policy."""
 
 from __future__ import annotations
 
@@ -30,24 +30,33 @@ from lightrft.workers.weight_sync import Delivery, Hand, Receiver, led
 from lightrft.workers.worker_group import Crew, Limits
 
 PART_BYTES = 64 * 2**20
-"""Of something large, sent at one time."""
+"""Maximum number of bytes of one message, when a large tensor or file is sent."""
 
 
 def bare(batch: Batch, columns: Sequence[str] = ()) -> Batch:
-    """Prompts and answers of ``batch`` and some of its columns, on the CPU."""
+    """Return a CPU copy of ``batch`` with prompts, responses and only the given columns."""
     kept = {name: getattr(batch, name) for name in columns}
     return Batch(batch.prompts, batch.responses, batch.prompt_of, **kept).to("cpu")
 
 
 def model_host(model: ModelConfig, strategy: StrategyConfig, threads: int) -> ModelHost:
-    """What a worker makes: a frozen ``model``, on the device of ``strategy`` with ``threads`` threads."""
+    """Make the object of a worker with a frozen model.
+
+    Args:
+        model: the model to load.
+        strategy: settings that give the device.
+        threads: number of CPU threads.
+    """
     torch.set_num_threads(threads)
     placed = SingleStrategy(strategy)
     return ModelHost(Frozen(local_frozen(model, placed)), placed)
 
 
 class HeadForm(NamedTuple):
-    """What a head of a language model is: ``width`` logits of ``hidden`` numbers, and what becomes of them."""
+    """The form of a language-model head: ``hidden`` inputs, ``width`` logits, and their transform.
+
+    ``softcap`` and ``scale`` are applied to the logits, where they are not None.
+    """
 
     width: int
     hidden: int
@@ -58,7 +67,7 @@ class HeadForm(NamedTuple):
 
 
 class ModelHost:
-    """A frozen model in its worker."""
+    """A frozen model inside its worker."""
 
     def __init__(self, role: Frozen, strategy: Strategy) -> None:
         self.role = role
@@ -66,18 +75,20 @@ class ModelHost:
 
     @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> Tensor:
-        """Log-probs ``[N]`` of the response tokens."""
+        """Return log-probs ``[N]`` of the response tokens."""
         self._settled(batch)
         return self.role.score(batch.to(self.strategy.device), temperature=temperature).logprobs.float().cpu()
 
     @torch.no_grad()
     def states(self, batch: Batch) -> Tensor:
-        """Final states ``[N, H]`` that predict the response tokens."""
+        """Return the final hidden states ``[N, H]`` that predict the response tokens."""
         self._settled(batch)
         return self.role.model(batch.to(self.strategy.device), states_alone=True).cpu()
 
     def head_form(self) -> HeadForm:
-        """Raises ``ModelError`` for a head that is more than a matrix."""
+        """Return the form of the head. Raises ``ModelError`` for a head that is not an
+        ``nn.Linear``.
+        """
         head = self._head
         if type(head) is not nn.Linear:
             raise ModelError(
@@ -88,7 +99,9 @@ class ModelHost:
         return HeadForm(head.out_features, head.in_features, head.bias is not None, head.weight.dtype, softcap, scale)
 
     def head_rows(self, first: int, count: int) -> list[Tensor]:
-        """Some rows of the head's weight, and of its bias where it has one."""
+        """Return ``count`` rows from ``first`` on of the head's weight, and of its bias if it has
+        one.
+        """
         return [p.detach()[first : first + count].cpu().clone() for p in self._head.parameters(recurse=False)]
 
     @property
@@ -101,8 +114,11 @@ class ModelHost:
 
 
 class RemoteModel:
-    """``Reference`` over workers that hold a ``ModelHost`` each. It keeps no state, so that what a lost worker had been asked is asked
-    again. Raises ``WorkerError`` when workers cannot be kept alive."""
+    """A ``Reference`` over workers with a ``ModelHost`` each.
+
+    It is stateless, so calls of a lost worker are simply repeated. Raises ``WorkerError`` when
+    workers cannot be kept alive.
+    """
 
     of_all = False
 
@@ -111,10 +127,11 @@ class RemoteModel:
 
     @property
     def in_flight(self) -> int:
-        """See ``Distant``: one more for each worker, that it finds when it is done with one."""
+        """The maximum number of pending calls: two per worker, so that none waits for its next."""
         return max(1, 2 * len(self.crew.workers))
 
     def score(self, batch: Batch, *, temperature: float) -> Scores:
+        """See ``Actor.score``."""
         if not batch.tokens:
             return Scores(torch.zeros(0))
         return Scores(self.crew.ask("score", bare(batch), temperature))
@@ -124,12 +141,22 @@ class RemoteModel:
         return {"restarts": self.crew.take_restarts()}
 
     def close(self) -> None:
+        """End the workers."""
         self.crew.close()
 
 
 class RemoteTeacher(RemoteModel):
-    """A ``RemoteModel`` whose whole distributions are made here, on ``device``: a copy of its head comes once, in parts, and for each
-    micro-batch the final states, which are as wide as the model and not as its vocabulary."""
+    """A ``RemoteModel`` that computes full distributions locally, on ``device``.
+
+    The head is copied once, in parts. For each micro-batch the worker sends the final hidden
+    states.
+    They have the width of the model, which is smaller than the vocabulary.
+
+    Args:
+        workers: the workers.
+        limits: timeouts and restarts of workers.
+        device: device of the head and of the distributions.
+    """
 
     def __init__(self, workers: Sequence[Worker], limits: Limits, device: torch.device) -> None:
         super().__init__(workers, limits)
@@ -137,7 +164,14 @@ class RemoteTeacher(RemoteModel):
         self._held: tuple[HeadForm, nn.Module] | None = None
 
     def target(self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5) -> Target:
-        """See ``Actor.target``."""
+        """Return the teacher's target distributions for the response tokens. See ``Actor.target``.
+
+        Args:
+            batch: prompts and responses.
+            kind: name of the divergence.
+            temperature: temperature of the distributions.
+            beta: weight of the teacher in the mixture of the divergence ``jsd``.
+        """
         if self._held is None:
             self._held = self._fetched()
         form, head = self._held
@@ -156,13 +190,19 @@ class RemoteTeacher(RemoteModel):
 
 
 def follower_host(model: ModelConfig, strategy: StrategyConfig, threads: int) -> FollowerHost:
-    """What a worker makes: a ``model`` whose weights come from elsewhere, on the device of ``strategy`` with ``threads`` threads."""
+    """Make the object of a worker with a ``model`` that receives its weights from rank 0.
+
+    Args:
+        model: the model to load.
+        strategy: settings that give the device.
+        threads: number of CPU threads.
+    """
     made = model_host(model, strategy, threads)
     return FollowerHost(made.role, made.strategy)
 
 
 class FollowerHost(ModelHost, Receiver):
-    """A reference in its worker, which is given other weights now and then."""
+    """A reference model inside its worker, which receives new weights from time to time."""
 
     def __init__(self, role: Frozen, strategy: Strategy) -> None:
         super().__init__(role, strategy)
@@ -170,9 +210,11 @@ class FollowerHost(ModelHost, Receiver):
         self._own = dict(role.model.named_parameters())
 
     def fingerprint(self) -> Fingerprint:
+        """See ``Receiver.fingerprint``."""
         return checksums(self._own.items())
 
     def settle(self, version: int) -> Fingerprint:
+        """See ``Receiver.settle``."""
         return self.fingerprint()
 
     @torch.no_grad()
@@ -182,9 +224,20 @@ class FollowerHost(ModelHost, Receiver):
 
 
 class RemoteFollower(RemoteModel):
-    """``Moving`` over workers that hold a ``FollowerHost`` each. The first rank has the reference itself too, as ``follower``, in memory
-    of its machine: there it moves, from there workers are given what came of it, and one that is lost is given it again. That rank asks
-    the workers on behalf of all, who else might find one that has been started anew and not been given it yet."""
+    """A ``Moving`` reference over workers with a ``FollowerHost`` each.
+
+    Rank 0 also holds the reference as ``follower``, in CPU memory. It is updated there and sent to
+    the
+    workers. A restarted worker receives it again. Only rank 0 calls the workers. Other ranks could
+    reach a restarted worker before it has received the weights.
+
+    Args:
+        workers: the workers. Empty on other ranks than 0.
+        limits: timeouts and restarts of workers.
+        hand: settings of the weight transfer.
+        follower: the reference, on rank 0. None on other ranks.
+        ranks: all ranks of the run.
+    """
 
     of_all = True
 
@@ -198,10 +251,10 @@ class RemoteFollower(RemoteModel):
         self._moves = 0
 
     def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
-        """See ``Follower.follow``. A call of all ranks."""
+        """See ``Follower.follow``. Every rank must call it."""
 
         def move(whole: Iterable[tuple[str, Tensor]]) -> None:
-            self.crew.settle()  # nobody is being given what is about to change
+            self.crew.settle()  # a restarting worker may still read the weights that change now
             self._own.follow(whole, decay)
             self._hand_over()
 
@@ -212,7 +265,7 @@ class RemoteFollower(RemoteModel):
         return {} if self._follower is None else self._follower.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See ``Follower.load_state_dict``. A call of all ranks."""
+        """See ``Follower.load_state_dict``. Every rank must call it."""
 
         def take() -> None:
             if self._follower is not None:
@@ -236,6 +289,6 @@ class RemoteFollower(RemoteModel):
         return self._own.model.named_parameters()
 
     def _hand_over(self) -> None:
-        """Have the workers hold what the reference is now."""
+        """Send the current weights of the reference to all workers."""
         self._moves += 1
         self.delivery.hand_over(self._weights(), self._moves)

@@ -1,4 +1,4 @@
-"""Scoring in workers: each holds a scorer, with reward processes of its own."""
+"""Scoring in remote workers: each has a scorer with reward processes."""
 
 from __future__ import annotations
 
@@ -19,22 +19,23 @@ from lightrft.types import Prompt, Rollout
 from lightrft.workers.worker_group import Crew, Limits, Seat
 
 TURN_SECONDS = 0.05
-"""How long a worker waits for an answer to be scored before it hears what else there is."""
+"""Seconds a worker waits for a score before it accepts new rollouts."""
 LOOK_SECONDS = 0.002
+"""Polling interval for new scores, in seconds."""
 TRIES = 3
-"""Workers that may be lost with a rollout before it counts as failed."""
+"""Number of workers that may be lost with a rollout before it counts as failed."""
 
 Outcome = dict[str, Any]
-"""The fields of a rollout that scoring fills."""
+"""The fields of a rollout that scoring sets."""
 
 
 def scorer_host(config: RewardConfig) -> ScorerHost:
-    """What a worker makes."""
+    """Make the object of a scoring worker."""
     return ScorerHost(Scorer(config))
 
 
 class ScorerHost:
-    """A scorer in its worker, for one or more that ask it."""
+    """A scorer inside its worker, for one or more clients."""
 
     def __init__(self, scorer: Scoring) -> None:
         self.scorer = scorer
@@ -42,7 +43,13 @@ class ScorerHost:
         self._done: defaultdict[str, list[tuple[int, Outcome]]] = defaultdict(list)
 
     def exchange(self, client: str, rollouts: Sequence[tuple[int, Rollout]], seconds: float) -> list[tuple[int, Outcome]]:
-        """Take the numbered ``rollouts`` of ``client``; what is scored of his by number, waiting up to ``seconds`` for something."""
+        """Queue ``rollouts`` of ``client`` and return its outcomes that are ready, by number.
+
+        Args:
+            client: name of the calling rank.
+            rollouts: new rollouts with their numbers.
+            seconds: maximum time to wait for a first outcome.
+        """
         for number, rollout in rollouts:
             self._asked[id(rollout)] = client, number, rollout
             self.scorer.submit(rollout)
@@ -56,25 +63,31 @@ class ScorerHost:
             time.sleep(LOOK_SECONDS)
 
     def check_sources(self, sources: Iterable[str]) -> None:
+        """See ``Scoring.check_sources``."""
         self.scorer.check_sources(sources)
 
 
 def outcome_of(rollout: Rollout) -> Outcome:
-    """What scoring has made of ``rollout``."""
+    """Return the fields of ``rollout`` that scoring sets."""
     return {name: getattr(rollout, name) for name in ("reward", "terms", "weights", "failed")}
 
 
 @dataclass(slots=True, eq=False)
 class _Desk(Seat):
-    """A worker, what it has been given and has not scored, by number, and what of that it has not been told yet."""
+    """A worker, its unscored rollouts by number, and the ``fresh`` ones that were not sent to it
+    yet.
+    """
 
     asked: dict[int, Rollout] = field(default_factory=dict)
     fresh: list[int] = field(default_factory=list)
 
 
 class RemoteScorer:
-    """``Scoring`` over workers that hold a ``ScorerHost`` each. What a lost worker had not scored is scored elsewhere; a rollout that
-    ``TRIES`` workers were lost with comes back as failed. Raises ``WorkerError`` when workers cannot be kept alive."""
+    """A ``Scoring`` over workers with a ``ScorerHost`` each.
+
+    Unscored rollouts of a lost worker are scored by others. A rollout with which ``TRIES`` workers
+    were lost is returned as failed. Raises ``WorkerError`` when workers cannot be kept alive.
+    """
 
     def __init__(self, workers: Sequence[Worker], limits: Limits) -> None:
         self.crew = Crew(workers, limits)
@@ -88,11 +101,11 @@ class RemoteScorer:
 
     @property
     def pending(self) -> int:
-        """Rollouts submitted and not yet given back by ``results``."""
+        """The number of rollouts that were submitted and not yet returned by ``results``."""
         return len(self._done) + len(self._waiting) + sum(len(desk.asked) for desk in self._desks)
 
     def check_sources(self, sources: Iterable[str]) -> None:
-        """Raises ``RewardError`` naming the data sources for whose rows there is no reward."""
+        """Raise ``RewardError`` with the names of data sources that have no reward."""
         unknown = set(sources) - self._sources
         if unknown:
             self.crew.ask("check_sources", sorted(unknown))
@@ -106,7 +119,7 @@ class RemoteScorer:
         self._pump()
 
     def results(self, wait: bool = False) -> Iterator[Rollout]:
-        """Rollouts that are scored, each once; with ``wait``, until none is pending."""
+        """Yield scored rollouts, each once. With ``wait``, continue until none is pending."""
         while True:
             self._pump()
             while self._done:
@@ -120,6 +133,7 @@ class RemoteScorer:
         return {"restarts": self.crew.take_restarts()}
 
     def close(self) -> None:
+        """End the workers."""
         self.crew.close()
 
     def _linger(self) -> None:
@@ -130,7 +144,7 @@ class RemoteScorer:
             time.sleep(TURN_SECONDS)
 
     def _pump(self) -> None:
-        """Take what is there, and pass on what waits."""
+        """Collect finished outcomes and assign waiting rollouts to workers."""
         for desk in self._desks:
             self._settle(desk)
         ready = [desk for desk in self._desks if self.crew.ready(desk.worker)]
@@ -160,7 +174,7 @@ class RemoteScorer:
                 self._done.append(rollout)
 
     def _lose(self, desk: _Desk, why: str) -> None:
-        """Have what ``desk`` was given scored elsewhere."""
+        """Requeue the rollouts of ``desk``. A rollout lost ``TRIES`` times counts as failed."""
         known = set(desk.asked) - set(desk.fresh)
         for number, rollout in reversed(desk.asked.items()):
             self._tries[number] = self._tries.get(number, 0) + (number in known)
@@ -174,7 +188,7 @@ class RemoteScorer:
 
 
 def without_media(rollouts: Iterable[Rollout]) -> list[Rollout]:
-    """Copies that share what a reward may read, and leave behind what it does not."""
+    """Return copies of ``rollouts`` without media, which rewards do not read."""
     prompts: dict[int, Prompt] = {}
     copies = []
     for rollout in rollouts:

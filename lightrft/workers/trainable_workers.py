@@ -1,4 +1,4 @@
-"""Models that learn in workers, each trained there by one process: a critic, and a process reward model."""
+"""Trained models in remote workers: a critic and a process reward model, each on one process."""
 
 from __future__ import annotations
 
@@ -31,14 +31,26 @@ from lightrft.workers.worker_group import Limits
 
 
 def critic_host(config: RLConfig, strategy: StrategyConfig, optimizer_steps: int, threads: int) -> CriticHost:
-    """What a worker makes: the critic of ``config``, trained by one process on the device of ``strategy``. Raises ``ValueError`` where
-    the algorithm has none."""
+    """Make the object of a critic worker. Raises ``ValueError`` if the algorithm has no critic.
+
+    Args:
+        config: settings of the run.
+        strategy: settings that give the device.
+        optimizer_steps: number of optimizer steps of the run.
+        threads: number of CPU threads.
+    """
     return CriticHost(*_alone(local_critic, config, strategy, optimizer_steps, threads), config)
 
 
 def process_host(config: RLConfig, strategy: StrategyConfig, steps: int, threads: int) -> ProcessHost:
-    """What a worker makes: the process reward model of ``config``, trained by one process on the device of ``strategy``. Raises
-    ``ValueError`` where the algorithm has none."""
+    """Make the object of a process-reward worker. Raises ``ValueError`` if the algorithm has none.
+
+    Args:
+        config: settings of the run.
+        strategy: settings that give the device.
+        steps: number of steps of the run.
+        threads: number of CPU threads.
+    """
     return ProcessHost(*_alone(local_process, config, strategy, steps, threads), config)
 
 
@@ -55,7 +67,13 @@ def _alone(make: Make, config: RLConfig, strategy: StrategyConfig, steps: int, t
 
 
 class TrainedHost:
-    """A model with its optimizer, in its worker."""
+    """A model with its optimizer, inside its worker.
+
+    Args:
+        trained: the model and its optimizer.
+        strategy: strategy of a single process.
+        config: settings of the run.
+    """
 
     def __init__(self, trained: Trained, strategy: Strategy, config: RLConfig) -> None:
         self.trained = trained
@@ -64,27 +82,34 @@ class TrainedHost:
         self.folder = tempfile.TemporaryDirectory(prefix="trained-")
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters, by name."""
         return self.trained.shapes
 
     def save(self) -> list[tuple[str, int]]:
-        """Write the state down here: its files, and how long they are."""
+        """Write the state to a local folder and return its files with their sizes in bytes."""
         folder = self._emptied()
         self.trained.save(self.strategy, folder)
         return [(str(file.relative_to(folder)), file.stat().st_size) for file in sorted(folder.rglob("*")) if file.is_file()]
 
     def read(self, name: str, first: int, count: int) -> np.ndarray:
-        """Bytes of a file that ``save`` has written."""
+        """Return bytes of a file that ``save`` has written.
+
+        Args:
+            name: path of the file, relative to the folder.
+            first: offset, in bytes.
+            count: number of bytes.
+        """
         return np.fromfile(Path(self.folder.name) / name, dtype=np.uint8, count=count, offset=first)
 
     def write(self, name: str, data: np.ndarray) -> None:
-        """Append to a file that ``load`` will read."""
+        """Append ``data`` to a file for ``load``."""
         file = Path(self.folder.name) / name
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab") as out:
             out.write(data.tobytes())
 
     def load(self) -> None:
-        """Take up the state that was written."""
+        """Load the state from the files that were written."""
         self.trained.load(self.strategy, Path(self.folder.name))
         self._emptied()
 
@@ -95,43 +120,49 @@ class TrainedHost:
 
 
 class CriticHost(TrainedHost):
-    """A critic, in its worker."""
+    """A critic inside its worker."""
 
     @torch.no_grad()
     def values(self, batch: Batch, final: bool) -> tuple[Tensor, Tensor | None]:
+        """See ``Critic.values``. The results are on the CPU."""
         values, after = self.trained.model.values(batch.to(self.strategy.device), final=final)
         return values.cpu(), None if after is None else after.cpu()
 
     def learn(self, mini: Batch) -> Metrics:
-        """One optimizer step."""
+        """Take one optimizer step and return its metrics."""
         metrics = critic_step(self.strategy, self.trained, mini, self.config)
-        metrics.compute()  # tensors become numbers
+        metrics.compute()  # tensors become numbers, which can be sent
         return metrics
 
 
 class ProcessHost(TrainedHost):
-    """A process reward model, in its worker."""
+    """A process reward model inside its worker."""
 
     @torch.no_grad()
     def score(self, batch: Batch, temperature: float) -> Tensor:
-        """Log-probs ``[N]`` of the response tokens."""
+        """Return log-probs ``[N]`` of the response tokens."""
         return self.trained.model.score(batch.to(self.strategy.device), temperature=temperature).logprobs.float().cpu()
 
     def learn(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """One optimizer step: log-probs ``[N]`` before it, and metrics."""
+        """Take one optimizer step. Return the log-probs ``[N]`` before it, and metrics."""
         if not self.trained.layout_settled:
             settle_layout(self.trained, batch, self.strategy)
         logprobs, metrics = process_step(self.strategy, self.trained, batch, self.config)
-        metrics.compute()  # tensors become numbers
+        metrics.compute()  # tensors become numbers, which can be sent
         return logprobs, metrics
 
 
 class RemoteTrained:
-    """A model that learns in ``worker``, which holds a ``TrainedHost``. Every rank asks it about its own parts of a batch; the first has
-    it learn, and tells the others what came of it.
+    """A model that is trained in ``worker``, which has a ``TrainedHost``.
 
-    Its weights and its optimizer exist nowhere else between two checkpoints. Its loss therefore ends the run, which goes on from the
-    last of them: it raises ``WorkerError``.
+    Every rank sends its own micro-batches for inference. Rank 0 requests the optimizer step and
+    broadcasts its result. Weights and optimizer state exist only in the worker between checkpoints.
+    If it is lost, ``WorkerError`` ends the run, which can resume from the last checkpoint.
+
+    Args:
+        worker: the worker.
+        limits: timeouts of the worker.
+        ranks: all ranks of the run.
     """
 
     in_flight = 2
@@ -145,27 +176,34 @@ class RemoteTrained:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the parameters, by name."""
         if self._shapes is None:
             self._shapes = self._ask("shapes")
         return self._shapes
 
     def save(self, strategy: Strategy, path: Path) -> None:
-        """Write the state under the folder ``path``, in the form that one process writes."""
+        """Write the state to the folder ``path``, in the format of a single process."""
         self._first(lambda: self._fetch(path))
 
     def load(self, strategy: Strategy, path: Path) -> None:
-        """Restore what ``save``, or any other strategy, wrote there. Raises ``CheckpointError`` when it is not of this model."""
+        """Load the state that any strategy has saved in ``path``.
+
+        Raises ``CheckpointError`` when it belongs to another model.
+        """
         self._first(lambda: self._bring(path))
 
     def close(self) -> None:
+        """End the worker."""
         self.worker.close()
 
     def _taught(self, batch: Batch, columns: Sequence[str]) -> Any:
-        """What one optimizer step on ``batch``, which all ranks know, returns; the loss reads ``columns`` of it."""
+        """Take one optimizer step on ``batch``, of which the loss reads ``columns``. Return its
+        result.
+        """
         return self._first(lambda: self._ask("learn", bare(batch, columns)))
 
     def _first(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns to the first rank, on all."""
+        """Run ``work`` on rank 0 and broadcast the result."""
         return together(self._ranks, lambda: work() if self._ranks.rank == 0 else None)[0]
 
     def _fetch(self, path: Path) -> None:
@@ -194,7 +232,7 @@ class RemoteTrained:
 
 
 class RemoteCritic(RemoteTrained):
-    """``ValueLearner`` over a worker that holds a ``CriticHost``."""
+    """A ``ValueLearner`` over a worker with a ``CriticHost``."""
 
     @overload
     def values(self, batch: Batch, final: Literal[True]) -> tuple[Tensor, Tensor]: ...
@@ -209,17 +247,20 @@ class RemoteCritic(RemoteTrained):
         return self._ask("values", bare(batch), final)
 
     def learn(self, mini: Batch) -> Metrics:
-        """One optimizer step on ``mini``, which all ranks know."""
+        """Take one optimizer step on ``mini``, which is the same on every rank."""
         return self._taught(mini, ("sampled", "values", "returns", "loss_weights"))
 
 
 class RemoteProcess(RemoteTrained):
-    """``ProcessLearner`` over a worker that holds a ``ProcessHost``."""
+    """A ``ProcessLearner`` over a worker with a ``ProcessHost``."""
 
     def score(self, batch: Batch, *, temperature: float) -> Scores:
         """See ``Actor.score``."""
         return Scores(self._ask("score", bare(batch), temperature) if batch.tokens else torch.zeros(0))
 
     def learn(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """One optimizer step on ``batch``, which all ranks know: log-probs ``[N]`` before it, and metrics."""
+        """Take one optimizer step on ``batch``, which is the same on every rank.
+
+        Return the log-probs ``[N]`` before the step, and metrics.
+        """
         return self._taught(batch, ("sampled", "rewards", "ref_logprobs"))

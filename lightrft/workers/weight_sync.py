@@ -1,4 +1,4 @@
-"""Weights of this process in workers: handed over to all of them, checked there, and given again to one that is started anew."""
+"""Send weights to workers, verify their checksums, and send them again to restarted workers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ Weights = Iterable[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Hand:
-    """How weights are handed over: the ``way``, the bytes of a ``bucket``, the ``device`` that it is filled on, where workers find this
-    machine (``host``), and the names in the workers' model that training changes: with them, only those travel again."""
+    """Settings of a weight transfer.
+
+    ``way`` is the transport and ``bucket`` the size of its buffers in bytes. Buckets are filled on
+    ``device``. ``host`` is the address of this machine. ``trained`` names the parameters that
+    training
+    changes. After the first transfer only these are sent. None sends all of them.
+    """
 
     way: Way = "message"
     bucket: int = 256 * 2**20
@@ -40,30 +45,42 @@ class Hand:
 
 
 class Receiver(ABC):
-    """The object of a worker that takes weights."""
+    """Base class of a worker's object that receives weights."""
 
     inbox: Inbox
 
     def weights(self, method: str, *args: Any) -> None:
-        """For the way that weights come by."""
+        """Call ``method`` of the inbox, on behalf of the transport."""
         getattr(self.inbox, method)(*args)
 
     def ping(self) -> None:  # noqa: B027 (there is nothing to do)
-        """Nothing but a sign of life."""
+        """Do nothing: a reply proves that the worker is alive."""
 
     @abstractmethod
     def fingerprint(self) -> Fingerprint:
-        """Of the weights as they are."""
+        """Return the checksums of the current weights."""
 
     @abstractmethod
     def settle(self, version: int) -> Fingerprint:
-        """All weights of ``version`` are there: their fingerprint."""
+        """Finish the transfer of ``version`` and return the checksums of the weights."""
 
 
 class Delivery:
-    """Hands weights over to ``workers`` that hold a ``Receiver`` each. One that is lost is started anew and given the newest, which
-    this machine keeps for that, unless ``again`` gives them once more. Raises ``WorkerError`` when that does not help, and
-    ``ModelError`` when workers do not hold the same weights."""
+    """Sends weights to ``workers`` with a ``Receiver`` each.
+
+    A lost worker is restarted and receives the newest weights. This machine keeps a copy for that,
+    unless ``again`` provides them.
+
+    Args:
+        workers: the workers. Empty on other ranks than 0.
+        limits: timeouts and restarts of workers.
+        hand: settings of the transfer.
+        again: returns the newest weights. None keeps a copy in CPU memory.
+
+    Raises:
+        WorkerError: restarts do not help.
+        ModelError: workers do not hold the same weights.
+    """
 
     def __init__(self, workers: Sequence[Worker], limits: Limits, hand: Hand, again: Callable[[], Weights] | None = None) -> None:
         self.crew = Crew(workers, limits, self._give)
@@ -75,31 +92,32 @@ class Delivery:
         self._carrier: Carrier | None = None
         self._lives: tuple[int, ...] = ()
         self._found: dict[int, Fingerprint] = {}
-        self._known: list[Fingerprint] = []  # by worker, of what it was made with
-        self._frozen: Fingerprint | None = None  # what travelled the first time and never again
+        self._known: list[Fingerprint] = []  # initial checksums of each worker
+        self._frozen: Fingerprint | None = None  # checksums of weights that are sent once only
         self._kept_frozen: list[tuple[Layout, Tensor]] = []
         self._resent = 0
 
     @property
     def travelled(self) -> set[str]:
-        """Names of what is kept for workers that start later."""
+        """The names of weights that are kept for restarted workers."""
         return {piece.name for layout, _ in [*self._kept_frozen, *self._kept] for piece in layout}
 
     def hand_over(self, weights: Weights, version: int) -> Fingerprint:
-        """Give every worker ``weights``, which are of ``version``; returns the fingerprint of what all of them hold then."""
+        """Send ``weights`` of ``version`` to every worker and return their common fingerprint."""
         self.crew.settle()
-        there = self.crew.each("fingerprint" if self._frozen is None else "ping")  # who was lost unseen is found out here
+        # This call also detects workers that were lost since the last transfer.
+        there = self.crew.each("fingerprint" if self._frozen is None else "ping")
         self._known = [found for found in there if found is not None]
         self.crew.settle()
         sums: Fingerprint = {}
         kept, arrived = self._send(self._travelling(weights, sums))
         self._kept, self._begun, self.version, self._found = kept, True, version, {}
         if arrived:
-            # Added one by one: a worker that was lost meanwhile may be there again already, and has written down its own.
+            # Update, do not replace: a worker restarted meanwhile has stored its fingerprint.
             self._found.update((id(w), found) for w, found in zip(self.crew.workers, self.crew.each("settle", version)) if found)
         else:
             self._resend()
-        self.crew.settle()  # who was lost has been given them too
+        self.crew.settle()  # restarted workers have received the weights now
         if self._frozen is None:
             self._keep_frozen(sums)
         return self._agreed({**(self._frozen or {}), **sums})
@@ -114,7 +132,7 @@ class Delivery:
         self.crew.close()
 
     def _travelling(self, weights: Weights, sums: Fingerprint) -> Iterator[tuple[str, Tensor]]:
-        """Those of ``weights`` that workers lack; ``sums`` gets their checksums."""
+        """Yield the ``weights`` that workers lack, and store their checksums in ``sums``."""
         trained, known = self.hand.trained, self._known
         for name, tensor in weights:
             if self._frozen is not None and trained is not None and name not in trained:
@@ -125,14 +143,19 @@ class Delivery:
                 yield name, tensor
 
     def _keep_frozen(self, sums: Fingerprint) -> None:
-        """Keep, for workers that start later, what no later hand-over brings of the first one, in which ``sums`` travelled."""
+        """Keep the weights of the first transfer that later ones omit, for restarted workers.
+
+        ``sums`` are the checksums of the first transfer.
+        """
         trained = frozenset(sums) if self.hand.trained is None else self.hand.trained
         self._frozen = {name: total for name, total in sums.items() if name not in trained}
         parts = [(tuple(piece for piece in layout if piece.name not in trained), data) for layout, data in self._kept]
         self._kept_frozen = [(layout, data[: used(layout)]) for layout, data in parts if layout]
 
     def _send(self, weights: Iterator[tuple[str, Tensor]]) -> tuple[list[tuple[Layout, Tensor]], bool]:
-        """Send ``weights`` to all workers: what is to be kept of it, and whether it arrived everywhere."""
+        """Send ``weights`` to all workers. Return the copy to keep, and True if all workers
+        received them.
+        """
         kept: list[tuple[Layout, Tensor]] = []
         carrier = self._open()
         arrived = carrier is not None
@@ -144,7 +167,7 @@ class Delivery:
         return kept, arrived and carrier is not None and self._carried(carrier.flush)
 
     def _open(self) -> Carrier | None:
-        """The way to the workers, made anew when one of them is not who it was; nothing where that fails."""
+        """Return the transport, reopened if a worker was restarted, or None if that fails."""
         hand, crew = self.hand, self.crew
         if self._carrier is None or self._lives != crew.lives:
             self._close_carrier()
@@ -157,7 +180,7 @@ class Delivery:
         return self._carrier
 
     def _carried(self, step: Callable[..., None], *args: Any) -> bool:
-        """Whether ``step`` of the way to the workers went well."""
+        """Run ``step`` of the transport and return True if it succeeded."""
         try:
             step(*args)
         except (WorkerLost, TimeoutError, RuntimeError) as error:
@@ -172,18 +195,19 @@ class Delivery:
         self._carrier = None
 
     def _resend(self) -> None:
-        """Have every worker given the weights as messages; who is lost, or is not heard of soon, is started anew."""
+        """Send the weights to each worker as messages. Workers that do not reply are restarted."""
         self._resent += 1
         self.crew.settle()
         for worker in self.crew.workers:
             self.crew.beside(worker, self._give_again)
 
     def _give_again(self, worker: Worker) -> None:
-        worker.call("ping").result(self.crew.limits.grace)  # the ranks have waited for it long enough
+        # The failed transfer has already waited for this worker, so it gets only a short timeout.
+        worker.call("ping").result(self.crew.limits.grace)
         self._give(worker)
 
     def _give(self, worker: Worker) -> None:
-        """Give ``worker`` the newest weights, if there are any."""
+        """Send the newest weights to ``worker``, if any have been sent before."""
         if not self._begun:
             return
         silence = self.crew.limits.silence
@@ -193,7 +217,7 @@ class Delivery:
         self._agreed({})
 
     def _buckets(self) -> Iterator[tuple[Layout, Tensor]]:
-        """The newest weights, as messages."""
+        """Yield the newest weights as messages."""
         yield from [*self._kept_frozen, *self._kept]
         if self._again is not None:
             slots = Message((), self.hand.bucket, 0.0).slots
@@ -201,7 +225,11 @@ class Delivery:
                 yield layout, slots[slot][: used(layout)]
 
     def _agreed(self, sums: Fingerprint) -> Fingerprint:
-        """The fingerprint of all workers. Raises ``ModelError`` where theirs, or those of what was sent, differ."""
+        """Return the common fingerprint of all workers.
+
+        Raises ``ModelError`` where fingerprints differ between workers or from the weights that
+        were sent.
+        """
         first, *others = self._found.values()
         odd = {name for other in others for name, _ in first.items() ^ other.items()}
         odd |= {name for name, total in sums.items() if kind_of(total) == kind_of(first[name]) and total != first[name]}
@@ -215,18 +243,27 @@ class Delivery:
 
 
 def led(ranks: Ranks, weights: Weights, take: Callable[[Iterator[tuple[str, Tensor]]], T]) -> T:
-    """What ``take`` makes of ``weights`` on the first rank, told to all; the others only take part in putting them together."""
+    """Run ``take`` on ``weights`` on rank 0 and broadcast its result.
+
+    The other ranks only join the collective calls that gather the weights.
+
+    Args:
+        ranks: all ranks of the run.
+        weights: full tensors by name. Iterating may be a collective operation.
+        take: function that consumes them on rank 0.
+    """
     stream = iter(weights)
 
     def work() -> Any:
         try:
             return take(stream) if ranks.rank == 0 else None
         finally:
+            # Every rank must exhaust the stream, since gathering a tensor is a collective call.
             deque(stream, maxlen=0)
 
     return together(ranks, work)[0]
 
 
 def kind_of(total: str) -> str:
-    """Type and shape of the tensor that has this checksum."""
+    """Return the part of a checksum that encodes the dtype and shape of the tensor."""
     return total.partition(":")[0]

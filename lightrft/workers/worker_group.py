@@ -1,4 +1,4 @@
-"""Workers of a role: asked, watched, and started anew when one is lost."""
+"""Groups of workers of a role: call them, watch them, and restart lost ones."""
 
 from __future__ import annotations
 
@@ -20,27 +20,35 @@ __all__ = ["Crew", "Limits", "Maker", "Seat", "Worker", "WorkerLost"]
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
-"""Between two looks at a worker that may have fallen silent."""
+"""Polling interval for a call that may have timed out, in seconds."""
 GRACE_SECONDS = 10.0
-"""For a sign of life, where ``Limits.silence`` leaves as much."""
+"""Minimum timeout of a ping, in seconds, unless ``Limits.silence`` is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is borne of workers: ``restarts`` of one in a row, without an answer between them, and ``silence`` in seconds, within which
-    a call must have come back, that of loading a model too."""
+    """Limits after which a worker is given up.
+
+    It is given up after ``restarts`` consecutive restarts without a successful call. A call,
+    including loading the model, must return within ``silence`` seconds.
+    """
 
     restarts: int = 3
     silence: float = 300.0
 
     @property
     def grace(self) -> float:
-        """Seconds within which a worker must give a sign of life once it has been waited for in vain."""
+        """Seconds within which a worker must reply to a ping after a call to it has timed out."""
         return min(self.silence, max(self.silence / 5, GRACE_SECONDS))
 
     @staticmethod
     def of(config: RLConfig) -> Limits:
-        """Those that ``launch.ray`` sets. Unless told otherwise, a worker is missed before the ranks that wait for it miss one another."""
+        """Return the limits that ``launch.ray`` sets.
+
+        The timeout defaults to half of ``strategy.timeout``. A dead worker is then restarted before
+        the
+        ranks that wait for it time out.
+        """
         asked = config.launch.ray
         minutes = config.strategy.timeout / 2 if asked.silence is None else asked.silence
         return Limits(asked.restarts, 60 * minutes)
@@ -48,7 +56,7 @@ class Limits:
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A worker and the one call of it that is under way, made in its life number ``life``."""
+    """A worker and its pending call, made in its start number ``life``."""
 
     worker: Worker
     call: Future[Any] | None = None
@@ -57,8 +65,16 @@ class Seat:
 
 
 class Crew:
-    """Workers that do the same. One that is lost is started anew in a thread beside, and ``prepare``, called there with it, makes it fit
-    for work. ``restarts`` counts those starts."""
+    """A group of interchangeable workers. ``restarts`` counts the restarts.
+
+    A lost worker is restarted in a background thread.
+
+    Args:
+        workers: the workers.
+        limits: timeouts and restarts.
+        prepare: called in the background thread with a restarted worker, before it gets other
+            calls.
+    """
 
     def __init__(self, workers: Sequence[Worker], limits: Limits, prepare: Callable[[Worker], Any] | None = None) -> None:
         self.workers = list(workers)
@@ -74,22 +90,25 @@ class Crew:
         self._starts = ThreadPoolExecutor(max(1, len(self.workers)), thread_name_prefix="worker-start")
 
     def ready(self, worker: Worker) -> bool:
-        """Whether ``worker`` is not on its way back. Raises ``WorkerError`` when it will not come."""
+        """Return False while ``worker`` is restarting. Raise ``WorkerError`` if it is given up."""
         with self._lock:
             coming = self._coming.get(id(worker))
             if coming is None:
                 return True
             if not coming.done():
                 return False
-        coming.result()
+        coming.result()  # raises if the worker was given up
         with self._lock:
             if self._coming.get(id(worker)) is coming:
                 del self._coming[id(worker)]
         return True
 
     def take(self, seat: Seat) -> tuple[Any, ...]:
-        """What the call of ``seat`` returned, in a tuple, empty while it is under way; raises what it raised. Where it raises
-        ``WorkerLost``, the worker is on its way back."""
+        """Return the result of the call of ``seat`` in a tuple, which is empty while the call is
+        pending.
+
+        Exceptions of the call are raised. After ``WorkerLost`` the worker is restarting.
+        """
         call = seat.call
         if call is None:
             return ()
@@ -111,12 +130,20 @@ class Crew:
         raise WorkerLost(reason)
 
     def begin(self, seat: Seat, method: str, *args: Any) -> None:
-        """Make the call of ``seat``."""
+        """Start the call of ``seat``.
+
+        Args:
+            seat: the worker to call.
+            method: name of the method.
+            args: arguments of the method.
+        """
         seat.life, seat.since = self._lives[id(seat.worker)], time.monotonic()
         seat.call = seat.worker.call(method, *args)
 
     def outcome(self, seat: Seat) -> tuple[Any, ...]:
-        """``take``, once the call is over; empty where there is none."""
+        """Wait for the call of ``seat`` and return its result as ``take`` does, or () without a
+        call.
+        """
         while seat.call is not None:
             wait([seat.call], timeout=LOOK_SECONDS)
             if found := self.take(seat):
@@ -124,7 +151,9 @@ class Crew:
         return ()
 
     def each(self, method: str, *args: Any) -> list[Any]:
-        """What ``method`` returns on each worker, ``None`` where it is on its way back or lost meanwhile."""
+        """Call ``method`` on each worker and return the results. A restarting or lost worker gives
+        None.
+        """
         seats = [Seat(worker) for worker in self.workers]
         for seat in seats:
             if self.ready(seat.worker):
@@ -138,34 +167,41 @@ class Crew:
         return found
 
     def life(self, worker: Worker) -> int:
-        """How often ``worker`` was started anew so far."""
+        """Return how often ``worker`` was restarted so far."""
         return self._lives[id(worker)]
 
     @property
     def lives(self) -> tuple[int, ...]:
-        """``life`` of each worker."""
+        """The number of restarts of each worker."""
         return tuple(map(self.life, self.workers))
 
     def heard(self, worker: Worker) -> None:
-        """``worker`` has done something: its starts in a row are over."""
+        """Record a successful call of ``worker``: its count of consecutive restarts is reset."""
         with self._lock:
             self._in_a_row.pop(id(worker), None)
 
     def revive(self, worker: Worker, reason: str, life: int | None = None) -> None:
-        """Start ``worker`` anew, in the background; not again where it is no longer in the ``life`` that was lost."""
+        """Restart ``worker`` in the background.
+
+        Args:
+            worker: the lost worker.
+            reason: cause, for the log.
+            life: start number in which it was lost. A later start is not repeated. None always
+                restarts.
+        """
         with self._lock:
             stale = life is not None and life != self._lives[id(worker)]
             if id(worker) not in self._coming and not stale:
                 self._coming[id(worker)] = self._starts.submit(self._start, worker, reason)
 
     def beside(self, worker: Worker, work: Callable[[Worker], Any]) -> None:
-        """Have ``work`` done with ``worker`` in the background; one that is lost with it is started anew."""
+        """Run ``work`` with ``worker`` in the background. A worker that is lost is restarted."""
         with self._lock:
             if id(worker) not in self._coming:
                 self._coming[id(worker)] = self._starts.submit(self._beside, worker, work)
 
     def settle(self) -> None:
-        """Wait until all workers are there. Raises ``WorkerError`` when one will not come."""
+        """Wait until no worker is restarting. Raises ``WorkerError`` when one is given up."""
         with self._lock:
             coming = list(self._coming.values())
         wait(coming)
@@ -173,8 +209,10 @@ class Crew:
             self.ready(worker)
 
     def ask(self, method: str, *args: Any) -> Any:
-        """What ``method`` returns on the worker that has least to do. A loss is made good and the call made again; may be used by
-        several threads."""
+        """Call ``method`` on the worker with the fewest pending calls and return the result.
+
+        If the worker is lost, the call is repeated on another one. Thread-safe.
+        """
         while True:
             worker, life = self._choose()
             try:
@@ -189,7 +227,7 @@ class Crew:
                     self._busy[id(worker)] -= 1
 
     def take_restarts(self) -> int:
-        """Restarts since this was last asked."""
+        """Return the number of restarts since the last call of this method."""
         with self._lock:
             count, self.restarts = self.restarts, 0
         return count

@@ -1,4 +1,4 @@
-"""What the run of a config needs in memory: its models on the meta device, and the phases of a step, for each kind of process."""
+"""Estimate the memory of a run: models on the meta device, and phases of a step, per process."""
 
 from __future__ import annotations
 
@@ -18,14 +18,18 @@ from lightrft.utils.onednn_cache import products_bytes
 
 MIB = 2**20
 ROLES = {"engines": "engine", "references": "reference", "teachers": "teacher", "critic": "critic", "process": "process model"}
-"""Roles with a model, by the settings that give them workers of their own."""
+"""Roles with a model, by the setting that gives them workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes on each device: of each model all the time, of each phase while it lasts. ``parameters`` counts those of each model, and
-    those of them that are trained; ``host`` are bytes in the host's memory, where that is another; ``problems`` are what could not be
-    computed."""
+    """Memory of each device: bytes of each model throughout, and of each phase while it lasts.
+
+    ``parameters`` gives the number of parameters of each model and the number of trained ones.
+    ``host`` are bytes in CPU memory, where the device has its own. ``problems`` lists quantities
+    that
+    could not be computed.
+    """
 
     models: dict[str, Held]
     phases: list[Phase]
@@ -35,15 +39,25 @@ class Needs:
 
     @property
     def peak(self) -> float:
+        """The maximum bytes on a device."""
         return peak(self.models, self.phases)[0]
 
     @property
     def largest(self) -> Phase:
+        """The phase with the maximum."""
         return peak(self.models, self.phases)[1]
 
 
 def needs(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> Needs:
-    """What each of the ``device.processes`` ranks of ``config`` needs. Raises ``ModelError`` for a model whose config cannot be used."""
+    """Return the memory of each of the ``device.processes`` ranks of ``config``.
+
+    Raises ``ModelError`` for a model whose config cannot be used.
+
+    Args:
+        config: settings of the run.
+        lengths: lengths and number of responses of a step.
+        device: device of each process.
+    """
     place = Place(config, lengths, device, config.strategy, device.processes)
     apart = staffed(config)
     models = [m for m in _models(config) if m.name not in apart]
@@ -65,7 +79,13 @@ def needs(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> Nee
 
 
 def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> dict[str, Needs]:
-    """What each worker of ``launch.ray`` that has a model needs, by the role that it is of."""
+    """Return the memory of each worker of ``launch.ray`` with a model, by role.
+
+    Args:
+        config: settings of the run.
+        lengths: lengths and number of responses of a step.
+        device: device of each process.
+    """
     found: dict[str, Needs] = {}
     for role in staffed(config):
         assert isinstance(config, RLConfig)
@@ -84,14 +104,14 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
 
 
 def staffed(config: RLConfig | SFTConfig) -> list[str]:
-    """Roles with a model whose workers are apart from the ranks."""
+    """Return the roles with a model that run in workers."""
     if not isinstance(config, RLConfig):
         return []
     return [ROLES[name] for name, count in config.launch.ray.staff.items() if count and name in ROLES]
 
 
 def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
-    """The models that a run loads, as its launcher does; the policy first."""
+    """Yield the models that a run loads, the policy first."""
     model = config.model
     yield _of("policy", model, trained=True)
     if not isinstance(config, RLConfig):
@@ -122,7 +142,11 @@ def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
 
 
 def _drawing(place: Place, models: list[Model], apart: list[str]) -> list[Phase]:
-    """Answers are drawn by the ranks themselves, but for those that engines draw; those held out are, where engines are busy ahead."""
+    """Return the phases in which ranks generate.
+
+    Engines in workers take over generation. With asynchronous generation they are busy, so ranks
+    generate the responses to the eval set.
+    """
     config, ahead = place.config, isinstance(place.config, RLConfig) and bool(place.config.rollout.staleness)
     if "engine" in apart and not ahead:
         return []
@@ -135,7 +159,7 @@ def _drawing(place: Place, models: list[Model], apart: list[str]) -> list[Phase]
 
 
 def _left_whole(place: Place, models: list[Model], phases: list[Phase]) -> list[Phase]:
-    """``phases`` with the weights beside them that calls of other models have left whole, which their own backward pass lets go of."""
+    """Add to ``phases`` the gathered weights of other models, kept until their backward pass."""
     left = {m.name: place.shares(m).left * sum(m.units(place.shares(m).cut)[1]) for m in models if place.shares(m).left}
     found = []
     for phase in phases:
@@ -145,8 +169,11 @@ def _left_whole(place: Place, models: list[Model], phases: list[Phase]) -> list[
 
 
 def _copies(place: Place, policy: Model, engines: bool) -> Held:
-    """What answers are drawn by while the policy is trained: copies of the trained weights for each version that is still due, and beside
-    several processes a model of its own for the rest of them."""
+    """Return the memory of asynchronous generation while the policy is trained.
+
+    It holds a copy of the trained weights for each pending version. With several processes it also
+    holds a model for the other weights.
+    """
     assert isinstance(place.config, RLConfig)
     trained = sum(p.count * p.itemsize for p in policy.parameters if p.trained)
     alone = place.device.processes == 1 or engines
@@ -155,19 +182,22 @@ def _copies(place: Place, policy: Model, engines: bool) -> Held:
 
 
 def _compiled(models: list[Model], device: Device) -> dict[str, Held]:
-    """Products that a CPU has compiled for shapes that it has met, of weights in half precision."""
+    """Return the memory of half-precision matmuls that a CPU has compiled for the shapes seen."""
     size = max(products_bytes(m.model.base.dtype) for m in models) if device.kind == "cpu" else 0.0
     return {"compiled products": Held(size)} if size else {}
 
 
 def _handed_over(config: RLConfig, policy: Model, device: Device) -> Held:
-    """A bucket of weights on their way to engines; on the first rank's host, those of the last time, for engines that start anew."""
+    """Return the memory of a bucket of weights in transfer to engines.
+
+    If the device is a CPU, it includes the copy that rank 0 keeps for restarted engines.
+    """
     kept = sum(p.count * p.itemsize for p in policy.parameters if p.trained) if device.kind == "cpu" else 0.0
     return Held(config.launch.ray.bucket_mb * MIB + kept)
 
 
 def _on_host(place: Place, models: list[Model], phases: list[Phase]) -> dict[str, float]:
-    """What lies in the host's memory of each model, for each process."""
+    """Return the bytes in CPU memory of each model, per process."""
     if place.device.kind == "cpu":
         return {}
     found: dict[str, float] = {}
@@ -180,5 +210,5 @@ def _on_host(place: Place, models: list[Model], phases: list[Phase]) -> dict[str
 
 
 def _beside(drawing: Phase, phase: Phase) -> Phase:
-    """``phase`` while answers of a later batch are drawn."""
+    """Return ``phase`` plus the memory of generating a later batch at the same time."""
     return replace(phase, parts={**phase.parts, "drawing meanwhile": drawing.total})

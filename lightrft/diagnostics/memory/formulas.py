@@ -1,6 +1,7 @@
-"""What a run needs in memory, as formulas: bytes of each model, of the cache, and of a device over the phases of a step.
+"""Formulas for the memory of a run: models, key-value cache, and phases of a step, in bytes.
 
-Bytes that only a call of a model can tell (activations, gradients) are measured on the meta device, in ``tracing``.
+Activations and gradients depend on the model's code. They are measured on the meta device, in
+``meta_trace``.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 MASTER, MOMENT = 4, 4
-"""Bytes of a float32 master weight, and of each of the two moments of AdamW."""
+"""Bytes of a float32 master weight, and of each of the two AdamW moments."""
 QUANTISED = 0.516
-"""Bytes of a weight in 4 bit with double quantisation: 4 bits, and 8 bits of scale for each 64 weights (arXiv 2305.14314, section 3)."""
+"""Bytes of a weight in 4 bit with double quantization.
+
+That is 4 bits, plus 8 bits of scale for each 64 weights (arXiv 2305.14314, section 3).
+"""
 LAZY = 2
-"""Blocks of a sharded model that are whole at one time: the one that runs, and the one that is fetched meanwhile."""
+"""Number of blocks of a sharded model that are gathered simultaneously: current and prefetched."""
 Part = Literal["weights", "state", "gradients"]
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """Parameters of a kind: how many, bytes of each, whether they are trained, and whether they are of a layer that ranks can share out
-    (``cut``)."""
+    """Parameters of one kind: their number, bytes each, and whether they are trained.
+
+    ``cut`` is True for a layer that tensor-parallel ranks shard.
+    """
 
     count: int
     itemsize: float
@@ -31,13 +37,16 @@ class Parameters:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Over how many ranks each part of a model is spread: weights, masters with moments, gradients of an optimizer step; and over how
-    many each layer is ``cut`` besides, so that none of them ever holds it whole.
+    """Number of ranks that shard each part of a model.
 
-    ``copied``: float32 weights have masters apart from them. ``precise``: what is trained lies in float32 alone, and is its own master.
-    ``by_blocks``: weights are made whole when they are called, block by block; ``left`` is the share of a block that stays there from its
-    forward to its backward pass. ``bucket``: elements of the bucket in which gradients are collected on their way. ``away``: what lies in
-    the host's memory.
+    ``weights``, ``state`` (masters and moments) and ``gradients`` (of an optimizer step) are these
+    numbers. ``cut`` is the number of tensor-parallel ranks, of which none gathers a full layer.
+    ``copied``: float32 weights also have separate masters. ``precise``: trained weights are stored
+    in float32 only and serve as masters. ``by_blocks``: weights are gathered block by block when
+    called. ``left``: fraction of a block's gathered weights that stays on the device between
+    forward
+    and backward. ``bucket``: elements of the bucket in which gradients are reduced. ``away``: parts
+    that are offloaded to CPU memory.
     """
 
     weights: int = 1
@@ -57,7 +66,7 @@ WHOLE = Shares()
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What one model holds on a device from start to end, in bytes."""
+    """Bytes that one model occupies on a device throughout."""
 
     weights: float
     masters: float = 0.0
@@ -65,13 +74,16 @@ class Held:
 
     @property
     def total(self) -> float:
+        """The sum of weights, masters and moments, in bytes."""
         return self.weights + self.masters + self.moments
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Bytes that are held beside the models while something is done, part by part; they are gone after it. ``resting``: of the models
-    themselves, what is in the host's memory meanwhile."""
+    """Bytes of a phase, part by part, in addition to the models. They are freed afterwards.
+
+    ``resting``: bytes of the models that are offloaded to CPU memory meanwhile.
+    """
 
     name: str
     parts: Mapping[str, float]
@@ -79,15 +91,19 @@ class Phase:
 
     @property
     def total(self) -> float:
+        """The bytes that the phase adds, minus the offloaded ones."""
         return sum(self.parts.values()) - self.resting
 
 
 def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> Held:
-    """A model on one of the ranks over which ``shares`` spread it, wherever that keeps it.
+    """Return the bytes of a model on one of the ranks that shard it, on the device or offloaded.
 
-    weights = sum(count x itemsize); of what is trained: masters = 4 x count unless the parameter is float32 itself (itemsize 4 or
-    more) and not copied, moments = 2 x 4 x count (2 x 8 for float64); each divided by its shares, and by the cut where it is cut. With
-    ``precise`` weights are 4 x count where they are less, and there are no masters.
+    weights = sum(count * itemsize). Trained parameters have masters = 4 * count and
+    moments = 2 * 4 * count. Moments of float64 take 2 * 8 * count. A parameter in float32 (itemsize
+    4
+    or more) has no masters unless ``copied``. Each is divided by its shares, and by ``cut`` where
+    the
+    layer is cut. With ``precise``, trained weights take at least 4 * count and have no masters.
     """
     weights = masters = moments = 0.0
     for p in parameters:
@@ -101,29 +117,36 @@ def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> Held:
 
 
 def on_device(model: Held, shares: Shares) -> Held:
-    """Of ``model``, what is not in the host's memory."""
+    """Return the bytes of ``model`` that are not offloaded."""
     state = 0 if "state" in shares.away else 1
     return Held(model.weights * ("weights" not in shares.away), model.masters * state, model.moments * state)
 
 
 def gradients(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> float:
-    """Gradients of what is trained in float32, over its shares and its cut: sum of 4 x count."""
+    """Return the bytes of float32 gradients: sum of 4 * count, divided by shares and cut."""
     trained = sum(p.count / (shares.cut if p.cut else 1) for p in parameters if p.trained)
     return MASTER * trained / shares.gradients
 
 
 def key_value_cache(tokens: int, widths: Sequence[int], itemsize: int) -> int:
-    """Keys and values of ``tokens`` in every layer: tokens x sum over layers of 2 x (key heads x head width) x itemsize.
+    """Return the bytes of keys and values: tokens * sum over layers of 2 * width * itemsize.
 
-    ``widths``: key heads x head width of each layer."""
+    Args:
+        tokens: number of cached tokens.
+        widths: key heads * head width, of each layer.
+        itemsize: bytes of an element.
+    """
     return tokens * 2 * sum(widths) * itemsize
 
 
 def recurrent_states(rows: int, fields: Mapping[str, Any]) -> int:
-    """Return the bytes of the recurrent states of ``rows``, where every layer of a config with ``fields`` has one.
+    """Return the bytes of the recurrent states of ``rows``, if every layer has one.
 
-    mamba: rows x layers x inner width x state size x 4 bytes; rwkv: rows x layers x 5 x hidden size x 4 bytes. Hybrid models
-    are counted as if every layer had both keys and a state. Convolution states are left out: they are a few tokens long.
+    mamba: rows * layers * inner width * state size * 4 bytes. rwkv: rows * layers * 5 * hidden size
+    *
+    4 bytes. Hybrid models are counted as if every layer had both keys and a state. Convolution
+    states
+    are ignored: they are a few tokens long.
     """
     layers, hidden = fields.get("num_hidden_layers") or 0, fields.get("hidden_size") or 0
     if fields.get("model_type") == "rwkv":
@@ -136,9 +159,21 @@ def recurrent_states(rows: int, fields: Mapping[str, Any]) -> int:
 def tokens_held(
     prompts: int, samples: int, prompt_tokens: int, answer_tokens: int, budget: int, max_rows: int
 ) -> tuple[int, int, int]:
-    """``(tokens, rows, prompts)`` that the engine holds at most: rows = min(prompts x samples, max_rows), each with
-    ``answer_tokens``, and each prompt once: tokens = ceil(rows / samples) x prompt_tokens + rows x answer_tokens; as many rows less as
-    ``budget`` asks for, but one at least."""
+    """Return the maximum ``(tokens, rows, prompts)`` that the engine holds.
+
+    rows = min(prompts * samples, max_rows).
+    tokens = ceil(rows / samples) * prompt_tokens + rows * answer_tokens. Each prompt is stored
+    once.
+    Rows are reduced until tokens fit into ``budget``, to one at least.
+
+    Args:
+        prompts: prompts of a step.
+        samples: responses per prompt.
+        prompt_tokens: length of a prompt.
+        answer_tokens: length of a response.
+        budget: maximum number of tokens.
+        max_rows: maximum number of concurrent responses.
+    """
     rows = min(prompts * samples, max_rows)
     while rows > 1 and -(-rows // samples) * prompt_tokens + rows * answer_tokens > budget:
         rows -= 1
@@ -147,62 +182,136 @@ def tokens_held(
 
 
 def kept_by_blocks(tokens: int, layers: int, itemsize: int, *, hidden: int, queries: int, keys: int, inner: int) -> int:
-    """What ``layers`` plain blocks (two RMS norms, attention with rotary positions, a gated MLP) keep of ``tokens`` for the backward
-    pass, the logs of denominators left out. In elements of a token: of each norm its input, what is scaled and the result, 3 x hidden;
-    queries, what attention gives and the same in order, 3 x queries; keys and values, 2 x keys; gate, its activation, up and their
-    product, 4 x inner. A norm in half precision keeps its input in float32.
+    """Return the bytes that ``layers`` plain blocks save for the backward pass.
+
+    A plain block has two RMS norms, attention with rotary positions and a gated MLP. It saves these
+    elements per token:
+
+    - each norm: 3 * hidden (input, scaled, result). In half precision the input is in float32.
+    - attention: 3 * queries (queries, output, and its transposed copy).
+    - keys and values: 2 * keys.
+    - MLP: 4 * inner (gate, its activation, up, and their product).
+
+    The log-sum-exp of attention is ignored.
+
+    Args:
+        tokens: number of tokens.
+        layers: number of blocks.
+        itemsize: bytes of an element.
+        hidden: hidden size.
+        queries: query heads * head width.
+        keys: key heads * head width.
+        inner: width of the MLP.
     """
     norms = 2 * hidden * (4 + 2 * itemsize)
     return tokens * layers * norms + inside_blocks(tokens, layers, itemsize, queries=queries, keys=keys, inner=inner)
 
 
 def inside_blocks(tokens: int, layers: int, itemsize: int, *, queries: int, keys: int, inner: int) -> int:
-    """Of ``kept_by_blocks``, what ranks that share out layers have a part of each: heads and the inner width."""
+    """Return the part of ``kept_by_blocks`` that tensor-parallel ranks shard: heads and MLP width.
+
+    Args:
+        tokens: number of tokens.
+        layers: number of blocks.
+        itemsize: bytes of an element.
+        queries: query heads * head width.
+        keys: key heads * head width.
+        inner: width of the MLP.
+    """
     return tokens * layers * (3 * queries + 2 * keys + 4 * inner) * itemsize
 
 
 def drawing(rows: int, heads: int, columns: int, vocabulary: int) -> int:
-    """One token for ``rows`` answers: scores and their softmax, 3 x rows x heads x columns, and logits with what is made of them to draw
-    from, 4 x rows x vocabulary; 4 bytes each."""
+    """Return the bytes to generate one token for ``rows`` responses, at 4 bytes per element.
+
+    Scores and softmax take 3 * rows * heads * columns. Logits and sampling take 4 * rows *
+    vocabulary.
+
+    Args:
+        rows: number of responses.
+        heads: number of attention heads.
+        columns: length of the longest row.
+        vocabulary: size of the vocabulary.
+    """
     return 4 * (3 * rows * heads * columns + 4 * rows * vocabulary)
 
 
 def layout_check(tokens: int, vocabulary: int, itemsize: int, bound: int) -> int:
-    """The logits of as many of ``tokens`` as fit into ``bound`` bytes in float32, two at least: count x vocabulary x (itemsize, and 4 as
-    log-probs; in half precision 4 more, for those in float32)."""
+    """Return the bytes of logits for the layout check, for as many tokens as fit into ``bound``.
+
+    That is count * vocabulary * (itemsize + 4), where 4 is for log-probs. Half precision adds
+    4 * count * vocabulary for a float32 copy. The count is at least 2.
+
+    Args:
+        tokens: number of tokens to check.
+        vocabulary: size of the vocabulary.
+        itemsize: bytes of a logit.
+        bound: maximum number of bytes of the logits in float32.
+    """
     count = min(tokens, max(2, bound // (vocabulary * max(4, itemsize))))
     return count * vocabulary * (itemsize + 4 + (4 if itemsize < 4 else 0))
 
 
 def made_whole(outside: float, blocks: Sequence[float], left: float = 0.0) -> float:
-    """Weights of a sharded model that a rank holds whole while it is called, in the type of the call: those ``outside`` of blocks, the
-    ``LAZY`` largest blocks, and of the others what is ``left`` of each until its backward pass."""
+    """Return the bytes of gathered weights of a sharded model during a call, in the compute dtype.
+
+    These are the weights ``outside`` of blocks and the ``LAZY`` largest blocks. The fraction
+    ``left``
+    of each other block is added.
+
+    Args:
+        outside: bytes of weights outside of blocks.
+        blocks: bytes of each block.
+        left: fraction of a block that stays gathered until its backward pass.
+    """
     largest = sorted(blocks, reverse=True)
     return outside + sum(largest[:LAZY]) + left * sum(largest[LAZY:])
 
 
 def on_their_way(outside: float, blocks: Sequence[float], itemsize: float) -> float:
-    """Gradients of a sharded model that a rank holds whole in the midst of its backward pass: those of weights ``outside`` of blocks, that
-    end last, those of the largest block, and the float32 copy by which ranks sum these. In bytes, of weights in bytes."""
+    """Return the bytes of unsharded gradients during the backward pass of a sharded model.
+
+    These are gradients of weights ``outside`` of blocks, which finish last, and of the largest
+    block.
+    The float32 copy of the latter for the reduction is added.
+
+    Args:
+        outside: bytes of weights outside of blocks.
+        blocks: bytes of each block.
+        itemsize: bytes of a weight.
+    """
     largest = max(blocks, default=0.0)
     return outside + largest + largest * MASTER / itemsize
 
 
 def last_sum(outside: float, blocks: Sequence[float], itemsize: float) -> float:
-    """What a rank holds whole when a backward pass has come to its end, activations are gone, and gradients of weights ``outside`` of
-    blocks are summed: weights, gradients and a float32 copy of these; beside it the copy of the block before."""
+    """Return the unsharded bytes at the end of a backward pass, when activations are freed.
+
+    Gradients of weights ``outside`` of blocks are being reduced. These are weights, gradients and
+    their float32 copy, plus the float32 copy of the previous block.
+
+    Args:
+        outside: bytes of weights outside of blocks.
+        blocks: bytes of each block.
+        itemsize: bytes of a weight.
+    """
     return 2 * outside + (outside + max(blocks, default=0.0)) * MASTER / itemsize
 
 
 def collected(trained: float, bucket: float, *, touched: bool) -> float:
-    """Bytes of a ``bucket`` of elements in which gradients of ``trained`` parameters are collected, and of the copy that ranks sum: of the
-    bucket as far as it is filled where memory is there once it is ``touched``, as on a CPU."""
+    """Return the bytes of a gradient bucket and of the copy that ranks reduce.
+
+    Args:
+        trained: number of trained parameters.
+        bucket: elements of the bucket.
+        touched: True if only the filled part of the bucket uses memory, as on a CPU.
+    """
     filled = min(trained, bucket)
     return MASTER * ((filled if touched else bucket) + filled)
 
 
 def peak(models: Mapping[str, Held], phases: Sequence[Phase]) -> tuple[float, Phase]:
-    """The most that is held at one time, and the phase in which it is: all models, and the largest phase."""
+    """Return the maximum memory in bytes, and its phase: all models plus the largest phase."""
     largest = max(phases, key=lambda phase: phase.total)
     return sum(m.total for m in models.values()) + largest.total, largest
 
@@ -211,7 +320,7 @@ UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "M
 
 
 def size_of(text: str) -> int:
-    """Bytes of a size such as ``80GiB``. Raises ``ValueError``."""
+    """Parse a size such as ``80GiB`` into bytes. Raises ``ValueError``."""
     for unit, factor in UNITS.items():
         if text.strip().endswith(unit):
             return round(float(text.strip().removesuffix(unit)) * factor)
@@ -219,7 +328,7 @@ def size_of(text: str) -> int:
 
 
 def shown(size: float) -> str:
-    """``size`` in bytes, for people."""
+    """Format ``size``, in bytes, with a unit."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20)):
         if size >= factor:
             return f"{size / factor:.2f} {unit}"

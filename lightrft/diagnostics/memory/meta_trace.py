@@ -1,8 +1,8 @@
-"""Bytes that a forward and backward pass hold at most, by running them on the meta device: shapes without numbers.
+"""Measure the peak memory of forward and backward passes on the meta device (shapes only).
 
-Every tensor that an operation makes is counted until its memory would be freed. What the kernels of a device take inside one
-operation is not seen, and the attention of a layout stands in for itself: what it keeps for the backward pass is what the real one
-keeps, and what it takes meanwhile is a formula.
+Every tensor that an operation creates is counted until it would be freed. Temporary memory inside
+a kernel is not visible. Attention is replaced by a stand-in. It saves the same tensors for the
+backward pass as the real one, and its temporary memory is a formula.
 """
 
 from __future__ import annotations
@@ -29,16 +29,26 @@ from lightrft.strategy.single import Masters, SingleStrategy
 from lightrft.types import Batch, Segments
 
 FORWARD_COPIES, BACKWARD_COPIES = 4, 8
-"""Arrays of the queries' size that attention by parts takes while it runs: queries, repeated keys and values, and a part's output;
-in the backward pass also the gradients of each."""
+"""Number of query-sized arrays that chunked attention needs temporarily, forward and backward.
+
+These are queries, repeated keys and values, and a chunk's output. The backward pass also needs
+the gradient of each.
+"""
 
 
 Saved = Literal["device", "host", "same"]
-"""Where what a forward pass leaves for the backward pass lies: on the device, on the host, or on a host whose memory is the device's."""
+"""Location of tensors saved for the backward pass.
+
+``device`` leaves them there, ``host`` offloads them. ``same`` offloads them on a CPU, where host
+and device share the memory.
+"""
 
 
 class Watch(TorchDispatchMode):
-    """``live`` bytes of tensors that were made inside, and their ``peak``; ``away_peak``: of what was sent elsewhere."""
+    """Counts ``live`` bytes of tensors created inside the context, and their ``peak``.
+
+    ``away_peak`` is the peak of offloaded bytes.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +60,9 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1  # a model asks whether positions are one sequence, to make a mask that is not made: there is no number
+            # Models test whether positions form one sequence, to build a mask that is unused here.
+            # The meta device has no values, so any number serves.
+            return 1
         result = func(*args, **(kwargs or {}))
         inputs = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
         for tensor in _tensors(result):
@@ -64,6 +76,7 @@ class Watch(TorchDispatchMode):
         if key in self._known:
             return
 
+        # The key is an address, which is reused once the storage is freed.
         def gone(_: Any) -> None:
             del self._known[key]
             self.live -= size
@@ -73,7 +86,7 @@ class Watch(TorchDispatchMode):
         self.peak = max(self.peak, self.live)
 
     def sent(self, kept: Any, size: int) -> None:
-        """``size`` bytes lie elsewhere as long as ``kept`` lives."""
+        """Count ``size`` offloaded bytes until ``kept`` is freed."""
         self.away += size
         self.away_peak = max(self.away_peak, self.away)
         weakref.finalize(kept, self._back, size)
@@ -82,7 +95,7 @@ class Watch(TorchDispatchMode):
         self.away -= size
 
     def brief(self, size: int) -> None:
-        """``size`` bytes that are taken and given back at once."""
+        """Count ``size`` bytes that are allocated and freed at once."""
         self.peak = max(self.peak, self.live + size)
 
 
@@ -99,7 +112,10 @@ def _tensors(value: Any) -> Generator[Tensor]:
 
 @dataclass(slots=True)
 class _Attention:
-    """Stands in for the plan of a layout. ``scores``: bytes of the scores that are written out, for a query's number of heads."""
+    """Stand-in for the attention plan of a layout.
+
+    ``written``: bytes of materialized scores per query head.
+    """
 
     watch: Watch
     written: int = 0
@@ -130,7 +146,9 @@ class _Attend(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """Bytes of a pass: at most, and what is left of it after the last backward, which is the gradients; ``away`` are those on the host."""
+    """Memory of a pass in bytes: peak, gradients that remain after it, and offloaded bytes
+    ``away``.
+    """
 
     peak: int
     gradients: int = 0
@@ -138,13 +156,23 @@ class Traced:
 
     @property
     def activations(self) -> int:
-        """What the peak holds beside gradients."""
+        """The peak without gradients."""
         return max(0, self.peak - self.gradients)
 
 
 def largest_batch(groups: int, samples: int, prompt_tokens: int, answer_tokens: int, budget: int, layout: str) -> Batch:
-    """The largest micro-batch of a step of ``groups`` prompts with ``samples`` answers each, all of full length, within ``budget``
-    tokens of ``layout``; one answer at least."""
+    """Build the largest micro-batch of a step, with prompts and responses of full length.
+
+    It has at least one response.
+
+    Args:
+        groups: prompts of the step.
+        samples: responses per prompt.
+        prompt_tokens: length of a prompt.
+        answer_tokens: length of a response.
+        budget: maximum number of tokens of the micro-batch.
+        layout: layout of the model. In ``prefix_shared``, a prompt counts once per group.
+    """
     prompt_of: list[int] = []
     used = 0
     for group in range(groups):
@@ -165,7 +193,14 @@ def _batch(prompt_of: list[int], prompt_tokens: int, answer_tokens: int) -> Batc
 
 
 def forward(model: Backbone, batch: Batch, *, written: bool = False, entropy: bool = False) -> Traced:
-    """The pass of ``model``, on the meta device, over ``batch`` without gradient."""
+    """Trace a pass of ``model`` over ``batch`` without gradient.
+
+    Args:
+        model: the model, on the meta device.
+        batch: one micro-batch.
+        written: True if attention scores are materialized.
+        entropy: True if the entropy is computed.
+    """
     with _called(model, batch, written, entropy) as (watch, call), torch.no_grad():
         call()
     return Traced(watch.peak)
@@ -174,14 +209,25 @@ def forward(model: Backbone, batch: Batch, *, written: bool = False, entropy: bo
 def update(
     model: Backbone, batch: Batch, parts: int, *, written: bool = False, entropy: bool = False, saved: Saved = "device"
 ) -> Traced:
-    """Forward and backward of ``parts`` micro-batches like ``batch``, as a strategy adds them up, up to the optimizer's step. ``saved``
-    says where what the forward pass leaves lies until the backward pass: where it is, on the host, or on a host that is the device."""
+    """Trace forward and backward passes of micro-batches, up to the optimizer step.
+
+    Gradients are accumulated as a strategy does.
+
+    Args:
+        model: the model, on the meta device.
+        batch: one micro-batch.
+        parts: number of micro-batches like ``batch``.
+        written: True if attention scores are materialized.
+        entropy: True if the entropy is computed.
+        saved: location of the tensors saved for the backward pass.
+    """
     strategy = SingleStrategy(StrategyConfig(device="meta"))
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in trained.items()}
     state = TrainState(model, None, None, OptimizerConfig(), Masters(trained, masters))  # ty: ignore[invalid-argument-type]
     with _training(model), _called(model, batch, written, entropy, saved) as (watch, call):
-        for part in range(min(parts, 2)):  # a third is as the second: it meets gradients that are there
+        # Two are enough: from the second on, gradients are accumulated into existing ones.
+        for part in range(min(parts, 2)):
             strategy.backward(state, call(), last=part == parts - 1)
         gradients = watch.live
     for each in (*trained.values(), *masters.values()):
@@ -192,7 +238,15 @@ def update(
 def spread_update(
     model: Backbone, batch: Batch, *, written: bool = False, entropy: bool = False, saved: Saved = "device"
 ) -> Traced:
-    """Forward and backward over ``batch`` where each gradient goes on to ranks that sum it, as soon as it is there."""
+    """Trace forward and backward over ``batch``, where each gradient is reduced and freed at once.
+
+    Args:
+        model: the model, on the meta device.
+        batch: one micro-batch.
+        written: True if attention scores are materialized.
+        entropy: True if the entropy is computed.
+        saved: location of the tensors saved for the backward pass.
+    """
     hooks = [p.register_post_accumulate_grad_hook(_let_go) for p in model.parameters() if p.requires_grad]
     try:
         with _training(model), _called(model, batch, written, entropy, saved) as (watch, call):
@@ -220,7 +274,7 @@ def _training(model: Backbone) -> Generator[None]:
 def _called(
     model: Backbone, batch: Batch, written: bool, entropy: bool, saved: Saved = "device"
 ) -> Generator[tuple[Watch, Callable[[], Tensor]]]:
-    """A call of ``model`` on ``batch`` that gives a loss, watched."""
+    """Yield a counter, and a call of ``model`` on ``batch`` that returns a loss."""
     packed = pack(batch, model.layout)
     targets = batch.responses.tokens.to("meta")
     longest = int(batch.prompts.lengths.max() + batch.lengths.max())
@@ -249,13 +303,13 @@ def _called(
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class _OnHost:
-    """What lies in the host's memory of a tensor: its shape and type."""
+    """Stand-in for an offloaded tensor: its shape and dtype."""
 
     like: tuple[torch.Size, torch.dtype]
 
 
 def _to_host(watch: Watch, saved: Saved, tensor: Tensor) -> Any:
-    """As ``activations.to_host``: a copy, which on a CPU takes the device's own memory."""
+    """Offload a saved tensor like ``activation_offload``. On a CPU the copy stays in its memory."""
     if stays(tensor):
         return tensor
     if saved == "same":

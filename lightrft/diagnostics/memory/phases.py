@@ -1,4 +1,4 @@
-"""What one process holds for a time: while models are read, answers are drawn, and models are called forward and backward."""
+"""Memory of one process in each phase: loading, generation, forward and backward passes."""
 
 from __future__ import annotations
 
@@ -48,12 +48,15 @@ from lightrft.utils.errors import first_line
 
 DRAWING = "drawing answers"
 CHECKED_ROWS = 4
-"""Rows of the first batch on which the layout is compared with the model's own forward."""
+"""Number of rows of the first batch on which the layout check runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of the longest prompt and of the longest answer; ``groups`` prompts of a step with ``samples`` answers each."""
+    """Lengths of the longest prompt and response in tokens, and the size of a step.
+
+    A step has ``groups`` prompts with ``samples`` responses each.
+    """
 
     prompt: int
     answer: int
@@ -62,23 +65,27 @@ class Lengths:
 
     @property
     def longest(self) -> int:
+        """The length of the longest row, prompt and response, in tokens."""
         return self.prompt + self.answer
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Where it runs: ``kind`` is ``cpu`` or that of an accelerator, ``memory`` the bytes that a process may have, 0 if not known."""
+    """A device: ``kind`` is ``cpu`` or an accelerator, ``memory`` the bytes per process.
+
+    ``memory`` is 0 if it is not known.
+    """
 
     kind: str
     memory: int
     processes: int = 1
     kernel: bool = True
-    """Whether attention in half precision runs without its scores being written out."""
+    """True if attention in half precision runs without materializing its scores."""
 
 
 @dataclass
 class Model:
-    """A model on the meta device, and what a run does with it."""
+    """A model on the meta device, and its use in a run."""
 
     name: str
     model: Backbone
@@ -87,7 +94,7 @@ class Model:
 
     @cached_property
     def parameters(self) -> list[Parameters]:
-        """Those that two modules share count once."""
+        """The parameters of the model. A parameter that two modules share counts once."""
         cut = cut_names(self.model)
         distinct = {
             p: (module, name, f"{path}.{name}" in cut)
@@ -104,8 +111,12 @@ class Model:
         return QUANTISED if small else parameter.itemsize
 
     def units(self, cut: int, *, trained: bool = False) -> tuple[float, list[float]]:
-        """Bytes of what lies outside of blocks, and of each block, in the type of a call, where ``cut`` ranks share out layers; or of what
-        is ``trained`` of them."""
+        """Return the bytes of weights outside of blocks, and of each block, in the compute dtype.
+
+        Args:
+            cut: number of tensor-parallel ranks.
+            trained: True counts trained weights only.
+        """
         names = cut_names(self.model) if cut > 1 else frozenset()
         sizes = {
             p: p.numel() * p.itemsize / (cut if name in names else 1)
@@ -118,13 +129,17 @@ class Model:
 
     @property
     def text(self) -> Any:
+        """The config of the language model."""
         return self.model.text_config
 
 
 @dataclass
 class Place:
-    """One process of a kind: its ``device``, what spreads its models, and among how many processes the rows of a step are shared out.
-    ``problems`` are what could not be computed."""
+    """One kind of process: its ``device``, its strategy and the processes that split a step's rows.
+
+    ``among`` is the number of these processes. ``problems`` lists quantities that could not be
+    computed.
+    """
 
     config: RLConfig | SFTConfig
     lengths: Lengths
@@ -133,24 +148,33 @@ class Place:
     among: int
     problems: list[str] = field(default_factory=list)
     host: dict[str, float] = field(default_factory=dict)
-    """Bytes that passes leave in the host's memory, by model."""
+    """Bytes that passes leave in CPU memory, by model."""
 
     def shares(self, m: Model) -> Shares:
+        """Return the sharding of ``m``."""
         block = largest_block(m.model)
         return shares_of(self.strategy, self.device.processes, self.device.kind, trained=m.trained, block=block)
 
     def held(self, m: Model) -> Held:
-        """What is on the device of ``m`` from start to end."""
+        """Return the bytes of ``m`` that stay on the device throughout."""
         return on_device(held(m.parameters, self.shares(m)), self.shares(m))
 
     @property
     def team(self) -> int:
+        """The number of ranks that work on the same rows."""
         return self.strategy.tensor * self.strategy.sequence
 
 
 def drawing_answers(place: Place, policy: Model, *, evaluating: bool = False) -> Iterator[Phase]:
-    """The cache of the engine, and beside it a prefill or the step of all rows, whichever is larger. ``evaluating``: of what is held out
-    alone."""
+    """Yield the phase of generation: the cache, plus a prefill or a decoding step of all rows.
+
+    The larger of the two counts. With ``evaluating``, only responses to the eval set are generated.
+
+    Args:
+        place: kind of process.
+        policy: the model that generates.
+        evaluating: True if engines in workers generate the training batches.
+    """
     config, text, shares, lengths = place.config, policy.text, place.shares(policy), place.lengths
     engine = config.engine
     if evaluating or isinstance(config, SFTConfig):
@@ -161,7 +185,7 @@ def drawing_answers(place: Place, policy: Model, *, evaluating: bool = False) ->
     heads, width = _heads(text)
     itemsize, answer = policy.model.base.dtype.itemsize, lengths.answer
     groups, samples = math.ceil(lengths.groups * shares.cut / place.among), lengths.samples
-    if not decodes_by_plan(policy.model.base.config):  # each row has its own copy of its prompt
+    if not decodes_by_plan(policy.model.base.config):  # then each row stores a copy of its prompt
         groups, samples = groups * samples, 1
     tokens, rows, slots = tokens_held(groups, samples, lengths.prompt, answer, engine.token_budget, engine.max_rows)
     cache = key_value_cache(tokens, [width] * text.num_hidden_layers, itemsize) + recurrent_states(rows, text.to_dict())
@@ -177,7 +201,11 @@ def drawing_answers(place: Place, policy: Model, *, evaluating: bool = False) ->
 
 
 def passes(place: Place, m: Model) -> Iterator[Phase]:
-    """What the calls of ``m`` in a step take: without gradient where something reads that, and with it where it is trained."""
+    """Yield the phases of passes of ``m`` in a step.
+
+    A pass without gradient counts if something reads its result. A trained model also has an
+    update.
+    """
     config, lengths, model = place.config, place.lengths, m.model
     rl = isinstance(config, RLConfig)
     groups = math.ceil(lengths.groups * place.team / place.among)
@@ -203,7 +231,7 @@ def passes(place: Place, m: Model) -> Iterator[Phase]:
 
 
 def _updates(place: Place, m: Model, batch: Batch, parts: int, options: dict[str, Any]) -> Iterator[Phase]:
-    """Forward and backward of ``parts`` micro-batches like ``batch``, to the step of the optimizer."""
+    """Yield forward and backward passes of ``parts`` micro-batches like ``batch``."""
     shares, strategy = place.shares(m), place.strategy
     if strategy.offload_activations:
         options = {**options, "saved": "same" if place.device.kind == "cpu" else "host"}
@@ -228,19 +256,19 @@ def _updates(place: Place, m: Model, batch: Batch, parts: int, options: dict[str
 
 
 def scored(config: Any) -> bool:
-    """Whether the policy sees the batch once more, without gradient."""
+    """Return True if the policy runs over the batch once more, without gradient."""
     return needs_old_logprobs(config) or bool({"entropy", "energy", "current"} & needs_of(config.algorithm))
 
 
 def _target(config: RLConfig | SFTConfig) -> dict[str, float]:
-    """Two chunks of a teacher's logits, where the whole vocabulary is compared."""
+    """Return the bytes of two chunks of teacher logits, if full vocabularies are compared."""
     if not isinstance(config, RLConfig) or not config.algorithm.distill.whole:
         return {}
     return {"teacher's logits": 2.0 * config.model.logits_mb * 2**20}
 
 
 def _whole(place: Place, m: Model, *, backward: bool) -> dict[str, float]:
-    """What is made whole of a model that is spread, weights and gradients."""
+    """Return the bytes of gathered weights and unsharded gradients of a sharded model."""
     shares = place.shares(m)
     parts: dict[str, float] = {}
     if shares.by_blocks:
@@ -254,7 +282,7 @@ def _whole(place: Place, m: Model, *, backward: bool) -> dict[str, float]:
 
 
 def _cut_activations(m: Model, batch: Batch, cut: int) -> float:
-    """What ranks that share out layers do not keep of the inside of blocks."""
+    """Return the bytes of activations inside blocks that tensor-parallel ranks do not store."""
     if cut == 1 or m.model.config.gradient_checkpointing:
         return 0.0
     tokens = int(batch.prompts.lengths.sum() + batch.lengths.sum())
@@ -263,8 +291,16 @@ def _cut_activations(m: Model, batch: Batch, cut: int) -> float:
 
 
 def reading(place: Place, models: list[Model], kept: Mapping[str, Held]) -> Phase:
-    """What a process holds while it reads weights, one model after the other, beyond what all models hold in the end: of those that lie in
-    shards from the start, a piece of one tensor at a time; ZeRO makes room for one tensor whole while it cuts it."""
+    """Return the phase of loading, one model after the other, beyond the memory of loaded models.
+
+    Sharded models load a piece of one tensor at a time. ZeRO holds one full tensor while it shards
+    it.
+
+    Args:
+        place: kind of process.
+        models: models in the order of loading.
+        kept: bytes of each loaded model.
+    """
     before = most = 0.0
     for m in models:
         shares = place.shares(m)
@@ -277,15 +313,28 @@ def reading(place: Place, models: list[Model], kept: Mapping[str, Held]) -> Phas
 
 
 def largest_tensor(m: Model, *, whole: bool) -> float:
-    """Bytes of the largest weight, ``whole`` or the piece that is read at once; of one that is put together from several, of those and
-    of the whole."""
+    """Return the bytes to read the largest weight: the full tensor if ``whole``, else one piece.
+
+    A weight that is merged from several tensors counts twice, for them and for the result.
+    """
     together = put_together(m.model.base)
     sizes = [(p.numel() * p.itemsize, name in together) for name, p in m.model.base.named_parameters()]
     return max(2 * size if several else size if whole else min(size, PIECE) for size, several in sizes)
 
 
 def traced(place: Place, m: Model, trace: Callable[[], Traced], batch: Batch, trained: bool) -> Traced:
-    """What ``trace`` finds or, for a model that cannot run without numbers, a formula for plain blocks, which is said."""
+    """Return the result of ``trace``. If tracing fails, use a formula for plain blocks.
+
+    A model that needs real numbers cannot run on the meta device. The failure is recorded in
+    ``place.problems``.
+
+    Args:
+        place: kind of process.
+        m: the model.
+        trace: runs the pass on the meta device.
+        batch: the micro-batch of the pass.
+        trained: True for a pass with gradient.
+    """
     try:
         return trace()
     except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -303,7 +352,9 @@ def traced(place: Place, m: Model, trace: Callable[[], Traced], batch: Batch, tr
 
 
 def _heads(text: Any) -> tuple[int, int]:
-    """Return the attention heads of a layer, and the width of its keys; both 0 for a model without attention."""
+    """Return the number of attention heads and the width of a layer's keys, or 0, 0 without
+    attention.
+    """
     fields = text.to_dict()
     heads = fields.get("num_attention_heads") or vars(text).get(text.attribute_map.get("num_attention_heads", "")) or 0
     if not heads:
@@ -319,7 +370,7 @@ def _widths(text: Any) -> dict[str, int]:
 
 
 def _inner(text: Any) -> int:
-    """Width of what a token passes through between the two halves of a block."""
+    """Return the width of the MLP that a token passes through, summed over its active experts."""
     experts = getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None)
     narrow = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     return narrow * experts if experts else narrow

@@ -1,4 +1,4 @@
-"""How a strategy spreads models over processes, and what of them it keeps in the host's memory."""
+"""Derive how a strategy shards models over processes, and which parts it offloads."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from lightrft.strategy.wrap_policy import BUCKET, bucket_of
 
 
 def shares_of(strategy: StrategyConfig, processes: int, kind: str, *, trained: bool, block: int = BUCKET) -> Shares:
-    """How ``strategy`` spreads a model over ``processes`` with devices of ``kind``, where the host's memory is no other than that of a
-    ``cpu``; its largest ``block`` has so many trained weights."""
+    """Return the sharding of a model under ``strategy``.
+
+    Args:
+        strategy: settings of the strategy.
+        processes: number of processes.
+        kind: kind of device. On ``cpu``, device and host share the memory, so nothing is offloaded.
+        trained: True for a model that is trained.
+        block: number of trained weights of its largest block.
+    """
     if processes == 1:
         return WHOLE
     if strategy.kind == "deepspeed":
@@ -18,13 +25,19 @@ def shares_of(strategy: StrategyConfig, processes: int, kind: str, *, trained: b
 
 
 def rows_of(strategy: StrategyConfig, processes: int) -> int:
-    """Over how many processes weights are spread, those that share out its layers counted once (HSDP: that hold one copy)."""
+    """Return the number of processes that shard one copy of the weights (HSDP: of one replica).
+
+    Tensor-parallel ranks count once.
+    """
     rows = max(1, processes // strategy.tensor)
     return rows if strategy.shard is None else min(strategy.shard, rows)
 
 
 def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) -> Shares:
-    """All of a model in equal shards, whole block by block. Weights that are trained lie in float32, unless layers are shared out."""
+    """Return the sharding of FSDP2: equal shards, gathered block by block.
+
+    Trained weights are in float32, unless layers are tensor-parallel.
+    """
     rows = rows_of(strategy, processes)
     left = 0.0
     if trained and strategy.reshard is not True:
@@ -34,7 +47,7 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
 
 
 def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, block: int) -> Shares:
-    """Of what is trained, what the stage says; of what is not, weights in stage 3."""
+    """Return the sharding of ZeRO. Models that are not trained are sharded only in stage 3."""
     stage, given = strategy.stage, strategy.deepspeed.get("zero_optimization", {})
 
     def offloaded(what: str) -> bool:
