@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import itertools
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -174,6 +179,35 @@ def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return merged
 
 
+def descriptions(cls: type[Settings]) -> dict[str, str]:
+    """Return the description of each field of ``cls`` by name, inherited fields included.
+
+    A description is the string below a field. A field without one is left out. Code in it is marked
+    by single backticks, as in Markdown.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Settings):
+            found |= _descriptions_in(base.__module__).get(base.__name__, {})
+    return {name: found[name] for name in cls.model_fields if name in found}
+
+
+def description_of(cls: type[Settings], key: str) -> str:
+    """Return the description of the setting ``key``, such as ``a.b``, in the tree of ``cls``.
+
+    A key of a table has the description of the table. Empty if there is none.
+    """
+    owner, found = cls, ""
+    for part in key.split("."):
+        if part in owner.model_fields:
+            found = descriptions(owner).get(part, "")
+        below = branch_of(owner, part)
+        if below is owner:
+            break
+        owner = below
+    return found
+
+
 def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
     """Return ``tree`` with each bare value of a branch as the branch's ``shorthand`` field."""
     full: Tree = {}
@@ -183,6 +217,26 @@ def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
             value = {branch.shorthand: value}
         full[key] = expand_shorthand(branch, value) if branch is not None and isinstance(value, dict) else value
     return full
+
+
+# Pydantic can fill in descriptions by itself (use_attribute_docstrings), but does so when a class is
+# made: 0.13 s at each start, of which only help and documentation would have any use.
+@cache
+def _descriptions_in(module: str) -> dict[str, dict[str, str]]:
+    """Class to field to description, for all classes of ``module``. Empty without its source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError):  # an interpreter's classes, or an install of bytecode alone
+        return {}
+    return {node.name: dict(_strings_below_fields(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _strings_below_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for item, below in itertools.pairwise(node.body):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+            if isinstance(text, str):
+                yield item.target.id, " ".join(text.split()).replace("``", "`")
 
 
 class _Loader(yaml.SafeLoader):

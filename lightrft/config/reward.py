@@ -38,7 +38,7 @@ class RewardConfig(Settings):
     deadline: float = Field(10.0, gt=0)
     """Limit of each call in seconds."""
     memory_mb: int = Field(2048, ge=64)
-    """Memory of a worker in MiB, on top of what it needs to start."""
+    """Memory limit of a worker in MiB, on top of what it needs to start."""
 
     @model_validator(mode="before")
     @classmethod

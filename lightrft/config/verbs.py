@@ -19,7 +19,7 @@ from lightrft.config.train import CriticConfig, ProcessConfig, PtxConfig, Teache
 
 
 class RLConfig(Settings):
-    """The settings of ``lightrft rl``."""
+    """The settings of ``lightrft rl``: reinforcement learning from rewards or from a teacher."""
 
     paths: ClassVar[tuple[str, ...]] = ("reference",)
     run: RunConfig = RunConfig()
@@ -66,7 +66,8 @@ class RLConfig(Settings):
 
 
 class SFTConfig(Settings):
-    """The settings of ``lightrft sft``."""
+    """The settings of ``lightrft sft``: supervised training on conversations, with the loss on
+    assistant tokens."""
 
     run: RunConfig = RunConfig()
     """Run folder and start."""
@@ -99,7 +100,8 @@ class SFTConfig(Settings):
 
 
 class EvaluateConfig(Settings):
-    """The settings of ``lightrft eval``."""
+    """The settings of ``lightrft eval``: responses to the prompts of the eval set, and their
+    scores."""
 
     run: RunConfig = RunConfig(name="eval")
     """Run folder and start."""
@@ -116,7 +118,8 @@ class EvaluateConfig(Settings):
 
 
 class GenerateConfig(Settings):
-    """The settings of ``lightrft generate``."""
+    """The settings of ``lightrft generate``: ``samples`` responses to every prompt, in the file
+    ``output``."""
 
     run: RunConfig = RunConfig(name="generate")
     """Run folder and start."""
@@ -139,7 +142,7 @@ class GenerateConfig(Settings):
 
 
 class ChatConfig(Settings):
-    """The settings of ``lightrft chat``."""
+    """The settings of ``lightrft chat``: a conversation with a model in the terminal."""
 
     paths: ClassVar[tuple[str, ...]] = ("attach",)
     run: RunConfig = RunConfig(name="chat")
@@ -161,7 +164,8 @@ class ChatConfig(Settings):
 
 
 class ExportConfig(Settings):
-    """The settings of ``lightrft export``. ``path`` may stand without its key."""
+    """The settings of ``lightrft export``: the policy of a run as a Hugging Face folder. ``path``
+    may stand without its key."""
 
     paths: ClassVar[tuple[str, ...]] = ("path", "base")
     path: str = ""
