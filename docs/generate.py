@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import itertools
 import json
 import types
 import typing
@@ -22,7 +20,7 @@ from pydantic.fields import FieldInfo
 import lightrft.datasets.open_source  # noqa: F401  fills READERS
 from lightrft.algorithms.validate.component_kinds import KINDS, Kind
 from lightrft.config import verbs
-from lightrft.config.base import Settings, build, dotted
+from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.presets import PAPERS, PRESETS
 from lightrft.datasets.row_readers import READERS
 from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
@@ -33,9 +31,10 @@ MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it an
 
 
 class Examined(verbs.RLConfig):
-    """What `lightrft rl` reads, or else what `lightrft sft` does, and besides the branch `doctor`."""
+    """The settings of `lightrft rl`, or else of `lightrft sft`, and the branch `doctor`."""
 
     doctor: verbs.DoctorConfig = verbs.DoctorConfig()
+    """The examination itself."""
 
 
 VERBS: dict[str, type[Settings]] = {
@@ -195,7 +194,7 @@ def readers_page() -> str:
 
 
 def configuration_page() -> str:
-    """Every setting of every verb: type, bounds, default, and what the docstring of its branch says."""
+    """Return the page of every setting of every verb: type, bounds, default and description."""
     parts = [
         "# Configuration\n",
         MADE_BY,
@@ -242,19 +241,8 @@ def _classes(kind: Any) -> Iterator[type[Settings]]:
 
 def _table(cls: type[Settings]) -> str:
     rows = [f"| `{name}` | {_kind(f.annotation)}{_bounds(f)} | {_default(f)} |" for name, f in cls.model_fields.items()]
-    about = [f"* `{name}`: {text}" for name, text in _docs_of_fields(cls).items()]
+    about = [f"* `{name}`: {text}" for name, text in descriptions(cls).items()]
     return "\n".join(["| setting | type | default |", "|---|---|---|", *rows, *(["", *about] if about else [])])
-
-
-def _docs_of_fields(cls: type[Settings]) -> dict[str, str]:
-    """The text that stands under each field of ``cls`` that has one."""
-    (body,) = (node.body for node in ast.parse(inspect.getsource(cls)).body if isinstance(node, ast.ClassDef))
-    found = {}
-    for field, below in itertools.pairwise(body):
-        told = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str)
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and told:
-            found[field.target.id] = " ".join(below.value.value.split()).replace("``", "`")
-    return found
 
 
 def _kind(kind: Any) -> str:

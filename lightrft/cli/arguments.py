@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import sys
+import textwrap
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from lightrft.config.base import Loaded, Settings, dotted, load_settings
+from lightrft.config.base import Loaded, Settings, description_of, dotted, load_settings
 from lightrft.utils.errors import ConfigError, ResourceError, first_line
 
 S = TypeVar("S", bound=Settings)
+INDENT = 6 * " "
+"""Indent of a description in the help of a verb."""
 
 
 def parse(cls: type[S], arguments: Sequence[str]) -> Loaded[S]:
@@ -51,17 +55,35 @@ def settings_of(verb: str, cls: type[S], arguments: Sequence[str], about: str, p
 
 
 def show_help(verb: str, defaults: Settings, about: str) -> None:
-    """Print the purpose of a verb, and all its settings with their defaults.
+    """Print the verb's purpose and every setting with its default and its description.
 
     Args:
-        verb: name of the verb.
-        defaults: settings when no argument is given.
-        about: purpose of the verb.
+        verb: The verb, and the words that it takes.
+        defaults: The settings whose values are the defaults.
+        about: One line about the verb.
     """
+    lines = "\n".join(_setting_lines(defaults, shutil.get_terminal_size().columns))
+    sys.stdout.write(f"lightrft {verb} [config.yaml ...] [key=value ...]\n\n{about}\n\nsettings and their defaults\n{lines}\n")
+
+
+def _setting_lines(defaults: Settings, columns: int) -> Generator[str]:
+    """Yield each key with its value, followed by its description in lines of ``columns`` characters."""
     rows = list(dotted(defaults.model_dump(mode="json")))
     width = max(len(key) for key, _ in rows)
-    lines = "\n".join(f"  {key:<{width}}  {value!r}" for key, value in rows)
-    sys.stdout.write(f"lightrft {verb} [config.yaml ...] [key=value ...]\n\n{about}\n\nsettings and their defaults\n{lines}\n")
+    wrapper = textwrap.TextWrapper(
+        width=max(columns, len(INDENT) + 30),
+        initial_indent=INDENT,
+        subsequent_indent=INDENT,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    shown = ""
+    for key, value in rows:
+        yield f"  {key:<{width}}  {value!r}"
+        text = description_of(type(defaults), key)
+        if text != shown:  # the keys of one table share its description
+            yield from wrapper.wrap(text)
+        shown = text
 
 
 @contextmanager

@@ -12,56 +12,93 @@ from lightrft.config.presets import PRESETS
 
 
 class AdvantageConfig(NamedFunction):
-    """Rewards to advantages. ``whiten`` standardises over the trained tokens of the global ``batch`` or of each ``group``; ``eps``
-    guards a division by a standard deviation; ``gamma`` and ``lam`` are the discount and the trace of GAE (arXiv 1506.02438)."""
+    """The function that turns token rewards into advantages, and its numbers."""
 
     name: str = "grpo"
+    """Advantage function. A registered name, ``package.module:function`` or
+    ``file.py:function``."""
     gamma: float = Field(1.0, ge=0, le=1)
+    """Discount of rewards per token, in [0, 1]. 1 gives every token of a response the undiscounted
+    return."""
     lam: float = Field(0.95, ge=0, le=1)
+    """Trace of GAE (arXiv 1506.02438), in [0, 1]. Lower it to trust the critic more: less variance,
+    more bias."""
     eps: float = Field(1e-6, ge=0)
+    """Added to a standard deviation, or another denominator of the advantage, so that no division
+    is by 0."""
     whiten: Literal["none", "group", "batch"] = "none"
+    """Standardise advantages over the trained tokens of the global ``batch`` or of each ``group``.
+    ``none`` leaves them as they are."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the advantage function."""
 
 
 class LossConfig(NamedFunction):
-    """The policy loss of a token. The ratio, of a ``token``, of the whole ``sequence`` (arXiv 2507.18071, eq. 7) or of the sequence
-    with the gradient of the token (``sequence_token``, eq. 14), is clipped to ``[1 - clip_low, 1 + clip_high]``; ``dual_clip`` bounds
-    the loss of negative advantages at that multiple (arXiv 1912.09729), ``ratio_cap`` their ratio (arXiv 2505.07291)."""
+    """The policy loss of a token, and its clipping."""
 
     name: str = "ppo_clip"
+    """Policy loss. A registered name, ``package.module:function`` or ``file.py:function``."""
     ratio: Literal["token", "sequence", "sequence_token"] = "token"
+    """Level of the importance ratio: of a ``token``, or of the whole ``sequence`` (arXiv
+    2507.18071, eq. 7). ``sequence_token`` has the value of the sequence's ratio and the gradient of
+    the token's (eq. 14)."""
     clip_low: float = Field(0.2, ge=0)
+    """Clip the ratio from below at ``1 - clip_low``. Raise it to let probabilities fall further in
+    one step."""
     clip_high: float = Field(0.2, ge=0)
+    """Clip the ratio from above at ``1 + clip_high``. Raise it above ``clip_low`` to let unlikely
+    tokens grow more."""
     dual_clip: float | None = Field(None, gt=1)
+    """Bound the loss of a negative advantage at this multiple of its size (arXiv 1912.09729). Above
+    1; ``null`` sets no bound."""
     ratio_cap: float | None = Field(None, gt=1)
+    """Cap the ratio of tokens with a negative advantage at this value (arXiv 2505.07291). Above ``1
+    + clip_high``; ``null`` sets no cap."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of the policy loss."""
 
 
 class KLConfig(Settings):
-    """Distance to the reference. ``weighted`` multiplies its estimate in the loss by the ratio of the token, with gradient, so that the
-    expected gradient is that of KL(policy, reference) off policy too (arXiv 2512.02556, section 3.1).
-
-    ``adaptive`` moves the coefficient so that the KL nears ``target``, over ``horizon`` samples (arXiv 1909.08593, section 2.2);
-    ``linear`` and ``cosine`` take it from ``coef`` to ``final`` in ``steps`` steps.
-    Every ``refresh_every`` steps (0: never) the reference becomes ``refresh_decay`` times itself plus the rest of the policy.
-    """
+    """The distance of the policy to the reference: where it acts, its coefficient, and when the
+    reference moves."""
 
     functions: ClassVar[tuple[str, ...]] = ("estimator",)
+    """The settings of this section that name functions."""
     where: Literal["none", "reward", "loss"] = "none"
+    """Take the KL off the ``reward`` of each token, add it to the ``loss``, or leave it out
+    (``none``)."""
     estimator: str = "k3"
+    """Estimator of the KL from log-probs. A registered name, ``package.module:function`` or
+    ``file.py:function``. ``k1`` in the loss needs ``weighted``."""
     weighted: bool = False
+    """Multiply the estimate in the loss by the ratio of the token, with gradient. The expected
+    gradient is then that of KL(policy, reference) off policy too (arXiv 2512.02556, section
+    3.1)."""
     coef: float = Field(0.0, ge=0)
+    """Coefficient of the KL, 0 or more. ``fixed`` keeps it; the other controllers start from it."""
     controller: Literal["fixed", "adaptive", "linear", "cosine"] = "fixed"
+    """Schedule of the coefficient. ``adaptive`` moves it so that the KL nears ``target`` (arXiv
+    1909.08593, section 2.2). ``linear`` and ``cosine`` take it from ``coef`` to ``final`` in
+    ``steps`` steps."""
     target: float = Field(6.0, gt=0)
+    """KL that ``adaptive`` steers to, in nats per response: the sum over its tokens."""
     horizon: int = Field(10_000, ge=1)
+    """Number of responses over which ``adaptive`` corrects the coefficient. Raise it for larger
+    batches, or the coefficient swings."""
     final: float = Field(0.0, ge=0)
+    """Coefficient at the end of a ``linear`` or ``cosine`` schedule."""
     steps: int | None = Field(None, ge=1)
+    """Rollout steps from ``coef`` to ``final``. ``linear`` and ``cosine`` need it."""
     refresh_every: int = Field(0, ge=0)
+    """Update the reference from the policy after every so many steps; 0 never does. Not with
+    ``model.lora``, where the reference is the model without its adapters."""
     refresh_decay: float = Field(0.0, ge=0, lt=1)
+    """Weight of the old reference in a refresh, in [0, 1). The policy has the rest; 0 copies the
+    policy."""
 
     @property
     def used(self) -> bool:
-        """Whether any KL term exists, so that a reference is needed."""
+        """True if any KL term exists, so that a reference is needed."""
         return self.where != "none" and (self.coef > 0 or self.final > 0)
 
     @model_validator(mode="after")
@@ -80,23 +117,27 @@ class KLConfig(Settings):
 
 
 class DistillConfig(Settings):
-    """What the policy learns from ``teacher`` on its own answers, times ``coef``.
-
-    ``sampled`` takes the log-ratio of policy to teacher at each sampled token off its advantage (the reverse KL, by sampling).
-    ``reverse_kl``, ``forward_kl`` and ``jsd`` are losses over the whole vocabulary (arXiv 2306.13649), both distributions at
-    ``temperature``, which is that of sampling unless given; ``beta`` is the teacher's share in the mixture of ``jsd``.
-    """
+    """On-policy distillation: the policy learns from ``teacher`` on its own responses (arXiv
+    2306.13649)."""
 
     shorthand: ClassVar[str | None] = "kind"
+    """The setting that a bare string or number stands for."""
 
     kind: Literal["none", "sampled", "reverse_kl", "forward_kl", "jsd"] = "none"
+    """Signal of the teacher. ``sampled`` takes the log-ratio of policy to teacher at each sampled
+    token off its advantage (the reverse KL, by sampling). ``reverse_kl``, ``forward_kl`` and
+    ``jsd`` are losses over the whole vocabulary."""
     coef: float = Field(1.0, gt=0)
+    """Factor of the log-ratio or the loss. Positive."""
     beta: float = Field(0.5, gt=0, lt=1)
+    """The teacher's share in the mixture of ``jsd``, between 0 and 1. No other kind reads it."""
     temperature: float | None = Field(None, gt=0)
+    """Temperature of both distributions in a loss over the whole vocabulary; ``null`` takes the
+    sampling temperature."""
 
     @property
     def whole(self) -> bool:
-        """Whether the whole vocabulary is compared, and not the sampled token alone."""
+        """True if the whole vocabulary is compared, not the sampled token alone."""
         return self.kind not in ("none", "sampled")
 
     @model_validator(mode="after")
@@ -113,52 +154,68 @@ class DistillConfig(Settings):
 
 
 class EntropyConfig(Settings):
-    """``coef`` times the policy's entropy is taken off the loss. With a ``target`` (nats a token) that is where the coefficient starts:
-    each step moves it by ``rate``, up below the target and down above, and above the target it does not act (arXiv 2505.22312)."""
+    """The entropy bonus: the policy's entropy times a coefficient is taken off the loss."""
 
     coef: float = 0.0
+    """Coefficient of the bonus. With a ``target``, its start value, which must then be 0 or
+    more."""
     target: float | None = Field(None, ge=0)
+    """Entropy in nats per token below which the bonus acts (arXiv 2505.22312). Each step moves the
+    coefficient up below the target and down above it. ``null`` keeps the coefficient fixed."""
     rate: float = Field(0.005, gt=0)
+    """Change of the coefficient in one step. Only ``target`` reads it."""
 
     @property
     def used(self) -> bool:
-        """Whether the loss may have an entropy term."""
+        """True if the loss may have an entropy term."""
         return self.coef != 0 or self.target is not None
 
 
 class DriftConfig(Settings):
-    """``coef`` times the distance of the policy from the old one, estimated from tokens of the old one (CPGD, arXiv 2505.12504). ``cap``
-    bounds the pull of ``k3``, whose gradient is the ratio less 1, from above."""
+    """The distance of the policy from the old policy, estimated on tokens of the old one (CPGD,
+    arXiv 2505.12504)."""
 
     functions: ClassVar[tuple[str, ...]] = ("estimator",)
+    """The settings of this section that name functions."""
     coef: float = Field(0.0, ge=0)
+    """Coefficient of the distance in the loss; 0 leaves it out."""
     estimator: str = "k3"
+    """Estimator of the distance from log-probs. A registered name, ``package.module:function`` or
+    ``file.py:function``."""
     cap: float | None = Field(None, gt=0)
+    """Upper bound of the gradient of ``k3``, which is the ratio less 1. ``null`` sets no bound;
+    other estimators have none."""
     level: Literal["token", "response"] = "token"
-    """Where the distance is measured: at each token, or from the log-probs of the whole response, shared out over its tokens. ``response``
-    with the estimator ``k2`` is the square of Kimi k1.5 (arXiv 2501.12599)."""
+    """Measure the distance at each ``token``, or from the log-probs of the whole ``response``,
+    shared out over its tokens. ``response`` with the estimator ``k2`` is the square of Kimi k1.5
+    (arXiv 2501.12599)."""
 
 
 class PositiveConfig(Settings):
-    """``coef`` times the mean negative log-likelihood of the tokens of answers whose reward, before shaping, reaches ``threshold``
-    (VAPO, arXiv 2504.05118, section 4.4)."""
+    """The negative log-likelihood of good responses as a further loss (VAPO, arXiv 2504.05118,
+    section 4.4)."""
 
     coef: float = Field(0.0, ge=0)
+    """Factor of the mean negative log-likelihood over the tokens of these responses; 0 leaves it
+    out."""
     threshold: float = 1.0
+    """Reward, before shaping, that a response must reach to count."""
 
 
 class NormalizeConfig(Settings):
-    """Rewards and values on a scale of their own, with mean 0 and deviation 1 up to ``eps``.
-
-    ``terms``: each term of the reward over the answers of its ``group`` or of the ``batch``, before the weighted sum. ``rewards``:
-    over all that the run has seen, the batch's included, before any shaping; ``scale`` divides by the deviation and does not
-    shift. ``values``: the critic speaks of returns so, over all that the run has seen (arXiv 1602.07714, arXiv 2103.01955).
-    """
+    """Rewards and values with mean 0 and standard deviation 1."""
 
     terms: Literal["none", "group", "batch"] = "none"
+    """Standardise each term of the reward over the responses of its ``group`` or of the ``batch``,
+    before the weighted sum. Not together with ``rewards``."""
     rewards: Literal["none", "standard", "scale"] = "none"
+    """Scale rewards by all that the run has seen, the current batch included, before any shaping.
+    ``standard`` shifts and divides; ``scale`` divides by the deviation and keeps the sign."""
     values: bool = False
+    """Let the critic predict returns standardised over all that the run has seen (arXiv 1602.07714,
+    arXiv 2103.01955). Only advantages with a critic read it."""
     eps: float = Field(1e-6, ge=0)
+    """Added to a standard deviation before it divides."""
 
     @model_validator(mode="after")
     def _one_scale(self) -> NormalizeConfig:
@@ -171,43 +228,64 @@ class NormalizeConfig(Settings):
 
 
 class ValueConfig(Settings):
-    """Critic loss: half the squared error; the larger of plain and clipped to ``clip`` around the old value, in the unit in which
-    the critic speaks: that of rewards or, with ``normalize.values``, deviations of returns."""
+    """The critic loss: half the squared error."""
 
     clip: float | None = Field(0.2, gt=0)
+    """Take the larger of the plain error and the error clipped to this distance from the old value.
+    In units of the critic: of rewards or, with ``normalize.values``, deviations of returns.
+    ``null`` clips nothing."""
 
 
 class AlgorithmConfig(Settings):
-    """An algorithm as a row of settings over shared functions.
-
-    A ``preset`` fills in a published row; what stands beside it wins. ``preset: null`` starts from the parts' own defaults.
-    ``proximal`` is where the ratio's old log-probs come from: the policy before the update, the sampler that drew the tokens, or
-    ``interpolated`` between the sampler and the policy now, by the version that drew each token, without a forward (AReaL).
-    ``corrections`` weight token losses by how far the two are apart, ``gates`` leave tokens of a mini-batch out.
-    ``aggregation`` turns token losses into the loss of the global batch; ``constant_length`` is the divisor of ``constant``
-    (its default is the longest answer that sampling allows).
-    """
+    """An algorithm as a row of settings over shared functions. A ``preset`` fills in a published
+    row; what stands next to it wins."""
 
     functions: ClassVar[tuple[str, ...]] = ("aggregation",)
+    """The settings of this section that name functions."""
     shorthand: ClassVar[str | None] = "preset"
+    """The setting that a bare string or number stands for."""
 
     preset: str | None = "grpo"
+    """Published row of settings to start from; see ``docs/algorithms.md``. ``null`` starts from the
+    parts' own defaults."""
     advantage: AdvantageConfig = AdvantageConfig()
+    """Rewards to advantages."""
     loss: LossConfig = LossConfig()
+    """Policy loss."""
     proximal: Literal["policy", "behavior", "interpolated"] = "policy"
+    """Source of the old log-probs in the ratio. ``policy``: the policy before the update.
+    ``behavior``: the sampler that generated the tokens. ``interpolated``: between the sampler and
+    the current policy, by the version that generated each token, without a forward pass (AReaL)."""
     corrections: tuple[Part, ...] = ()
+    """Weights on token losses, by the distance of sampler and old policy. Functions by name,
+    multiplied. Set it when responses come from other weights."""
     gates: tuple[Part, ...] = ()
+    """Functions that leave tokens of a mini-batch out of the loss."""
     aggregation: str = "token"
+    """Token losses to the loss of the global batch. A registered name, ``package.module:function``
+    or ``file.py:function``."""
     constant_length: int | None = Field(None, ge=1)
+    """Divisor of the aggregation ``constant``, in tokens; ``null`` takes
+    ``sampling.max_new_tokens``."""
     kl: KLConfig = KLConfig()
+    """Distance to the reference."""
     distill: DistillConfig = DistillConfig()
+    """Distillation from ``teacher``."""
     entropy: EntropyConfig = EntropyConfig()
+    """Entropy bonus."""
     drift: DriftConfig = DriftConfig()
+    """Distance to the old policy."""
     positive_nll: PositiveConfig = PositiveConfig()
+    """Likelihood of good responses as a further loss."""
     value: ValueConfig = ValueConfig()
+    """Critic loss."""
     normalize: NormalizeConfig = NormalizeConfig()
+    """Scales of rewards and values."""
     shaping: tuple[Part, ...] = ()
+    """Functions that change the rewards of a batch, in order, before advantages."""
     filters: tuple[Part, ...] = ()
+    """Functions that drop groups. Another prompt is sampled for each dropped group, within
+    ``rollout.max_rounds``."""
 
     @model_validator(mode="before")
     @classmethod
@@ -231,6 +309,9 @@ PARTS = ("shaping", "filters", "corrections", "gates")
 
 
 def _renamed(preset: Any, given: Any) -> bool:
-    """Whether ``given`` takes another function than ``preset`` does: that one's numbers are not for it."""
+    """Return True if ``given`` names another function than ``preset``.
+
+    The numbers of the preset are not meant for that function.
+    """
     name = given.get("name") if isinstance(given, dict) else given if isinstance(given, str) else None
     return isinstance(preset, dict) and name is not None and preset.get("name") not in (None, name)

@@ -1,13 +1,18 @@
-"""One frozen tree of settings from YAML files merged left to right, then ``a.b=value``."""
+"""Settings as one frozen tree, from YAML files merged left to right, then ``a.b=value``."""
 
 from __future__ import annotations
 
+import ast
 import difflib
+import inspect
+import itertools
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -22,20 +27,25 @@ Tree = dict[str, Any]
 
 
 class Settings(BaseModel):
-    """A branch of the tree. ``shorthand`` names the field that a bare string or number stands for; for ``paths`` and ``functions``
-    see ``lightrft.config.setting_paths``."""
+    """A branch of the tree: a frozen model that refuses unknown keys."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), ser_json_inf_nan="constants"
     )
     shorthand: ClassVar[str | None] = None
+    """Name of the field that a bare string or number in place of the branch sets."""
     paths: ClassVar[tuple[str, ...]] = ()
+    """Fields that hold paths to read; see ``lightrft.config.setting_paths``."""
     functions: ClassVar[tuple[str, ...]] = ()
+    """Fields that name functions; see ``lightrft.config.setting_paths``."""
 
     @model_validator(mode="before")
     @classmethod
     def _keep_defaults_of_branches(cls, tree: Any) -> Any:
-        """A branch may have defaults of its own in its place in the tree; they hold for the keys of it that are not given."""
+        """Merge a given branch over the default of its field.
+
+        That default may differ from the defaults of the branch's class, e.g. ``optimizer`` of SFT.
+        """
         if not isinstance(tree, Mapping):
             return tree
         full = dict(tree)
@@ -47,10 +57,13 @@ class Settings(BaseModel):
 
 
 class NamedFunction(Settings):
-    """A branch whose ``name`` is that of a registered function, ``package.module:function`` or ``file.py:function``."""
+    """A branch whose ``name`` is a registered name, ``package.module:function`` or
+    ``file.py:function``."""
 
     shorthand: ClassVar[str | None] = "name"
+    """The setting that a bare string or number stands for."""
     functions: ClassVar[tuple[str, ...]] = ("name",)
+    """The settings of this section that name functions."""
 
 
 S = TypeVar("S", bound=Settings)
@@ -58,16 +71,28 @@ S = TypeVar("S", bound=Settings)
 
 @dataclass(frozen=True, slots=True)
 class Loaded(typing.Generic[S]):
-    """Settings and, for each dotted key that was given, the file or argument that it came from last."""
+    """Settings, with the source of each given key."""
 
     settings: S
+    """The resolved tree."""
     sources: Mapping[str, str] = field(default_factory=dict)
+    """The dotted key of each given setting to the file or argument that set it last."""
 
 
 def load_settings(cls: type[S], files: Sequence[str | Path] = (), overrides: Sequence[str] = ()) -> Loaded[S]:
-    """Read ``files`` in order, then ``key=value`` overrides, into a ``cls``. Paths in a file are relative to it.
+    """Read ``files`` in order, then ``key=value`` overrides, into a ``cls``.
 
-    Raises ``ConfigError`` that lists every problem at once: unknown keys with the nearest name, wrong types, missing files.
+    Args:
+        cls: Settings class of the whole tree.
+        files: YAML files, merged left to right. Paths in a file are relative to it.
+        overrides: ``a.b=value`` arguments, merged over the files. Values are YAML.
+
+    Returns:
+        The settings, and the file or argument that set each given key last.
+
+    Raises:
+        ConfigError: Lists every problem at once, e.g. unknown keys with the nearest name, wrong
+            types, missing files.
     """
     tree: Tree = {}
     sources: dict[str, str] = {}
@@ -92,7 +117,17 @@ def load_settings(cls: type[S], files: Sequence[str | Path] = (), overrides: Seq
 
 
 def build(cls: type[S], tree: Tree, sources: Mapping[str, str] | None = None, problems: Sequence[str] = ()) -> S:
-    """``tree`` as a ``cls``. Raises ``ConfigError`` with ``problems`` and every problem of the tree itself."""
+    """Build a ``cls`` from ``tree``.
+
+    Args:
+        cls: Settings class of the tree.
+        tree: Plain values by key.
+        sources: The source of each dotted key, named in errors. ``None`` names none.
+        problems: Problems found earlier, which are raised with those of the tree.
+
+    Raises:
+        ConfigError: Lists ``problems`` and every problem of the tree.
+    """
     found = list(problems)
     try:
         settings = cls.model_validate(tree)
@@ -104,27 +139,31 @@ def build(cls: type[S], tree: Tree, sources: Mapping[str, str] | None = None, pr
 
 
 def to_yaml(settings: Settings) -> str:
-    """The resolved tree as YAML that ``load_settings`` reads back equal."""
+    """Return the resolved tree as YAML that ``load_settings`` reads back equal."""
     return tree_to_yaml(settings.model_dump(mode="json"))
 
 
 def tree_to_yaml(tree: Tree) -> str:
-    """A tree of plain values as YAML that ``parse_yaml`` reads back equal."""
+    """Return a tree of plain values as YAML that ``parse_yaml`` reads back equal."""
     return yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def to_resolved_yaml(settings: Settings) -> str:
-    """``to_yaml`` with absolute paths, for a file in any folder."""
+    """Return ``to_yaml`` with absolute paths, for a file in any folder."""
     return tree_to_yaml(made_absolute(type(settings), settings.model_dump(mode="json")))
 
 
 def parse_yaml(text: str) -> Any:
-    """The value that ``text`` stands for, as in files and on the command line. Raises ``yaml.YAMLError``."""
+    """Return the value of ``text``, read as in files and on the command line.
+
+    Raises:
+        yaml.YAMLError: ``text`` is not YAML.
+    """
     return yaml.load(text, Loader=_Loader)
 
 
 def dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of a tree as ``("a.b", value)``."""
+    """Yield the leaves of a tree as ``("a.b", value)``. An empty branch is a leaf."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value:
@@ -134,7 +173,7 @@ def dotted(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
-    """``base`` with the leaves of ``over`` on top; lists are replaced, not joined."""
+    """Return ``base`` with the leaves of ``over`` on top. Lists are replaced, not joined."""
     merged = dict(base)
     for key, value in over.items():
         old = merged.get(key)
@@ -142,8 +181,37 @@ def deep_merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Tree:
     return merged
 
 
+def descriptions(cls: type[Settings]) -> dict[str, str]:
+    """Return the description of each field of ``cls`` by name, inherited fields included.
+
+    A description is the string below a field. A field without one is left out. Code in it is marked
+    by single backticks, as in Markdown.
+    """
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if issubclass(base, Settings):
+            found |= _descriptions_in(base.__module__).get(base.__name__, {})
+    return {name: found[name] for name in cls.model_fields if name in found}
+
+
+def description_of(cls: type[Settings], key: str) -> str:
+    """Return the description of the setting ``key``, such as ``a.b``, in the tree of ``cls``.
+
+    A key of a table has the description of the table. Empty if there is none.
+    """
+    owner, found = cls, ""
+    for part in key.split("."):
+        if part in owner.model_fields:
+            found = descriptions(owner).get(part, "")
+        below = branch_of(owner, part)
+        if below is owner:
+            break
+        owner = below
+    return found
+
+
 def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
-    """``tree`` with a bare value in place of a branch written out as that branch's ``shorthand`` field."""
+    """Return ``tree`` with each bare value of a branch as the branch's ``shorthand`` field."""
     full: Tree = {}
     for key, value in tree.items():
         branch = _branch(cls, key)
@@ -153,8 +221,31 @@ def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
     return full
 
 
+# Pydantic can fill in descriptions by itself (use_attribute_docstrings), but does so when a class is
+# made: 0.13 s at each start, of which only help and documentation would have any use.
+@cache
+def _descriptions_in(module: str) -> dict[str, dict[str, str]]:
+    """Class to field to description, for all classes of ``module``. Empty without its source."""
+    try:
+        tree = ast.parse(inspect.getsource(sys.modules[module]))
+    except (KeyError, OSError):  # an interpreter's classes, or an install of bytecode alone
+        return {}
+    return {node.name: dict(_strings_below_fields(node)) for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def _strings_below_fields(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
+    for item, below in itertools.pairwise(node.body):
+        if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name):
+            text = below.value.value if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) else None
+            if isinstance(text, str):
+                yield item.target.id, " ".join(text.split()).replace("``", "`")
+
+
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads ``1e-6`` as text; people mean the number. A key that is given twice is an error, as YAML 1.2 has it."""
+    """A YAML loader that reads ``1e-6`` as a number and refuses duplicate keys.
+
+    YAML 1.1 reads ``1e-6`` as text. YAML 1.2 forbids duplicate keys.
+    """
 
     def compose_mapping_node(self, anchor: Any) -> Any:
         node = super().compose_mapping_node(anchor)
@@ -174,7 +265,7 @@ class DuplicateKeyError(yaml.YAMLError):
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the text that ``_Loader`` would read as a number."""
+    """A YAML dumper that quotes text which ``_Loader`` would read as a number."""
 
 
 for _side in (_Loader, _Dumper):
@@ -184,7 +275,7 @@ for _side in (_Loader, _Dumper):
 
 
 def _branch(cls: type[Settings], key: str) -> type[Settings] | None:
-    """The ``Settings`` class of field ``key``, if it is a branch (optional ones included)."""
+    """Return the ``Settings`` class of field ``key``, or None if it is no branch."""
     if key not in cls.model_fields:
         return None
     kind = cls.model_fields[key].annotation
@@ -231,7 +322,10 @@ def _parse_override(text: str) -> Tree:
 
 
 def _translated(cls: type[Settings], name: str, given: Any) -> str:
-    """Which settings of ``cls`` do what ``name``, or the names below it, do in other programs; empty where none is known."""
+    """Return which settings of ``cls`` do what ``name`` does in other programs, as text.
+
+    Names below ``name`` count too. Empty if none is known.
+    """
     names = [key for key, _ in dotted(given, f"{name}.")] if isinstance(given, Mapping) and given else [name]
     pairs = [(key, found) for key in names if (found := own_name(key)) is not None]
     told = [f"{key} is {found} here" for key, found in pairs if _exists(cls, found.split(".")) and found != key]
@@ -270,13 +364,15 @@ def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, s
 
 
 class Part(NamedFunction):
-    """A registered function (or ``package.module:function``) with keywords of its own."""
+    """A registered function, or ``package.module:function``, with its keyword arguments."""
 
     name: str
+    """Registered name, ``package.module:function`` or ``file.py:function``."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
 
 
 def _full_parts(parts: Any, key: str = "name") -> Any:
-    """``[a, {name: b}]`` or a bare ``a`` with every bare name written out as ``{key: name}``."""
+    """Return ``[a, {name: b}]``, or a bare ``a``, with every bare name as ``{key: name}``."""
     parts = [parts] if isinstance(parts, str | dict) else parts
     return [{key: p} if isinstance(p, str) else p for p in parts] if isinstance(parts, list | tuple) else parts

@@ -10,74 +10,96 @@ from lightrft.config.base import Settings
 
 
 class Columns(Settings):
-    """Which column of a row is what; dots reach into nested columns. Empty means: look for the usual names.
-
-    ``images``, ``videos`` and ``audios`` hold one item or a list; null means that there is no such column.
-    """
+    """The columns of a row. Dots reach into nested columns. An empty name looks for the usual
+    names."""
 
     prompt: str = ""
+    """Column of the prompt: text, or a conversation."""
     response: str = ""
+    """Column of the response to learn or to compare with."""
     label: str = ""
+    """Column of the label that reward functions compare with."""
     reference: str = ""
+    """Column of a full reference solution."""
     data_source: str = ""
+    """Column that names the data source of a row. ``reward.per_source`` and the metrics of ``eval``
+    go by it."""
     id: str = ""
+    """Column of the row's name."""
     images: str | None = ""
+    """Column of one picture or a list; ``null``: there is none."""
     videos: str | None = ""
+    """Column of one video or a list; ``null``: there is none."""
     audios: str | None = ""
+    """Column of one sound or a list; ``null``: there is none."""
 
 
 class AllowConfig(Settings):
-    """The files and hosts that rows may name; see ``docs/trust.md``. Restrict both when others can write the rows."""
+    """The files and hosts that rows may name; see ``docs/trust.md``. Restrict both when others can
+    write the rows."""
 
     paths: ClassVar[tuple[str, ...]] = ("roots",)
+    """The settings of this section that are paths."""
 
     roots: tuple[str, ...] = ("*",)
     """Folders whose files rows may name, also by way of links. ``*`` allows every file."""
     hosts: tuple[str, ...] = ("*",)
-    """Hosts that URLs of rows may name: names, ``*.example.org``, addresses, or networks such as ``10.0.0.0/8``.
-
-    ``*`` allows every host with a public address. A host with a private address is read only if it, or its network, is listed.
-    """
+    """Hosts that URLs of rows may name: names, ``*.example.org``, addresses, or networks such as
+    ``10.0.0.0/8``. ``*`` allows every host with a public address. A host with a private address is
+    read only if it, or its network, is listed."""
 
 
 class MediaConfig(Settings):
-    """How pictures, video and sound of rows are found and decoded.
-
-    ``root``: the folder that relative paths start from (empty: the folder of the source's file, and the working directory for
-    other sources). ``downloads`` keeps what URLs name; ``offline`` takes only what is there already; ``timeout`` in seconds is
-    for each download. ``min_pixels`` and ``max_pixels`` bound what the model gets of a picture or frame (empty: as its processor
-    has it), ``max_source_pixels`` what is decoded at all. Of a video ``fps`` frames a second are taken (null: all), at most
-    ``max_frames`` evenly over its length; a list of pictures counts as taken at that rate. ``max_seconds``: longer video or sound
-    is a malformed row. ``resample: false`` makes sound of another rate than the model's one too. ``workers`` threads decode side
-    by side; ``cache_mb`` is what decoded media may take up in memory to be used again.
-    """
+    """The pictures, video and sound of rows: where they are found and how they are decoded."""
 
     paths: ClassVar[tuple[str, ...]] = ("root",)
+    """The settings of this section that are paths."""
 
     root: str = ""
+    """Folder that relative paths start from. Empty: the folder of the source's file, and the
+    working directory for other sources."""
     downloads: str = "~/.cache/lightrft/media"
+    """Folder that keeps the files that URLs name."""
     offline: bool = False
+    """Read only files that are in ``downloads`` already. Set it on machines without a network."""
     timeout: float = Field(30.0, gt=0)
+    """Limit of each download in seconds. A download that takes longer makes its row malformed."""
     min_pixels: int | None = Field(None, ge=1)
+    """Smallest picture or frame that the model gets, in pixels; ``null`` leaves it to the model's
+    processor."""
     max_pixels: int | None = Field(None, ge=1)
+    """Largest picture or frame that the model gets, in pixels; ``null`` leaves it to the model's
+    processor. Lower it for shorter prompts."""
     max_source_pixels: int = Field(64_000_000, ge=1)
+    """Largest picture or frame that is decoded at all, in pixels. A larger one is a malformed
+    row."""
     fps: float | None = Field(2.0, gt=0)
+    """Frames taken per second of video; ``null`` takes all of them. A list of pictures counts as
+    taken at that rate."""
     max_frames: int = Field(64, ge=1)
+    """Most frames taken of one video. They are spread evenly over its length if there would be
+    more."""
     max_seconds: float | None = Field(None, gt=0)
+    """Longest video or sound, in seconds. A longer one is a malformed row; ``null`` sets no
+    limit."""
     resample: bool = True
+    """Convert sound to the sampling rate of the model. Off, sound of another rate is a malformed
+    row."""
     workers: int = Field(4, ge=0)
+    """Threads that decode in parallel; 0 decodes in the calling thread."""
     cache_mb: int = Field(256, ge=0)
+    """Memory in MiB for decoded media that may be needed again."""
     allow: AllowConfig = AllowConfig()
-    """What rows may name."""
+    """Files and hosts that rows may name."""
     max_file_mb: float = Field(4096, gt=0)
     """Largest file, download or value with media in it, in MiB. A larger one is a malformed row."""
     max_decoded_mb: float = Field(2048, gt=0)
-    """Memory in MiB that decoding one item may take: 3 bytes a pixel of all its frames, 12 bytes a sample of sound.
-
-    A larger item is a malformed row, and is not decoded. Raise it for long sound, or for long clips of large frames.
-    """
+    """Memory in MiB that decoding one item may take: 3 bytes a pixel of all its frames, 12 bytes a
+    sample of sound. A larger item is a malformed row, and is not decoded. Raise it for long sound,
+    or for long clips of large frames."""
     max_row_mb: float = Field(4096, gt=0)
-    """Memory in MiB that decoding all items of one row may take. Checked before any of them is decoded."""
+    """Memory in MiB that decoding all items of one row may take. Checked before any of them is
+    decoded."""
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> MediaConfig:
@@ -87,73 +109,94 @@ class MediaConfig(Settings):
 
 
 class SourceConfig(Settings):
-    """One source of rows.
-
-    ``path``: a .jsonl, .json, .csv or .parquet file (or a glob, or a folder of them), a saved ``datasets`` folder, a data-set
-    name of the hub, or ``module:function`` that yields rows and takes ``options`` as keywords. Text files may be compressed
-    (``rows.jsonl.gz``, .bz2, .xz) or UTF-16. ``split`` chooses among the files
-    of a folder, the parts of a saved or hub data set, and is passed to a function that takes it. ``reader`` names a row converter
-    (a registered public data set, or ``module:function``) that takes ``reader_options`` as keywords. ``weight`` is the share of
-    this source when several are blended. ``limit`` takes the first rows only. ``name`` is the data source of rows that name none.
-    """
+    """One source of rows."""
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
+    """The settings of this section that are paths."""
     functions: ClassVar[tuple[str, ...]] = ("reader",)
+    """The settings of this section that name functions."""
 
     shorthand: ClassVar[str | None] = "path"
+    """The setting that a bare string or number stands for."""
 
     path: str
+    """A .jsonl, .json, .csv or .parquet file, a glob or a folder of them, a saved ``datasets``
+    folder, or a data-set name of the hub. ``module:function`` yields rows and takes ``options`` as
+    keywords. Text files may be compressed (``rows.jsonl.gz``, .bz2, .xz) or UTF-16."""
     name: str | None = None
+    """Data source of rows that name none; ``null`` takes the name of ``path``."""
     subset: str | None = None
+    """Configuration of a data set of the hub."""
     split: str = "train"
+    """Files of a folder, or part of a saved or hub data set, to read. A function that has the
+    parameter ``split`` gets it too."""
     reader: str | None = None
+    """Function that converts each row: a registered public data set (see ``docs/readers.md``), or
+    ``module:function``. ``null`` takes rows as they are."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a function source. No other source takes any."""
     reader_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of ``reader``."""
     weight: float = Field(1.0, gt=0)
+    """Relative share of this source when several are blended by ``sample`` or ``sample_all``."""
     limit: int | None = Field(None, ge=1)
+    """Read only this many rows, from the first."""
 
 
 class DataConfig(Settings):
-    """Rows to prompts or conversations.
-
-    ``chat`` says whether prompts go through the tokenizer's chat template (``auto``: if it has one and there is no ``template``).
-    ``chat_options`` are passed to the chat template. ``template`` writes the text of a text prompt (``{prompt}`` or
-    ``{any_column}``; ``{{`` is a brace): all of it without a chat template, the user's message with one. ``system`` is put first
-    when a row has no system message. ``special_tokens`` says what becomes of a special token that is spelled out in a row: plain
-    ``text``, or ``control`` for rows that were rendered beforehand (a template's own are always control tokens). ``blend``:
-    ``concat`` takes each source once; ``sample`` draws by weight until the first source ends (``sample_all``: until every one has
-    been seen). ``overlong`` says what happens to prompts over ``max_prompt_tokens``; ``truncate`` cuts the start of the last
-    message. ``malformed: skip`` passes over rows that cannot be read, and counts them. ``turns`` says which assistant turns of a
-    conversation supervised training learns from: ``all`` in one example, only the ``last``, or ``each`` as an example of its own
-    (for chat templates that write a turn differently once another follows).
-    """
+    """Rows to prompts or conversations."""
 
     sources: tuple[SourceConfig, ...] = ()
+    """Sources of rows. One path, or a list of paths and tables; see ``SourceConfig``."""
     columns: Columns = Columns()
+    """Columns of a row."""
     media: MediaConfig = MediaConfig()
+    """Pictures, video and sound of rows."""
     chat: bool | Literal["auto"] = "auto"
+    """Write prompts by the chat template of the tokenizer. ``auto`` does so if there is one and no
+    ``template``."""
     chat_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the chat template."""
     template: str | None = None
+    """Text of a text prompt, with ``{prompt}`` or ``{any_column}``; ``{{`` is a brace. It is the
+    whole text without a chat template, the user's message with one."""
     system: str | None = None
+    """System message of rows that have none. It needs a chat template."""
     special_tokens: Literal["text", "control"] = "text"
+    """Encode a special token that a row spells out as plain ``text``, or as ``control``. Set
+    ``control`` for rows that were rendered beforehand. The template's own tokens are always control
+    tokens."""
     blend: Literal["concat", "sample", "sample_all"] = "concat"
+    """Order of several sources. ``concat`` takes each once. ``sample`` chooses by weight until the
+    first source ends, ``sample_all`` until every source has been seen."""
     shuffle: bool = True
+    """Take rows in a new random order in each epoch. Off, rows keep the order of the sources."""
     max_prompt_tokens: int = Field(1024, ge=1)
+    """Longest prompt, in tokens. Supervised data is limited by ``max_tokens`` instead."""
     overlong: Literal["drop", "error", "truncate"] = "drop"
+    """What happens to a row that is too long: ``drop`` it, stop with an ``error``, or ``truncate``.
+    A cut prompt loses the start of its last message, a cut conversation its end. Prompts with media
+    are never cut."""
     malformed: Literal["error", "skip"] = "error"
+    """Stop with an ``error`` at a row that cannot be read, or ``skip`` and count it."""
     turns: Literal["all", "last", "each"] = "all"
+    """Assistant turns of a conversation that supervised training learns: ``all`` in one example,
+    only the ``last``, or ``each`` as a separate example. Set ``each`` for chat templates that write
+    a turn differently once another follows."""
     token_cache: str | None = "~/.cache/lightrft/tokens"
-    """The folder that keeps the token ids of files, so that the next start and every other rank map them into memory. ``null``
-    tokenizes at every start. Entries belong to the content of files, tokenizer and settings; deleting them is always safe.
-    Tokens are not kept of data sets of the hub, of functions and readers of your own, for models that read media, and of tokenizers
-    that are slow or not part of transformers; ``log.txt`` says so."""
+    """Folder that keeps the token ids of files, so that the next start and every other rank map
+    them into memory. ``null`` tokenizes at every start. Entries belong to the content of files,
+    tokenizer and settings; deleting them is always safe. Tokens are not kept of data sets of the
+    hub, of functions and readers of your own, for models that read media, and of tokenizers that
+    are slow or not part of transformers; ``log.txt`` says so."""
     token_cache_min_mb: float = Field(1.0, ge=0)
-    """Smaller data, in MiB of all files together, is tokenized at every start, which takes about a second per MiB."""
+    """Smaller data, in MiB of all files together, is tokenized at every start, which takes about a
+    second per MiB."""
 
     @model_validator(mode="before")
     @classmethod
     def _bare_sources(cls, tree: Any) -> Any:
-        """``sources: a.jsonl`` and ``sources: [a.jsonl]`` stand for ``sources: [{path: a.jsonl}]``."""
+        """Accept ``sources: a.jsonl`` and ``sources: [a.jsonl]``, short for ``[{path: a.jsonl}]``."""
         if isinstance(tree, dict) and "sources" in tree:
             given = tree["sources"]
             listed = [given] if isinstance(given, str | dict | SourceConfig) else given

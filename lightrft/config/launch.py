@@ -16,56 +16,76 @@ WORKERS = {
     "critic": "critic",
     "process": "process",
 }
-"""Settings of ``RayConfig`` that give a role workers, and what one of those is called."""
+"""Settings of ``RayConfig`` that give a role workers, mapped to the name of one such worker."""
 
 
 class RayConfig(Settings):
-    """How ``launch.kind: ray`` uses a cluster.
-
-    ``address``: ``null`` starts one of this machine alone, for the time of the run; ``auto`` or ``host:port`` joins one that is there.
-    Each rank asks for ``cpus`` processors and for ``devices`` of an accelerator (``null``: a whole one, where ranks compute on them; ranks
-    never share one). ``placement`` is Ray's strategy for the bundles of these. What is asked for has ``wait`` minutes to be free.
-    A rank that is lost, or its node, has all ranks start again from the last checkpoint, at most ``restarts`` times.
-    ``environment`` is set in every process of the run.
-
-    Roles may have workers of their own, apart from the ranks: ``engines`` that draw, ``scorers`` that call reward functions,
-    ``references``, ``teachers``, the ``critic`` and the ``process`` reward model. Each asks for ``worker_cpus``, and engines for
-    ``engine_devices``, models for ``model_devices`` of an accelerator (``null``: a whole one); what ranks leave of theirs is taken first.
-    ``weights`` is how engines, and references that move, get them, in buckets of ``bucket_mb``: ``broadcast`` in a process group,
-    ``shared`` in memory that both sides see, ``message`` through Ray. A worker that is lost, or silent for ``silence`` minutes
-    (``null``: half of ``strategy.timeout``, which must be more: ranks wait for it), is started anew, ``restarts`` times in a row.
-    """
+    """Ray: the cluster, the ranks on it, and roles that run in separate workers."""
 
     address: str | None = None
+    """Cluster to join: ``auto`` or ``host:port``. ``null`` starts a cluster of this machine alone,
+    for the time of the run."""
     cpus: float = Field(1.0, ge=0)
+    """Processors that each rank asks for. Fractions are fine."""
     devices: float | None = Field(None, gt=0, le=1)
+    """Share of an accelerator that each rank takes, up to 1. ``null``: a whole one, where ranks
+    compute on accelerators. Lower it to leave room for workers; ranks never share one."""
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
+    """Ray's strategy for the bundles of ranks and workers. ``PACK``: few nodes; ``SPREAD``: many.
+    ``STRICT_PACK``: exactly one; ``STRICT_SPREAD``: a node for each bundle."""
     wait: float = Field(5.0, gt=0)
+    """Minutes that the requested resources have to become free. Raise it on a cluster that grows on
+    demand."""
     restarts: int = Field(3, ge=0)
+    """Most restarts. When a rank or its node is lost, all ranks restart from the last checkpoint,
+    at most so often. A lost worker is restarted at most so often in a row."""
     environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of every process of the run."""
     engines: int = Field(0, ge=0)
+    """Number of engines in separate workers, which generate for all ranks; 0 generates in the
+    ranks."""
     scorers: int = Field(0, ge=0)
+    """Number of workers that call reward functions, each with ``reward.workers`` processes; 0 calls
+    them in the ranks."""
     references: int = Field(0, ge=0)
+    """Number of workers that each hold a copy of the reference; 0 holds it in the ranks."""
     teachers: int = Field(0, ge=0)
+    """Number of workers that each hold a copy of the teacher; 0 holds it in the ranks."""
     critic: bool = False
+    """Train the critic in a separate worker."""
     process: bool = False
+    """Train the process reward model in a separate worker."""
     worker_cpus: float = Field(1.0, ge=0)
+    """Processors that each worker asks for."""
     engine_devices: float | None = Field(None, gt=0, le=1)
+    """Share of an accelerator that each engine worker takes, up to 1; ``null``: a whole one. What
+    ranks leave of theirs is used first."""
     model_devices: float | None = Field(None, gt=0, le=1)
+    """Share of an accelerator that each worker with a model takes, up to 1; ``null``: a whole one.
+    What ranks leave of theirs is used first."""
     weights: Literal["broadcast", "shared", "message"] = "broadcast"
+    """Transport of new weights to engines, and to references that move. ``broadcast``: a process
+    group, to any node. ``shared``: memory that both sides see. ``message``: through Ray."""
     bucket_mb: int = Field(256, ge=1)
+    """Size in MiB of the buckets in which weights travel."""
     silence: float | None = Field(None, gt=0)
+    """Minutes after which a worker that does not reply is restarted; its start counts too.
+    ``null``: half of ``strategy.timeout``. Must be below ``strategy.timeout``, or the ranks that
+    wait time out first."""
 
     @property
     def staff(self) -> dict[str, int]:
-        """How many workers each setting asks for."""
+        """Number of workers that each setting asks for."""
         trained = {"critic": int(self.critic), "process": int(self.process)}
         models = {"references": self.references, "teachers": self.teachers, **trained}
         return {"engines": self.engines, "scorers": self.scorers, **models}
 
     @property
     def workers(self) -> dict[str, tuple[int, float | None]]:
-        """How many workers of each kind, and the share of a device that one asks for, if they compute on such."""
+        """Map each kind of worker to its number and the share of a device that one asks for.
+
+        The share is 0 for workers that compute on no device, and None for a whole device.
+        """
         shares = {"engines": self.engine_devices, "scorers": 0.0}
         return {WORKERS[name]: (count, shares.get(name, self.model_devices)) for name, count in self.staff.items()}
 
@@ -81,12 +101,15 @@ class RayConfig(Settings):
 
 
 class LaunchConfig(Settings):
-    """Where the processes of a run are started. ``kind`` ``local``: ``processes`` above 1 starts so many of them on this machine, by
-    torchrun; one that torchrun has started itself counts as it is. ``ray``: on a Ray cluster, as ``ray`` says."""
+    """The processes of a run and where they start."""
 
     kind: Literal["local", "ray"] = "local"
+    """``local`` starts ``processes`` on this machine by torchrun; a process that torchrun has
+    started itself runs as it is. ``ray`` starts them on a Ray cluster."""
     processes: int = Field(1, ge=1)
+    """Number of ranks. Set it to the number of devices."""
     ray: RayConfig = RayConfig()
+    """Cluster and workers of ``kind: ray``."""
 
     @model_validator(mode="after")
     def _of_kind(self) -> LaunchConfig:

@@ -200,11 +200,17 @@ OTHER_NAMES: dict[str, str] = {
     "log_completions": "log.rollouts_every",
     "rollout_data_dir": "log.rollouts_every",
 }
-"""A name elsewhere, whole or only its last words, to the setting that does the same. Units may differ: see the reference."""
+"""A name in another program, whole or its last words, to the setting that does the same.
+
+Units may differ; see ``docs/configuration.md``.
+"""
 
 
 def own_name(name: str) -> str | None:
-    """The setting that does what ``name`` does elsewhere, by as many of its last words as are known; ``None`` if none is."""
+    """Return the setting that does what ``name`` does in another program, or None.
+
+    The longest known ending of the dotted name decides.
+    """
     words = name.lower().replace("-", "_").strip("_").split(".")
     known = (OTHER_NAMES.get(".".join(words[k:])) for k in range(len(words)))
     return next((found for found in known if found is not None), None)

@@ -1,4 +1,4 @@
-"""Published algorithms as rows of settings: what ``algorithm: <name>`` stands for."""
+"""Published algorithms as rows of settings, by the name in ``algorithm: <name>``."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ PAPERS: dict[str, str] = {
     "prime_released": "PRIME as in the authors' released code: process scores over their largest return, whitened advantages",
     "opd": "On-policy distillation, arXiv 2306.13649, by the sampled token; distill: reverse_kl, forward_kl or jsd for whole vocabularies",
 }
-"""Where each row is from, and what it takes from where if from several."""
+"""Source of each row, and of its parts if they come from several papers."""
 
 PPO_CLIP = "PPO's, arXiv 1707.06347, section 6.1"
 UNDISCOUNTED = "1: the reward of a response is not discounted"
@@ -379,11 +379,17 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "opd": {"loss": PPO_CLIP},
 }
-"""Where the numbers of each row are from, by setting; a branch stands for all numbers below it, unless one has its own."""
+"""Source of the numbers of each row, by setting.
+
+A branch stands for all numbers below it that have no entry.
+"""
 
 
 def source_of(preset: str, key: str) -> str | None:
-    """Return the source of the number ``key`` of ``preset``, e.g. of ``loss.clip_low``; ``None`` where ``SOURCES`` has none."""
+    """Return the source of the number ``key`` of ``preset``, e.g. ``loss.clip_low``.
+
+    ``None`` if ``SOURCES`` has no entry for it.
+    """
     words, known = key.split("."), SOURCES.get(preset, {})
     branches = (".".join(words[:n]) for n in range(len(words), 0, -1))
     return next((known[branch] for branch in branches if branch in known), None)

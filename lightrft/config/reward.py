@@ -10,35 +10,42 @@ from lightrft.config.base import Settings, _full_parts
 
 
 class RewardTerm(Settings):
-    """One term of a reward. ``function``: a registered name, ``package.module:function`` or ``file.py:function``;
-    ``options`` are passed to it as keywords. The reward of an answer is the weighted sum of its terms, each logged by ``name``."""
+    """One term of a reward. The reward of a response is the weighted sum of its terms."""
 
     functions: ClassVar[tuple[str, ...]] = ("function",)
+    """The settings of this section that name functions."""
     shorthand: ClassVar[str | None] = "function"
+    """The setting that a bare string or number stands for."""
 
     function: str
+    """Reward function: a registered name, ``package.module:function`` or ``file.py:function``."""
     weight: float = 1.0
+    """Factor of this term in the sum."""
     name: str | None = None
+    """Name of this term in metrics; ``null`` takes the name of the function."""
     options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the function."""
 
 
 class RewardConfig(Settings):
-    """How answers are scored. ``per_source`` gives rows of one data source terms of their own.
-
-    Functions run in ``workers`` processes, each call under ``deadline`` seconds and ``memory_mb`` MiB on top of what a
-    worker needs to start. A call that fails in any way fails its samples only: they are counted and never trained on.
-    """
+    """The scoring of responses. A call that fails in any way fails its samples only. Failed samples
+    are counted and never trained on."""
 
     terms: tuple[RewardTerm, ...] = ()
+    """Terms of the reward: one name, or a list of names and tables; see ``RewardTerm``."""
     per_source: dict[str, tuple[RewardTerm, ...]] = Field(default_factory=dict)
+    """Data source to the terms of its rows, in place of ``terms``."""
     workers: int = Field(1, ge=1)
+    """Number of processes that call the functions."""
     deadline: float = Field(10.0, gt=0)
+    """Limit of each call in seconds."""
     memory_mb: int = Field(2048, ge=64)
+    """Memory limit of a worker in MiB, on top of what it needs to start."""
 
     @model_validator(mode="before")
     @classmethod
     def _bare_names(cls, tree: Any) -> Any:
-        """``terms: [math]`` stands for ``terms: [{function: math}]``."""
+        """Accept ``terms: [math]``, short for ``terms: [{function: math}]``."""
 
         if isinstance(tree, dict):
             tree = dict(tree)

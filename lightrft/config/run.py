@@ -11,21 +11,25 @@ from lightrft.config.base import Settings
 
 
 class RunConfig(Settings):
-    """The run folder, ``dir``/``name``, and how a run starts.
-
-    ``resume``: ``auto`` goes on from the newest checkpoint of a folder whose config is equal, ``never`` refuses a folder that
-    exists, a path goes on from that checkpoint. ``overwrite`` starts anew in a folder that exists. ``threads`` 0 leaves the
-    number of CPU threads to the program.
-    """
+    """The run folder, ``dir``/``name``, and how a run starts."""
 
     paths: ClassVar[tuple[str, ...]] = ("resume",)
+    """The settings of this section that are paths."""
     name: str = "run"
+    """Name of the run folder below ``dir``."""
     dir: str = "runs"
+    """Folder of runs, relative to the working directory."""
     seed: int = Field(0, ge=0)
+    """Seed of all random numbers of the run."""
     resume: str = "auto"
+    """``auto`` resumes from the newest checkpoint of a folder with an equal config. ``never``
+    refuses a folder that holds a run. A path resumes from that checkpoint."""
     overwrite: bool = False
+    """Delete the run in the folder and start from step 0."""
     threads: int = Field(0, ge=0)
+    """Number of CPU threads; 0 leaves it to torch."""
     progress: bool = True
+    """Show a progress bar."""
 
     @field_validator("name")
     @classmethod
@@ -39,29 +43,35 @@ class RunConfig(Settings):
 
 
 class CheckpointConfig(Settings):
-    """When a run saves a checkpoint, and which ones stay. It also saves at its end and when it is stopped."""
+    """When a run saves a checkpoint, and which ones stay. It also saves at its end and when it is
+    stopped."""
 
     every: int = Field(0, ge=0)
-    """Save after every so many steps; 0 leaves it to ``every_minutes``. Set it to resume from, or export, certain steps."""
+    """Save after every so many steps; 0 leaves it to ``every_minutes``. Set it to resume from, or
+    export, certain steps."""
     every_minutes: float = Field(10.0, ge=0)
-    """Save after the first step that ends so many minutes after the last save; 0 turns it off. A kill loses at most this time
-    and one step. Raise it where a save takes minutes itself."""
+    """Save after the first step that ends so many minutes after the last save; 0 turns it off. A
+    kill loses at most this time and one step. Raise it where a save takes minutes itself."""
     keep: int = Field(2, ge=1)
     """Number of newest checkpoints that stay on disk. Raise it to export earlier steps."""
     best: str | None = None
-    """Metric whose best checkpoint stays too and is the one in ``model/``, e.g. ``eval/accuracy``; with a minus in front, less
-    is better. A step that improves on all checkpoints is saved. Without it ``model/`` holds the last step."""
+    """Metric whose best checkpoint stays too and is the one in ``model/``, e.g. ``eval/accuracy``;
+    with a minus in front, less is better. A step that improves on all checkpoints is saved. Without
+    it ``model/`` holds the last step."""
 
 
 class LogConfig(Settings):
-    """Where metrics and rollouts go. ``wandb`` names a project; ``rollouts_every`` counts steps, 0 writes none; ``batches_every`` too,
-    for batches with all columns that were computed of them, which ``lightrft.diagnostics.replay`` puts through any phase again.
-
-    ``entropy`` measures the policy's entropy also where no loss term needs it.
-    """
+    """Metrics, rollouts and batches that a run writes."""
 
     tensorboard: bool = True
+    """Write metrics for TensorBoard, in ``tensorboard/`` of the run folder."""
     wandb: str | None = None
+    """Weights & Biases project to log to; needs the extra ``wandb``. ``null`` logs nothing
+    there."""
     rollouts_every: int = Field(1, ge=0)
+    """Write the rollouts of every so many steps, in ``rollouts/``; 0 writes none."""
     batches_every: int = Field(0, ge=0)
+    """Write the batch of every so many steps, with all columns computed for it, in ``batches/``; 0
+    writes none. ``lightrft.diagnostics.replay`` runs any phase on them again."""
     entropy: bool = True
+    """Measure the policy's entropy also where no loss term needs it."""

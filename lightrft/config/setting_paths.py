@@ -1,8 +1,9 @@
 """Relative paths in a file of settings are relative to that file.
 
-In memory they are relative to the working directory, as on the command line. ``Settings.paths`` names the fields of a branch that
-hold a path of a file or folder to read, or a name on the hub; ``Settings.functions`` those that hold ``file.py:function``, or the
-name of a registered function. Folders that a run writes are always relative to the working directory.
+In memory they are relative to the working directory, as on the command line. ``Settings.paths``
+names the fields of a branch that hold a path to read, or a name on the hub. ``Settings.functions``
+names the fields that hold ``file.py:function``, or the name of a registered function. Folders that
+a run writes are always relative to the working directory.
 """
 
 from __future__ import annotations
@@ -20,13 +21,20 @@ from pydantic import BaseModel
 from lightrft.utils.atomic_files import looks_like_path
 
 Change = Callable[[str, str], str]
-"""The new value of ``(dotted key, old value)``."""
+"""Return the new value of ``(dotted key, old value)``."""
 
 
 def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
-    """``tree`` of ``cls`` as read from ``file``, with its paths relative to the working directory.
+    """Return ``tree``, read from ``file``, with its paths relative to the working directory.
 
-    Adds to ``problems`` a path that is not beside ``file`` but in the working directory.
+    Args:
+        cls: Settings class of the tree.
+        tree: Plain values of the file.
+        file: The file; its relative paths start from its folder.
+        problems: Gets an entry for each path that exists only in the working directory.
+
+    Returns:
+        A new tree; ``tree`` is not changed.
     """
     folder = file.parent
 
@@ -43,12 +51,15 @@ def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
 
 
 def made_absolute(cls: Any, tree: Any) -> Any:
-    """``tree`` of ``cls`` with absolute paths, which mean the same in any folder."""
+    """Return ``tree`` of ``cls`` with absolute paths, which mean the same in any folder."""
     return _changed(cls, tree, lambda _, value: os.path.abspath(value), Path())  # noqa: PTH100  ".." goes, links stay
 
 
 def branch_of(owner: Any, part: str) -> Any:
-    """The branch that one more ``part`` of a dotted key leads to; places in lists and keys of tables stay with theirs."""
+    """Return the settings class that one more ``part`` of a dotted key leads to.
+
+    An index of a list or a key of a table leads back to ``owner``.
+    """
     if part not in owner.model_fields:
         return owner
     waiting = [owner.model_fields[part].annotation]
@@ -61,7 +72,7 @@ def branch_of(owner: Any, part: str) -> Any:
 
 
 def _changed(cls: Any, tree: Any, change: Change, folder: Path, key: str = "") -> Any:
-    """``tree`` with ``change`` made to every relative path in it; ``folder`` is where they start from now."""
+    """Return ``tree`` with ``change`` made to every relative path, which starts from ``folder``."""
     if isinstance(tree, str) and cls.shorthand:
         return _leaf(cls, cls.shorthand, tree, change, folder, key)
     if isinstance(tree, list | tuple):

@@ -13,23 +13,27 @@ LARGEST_LR = 1.0
 
 
 class OptimizerConfig(Settings):
-    """AdamW (arXiv 1711.05101) with float32 master weights.
-
-    ``lr_of`` gives parts of the model (``language``, ``tower``, ``projector``) a rate of their own in place of ``lr``; the schedule
-    scales all alike.
-    ``warmup`` is a share of all steps when below 1, else a number of steps. ``min_lr`` is the floor of the cosine and linear
-    schedules, as a share of ``lr``.
-    """
+    """AdamW (arXiv 1711.05101) with float32 master weights."""
 
     lr: float = Field(1e-6, ge=0)
+    """Peak learning rate, at most 1. Usual values are 1e-6 to 1e-3."""
     lr_of: dict[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
+    """Learning rates of parts of the model (``language``, ``tower``, ``projector``), in place of
+    ``lr``. The schedule scales all alike."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the first and second moments."""
     eps: float = Field(1e-8, gt=0)
+    """Added to the denominator of an update."""
     weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay; it is multiplied by the learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Course of the learning rate after ``warmup``."""
     warmup: float = Field(0.0, ge=0)
+    """Optimizer steps of linear warm-up. A value below 1 is a share of all steps."""
     min_lr: float = Field(0.1, ge=0, le=1)
+    """Floor of the ``cosine`` and ``linear`` schedules, as a share of ``lr``, in [0, 1]."""
     max_grad_norm: float | None = Field(1.0, gt=0)
+    """Clip the gradient to this global norm; ``null`` does not clip."""
 
     @model_validator(mode="after")
     def _destroys_no_model(self) -> OptimizerConfig:
@@ -43,7 +47,7 @@ class OptimizerConfig(Settings):
 
 
 SHARDING = ("shard", "reshard", "offload")
-"""Settings that act where weights are spread over ranks by FSDP2."""
+"""Settings that act only if FSDP2 shards the weights."""
 
 _OF_KINDS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(SHARDING, ("auto", "fsdp2")),
@@ -53,36 +57,41 @@ _OF_KINDS: dict[str, tuple[str, ...]] = {
 
 
 class StrategyConfig(Settings):
-    """Where weights, gradients and optimizer state live.
-
-    ``kind``: ``single`` is one process, ``fsdp2`` and ``deepspeed`` shard them over all; ``auto`` takes ``single`` or ``fsdp2``, as the
-    number of processes asks.
-    ``stage`` is ZeRO's (arXiv 1910.02054): what is sharded is optimizer state (1), gradients too (2), weights too (3). ``deepspeed`` goes
-    into DeepSpeed's own configuration as it is.
-    With ``fsdp2``: ``shard`` is the number of neighbouring ranks that hold one copy of the weights between them, where not all together
-    hold one (HSDP); ``reshard`` says what is kept of weights from a block's forward pass to its backward pass: its shard (true), all
-    (false), or the shard of so many ranks; ``offload`` keeps weights, gradients and optimizer state in the host's memory.
-    ``offload_activations`` keeps there what the forward pass leaves for the backward pass, and ``sleep`` optimizer state and models that
-    are not trained while answers are drawn.
-    ``device``: ``auto`` takes an accelerator where there is one. A rank that others have waited for during ``timeout`` minutes ends
-    the run.
-    ``tensor`` ranks side by side share out the heads and the inner width of each layer, by the plan that transformers has for the model:
-    tensor parallelism. ``sequence`` ranks (of as many times ``tensor``) share out the tokens of each micro-batch, for answers too long
-    for one of them: sequence parallelism by exchange of heads (Ulysses, arXiv 2309.14509). Both are for ``fsdp2``.
-    """
+    """The devices and the placement of weights, gradients and optimizer state."""
 
     kind: Literal["auto", "single", "fsdp2", "deepspeed"] = "auto"
+    """``single`` is one process. ``fsdp2`` and ``deepspeed`` shard the model over all processes.
+    ``auto`` takes ``single`` or ``fsdp2``, by the number of processes."""
     device: str = "auto"
+    """Device of each process, such as ``cpu`` or ``cuda:1``; ``auto`` takes an accelerator where
+    there is one."""
     timeout: float = Field(10.0, gt=0)
+    """Minutes after which a rank that others wait for ends the run. Raise it where one step of a
+    rank may take longer."""
     tensor: int = Field(1, ge=1)
+    """Number of neighbouring ranks that split the heads and the inner width of each layer (tensor
+    parallelism, by the plan of transformers). For ``fsdp2``."""
     sequence: int = Field(1, ge=1)
+    """Number of ranks that split the tokens of each micro-batch (sequence parallelism by exchange
+    of heads: Ulysses, arXiv 2309.14509). A group has ``sequence`` times ``tensor`` ranks. Raise it
+    for responses too long for one device; for ``fsdp2``."""
     shard: int | None = Field(None, ge=1)
+    """Number of neighbouring ranks that hold one copy of the weights between them (HSDP). ``null``
+    spreads one copy over all ranks. For ``fsdp2``."""
     reshard: bool | Annotated[int, Field(ge=2)] = True
+    """Weights kept from a block's forward pass to its backward pass: its shard (true), all (false),
+    or the shard of so many ranks. Keep more to gather less. For ``fsdp2``."""
     offload: bool = False
+    """Keep weights, gradients and optimizer state in the host's memory. For ``fsdp2``."""
     offload_activations: bool = False
+    """Keep in the host's memory what the forward pass saves for the backward pass."""
     sleep: bool = False
+    """Keep optimizer state and frozen models in the host's memory during generation."""
     stage: int = Field(2, ge=1, le=3)
+    """ZeRO stage (arXiv 1910.02054): shard optimizer state (1), gradients too (2), weights too (3).
+    For ``deepspeed``."""
     deepspeed: dict[str, Any] = Field(default_factory=dict)
+    """Entries of DeepSpeed's own configuration, passed as they are. For ``deepspeed``."""
 
     @model_validator(mode="after")
     def _of_kind(self) -> StrategyConfig:
@@ -102,21 +111,29 @@ class StrategyConfig(Settings):
 
 
 class SamplingConfig(Settings):
-    """How answers are drawn. ``temperature`` 0 is greedy.
-
-    Filters apply in the order repetition penalty, temperature, top-k, top-p, min-p.
-    ``stop`` strings stay in the answer's tokens and are cut from its text.
-    """
+    """The generation of responses. Filters apply in this order: repetition penalty, temperature,
+    top-k, top-p, min-p."""
 
     temperature: float = Field(1.0, ge=0)
+    """Divisor of the logits; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens whose probabilities sum to this share; 1 keeps all."""
     top_k: int = Field(0, ge=0)
+    """Sample from this many likeliest tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, le=1)
+    """Drop tokens less likely than this multiple of the likeliest token's probability; 0 keeps
+    all."""
     repetition_penalty: float = Field(1.0, gt=0)
+    """Penalty of tokens that occurred before; 1 is none, and a larger value makes repeats less
+    likely."""
     max_new_tokens: int = Field(256, ge=1)
+    """Longest response, in tokens."""
     min_new_tokens: int = Field(0, ge=0)
+    """Shortest response, in tokens: no end token is sampled before."""
     stop: tuple[str, ...] = ()
+    """Strings that end a response. They stay in its tokens and are cut from its text."""
     stop_token_ids: tuple[int, ...] = ()
+    """Further token ids that end a response."""
 
     @model_validator(mode="after")
     def _bounds(self) -> SamplingConfig:
@@ -128,21 +145,26 @@ class SamplingConfig(Settings):
 
 
 class EngineConfig(Settings):
-    """What draws answers. ``token_budget`` bounds the tokens (prompts and answers) whose keys and values are held at one time;
-    ``max_rows`` the answers that grow at one time."""
+    """The engine that generates responses."""
 
     kind: Literal["native"] = "native"
+    """Engine to use."""
     token_budget: int = Field(262_144, ge=1)
+    """Most tokens, of prompts and responses, whose keys and values are in memory at once. Lower it
+    when memory runs out during generation."""
     max_rows: int = Field(256, ge=1)
+    """Most responses that grow at once."""
     check_logprobs: bool = True
-    """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where they differ.
-
-    On the first batch, and after each weight update of an engine that has its own weights: on the batch that follows, or with
-    ``rollout.staleness`` on a few tokens that the engine draws at once. It costs a forward of a few rows. Turn it off for an engine
-    that is meant to differ, e.g. one with quantised weights.
-    """
+    """Compare the log-probs of sampled tokens with the trainer's own, and stop with the cause where
+    they differ. The check runs on the first batch, and after each weight update of an engine with
+    separate weights. It uses the batch that follows, or with ``rollout.staleness`` a few tokens
+    generated at once. It costs a forward of a few rows. Turn it off for an engine that is meant to
+    differ, e.g. one with quantised weights."""
 
 
 def in_worker(strategy: StrategyConfig) -> StrategyConfig:
-    """What of ``strategy`` acts in a worker of ``launch.ray``, which is one process and answers when it is asked."""
+    """Return the part of ``strategy`` that acts in a worker of ``launch.ray``.
+
+    A worker is one process and serves calls, so sharding and sleeping do not apply.
+    """
     return StrategyConfig(device=strategy.device, offload_activations=strategy.offload_activations)

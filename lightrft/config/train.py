@@ -1,4 +1,4 @@
-"""Settings of the optimizer steps and of the models beside the policy."""
+"""Settings of the optimizer steps and of the models other than the policy."""
 
 from __future__ import annotations
 
@@ -13,61 +13,84 @@ from lightrft.config.strategy import OptimizerConfig
 
 
 class TeacherConfig(Settings):
-    """The frozen model of ``algorithm.distill``, with the tokenizer of the policy; all else is as in ``model``."""
+    """The frozen model of ``algorithm.distill``. It has the tokenizer of the policy; all else is as
+    in ``model``."""
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
+    """The settings of this section that are paths."""
     shorthand: ClassVar[str | None] = "path"
+    """The setting that a bare string or number stands for."""
 
     path: str = ""
+    """Hugging Face folder, or name on the hub."""
     revision: str | None = None
+    """Branch, tag or commit on the hub."""
     dtype: DType = "auto"
+    """Type of the weights; ``auto`` takes the type that the model was saved in."""
     load_in_4bit: bool = False
+    """Load weights in 4 bits (NF4, by bitsandbytes). Needs the extra ``quant``."""
     trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
 
 
 class CriticConfig(Settings):
-    """The value model of ``gae``: starts from ``model`` unless it has a ``path``. The first ``warmup_steps`` steps train it alone, on
-    answers of the frozen policy."""
+    """The value model of advantages such as ``gae``."""
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
+    """The settings of this section that are paths."""
     path: str = ""
+    """Folder or name of the start model; empty takes ``model.path``."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=9e-6)
+    """Optimizer of the critic."""
     warmup_steps: int = Field(0, ge=0)
+    """Rollout steps at the start that train the critic alone, on responses of the frozen policy."""
 
 
 class ProcessConfig(Settings):
-    """The process reward model of ``prime`` (arXiv 2502.01456): starts from ``model`` unless it has a ``path``.
-
-    It learns whether the reward of an answer reaches ``threshold``; its log-ratio to the reference, times ``beta``, is the reward of
-    a token. ``forward``: ``single`` takes token rewards from the forward that it is trained by, ``double`` from one after that.
-    """
+    """The process reward model of ``prime`` (arXiv 2502.01456). It learns whether the reward of a
+    response reaches ``threshold``."""
 
     paths: ClassVar[tuple[str, ...]] = ("path",)
+    """The settings of this section that are paths."""
     path: str = ""
+    """Folder or name of the start model; empty takes ``model.path``."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-6)
+    """Optimizer of the process reward model."""
     beta: float = Field(0.05, gt=0)
+    """Factor of its log-ratio to the reference, which is the reward of a token."""
     threshold: float = 1.0
+    """Reward, before shaping, that a right response reaches."""
     forward: Literal["single", "double"] = "single"
+    """Take token rewards from the forward pass that trains the model (``single``), or from another
+    one after the update (``double``)."""
 
 
 class PtxConfig(Settings):
-    """Supervised data beside the rollouts (PPO-ptx, arXiv 2203.02155): ``coef`` times the mean of -logp over the tokens of
-    ``batch_size`` conversations of ``data`` is added to the loss of each optimizer step of the policy. Longer conversations than
-    ``max_tokens`` are left out."""
+    """Supervised data next to the rollouts (PPO-ptx, arXiv 2203.02155)."""
 
     coef: float = Field(0.0, ge=0)
+    """Factor of the mean of -logp over the trained tokens, added to the loss of each optimizer step
+    of the policy; 0 leaves it out."""
     data: DataConfig = DataConfig()
+    """Conversations to learn from."""
     batch_size: int = Field(8, ge=1)
+    """Number of conversations in an optimizer step."""
     max_tokens: int = Field(2048, ge=2)
+    """Longest conversation, in tokens. ``overlong`` of ``data`` says what happens to longer
+    ones."""
 
 
 class TrainConfig(Settings):
-    """How a batch becomes optimizer steps. ``steps`` counts rollout steps (or, for supervised verbs, optimizer steps); without it
-    ``epochs`` passes over the data decide. Each rollout batch is passed over ``updates`` times, in ``mini_batches`` optimizer
-    steps a pass. ``micro_batch_tokens`` bounds the tokens that one forward sees."""
+    """The optimizer steps of a run."""
 
     steps: int | None = Field(None, ge=1)
+    """Number of rollout steps; of optimizer steps for ``sft``. ``null`` leaves it to ``epochs``."""
     epochs: float = Field(1.0, gt=0)
+    """Passes over the data; read without ``steps``."""
     updates: int = Field(1, ge=1)
+    """Passes over each rollout batch."""
     mini_batches: int = Field(1, ge=1)
+    """Optimizer steps in each pass over a rollout batch."""
     micro_batch_tokens: int = Field(16_384, ge=1)
+    """Most tokens in one forward pass; a longer row goes alone. Lower it when memory runs out; the
+    loss stays the same, up to rounding."""

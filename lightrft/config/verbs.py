@@ -19,103 +19,171 @@ from lightrft.config.train import CriticConfig, ProcessConfig, PtxConfig, Teache
 
 
 class RLConfig(Settings):
-    """Everything that ``lightrft rl`` reads. ``reference`` is the model of the KL term, where that is not the start of training."""
+    """The settings of ``lightrft rl``: reinforcement learning from rewards or from a teacher."""
 
     paths: ClassVar[tuple[str, ...]] = ("reference",)
+    """The settings of this section that are paths."""
     run: RunConfig = RunConfig()
+    """Run folder and start."""
     model: ModelConfig = ModelConfig()
+    """Policy."""
     reference: str | None = None
+    """Folder or name of the reference of the KL term; ``null`` takes the model that training starts
+    from."""
     teacher: TeacherConfig = TeacherConfig()
+    """Teacher of ``algorithm.distill``."""
     critic: CriticConfig = CriticConfig()
+    """Critic of advantages that need one."""
     process: ProcessConfig = ProcessConfig()
+    """Process reward model of ``prime``."""
     ptx: PtxConfig = PtxConfig()
+    """Supervised data next to the rollouts."""
     data: DataConfig = DataConfig()
+    """Prompts to learn from."""
     eval: EvalConfig = EvalConfig()
+    """Evaluation on the eval set."""
     rollout: RolloutConfig = RolloutConfig()
+    """Groups of responses of a step."""
     sampling: SamplingConfig = SamplingConfig()
+    """Generation of responses."""
     engine: EngineConfig = EngineConfig()
+    """Engine that generates responses."""
     reward: RewardConfig = RewardConfig()
+    """Scoring of responses."""
     algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    """Advantage, loss and their terms."""
     train: TrainConfig = TrainConfig()
+    """Optimizer steps."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """Optimizer of the policy."""
     strategy: StrategyConfig = StrategyConfig()
+    """Devices, sharding and parallelism."""
     launch: LaunchConfig = LaunchConfig()
+    """Processes of the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
     log: LogConfig = LogConfig()
+    """Metrics, rollouts and batches on disk."""
 
 
 class SFTConfig(Settings):
-    """Everything that ``lightrft sft`` reads; ``batch_size`` counts conversations."""
+    """The settings of ``lightrft sft``: supervised training on conversations, with the loss on
+    assistant tokens."""
 
     run: RunConfig = RunConfig()
+    """Run folder and start."""
     model: ModelConfig = ModelConfig()
+    """Model to train."""
     data: DataConfig = DataConfig()
+    """Conversations to learn from."""
     eval: EvalConfig = EvalConfig()
+    """Evaluation on the eval set."""
     engine: EngineConfig = EngineConfig()
+    """Engine that generates responses."""
     reward: RewardConfig = RewardConfig()
+    """Scoring of responses."""
     batch_size: int = Field(32, ge=1)
+    """Number of conversations in an optimizer step."""
     max_tokens: int = Field(2048, ge=2)
+    """Longest conversation, in tokens. ``data.overlong`` says what happens to longer ones."""
     train: TrainConfig = TrainConfig()
+    """Optimizer steps."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    """Optimizer of the model."""
     strategy: StrategyConfig = StrategyConfig()
+    """Devices, sharding and parallelism."""
     launch: LaunchConfig = LaunchConfig()
+    """Processes of the run."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """Checkpoints."""
     log: LogConfig = LogConfig()
+    """Metrics, rollouts and batches on disk."""
 
 
 class EvaluateConfig(Settings):
-    """Everything that ``lightrft eval`` reads."""
+    """The settings of ``lightrft eval``: responses to the prompts of the eval set, and their
+    scores."""
 
     run: RunConfig = RunConfig(name="eval")
+    """Run folder and start."""
     model: ModelConfig = ModelConfig()
+    """Model to evaluate."""
     eval: EvalConfig = EvalConfig()
+    """Eval set and generation."""
     engine: EngineConfig = EngineConfig()
+    """Engine that generates responses."""
     reward: RewardConfig = RewardConfig()
+    """Scoring of responses."""
     strategy: StrategyConfig = StrategyConfig()
+    """Devices, sharding and parallelism."""
 
 
 class GenerateConfig(Settings):
-    """Everything that ``lightrft generate`` reads: ``samples`` answers to every prompt, to the JSON-lines file ``output``."""
+    """The settings of ``lightrft generate``: ``samples`` responses to every prompt, in the file
+    ``output``."""
 
     run: RunConfig = RunConfig(name="generate")
+    """Run folder and start."""
     model: ModelConfig = ModelConfig()
+    """Model that generates."""
     data: DataConfig = DataConfig(shuffle=False)
+    """Prompts."""
     sampling: SamplingConfig = SamplingConfig()
+    """Generation of responses."""
     samples: int = Field(1, ge=1)
+    """Number of responses to each prompt."""
     output: str = "answers.jsonl"
+    """JSON-lines file of the responses. It must not exist, unless ``run.overwrite`` is set."""
     engine: EngineConfig = EngineConfig()
+    """Engine that generates responses."""
     reward: RewardConfig = RewardConfig()
+    """Scoring of responses; without terms none is scored."""
     strategy: StrategyConfig = StrategyConfig()
+    """Devices, sharding and parallelism."""
 
 
 class ChatConfig(Settings):
-    """Everything that ``lightrft chat`` reads. The files that ``attach`` names go with the first message."""
+    """The settings of ``lightrft chat``: a conversation with a model in the terminal."""
 
     paths: ClassVar[tuple[str, ...]] = ("attach",)
+    """The settings of this section that are paths."""
     run: RunConfig = RunConfig(name="chat")
+    """Run folder and start."""
     model: ModelConfig = ModelConfig()
+    """Model to talk to."""
     system: str | None = None
+    """System message; ``null`` sends none."""
     attach: tuple[str, ...] = ()
+    """Files that go with the first message."""
     media: MediaConfig = MediaConfig()
+    """Pictures, video and sound of messages."""
     sampling: SamplingConfig = SamplingConfig(temperature=0.7, top_p=0.95, max_new_tokens=512)
+    """Generation of responses."""
     engine: EngineConfig = EngineConfig()
+    """Engine that generates responses."""
     strategy: StrategyConfig = StrategyConfig()
+    """Devices, sharding and parallelism."""
 
 
 class ExportConfig(Settings):
-    """Everything that ``lightrft export`` reads. ``path`` may stand without its key."""
+    """The settings of ``lightrft export``: the policy of a run as a Hugging Face folder. ``path``
+    may stand without its key."""
 
     paths: ClassVar[tuple[str, ...]] = ("path", "base")
+    """The settings of this section that are paths."""
     path: str = ""
     """Run folder, or one folder of its ``checkpoints/``."""
     which: Literal["auto", "best", "last"] = "auto"
-    """Checkpoint of a run: the best by its ``checkpoint.best``, or the last. ``auto`` takes the best if the run names a metric."""
+    """Checkpoint of a run: the best by its ``checkpoint.best``, or the last. ``auto`` takes the
+    best if the run names a metric."""
     step: int | None = Field(None, ge=0)
     """Step of the checkpoint, instead of ``which``."""
     output: str | None = None
-    """Folder to write; ``null`` is ``export/`` of the run. It must not exist, unless ``overwrite`` is set."""
+    """Folder to write; ``null`` is ``export/`` of the run. It must not exist, unless ``overwrite``
+    is set."""
     adapters: Literal["merge", "keep"] = "merge"
-    """``keep`` writes low-rank adapters alone, for PEFT. Set it to share them, or where the model is quantised."""
+    """``keep`` writes low-rank adapters alone, for PEFT. Set it to share them, or where the model
+    is quantised."""
     base: str | None = None
     """Folder or name of the start model. Set it when that has moved since the run."""
     overwrite: bool = False
@@ -123,33 +191,41 @@ class ExportConfig(Settings):
 
 
 class DoctorConfig(Settings):
-    """What ``lightrft doctor`` reads beside the config that it looks at, as ``doctor.rows=20``.
-
-    ``verb`` says whose config it is (``auto``: ``sft`` where it can be nothing else or names no reward, else ``rl``).
-    ``device_memory``, such as 80GiB, is that of each device of a machine that is not here (``auto``: what this one has free), which
-    are of ``device``. ``rows`` prompts are scored, with their own answer and with an empty one. ``probe`` loads the policy,
-    measures, and compares the engine's log-probs with the policy's. ``output`` names a JSON file for the findings.
-    """
+    """The settings of ``lightrft doctor`` itself, written as ``doctor.rows=20``. All others are of
+    the config that it examines."""
 
     verb: Literal["auto", "rl", "sft"] = "auto"
+    """Verb whose config this is. ``auto``: ``sft`` where it can be nothing else or names no reward,
+    else ``rl``."""
     device_memory: str = "auto"
+    """Memory of each device, such as 80GiB, of a machine that is not here. ``auto``: what is free
+    on this one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Kind of the devices of a machine that is not here. ``auto``: the kind of
+    ``strategy.device``."""
     rows: int = Field(10, ge=0)
+    """Number of prompts to score, with their own answer and with an empty one; 0 scores none."""
     probe: bool = False
+    """Load the policy, measure, and compare the engine's log-probs with the policy's."""
     output: str | None = None
+    """JSON file for the findings; ``null`` writes none."""
 
 
 class DemoConfig(Settings):
-    """Everything that ``lightrft demo`` reads: a start model of ``family`` with ``model`` sizes, then ``sft``, then ``rl``.
-
-    A family that reads more than text has ``tower`` sizes too, and ``processor`` settings that fit them.
-    Both phases run in folders below ``run.dir``/``run.name`` and take their seed from ``run``.
-    """
+    """The settings of ``lightrft demo``: a tiny start model, then ``sft``, then ``rl``. Both phases
+    run in folders below ``run.dir``/``run.name`` and take their seed from ``run``."""
 
     run: RunConfig = RunConfig(name="demo")
+    """Run folder and start of the demo."""
     family: str = "qwen2"
+    """Family of the start model."""
     model: dict[str, Any] = Field(default_factory=dict)
+    """Sizes of the start model, as in its ``config.json``."""
     tower: dict[str, Any] = Field(default_factory=dict)
+    """Sizes of the tower of a family that reads more than text."""
     processor: dict[str, Any] = Field(default_factory=dict)
+    """Settings of the processor that fit ``tower``."""
     sft: SFTConfig = SFTConfig()
+    """Warm-up by supervised training."""
     rl: RLConfig = RLConfig()
+    """Reinforcement learning after it."""

@@ -88,7 +88,7 @@ def test_the_pages_made_from_the_code_name_every_setting_with_its_default_and_do
             assert f"| `{name}` |" in text
     assert "| `horizon` | int, ≥ 1 | `10000` |" in text
     assert "| `where` | `none` or `reward` or `loss` | `none` |" in text
-    assert "`temperature` 0 is greedy." in text
+    assert "* `temperature`: Divisor of the logits; 0 is greedy." in text
 
 
 def test_the_page_of_parts_has_every_registered_part_with_its_formula() -> None:

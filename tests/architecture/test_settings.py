@@ -1,8 +1,9 @@
-"""A setting that nothing reads cannot exist."""
+"""A setting that nothing reads cannot exist, nor one without a description."""
 
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ class SettingsClass:
     name: str
     where: str
     fields: list[str] = field(default_factory=list)
+    described: list[str] = field(default_factory=list)
     reads_of: dict[str, set[str]] = field(default_factory=dict)
 
 
@@ -40,6 +42,9 @@ def describe(module: Module, node: ast.ClassDef) -> SettingsClass:
                 described.fields.append(statement.target.id)
         elif isinstance(statement, ast.FunctionDef) and not is_validator(statement):
             described.reads_of[statement.name] = reads(statement)
+    for item, below in itertools.pairwise(node.body):
+        if isinstance(item, ast.AnnAssign) and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+            described.described.append(ast.unparse(item.target))
     return described
 
 
@@ -70,6 +75,12 @@ def never_read(tree: Iterable[Module]) -> list[str]:
     return [f"{c.where} {c.name}.{name}" for c in classes.values() for name in c.fields if name not in used]
 
 
+def without_description(tree: Iterable[Module]) -> list[str]:
+    """Fields of settings without a string below them."""
+    classes = settings_classes(tree).values()
+    return [f"{c.where} {c.name}.{name}" for c in classes for name in c.fields if name not in c.described]
+
+
 def fake(text: str) -> list[Module]:
     return [Module(("utils", "x"), "x.py", text)]
 
@@ -79,6 +90,15 @@ SETTINGS = "class A(Settings):\n    lr: float = 1.0\n    kind: ClassVar[int] = 3
 
 def test_every_setting_is_read_by_code() -> None:
     assert never_read(modules()) == []
+
+
+def test_every_setting_has_a_description() -> None:
+    assert without_description(modules()) == []
+
+
+def test_a_setting_without_a_description_is_seen() -> None:
+    assert without_description(fake(SETTINGS)) == ["x.py:1 A.lr"]
+    assert without_description(fake("class A(Settings):\n    lr: float = 1.0\n    'Rate.'\n    kind: ClassVar[int] = 3\n")) == []
 
 
 def test_the_settings_are_found() -> None:

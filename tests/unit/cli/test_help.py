@@ -1,0 +1,107 @@
+"""``lightrft <verb> --help`` lists every setting with its default and its description."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import Field
+
+from lightrft.cli.arguments import INDENT, show_help
+from lightrft.cli.main import main
+from lightrft.config.base import Settings, description_of, descriptions
+from lightrft.config.verbs import DemoConfig, RLConfig
+
+VERBS = ("rl", "sft", "eval", "generate", "chat", "export", "doctor", "demo")
+
+
+class Inner(Settings):
+    """A branch."""
+
+    rate: float = 1.0
+    """Rate of ``x``,
+    positive. Raise it in need."""
+    names: dict[str, int] = Field(default_factory=lambda: {"rate": 1, "b": 2})
+    """A table."""
+
+
+class Outer(Settings):
+    """A tree."""
+
+    inner: Inner = Inner()
+    """The branch."""
+    plain: int = 3
+
+
+class Later(Outer):
+    """A tree that inherits fields."""
+
+    more: bool = False
+    """Do more."""
+
+
+def described_rows(text: str) -> dict[str, str]:
+    """Key to description, as the help shows them; empty for the further keys of a table."""
+    rows: dict[str, str] = {}
+    above = ""
+    for line in text.partition("settings and their defaults\n")[2].splitlines():
+        if line.startswith(INDENT):
+            rows[above] = f"{rows[above]} {line.strip()}".strip()
+        else:
+            above = line.split()[0]
+            rows[above] = ""
+    return rows
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_a_verb_describes_every_setting(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    assert main([verb, "--help"]) == 0
+    rows = described_rows(capsys.readouterr().out)
+    first, *below = [key for key in rows if verb == "demo" and key.startswith("model.")] or [""]  # the keys of a table
+    assert [key for key, text in rows.items() if not text] == below
+    assert rows.get("run.name", "Name of").startswith("Name of")
+    assert first == "" or rows[first].startswith("Sizes of")
+
+
+def test_a_description_is_wrapped_below_its_key(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    show_help("rl", Outer(), "A verb.")
+    shown = capsys.readouterr().out.partition("defaults\n")[2]
+    assert shown == (
+        "  inner.rate        1.0\n"
+        "      Rate of `x`, positive. Raise it in\n"
+        "      need.\n"
+        "  inner.names.rate  1\n"
+        "      A table.\n"
+        "  inner.names.b     2\n"
+        "  plain             3\n"
+    )
+
+
+def test_descriptions_are_the_strings_below_fields() -> None:
+    assert descriptions(Inner) == {"rate": "Rate of `x`, positive. Raise it in need.", "names": "A table."}
+    assert descriptions(Later) == {"inner": "The branch.", "more": "Do more."}
+
+
+@pytest.mark.parametrize(
+    ("cls", "key", "said"),
+    [
+        (Later, "inner.rate", "Rate of `x`"),
+        (Later, "inner", "The branch."),
+        (Outer, "inner.names.rate", "A table."),
+        (RLConfig, "model.lora.rank", "Rank of the adapters."),
+        (RLConfig, "data.sources.weight", "Relative share"),
+        (DemoConfig, "model.hidden_size", "Sizes of the start model"),
+        (DemoConfig, "rl.optimizer.lr", "Peak learning rate"),
+    ],
+)
+def test_a_dotted_key_has_the_description_of_its_field(cls: type[Settings], key: str, said: str) -> None:
+    assert description_of(cls, key).startswith(said)
+
+
+@pytest.mark.parametrize("key", ["plain", "nowhere", "nowhere.rate"])
+def test_a_key_without_a_description_has_none(key: str) -> None:
+    assert description_of(Outer, key) == ""
+
+
+def test_a_class_without_source_has_no_descriptions() -> None:
+    made: type[Settings] = type("Made", (Outer,), {"__module__": "nowhere"})
+    assert descriptions(made) == {"inner": "The branch."}
