@@ -14,8 +14,7 @@ def run(arguments: Sequence[str]) -> int:
     """Read messages line by line and print the responses.
 
     ``/clear`` clears the conversation. ``/exit`` or the end of input leaves. ``/<kind> path``
-    attaches
-    a file to the next message.
+    attaches a file to the next message.
     """
     about = "Talk to a model. /clear starts anew, /exit leaves, /image path (or another kind) goes with the next message."
     config = settings_of("chat", ChatConfig, positional(arguments, "model.path"), about)

@@ -44,8 +44,7 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
 
     The batch keeps the columns that earlier phases of the run computed. Weights, optimizer and
     coefficients come from the checkpoint before the step, so the same settings give the same
-    numbers.
-    The run is not changed. The random generators of this process are seeded.
+    numbers. The run is not changed. The random generators of this process are seeded.
 
     Args:
         folder: run folder.

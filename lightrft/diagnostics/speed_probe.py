@@ -88,10 +88,8 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
 
     Generation scales with the number of concurrent responses (``Drawing``), at the sampled lengths.
     Passes (``step_workload.forwards``) scale with tokens. Models of other roles count like the
-    policy.
-    The lower bound assumes that a wider call costs nothing more. The upper bound assumes responses
-    of
-    maximum length and the slowest repeat.
+    policy. The lower bound assumes that a wider call costs nothing more. The upper bound assumes
+    responses of maximum length and the slowest repeat.
 
     Args:
         config: settings of the run.

@@ -93,8 +93,7 @@ class Pulse:
         """Return a description of the rank that blocks a collective call, or "" if none is found.
 
         It names ranks that have failed and ranks without a heartbeat. Otherwise it names ranks that
-        have
-        made fewer calls on ``line`` than this one. The check takes a few seconds.
+        have made fewer calls on ``line`` than this one. The check takes a few seconds.
 
         Args:
             line: name of a sequence of collective calls, as passed to ``come``.

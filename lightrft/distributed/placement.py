@@ -56,8 +56,7 @@ def layout(launch: LaunchConfig, accelerated: bool) -> Layout:
     """Build one bundle per rank, with a whole device each if ``accelerated``.
 
     A worker is placed in the bundle of a rank if its share of a device fits there. Otherwise it
-    gets
-    a new bundle.
+    gets a new bundle.
     """
     asked = launch.ray
     devices = (1.0 if asked.devices is None else asked.devices) if accelerated else 0.0

@@ -159,8 +159,8 @@ class Team:
     """A group of ranks that process different parts of the same rows (sequence parallelism).
 
     ``place`` is this rank's index in ``range(size)``. ``group`` is a torch process group for
-    tensors
-    on the model's device. ``tensor`` ranks shard the layers, and with them the heads, of each part.
+    tensors on the model's device. ``tensor`` ranks shard the layers, and with them the heads, of
+    each part.
     """
 
     place: int
@@ -182,8 +182,7 @@ def in_teams(ranks: Ranks, sequence: int, tensor: int = 1) -> tuple[Team, Ranks]
     """Build the sequence-parallel group of this rank and its data-parallel group.
 
     A model-parallel group has ``sequence * tensor`` consecutive ranks that work on the same rows.
-    The
-    sequence-parallel group consists of its ranks with the same tensor-parallel index. The
+    The sequence-parallel group consists of its ranks with the same tensor-parallel index. The
     data-parallel group consists of the ranks at the same position in every model-parallel group.
     Every rank must call it.
 
@@ -226,8 +225,7 @@ def joined(minutes: float) -> Generator[Ranks]:
     """Join the ranks that a launcher such as torchrun has started, or run alone without one.
 
     If a rank does not join a collective call within ``minutes``, each rank raises an error that
-    names
-    it. Ranks that have already joined are reused.
+    names it. Ranks that have already joined are reused.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield ALONE
@@ -326,9 +324,9 @@ def _room(store: Any, rank: int, size: int, limit: timedelta) -> Any:
 
     ``store`` may have been used before. A program may meet several times (e.g. SFT, then RL), with
     some ranks in the next rendezvous while others are still in the last one. torchrun also keeps
-    its
-    store for all processes that it restarts. With the old keys, a rank would look for the others at
-    their old addresses. So each rank sends rank 0 a random token, and rank 0 replies to that token.
+    its store for all processes that it restarts. With the old keys, a rank would look for the
+    others at their old addresses. So each rank sends rank 0 a random token, and rank 0 replies to
+    that token.
 
     Raises ``TimeoutError``, or torch's ``DistError``, after ``limit``.
     """
@@ -420,8 +418,7 @@ class Signs:
     """Non-blocking keep-alive signals to all ``ranks`` while this rank is still working.
 
     Sending one must not block, since other ranks may need what this rank does next. This is the
-    case
-    for tensor-parallel ranks that generate each token jointly.
+    case for tensor-parallel ranks that generate each token jointly.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -467,8 +464,7 @@ def patiently(ranks: Ranks, work: Callable[[Callable[[], None]], T]) -> list[T]:
     """Run ``together`` for work that may take much longer on one rank than on another.
 
     ``work`` gets a function to call regularly, e.g. between tokens. While a rank calls it, the
-    other
-    ranks keep waiting. A rank that no longer calls it times out as in any collective call.
+    other ranks keep waiting. A rank that no longer calls it times out as in any collective call.
     """
     signs = Signs(ranks)
 

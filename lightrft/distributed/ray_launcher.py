@@ -93,8 +93,7 @@ class Order:
     """The task of a rank: a program, its settings, environment and workers.
 
     ``tree`` is YAML of the settings class ``kind``. ``again`` is True if previous ranks were lost
-    and
-    the run resumes. ``before`` are the places of these previous ranks.
+    and the run resumes. ``before`` are the places of these previous ranks.
     """
 
     path: str

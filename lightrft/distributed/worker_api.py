@@ -30,8 +30,8 @@ class Worker(Protocol):
         """Return a future with the result or exception of ``method`` of the object.
 
         The future raises ``WorkerLost`` when the process ends first, and at once if it is already
-        gone.
-        Arguments are pickled before this returns. Tensors in arguments and results are on the CPU.
+        gone. Arguments are pickled before this returns. Tensors in arguments and results are on the
+        CPU.
         """
         ...
 
@@ -39,8 +39,7 @@ class Worker(Protocol):
         """End the process if it exists, and start a new process with a new object.
 
         Pending calls are lost. If several processes use the worker and have lost it, it is
-        restarted
-        once for all of them.
+        restarted once for all of them.
 
         Raises:
             ResourceError: the cluster has no room for the worker any more.

@@ -21,12 +21,12 @@ from lightrft.utils.errors import ModelError
 class Family:
     """How one family differs from a plain transformer decoder.
 
-    ``decoder``: path of the module that yields last hidden states; empty for the one that the model names.
-    ``softcap``, ``multiplier``, ``divisor``: config fields that cap and scale the output of the head.
-    ``layout``: the leanest layout that is right.
-    ``padded_attention``: the transformers implementation that honours all of the family's attention; ``None`` is its own choice.
-    ``loader``: the transformers class, if it is not the one for causal language models.
-    ``reader``: how the family reads media.
+    ``decoder``: path of the module that yields last hidden states; empty for the one that the model
+    names. ``softcap``, ``multiplier``, ``divisor``: config fields that cap and scale the output of
+    the head. ``layout``: the leanest layout that is right. ``padded_attention``: the transformers
+    implementation that honours all of the family's attention; ``None`` is its own choice.
+    ``loader``: the transformers class, if it is not the one for causal language models. ``reader``:
+    how the family reads media.
     ``refused``: why no model of the family can be trained."""
 
     decoder: str = "model"

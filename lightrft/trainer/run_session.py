@@ -46,8 +46,7 @@ class Session:
     """One run, from opening to closing its folder. ``seconds`` continue over a resume.
 
     ``at_risk`` is the most work that a kill could have cost so far. It is measured in seconds and
-    in
-    steps since the last checkpoint or the start.
+    in steps since the last checkpoint or the start.
     """
 
     folder: RunFolder
@@ -80,8 +79,7 @@ class Session:
         """Load the newest intact checkpoint of the folder. Repeated steps are logged.
 
         A fresh start returns step 0 and empty mappings. So does a folder whose run ended before its
-        first
-        checkpoint.
+        first checkpoint.
 
         Args:
             strategy: strategy that loads the models.
@@ -92,8 +90,7 @@ class Session:
 
         Raises:
             CheckpointError: the checkpoint is of another model, or none is intact. A checkpoint
-                that the
-                user named must itself be intact.
+                that the user named must itself be intact.
         """
         about = self._about(trained)
         path, step = patiently(self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign))[0]

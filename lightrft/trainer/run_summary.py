@@ -44,8 +44,7 @@ def samples(path: Path, threshold: float) -> tuple[list[dict[str, Any]], list[di
     """Return responses to the same eval prompts at the first and at the last evaluation.
 
     Responses that became correct come first. With a single evaluation, one of the two lists is
-    empty.
-    Prompts with attachments give a larger gallery, sampled evenly over the eval set.
+    empty. Prompts with attachments give a larger gallery, sampled evenly over the eval set.
 
     Args:
         path: run folder.

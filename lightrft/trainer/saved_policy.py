@@ -56,8 +56,7 @@ def saved_policy(path: Path, which: str = "auto", step: int | None = None) -> Sa
     Args:
         path: run folder, or folder of a checkpoint.
         which: ``best`` by the run's ``checkpoint.best``, ``last``, or ``auto``. ``auto`` is the
-            best
-            if the run names a metric, else the last.
+            best if the run names a metric, else the last.
         step: step of the checkpoint, instead of ``which``. None uses ``which``.
 
     Raises:
@@ -148,8 +147,7 @@ def write_policy(
     Args:
         model: the model that the run started from.
         weights: folder of the trained weights in a checkpoint, written by any strategy and number
-            of
-            ranks.
+            of ranks.
         path: folder to write.
         tokenizer: tokenizer to save with the weights.
         processor: processor to save with the weights, or None for a text-only model.

@@ -129,8 +129,7 @@ def export(run: Training) -> int:
     """Write the policy as a Hugging Face folder ``model/`` and return its step.
 
     It is the best checkpoint if the run names a metric, else the current policy. Sharded weights
-    are
-    gathered into a copy on rank 0.
+    are gathered into a copy on rank 0.
     """
     roles, path, ranks = run.roles, run.session.path / "model", run.session.ranks
     best, step = patiently(ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign))[0]
@@ -161,8 +160,7 @@ def best_checkpoint(run: Training, sign: Callable[[], None]) -> tuple[Path | Non
     """Return the best checkpoint and its step.
 
     The checkpoint is None if the current policy is the best, or if the run names no metric. The
-    step
-    is then the current one.
+    step is then the current one.
     """
     session, metric = run.session, run.session.checkpoint.best
     if metric is None:

@@ -19,8 +19,7 @@ class StopFlag:
 
         with StopFlag() as stop:
             for step in steps:
-                ...
-                if stop:
+                ... if stop:
                     break
     """
 

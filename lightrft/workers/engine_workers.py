@@ -153,8 +153,7 @@ class RemoteEngines:
             requests: requests with a distinct seed each.
             sampling: sampling settings.
             stopped: returns True once generation must stop. Unfinished responses are then returned
-                with
-                finish reason ``abort``.
+                with finish reason ``abort``.
 
         Raises:
             ResourceError: a request exceeds ``token_budget``. It is raised at once.
@@ -317,8 +316,7 @@ class _Job:
         workers.
 
         The worker's count of consecutive restarts does not detect this: other requests may finish
-        in
-        between and reset it.
+        in between and reset it.
         """
         fresh = {request.seed for request in desk.fresh}
         known = [request for request in desk.asked.values() if request.seed not in fresh]

@@ -149,8 +149,7 @@ class RemoteTeacher(RemoteModel):
     """A ``RemoteModel`` that computes full distributions locally, on ``device``.
 
     The head is copied once, in parts. For each micro-batch the worker sends the final hidden
-    states.
-    They have the width of the model, which is smaller than the vocabulary.
+    states. They have the width of the model, which is smaller than the vocabulary.
 
     Args:
         workers: the workers.
@@ -227,9 +226,8 @@ class RemoteFollower(RemoteModel):
     """A ``Moving`` reference over workers with a ``FollowerHost`` each.
 
     Rank 0 also holds the reference as ``follower``, in CPU memory. It is updated there and sent to
-    the
-    workers. A restarted worker receives it again. Only rank 0 calls the workers. Other ranks could
-    reach a restarted worker before it has received the weights.
+    the workers. A restarted worker receives it again. Only rank 0 calls the workers. Other ranks
+    could reach a restarted worker before it has received the weights.
 
     Args:
         workers: the workers. Empty on other ranks than 0.

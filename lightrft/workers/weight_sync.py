@@ -33,8 +33,7 @@ class Hand:
 
     ``way`` is the transport and ``bucket`` the size of its buffers in bytes. Buckets are filled on
     ``device``. ``host`` is the address of this machine. ``trained`` names the parameters that
-    training
-    changes. After the first transfer only these are sent. None sends all of them.
+    training changes. After the first transfer only these are sent. None sends all of them.
     """
 
     way: Way = "message"

@@ -46,8 +46,7 @@ class Limits:
         """Return the limits that ``launch.ray`` sets.
 
         The timeout defaults to half of ``strategy.timeout``. A dead worker is then restarted before
-        the
-        ranks that wait for it time out.
+        the ranks that wait for it time out.
         """
         asked = config.launch.ray
         minutes = config.strategy.timeout / 2 if asked.silence is None else asked.silence

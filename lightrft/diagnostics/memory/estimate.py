@@ -27,8 +27,7 @@ class Needs:
 
     ``parameters`` gives the number of parameters of each model and the number of trained ones.
     ``host`` are bytes in CPU memory, where the device has its own. ``problems`` lists quantities
-    that
-    could not be computed.
+    that could not be computed.
     """
 
     models: dict[str, Held]

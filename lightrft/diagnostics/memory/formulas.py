@@ -44,9 +44,8 @@ class Shares:
     ``copied``: float32 weights also have separate masters. ``precise``: trained weights are stored
     in float32 only and serve as masters. ``by_blocks``: weights are gathered block by block when
     called. ``left``: fraction of a block's gathered weights that stays on the device between
-    forward
-    and backward. ``bucket``: elements of the bucket in which gradients are reduced. ``away``: parts
-    that are offloaded to CPU memory.
+    forward and backward. ``bucket``: elements of the bucket in which gradients are reduced.
+    ``away``: parts that are offloaded to CPU memory.
     """
 
     weights: int = 1
@@ -98,12 +97,10 @@ class Phase:
 def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> Held:
     """Return the bytes of a model on one of the ranks that shard it, on the device or offloaded.
 
-    weights = sum(count * itemsize). Trained parameters have masters = 4 * count and
-    moments = 2 * 4 * count. Moments of float64 take 2 * 8 * count. A parameter in float32 (itemsize
-    4
-    or more) has no masters unless ``copied``. Each is divided by its shares, and by ``cut`` where
-    the
-    layer is cut. With ``precise``, trained weights take at least 4 * count and have no masters.
+    weights = sum(count * itemsize). Trained parameters have masters = 4 * count and moments = 2 * 4
+    * count. Moments of float64 take 2 * 8 * count. A parameter in float32 (itemsize 4 or more) has
+    no masters unless ``copied``. Each is divided by its shares, and by ``cut`` where the layer is
+    cut. With ``precise``, trained weights take at least 4 * count and have no masters.
     """
     weights = masters = moments = 0.0
     for p in parameters:
@@ -161,10 +158,9 @@ def tokens_held(
 ) -> tuple[int, int, int]:
     """Return the maximum ``(tokens, rows, prompts)`` that the engine holds.
 
-    rows = min(prompts * samples, max_rows).
-    tokens = ceil(rows / samples) * prompt_tokens + rows * answer_tokens. Each prompt is stored
-    once.
-    Rows are reduced until tokens fit into ``budget``, to one at least.
+    rows = min(prompts * samples, max_rows). tokens = ceil(rows / samples) * prompt_tokens + rows *
+    answer_tokens. Each prompt is stored once. Rows are reduced until tokens fit into ``budget``, to
+    one at least.
 
     Args:
         prompts: prompts of a step.
@@ -256,8 +252,7 @@ def made_whole(outside: float, blocks: Sequence[float], left: float = 0.0) -> fl
     """Return the bytes of gathered weights of a sharded model during a call, in the compute dtype.
 
     These are the weights ``outside`` of blocks and the ``LAZY`` largest blocks. The fraction
-    ``left``
-    of each other block is added.
+    ``left`` of each other block is added.
 
     Args:
         outside: bytes of weights outside of blocks.
@@ -272,8 +267,7 @@ def on_their_way(outside: float, blocks: Sequence[float], itemsize: float) -> fl
     """Return the bytes of unsharded gradients during the backward pass of a sharded model.
 
     These are gradients of weights ``outside`` of blocks, which finish last, and of the largest
-    block.
-    The float32 copy of the latter for the reduction is added.
+    block. The float32 copy of the latter for the reduction is added.
 
     Args:
         outside: bytes of weights outside of blocks.
