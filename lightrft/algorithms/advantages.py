@@ -340,8 +340,8 @@ def vapo(
     """Compute GAE with a length-adaptive trace decay per response.
 
     The reward propagates over the same fraction of a long and of a short response. The returns use
-    a separate trace decay. Responses of fewer than ``1 / alpha`` tokens have a decay of 0, so their
-    advantage is the one-step difference. Use a larger ``alpha`` for short responses.
+    a separate trace decay. Responses of fewer than ``1 / alpha`` tokens have a decay of 0. Their
+    advantage is the one-step temporal difference. Use a larger ``alpha`` for short responses.
 
     Args:
         alpha: Controls how fast ``lam_i`` approaches 1 as the response gets longer.
@@ -466,11 +466,11 @@ def otb(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_
     """Subtract the optimal baseline of each token position from the return.
 
     Responses with more uncertain tokens up to that position weigh more. The only response of a
-    group gets advantage 0.
+    group has no baseline, so its advantage is its return.
 
     Args:
-        zero_tail: Positions that only the longest response of a group reaches get advantage 0. If
-            false, they get no baseline, so their advantage is the return.
+        zero_tail: Positions that only the longest response of a group reaches have no baseline. If
+            false, the advantage is 0 there.
 
     Raises:
         ValueError: If ``batch.energy`` is missing.

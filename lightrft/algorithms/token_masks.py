@@ -144,6 +144,7 @@ def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau:
     ``tau``.
 
     This is a trust region on the second moment of the log-ratio. Equal tokens are masked together.
+    If even the smallest value exceeds ``tau``, all tokens are masked.
 
     Args:
         tau: Largest mean of the squared log-ratio.
