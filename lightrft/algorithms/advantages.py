@@ -1,12 +1,13 @@
 """Compute advantages from rewards: one function and one equation per estimator.
 
-Every estimator has the same signature: ``ADVANTAGES[name](batch, token_rewards, settings,
-**options) -> (advantages, returns)``.
+Every estimator has the same signature:
+
+    ADVANTAGES[name](batch, token_rewards, settings, **options) -> (advantages, returns)
 
 Args:
-    batch: The global batch. ``batch.rewards [B]`` holds the outcome rewards after shaping.
-    token_rewards: ``[N]``. Holds the outcome reward at the last sampled token of each row, and a KL
-        penalty at every sampled token if one is configured.
+    batch: The global batch. ``batch.rewards [B]`` are the outcome rewards after shaping.
+    token_rewards: ``[N]``. The outcome reward at the last sampled token of each row. Every sampled
+        token also has the KL penalty, if one is configured.
     settings: ``algorithm.advantage``, of which ``reads`` names the fields in use.
 
 Returns:
@@ -548,8 +549,9 @@ def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     """Return the process rewards and the sums that their leave-one-out baseline needs.
 
     Returns:
-        The process rewards ``[N]``, then two tensors ``[B]`` over the other responses of the group:
-        the sum of their mean token rewards, and the number of them that have sampled tokens.
+        The process rewards ``[N]``, and two tensors ``[B]`` over the other responses of the group.
+        The first is the sum of their mean token rewards. The second counts the responses with
+        sampled tokens.
 
     Raises:
         ValueError: If ``batch.process_rewards`` is missing.

@@ -401,8 +401,8 @@ def topr(
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """Return half the squared error of the critic, ``[N]``.
 
-    With a clip, it is the larger of the plain error and the error of the clipped value, as in the
-    PPO authors' code.
+    With a clip, it is the larger one of the plain and the clipped error, as in the PPO authors'
+    code.
 
     Args:
         values: ``[N]``. New values, with gradient.

@@ -39,6 +39,7 @@ class Moments:
         if not len(x):
             return self
         lowest, highest = float(x.min()), float(x.max())
+        # The mean of equal numbers is exact, so that their deviation is exactly 0.
         mean = lowest if lowest == highest else math.fsum(x.tolist()) / len(x)
         return self.joined(Moments(len(x), mean, math.fsum((x - mean).square().tolist()), lowest, highest))
 

@@ -126,6 +126,7 @@ def kl_cov(batch: Batch, settings: LossConfig, generator: torch.Generator, *, sh
         share: Fraction of the tokens of the mini-batch that is pulled.
         coef: Coefficient of ``|logp - logp_old|``.
     """
+    # Negated, so that the largest covariances come first.
     ranked = _by_content(batch.mask.nonzero()[:, 0], -_covariance(batch), batch)
     pull = torch.zeros(batch.tokens, device=batch.mask.device)
     pull[ranked[: _count(batch, share)]] = coef

@@ -76,8 +76,8 @@ def compact(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     """Pad the counted tokens row by row, left-aligned.
 
     Returns:
-        ``padded [B, L]`` with 0 after a row's end, and ``row [K]`` and ``column [K]``, the index of
-        each counted token in it.
+        ``padded [B, L]`` with 0 after a row's end. ``row [K]`` and ``column [K]`` are the indices
+        of each counted token in it.
     """
     row = rows.row_of[rows.mask]
     count = rows.count()

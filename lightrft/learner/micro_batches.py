@@ -63,7 +63,8 @@ def shares(batch: Batch, layout: str, count: int) -> list[Tensor]:
     """Split the rows of ``batch`` into ``count`` parts of nearly equal work.
 
     Groups stay whole unless a part then exceeds ``SLACK`` times its equal share. In that case the
-    largest group of the fullest part is cut, or the largest of all if that part has none.
+    largest group of the fullest part is cut. If that part has no group to cut, the largest group of
+    all is cut.
 
     Args:
         batch: The batch.
@@ -82,6 +83,7 @@ def shares(batch: Batch, layout: str, count: int) -> list[Tensor]:
         if max(loads) <= SLACK * sum(loads) / count or not whole:
             return [torch.tensor(sorted(r for _, _, rows in part for r in rows), dtype=torch.long) for part in bins]
         _, prompt, rows = max(whole, key=lambda piece: piece[0])
+        # Every other row by length, so that both halves have about the same work.
         order = sorted(rows, key=lambda r: (-int(batch.lengths[r]), r))
         at = pieces.index((prompt, rows))
         pieces[at : at + 1] = [(prompt, order[::2]), (prompt, order[1::2])]

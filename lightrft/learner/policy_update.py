@@ -219,6 +219,7 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
     for epoch in range(config.train.updates):
         generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, config.train.mini_batches, generator):
+            # Weights first: tokens that are dropped below stay in the denominator of the loss.
             mini = weighted(batch.select(index), config)
             mini = readable(with_current(mini, roles, config, step), config.algorithm)
             mini = gated(mini, config.algorithm.gates, config.algorithm.loss, generator)

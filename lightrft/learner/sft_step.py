@@ -58,7 +58,7 @@ def mean_nll(logprobs: Tensor, part: Batch) -> tuple[Tensor, Mean, Sum]:
 
     Returns:
         The contribution of ``part`` to the loss, the mean of -logp over its trained tokens, and the
-        number of tokens left out.
+        number of omitted tokens.
     """
     lost = part.mask & ~torch.isfinite(logprobs.detach())
     kept = without_tokens(part, lost)

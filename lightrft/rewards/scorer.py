@@ -91,13 +91,15 @@ class Scorer:
     """Scores rollouts in worker processes as ``config`` specifies. Close it, or use it as a context
     manager.
 
+    Kinds of failures are ``raised``, ``deadline``, ``memory``, ``died``, ``unsendable`` and
+    ``closed``. The kind ``value`` means that the result is not a reward. The kind ``garbled`` means
+    a stray line on the worker's socket.
+
     Args:
         config: The settings ``reward``.
 
     Attributes:
-        counts: Number of rollouts ``scored`` and failed, by kind: ``raised``, ``deadline``,
-            ``memory``, ``died``, ``value`` (the result is not a reward), ``garbled`` (a stray line
-            on the worker's socket), ``unsendable``, ``closed``.
+        counts: Number of rollouts ``scored``, and of failed ones by kind.
         seconds: Total time that rollouts waited for a worker (``queue``) and that functions ran
             (``busy``).
         restarts: Number of workers that were replaced.
@@ -447,6 +449,7 @@ class Scorer:
 
     def _again(self, calls: Iterable[_Call], alone: bool) -> None:
         with self._lock:
+            # Reversed, since each call is put at the front of the queue.
             for call in reversed(list(calls)):
                 (self._alone if alone else self._terms[call.term].waiting).appendleft(call)
             self._lock.notify_all()

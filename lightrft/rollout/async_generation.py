@@ -6,7 +6,8 @@ numbers.
 
 Every rank generates in a background thread. These threads communicate through a separate process
 group. When one of them stops or fails, all stop at the same batch. If a batch does not depend on
-the batch before it, a rank generates its part in a third thread, without waiting for other ranks.
+the batch before it, a rank generates its part in a third thread. That thread does not wait for
+other ranks.
 """
 
 from __future__ import annotations

@@ -93,6 +93,7 @@ def collect(
         requests = paused([*map(rest_of, begun), *fresh], asked.step_tokens)
         ready = [[r for r in group if r.finish_reason != "abort"] for group in begun] + [[] for _ in fresh]
         quota = Quota(missing, lambda group: judge(group, config, least))
+        # Without oversampling every group is needed, so that none is cut short.
         limit = quota if len(requests) > missing else None
         groups = scored_by_all(ranks, roles.engine, roles.scorer, requests, config.sampling, timers, stopped, limit, ready)
         got.rounds += 1

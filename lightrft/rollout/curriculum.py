@@ -199,6 +199,7 @@ class Curriculum:
         noise = generator(self.seed, 3, self.draws).gumbel(size=len(weights))[free]
         self.draws += 1
         given = weights[free]
+        # -1e6 is far below any noise, so that positions of weight 0 come last.
         keys = np.where(given > 0, np.log(np.maximum(given, np.finfo(np.float64).tiny)), -1e6) + noise
         best = np.argpartition(-keys, count - 1)[:count] if count < len(keys) else np.arange(len(keys))
         return free[best[np.argsort(-keys[best], kind="stable")]]

@@ -47,6 +47,7 @@ def unpack_rollout(packed: Mapping[str, Any], prompt: Prompt) -> Rollout:
 
 def pack_collected(collected: Collected) -> dict[str, Any]:
     """Return a settled ``Collected`` as plain data; groups refer to responses by index."""
+    # Groups carried in from an earlier step are not among the rollouts of this one.
     known = {id(rollout) for rollout in collected.rollouts}
     earlier = [r for group in collected.groups for r in group if id(r) not in known]
     place = {id(rollout): i for i, rollout in enumerate([*collected.rollouts, *earlier])}

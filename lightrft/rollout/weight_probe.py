@@ -1,9 +1,9 @@
 """Compare an engine that has loaded new weights with the trainer, without stopping either.
 
-The engine samples the first tokens of a few responses of the last batch again, with the new weights
-and the same seeds. The trainer computes the logits of these tokens before its next update. So
-neither waits for the other. An update changes the weights little, so the engine samples most tokens
-again. Tokens after the first difference are ignored.
+The engine samples the first tokens of a few responses of the last batch again. It uses the new
+weights and the same seeds. The trainer computes the logits of these tokens before its next update.
+So neither waits for the other. An update changes the weights little, so the engine samples most
+tokens again. Tokens after the first difference are ignored.
 """
 
 from __future__ import annotations

@@ -47,6 +47,7 @@ def become_guardian(parent: int, fd: int) -> None:
         return
     _prctl(_CHILD_SUBREAPER, 1)
     _prctl(_PDEATHSIG, signal.SIGTERM)
+    # Blocked before the fork, so that the guardian misses no signal.
     signals = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     guardian = os.getpid()
@@ -57,6 +58,7 @@ def become_guardian(parent: int, fd: int) -> None:
     os.setsid()  # a worker that signals its own process group must not reach the guardian
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     _prctl(_PDEATHSIG, signal.SIGKILL)
+    # The guardian may have ended before the worker asked to be killed with it.
     if os.getppid() != guardian:
         os._exit(0)
 

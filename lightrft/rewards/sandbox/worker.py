@@ -1,9 +1,9 @@
 """Run reward functions in a process that loads neither torch nor the user's program.
 
 It therefore starts in an instant. Its parent starts it on one end of a socket pair and sends
-frames: one ``Start``, then one ``Work`` per group of calls. The worker replies with JSON lines: one
-when a group has begun and one per call. The parent therefore knows which call a silent worker is
-in. Output printed by functions goes to standard error.
+frames. The first frame is a ``Start``, then one ``Work`` follows per group of calls. The worker
+replies with JSON lines, one when a group has begun and one per call. The parent therefore knows
+which call a silent worker is in. Output printed by functions goes to standard error.
 """
 
 from __future__ import annotations
