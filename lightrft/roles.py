@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 class Reference(Protocol):
     """The distribution that the policy is kept close to."""
 
-    def score(self, batch: Batch, *, temperature: float) -> Scores: ...
+    def score(self, batch: Batch, *, temperature: float) -> Scores:
+        """Return the log-probs of the response tokens at ``temperature``."""
+        ...
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class AdaptersOff:
     actor: Actor
 
     def score(self, batch: Batch, *, temperature: float) -> Scores:
+        """Return the log-probs of the response tokens under the model without adapters."""
         with self.actor.reference():
             return self.actor.score(batch, temperature=temperature)
 
@@ -59,9 +62,11 @@ class Trained:
         return self.state.shapes
 
     def save(self, strategy: Strategy, path: Path) -> None:
+        """Write weights, optimizer and schedule to the folder ``path``."""
         strategy.save(self.state, path)
 
     def load(self, strategy: Strategy, path: Path) -> None:
+        """Restore what ``save`` wrote."""
         strategy.load(self.state, path)
 
 
@@ -131,14 +136,18 @@ class Distant(Protocol):
     of_all: bool
 
     @property
-    def in_flight(self) -> int: ...
+    def in_flight(self) -> int:
+        """Return the number of micro-batches that the model accepts concurrently."""
+        ...
 
 
 @runtime_checkable
 class Closing(Protocol):
     """A role that owns more than memory, e.g. processes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release all resources."""
+        ...
 
 
 @runtime_checkable
@@ -158,6 +167,7 @@ class Frozen:
     layout_settled: bool = False
 
     def score(self, batch: Batch, *, temperature: float) -> Scores:
+        """Return the log-probs of the response tokens at ``temperature``."""
         return self.model.score(batch, temperature=temperature)
 
 
@@ -168,9 +178,13 @@ class Beside(Protocol):
         """Return the next batch, and a function from a part of it to its loss and metrics."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a position that ``state_dict`` returned."""
+        ...
 
 
 @dataclass(slots=True)
@@ -235,14 +249,17 @@ class Roles:
 
     @property
     def actor(self) -> Actor:
+        """Return the model of the policy."""
         return self.policy.model
 
     @property
     def value_model(self) -> ValueModel | None:
+        """Return the model that estimates values; ``None`` without a critic."""
         return self.critic.model if isinstance(self.critic, Trained) else self.critic
 
     @property
     def device(self) -> torch.device:
+        """Return the device of this rank."""
         return self.strategy.device
 
     def counts(self) -> Metrics:
@@ -254,6 +271,7 @@ class Roles:
         return Metrics({f"{name}/{what}": Sum(n) for name, role in roles.items() for what, n in role.take_counts().items()})
 
     def close(self) -> None:
+        """Close every role that owns more than memory."""
         for role in (self.engine, self.ahead, self.scorer, self.reference, self.teacher, self.critic, self.process):
             if isinstance(role, Closing):
                 role.close()

@@ -43,10 +43,12 @@ class Ragged:
         return Ragged(self.values[rows_of(self.lengths, index)], self.lengths[index])
 
     def to(self, device: torch.device | str) -> Ragged:
+        """Return the same data on ``device``; tensors already there are shared."""
         return Ragged(to_device(self.values, device), to_device(self.lengths, device))
 
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
+        """Concatenate the samples of ``parts``."""
         return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
 
@@ -249,6 +251,7 @@ class Segments:
 
     @staticmethod
     def of(rows: Sequence[Sequence[int]], media: Media | None = None) -> Segments:
+        """Build one sequence per row of token ids."""
         flat = [t for row in rows for t in row]
         return Segments(torch.tensor(flat, dtype=torch.long), torch.tensor([len(r) for r in rows], dtype=torch.long), media or {})
 
@@ -264,12 +267,14 @@ class Segments:
         )
 
     def to(self, device: torch.device | str) -> Segments:
+        """Return the same data on ``device``; tensors already there are shared."""
         lengths = to_device(self.lengths, device)
         known = HostCopy.moved(self.lengths, self._sizes, lengths)
         return Segments(to_device(self.tokens, device), lengths, {k: r.to(device) for k, r in self.media.items()}, known)
 
     @staticmethod
     def cat(parts: Sequence[Segments]) -> Segments:
+        """Concatenate the sequences of ``parts``."""
         return Segments(torch.cat([p.tokens for p in parts]), torch.cat([p.lengths for p in parts]), cat_media(parts))
 
 
@@ -395,6 +400,7 @@ class Batch:
         return [self.select(index) for index in parts]
 
     def to(self, device: torch.device | str) -> Batch:
+        """Return the same data on ``device``; tensors already there are shared."""
         moved = {k: to_device(v, device) for axis in ("token", "sample") for k, v in self.columns(axis).items()}
         prompt_of = to_device(self.prompt_of, device)
         known = HostCopy.moved(self.prompt_of, self._groups, prompt_of)

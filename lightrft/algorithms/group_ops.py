@@ -35,12 +35,15 @@ class Groups:
         return Groups(x, torch.zeros(len(x), dtype=torch.long, device=x.device), 1)
 
     def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x [B]`` over the group."""
         return group_sum(x, self.of, self.count)[self.of]
 
     def size(self) -> Tensor:
+        """Return the number of responses of the group."""
         return self.sum(torch.ones_like(self.x))
 
     def mean(self) -> Tensor:
+        """Return the mean of the group."""
         return self.sum(self.x) / self.size()
 
     def highest(self, x: Tensor | None = None) -> Tensor:

@@ -92,6 +92,7 @@ class KLController:
 
     @staticmethod
     def of(config: KLConfig) -> KLController:
+        """Build the controller at its initial coefficient."""
         return KLController(config, config.coef)
 
     def update(self, kl: float, samples: int) -> None:
@@ -139,6 +140,7 @@ class EntropyController:
 
     @staticmethod
     def of(config: EntropyConfig) -> EntropyController:
+        """Build the controller at its initial coefficient."""
         return EntropyController(config, config.coef)
 
     def in_force(self, entropy: float | None) -> float:

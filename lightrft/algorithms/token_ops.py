@@ -26,6 +26,7 @@ class Rows:
 
     @staticmethod
     def of(batch: Batch) -> Rows:
+        """Return the layout of ``batch``."""
         return Rows(batch.row_of, batch.lengths, batch.prompt_of, batch.mask)
 
     def __len__(self) -> int:

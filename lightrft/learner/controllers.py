@@ -36,6 +36,7 @@ class Controls:
 
     @staticmethod
     def of(algorithm: AlgorithmConfig) -> Controls:
+        """Build the initial state of a run."""
         return Controls(KLController.of(algorithm.kl), EntropyController.of(algorithm.entropy), algorithm.normalize)
 
     def values(self, spoken: Tensor) -> Tensor:
@@ -85,10 +86,12 @@ class Controls:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
+        """Return coefficients and statistics as plain data."""
         coefficients = {"kl_coef": self.kl.coef, "kl_step": self.kl.step, "entropy_coef": self.entropy.coef}
         return {**coefficients, "rewards": asdict(self.rewards), "returns": asdict(self.returns)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that ``state_dict`` returned."""
         self.kl.coef, self.kl.step = state["kl_coef"], state["kl_step"]
         self.entropy.coef = state["entropy_coef"]
         self.rewards, self.returns = Moments(**state["rewards"]), Moments(**state["returns"])

@@ -68,10 +68,12 @@ class Objective:
 
     @property
     def wants_entropy(self) -> bool:
+        """Return whether the loss contains an entropy bonus."""
         return self.entropy_coef != 0
 
     @property
     def wants_kl(self) -> bool:
+        """Return whether the loss contains a KL term."""
         return self.algorithm.kl.where == "loss" and self.kl_coef > 0
 
     def active(self, batch: Batch) -> Tensor:

@@ -65,7 +65,9 @@ class Ptx:
         return batch, loss_of
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data set."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a position that ``state_dict`` returned."""
         self.sampler.load_state_dict(state)

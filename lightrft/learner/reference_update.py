@@ -23,11 +23,17 @@ class Moving(Protocol):
     ``load_state_dict``.
     """
 
-    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None: ...
+    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
+        """Update the weights to ``decay * weights + (1 - decay) * parameters``."""
+        ...
 
-    def state_dict(self) -> dict[str, Tensor]: ...
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights, or nothing while they are the initial weights."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load weights that ``state_dict`` returned."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)

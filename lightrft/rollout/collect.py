@@ -37,7 +37,9 @@ class Source(Protocol):
     carried: list[list[Rollout]]
     begun: list[list[Rollout]]
 
-    def draw(self, count: int) -> list[Prompt]: ...
+    def draw(self, count: int) -> list[Prompt]:
+        """Return the next ``count`` prompts."""
+        ...
 
     def settle(self, collected: Collected) -> None:
         """Update the source from the groups that a step has collected."""
@@ -178,6 +180,7 @@ class Quota:
 
     @property
     def met(self) -> bool:
+        """Return whether enough groups have passed."""
         return self.passed >= self.wanted
 
     def of(self, index: int, group: Sequence[Rollout]) -> Verdict:

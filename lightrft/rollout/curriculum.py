@@ -160,6 +160,7 @@ class Curriculum:
         return self.drawn / len(self.rates)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the pass rates and the number of samples so far."""
         seen = np.flatnonzero(~np.isnan(self.rates))
         return {
             "about": self._about,

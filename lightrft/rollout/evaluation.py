@@ -36,6 +36,7 @@ class Evaluation:
 
     @property
     def accuracy(self) -> float:
+        """Return ``eval/accuracy``; 0 if there are no prompts."""
         return self.metrics.compute().get("eval/accuracy", 0.0)
 
 

@@ -131,7 +131,7 @@ def compared(actor: Actor, batch: Batch, sampling: SamplingConfig, version: int 
     assert few.behavior_logprobs is not None
     greedy = torch.full_like(places, sampling.temperature == 0, dtype=torch.bool)
     sums = torch.zeros(len(few), device=places.device).index_add_(0, few.row_of, few.behavior_logprobs.abs().float())
-    # A response whose log-probs are all exactly 0 was generated greedily.
+    # Log-probs of exactly 0 throughout a response come from a point mass, as of greedy sampling.
     greedy |= sums[few.row_of[places]] == 0
     seen = seen_before(few, places, logits.shape[1]) if sampling.repetition_penalty != 1 else None
     tokens, reported = few.responses.tokens[places], few.behavior_logprobs[places].float()

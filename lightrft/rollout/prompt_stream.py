@@ -71,6 +71,7 @@ class PromptStream:
         return Bare(self.dataset)
 
     def draw(self, count: int) -> list[Prompt]:
+        """Return the next ``count`` prompts and count the unreadable ones in ``lost``."""
         before = self.dataset.counts["unreadable"]
         drawn = draw(self.dataset, self.sampler, count)
         self.lost += self.dataset.counts["unreadable"] - before
@@ -112,6 +113,7 @@ class PromptStream:
         self.dataset.prefetch(())
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data set and the groups for the next step, as plain data."""
         waiting = {"carried": self.carried, "begun": self.begun}
         packed = {name: [[pack_rollout(r) for r in group] for group in groups] for name, groups in waiting.items()}
         return {"sampler": self.sampler.state_dict(), **packed}

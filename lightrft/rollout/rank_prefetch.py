@@ -75,6 +75,7 @@ class Share:
         return self.prompts.result()
 
     def settle(self, collected: Collected) -> None:
+        """Report unreadable prompts; the stream of this rank has no further state to update."""
         if self.lost:
             collected.dropped["unreadable"] += self.lost
         collected.finished, collected.carried, collected.begun = [], [], []

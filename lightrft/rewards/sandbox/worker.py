@@ -115,6 +115,7 @@ class Worker:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def tell(self, **message: Any) -> None:
+        """Send ``message`` to the parent as one JSON line."""
         if os.getpid() != self.pid:  # a function forked and its child came back here
             os._exit(0)
         self.connection.sendall(json.dumps(message).encode() + b"\n")
