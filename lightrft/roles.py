@@ -36,8 +36,9 @@ class Reference(Protocol):
 
 @dataclass(slots=True)
 class AdaptersOff:
-    """The reference of a model with adapters: the same weights with adapters disabled, not a
-    copy.
+    """The reference of a model with adapters: the same model with its adapters disabled.
+
+    It needs no second copy of the weights.
     """
 
     actor: Actor
@@ -240,8 +241,9 @@ class Roles:
         return {name: role for name, role in roles.items() if role is not None}
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Return a context for generation, in which state that only training needs may be
-        offloaded.
+        """Return a context for generation.
+
+        In it, state that only training needs may be offloaded.
         """
         frozen = [role.model for role in (self.reference, self.teacher) if isinstance(role, Frozen)]
         states = [role.state for role in self.trained.values() if isinstance(role, Trained)]
@@ -263,9 +265,7 @@ class Roles:
         return self.strategy.device
 
     def counts(self) -> Metrics:
-        """Return the number of events of each role since the last call, e.g.
-        ``engine/restarts``.
-        """
+        """Return event counts of each role since the last call, e.g. ``engine/restarts``."""
         names = ("engine", "ahead", "scorer", "reference", "teacher", "critic")
         roles = {name: role for name in names if isinstance(role := getattr(self, name), Counting)}
         return Metrics({f"{name}/{what}": Sum(n) for name, role in roles.items() for what, n in role.take_counts().items()})

@@ -243,8 +243,9 @@ class Segments:
 
     @property
     def sizes(self) -> list[int]:
-        """Return ``lengths`` on the host, without waiting for a device that ``to`` moved them
-        to.
+        """Return ``lengths`` on the host.
+
+        Reading them does not wait for a device that ``to`` moved the sequences to.
         """
         self._sizes = HostCopy.of(self.lengths, self._sizes)
         return self._sizes.numbers
@@ -368,8 +369,9 @@ class Batch:
 
     @property
     def groups(self) -> list[int]:
-        """Return ``prompt_of`` on the host, without waiting for a device that ``to`` moved it
-        to.
+        """Return ``prompt_of`` on the host.
+
+        Reading it does not wait for a device that ``to`` moved the batch to.
         """
         self._groups = HostCopy.of(self.prompt_of, self._groups)
         return self._groups.numbers

@@ -47,8 +47,9 @@ class Groups:
         return self.sum(self.x) / self.size()
 
     def highest(self, x: Tensor | None = None) -> Tensor:
-        """Return the maximum of the group, over ``x [B]`` if given; minus infinity excludes a
-        response.
+        """Return the maximum of the group, over ``x [B]`` if given.
+
+        Minus infinity excludes a response.
         """
         x = self.x if x is None else x
         none = torch.full((self.count,), -torch.inf, dtype=x.dtype, device=x.device)

@@ -20,16 +20,18 @@ KL_ESTIMATORS: Registry[Estimator] = Registry("KL estimator")
 
 @KL_ESTIMATORS.register("k1", formula="d", latex=r"d", paper="Schulman 2020, Approximating KL Divergence")
 def k1(logprobs: Tensor, ref: Tensor) -> Tensor:
-    """Estimate the KL without bias; the estimate may be negative. As a loss its expected
-    gradient is 0.
+    """Estimate the KL without bias; the estimate may be negative.
+
+    As a loss its expected gradient is 0.
     """
     return logprobs - ref
 
 
 @KL_ESTIMATORS.register("k2", formula="d^2 / 2", latex=r"\tfrac{1}{2}d^2", paper="Schulman 2020, Approximating KL Divergence")
 def k2(logprobs: Tensor, ref: Tensor) -> Tensor:
-    """Estimate the KL with a bias. As a loss its expected gradient is the gradient of KL(policy,
-    reference).
+    """Estimate the KL with a bias.
+
+    As a loss its expected gradient is the gradient of KL(policy, reference).
     """
     return (logprobs - ref).square() / 2
 
@@ -127,8 +129,9 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 @dataclass(slots=True)
 class EntropyController:
-    """Coefficient of the entropy bonus; with a ``target``, as in Skywork-OR1 (arXiv 2505.22312,
-    4.2).
+    """Coefficient of the entropy bonus.
+
+    With a ``target`` it is controlled as in Skywork-OR1, arXiv 2505.22312, section 4.2.
 
     Attributes:
         config: The settings ``algorithm.entropy``.

@@ -45,8 +45,9 @@ def without_tokens(batch: Batch, lost: Tensor) -> Batch:
 
 
 def readable(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Return ``batch`` without the tokens of ``unread_tokens``; the same object if there are
-    none.
+    """Return ``batch`` without the tokens of ``unread_tokens``.
+
+    Without such tokens this is the same object.
     """
     lost = unread_tokens(batch, algorithm)
     return without_tokens(batch, lost) if bool(lost.any()) else batch

@@ -213,8 +213,9 @@ def cispo_cap(
     reads=["clip_low", "clip_high"],
 )
 def cpgd(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
-    """Compute the clipped surrogate on the log-ratio, whose gradient a large ratio does not
-    scale.
+    """Compute the clipped surrogate on the log-ratio.
+
+    A large ratio therefore does not scale the gradient.
     """
     gap = logprobs - old
     low = math.log(1 - settings.clip_low) if settings.clip_low < 1 else -math.inf

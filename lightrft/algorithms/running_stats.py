@@ -87,6 +87,7 @@ RUNNING: dict[str, Callable[[Moments, Tensor, float], Tensor]] = {
     "standard": Moments.standardised,
     "scale": Moments.scaled,
 }
-"""Running normalizations: ``RUNNING[mode](seen, x, eps) -> x`` normalized. ``seen`` includes
-``x``.
+"""Running normalizations: ``RUNNING[mode](seen, x, eps)`` normalizes ``x``.
+
+``seen`` are the statistics of all numbers, including ``x``.
 """

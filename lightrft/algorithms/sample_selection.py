@@ -86,8 +86,9 @@ def max_variance(group: Group, *, keep: int) -> list[int]:
 
 @SELECTIONS.register("random", formula="keep answers at random", latex=r"S\sim\operatorname{Uniform}\{S:|S|=k\}")
 def random(group: Group, *, keep: int) -> list[int]:
-    """Select ``keep`` responses by a hash of their seeds, as a baseline for the other
-    selections.
+    """Select ``keep`` responses by a hash of their seeds.
+
+    This is a baseline for the other selections.
     """
     _at_least("random", keep, 1)
     return sorted(range(len(group)), key=lambda i: (_shuffled(group[i]), _place(group[i])))[:keep]

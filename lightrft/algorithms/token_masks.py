@@ -141,8 +141,7 @@ def kl_cov(batch: Batch, settings: LossConfig, generator: torch.Generator, *, sh
     needs=["current", "behavior"],
 )
 def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau: float = 0.04) -> Gate:
-    """Mask the tokens with the largest squared log-ratio until the mean of the rest is at most
-    ``tau``.
+    """Mask tokens with a large squared log-ratio until the mean of the rest is at most ``tau``.
 
     This is a trust region on the second moment of the log-ratio. Equal tokens are masked together.
     If even the smallest value exceeds ``tau``, all tokens are masked.

@@ -42,8 +42,9 @@ class Rows:
         return torch.zeros(len(self), dtype=torch.long, device=self.mask.device).index_add(0, self.row_of, self.mask.long())
 
     def mean(self, x: Tensor) -> Tensor:
-        """Average ``x [N]`` over the counted tokens of each row, ``[B]``; 0 for a row without
-        any.
+        """Average ``x [N]`` over the counted tokens of each row, ``[B]``.
+
+        A row without counted tokens gets 0.
         """
         return self.sum(x) / self.count().clamp(min=1).to(x.dtype)
 

@@ -17,8 +17,9 @@ from lightrft.types import Batch
 
 @dataclass(slots=True)
 class Controls:
-    """Coefficients and statistics, saved with the run. A step reads them first and updates them
-    last.
+    """Coefficients and statistics, saved with the run.
+
+    A step reads them first and updates them last.
 
     Attributes:
         kl: Coefficient of the KL term.

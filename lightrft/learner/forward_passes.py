@@ -69,8 +69,9 @@ class Parts:
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def put(self, places: Tensor, values: Tensor) -> None:
-        """Store ``values [n]`` for the indices ``places [n]`` of the column. Safe to call from
-        threads.
+        """Store ``values [n]`` for the indices ``places [n]`` of the column.
+
+        Threads may call it concurrently.
         """
         self._parts.append((places, values.detach().float()))
 

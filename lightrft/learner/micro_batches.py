@@ -117,9 +117,7 @@ def _members(batch: Batch) -> dict[int, list[int]]:
 
 
 def _cost(batch: Batch, layout: str) -> Callable[[int, list[int]], int]:
-    """Return a function that counts the tokens that ``layout`` computes for some rows of a
-    prompt.
-    """
+    """Return a function that counts the tokens of some rows of a prompt under ``layout``."""
     prompt_length = batch.prompts.lengths.tolist()
     answer_length = batch.lengths.tolist()
 

@@ -166,9 +166,7 @@ class Objective:
         return drift.coef * weighted_sum(losses, batch)
 
     def _kl(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor, metrics: Metrics) -> Tensor | float:
-        """Report the KL to the reference and return it times its coefficient, if it is in the
-        loss.
-        """
+        """Report the KL to the reference and return its term in the loss."""
         if batch.ref_logprobs is None:
             return 0.0
         ref, kl = _counted(batch.ref_logprobs, rows), self.algorithm.kl
@@ -385,8 +383,9 @@ def _step_metrics(who: str, info: StepInfo) -> Metrics:
 
 
 def _times(losses: Tensor, factor: Tensor) -> Tensor:
-    """Multiply ``losses`` by ``factor``, ``[N]``; loss and gradient are exactly 0 where the
-    factor is 0.
+    """Multiply ``losses`` by ``factor``, ``[N]``.
+
+    Loss and gradient are exactly 0 where the factor is 0, also if the loss is infinite or NaN.
     """
     kept = torch.where(factor != 0, losses, torch.zeros_like(losses))
     return kept * factor

@@ -52,8 +52,9 @@ class Ptx:
         return Ptx(config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle))
 
     def term(self, actor: Actor) -> tuple[Batch, LossOf]:
-        """Return the next batch and its loss: ``coef`` times the mean of -logp over its trained
-        tokens.
+        """Return the next batch and its loss.
+
+        The loss is ``coef`` times the mean of -logp over the trained tokens.
         """
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         batch = batch.replace(loss_weights=AGGREGATIONS["token"](Rows.of(batch), 1))

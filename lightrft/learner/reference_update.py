@@ -19,8 +19,9 @@ from lightrft.utils.errors import CheckpointError, ConfigError
 
 @runtime_checkable
 class Moving(Protocol):
-    """A reference that can follow the policy. Every rank must call ``follow`` and
-    ``load_state_dict``.
+    """A reference that can follow the policy.
+
+    Every rank must call ``follow`` and ``load_state_dict``.
     """
 
     def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
@@ -88,8 +89,9 @@ class Follower(Frozen):
                 held[name].lerp_(self.strategy.like(value.to(held[name].dtype), held[name]), 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the gathered weights on the first rank, and nothing while they are the initial
-        weights.
+        """Return the gathered weights on the first rank, and nothing on other ranks.
+
+        While the weights are the initial ones, return nothing at all.
         """
         if not self.moved:
             return {}

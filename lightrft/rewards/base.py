@@ -31,8 +31,9 @@ class Scoring(Protocol):
 
 @dataclass(slots=True)
 class Unscored:
-    """A scorer for runs without a reward: it returns every rollout with a constant ``reward`` or
-    none.
+    """A scorer for runs without a reward.
+
+    It returns every rollout with the constant ``reward``, or with none.
     """
 
     reward: float | None = None

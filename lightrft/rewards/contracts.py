@@ -44,8 +44,9 @@ CASES = (
 
 
 def is_reward(name: str) -> bool:
-    """Return whether ``name`` is a registered reward or a function whose first parameter is
-    rollout(s).
+    """Return whether ``name`` is a registered reward or a function of a rollout.
+
+    A function of a rollout has a first parameter named ``rollout`` or ``rollouts``.
     """
     if ":" not in name:
         return name in REWARDS

@@ -88,12 +88,11 @@ def _check_turn(message: Message, begun: bool, left: Mapping[int, _Call]) -> Non
 
 
 class Scorer:
-    """Scores rollouts in worker processes as ``config`` specifies. Close it, or use it as a context
-    manager.
+    """Scores rollouts in worker processes as ``config`` specifies.
 
-    Kinds of failures are ``raised``, ``deadline``, ``memory``, ``died``, ``unsendable`` and
-    ``closed``. The kind ``value`` means that the result is not a reward. The kind ``garbled`` means
-    a stray line on the worker's socket.
+    Close it, or use it as a context manager. Kinds of failures are ``raised``, ``deadline``,
+    ``memory``, ``died``, ``unsendable`` and ``closed``. The kind ``value`` means that the result is
+    not a reward. The kind ``garbled`` means a stray line on the worker's socket.
 
     Args:
         config: The settings ``reward``.
@@ -287,9 +286,7 @@ class Scorer:
                 self.restarts += 1
 
     def _take(self) -> list[_Call]:
-        """Return the next calls of one term, oldest first; block until there are some. Empty when
-        closed.
-        """
+        """Block until a term has calls; return the next ones, oldest first, or none when closed."""
         with self._lock:
             while not self._closed:
                 if self._alone:
@@ -381,9 +378,7 @@ class Scorer:
                 raise _Silent("it fell silent")
 
     def _too_large(self, calls: list[_Call]) -> None:
-        """Handle a worker that has no memory for its message: fail a single call, or retry each
-        alone.
-        """
+        """Fail the call whose message exceeds the worker's memory, or retry several calls alone."""
         if len(calls) == 1:
             self._fail(calls[0], "memory", "")
         else:
@@ -405,9 +400,7 @@ class Scorer:
         return kept, views
 
     def _hear(self, call: _Call, outcome: Outcome) -> bool:
-        """Record the ``outcome`` of ``call``. Return False if its worker cannot serve further
-        calls.
-        """
+        """Record the ``outcome`` of ``call``. Return whether its worker can serve further calls."""
         term = self._terms[call.term]
         with self._lock:
             self.seconds["busy"] += outcome.seconds

@@ -21,9 +21,7 @@ ROWS = 10
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The calls of one term: one per response, or one for all responses if the function is
-    batched.
-    """
+    """The calls of one term: one per response, or one for all if the function is batched."""
 
     term: RewardTerm
     rollouts: Sequence[Rollout]
@@ -53,8 +51,9 @@ def check_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenizer: An
 
 
 def spread(count: int) -> list[int]:
-    """Return the indices of ``ROWS`` rows, spread evenly over ``count`` rows; all if there are
-    fewer.
+    """Return the indices of ``ROWS`` rows, spread evenly over ``count`` rows.
+
+    If there are fewer rows, return all of them.
     """
     rows = min(ROWS, count)
     return [i * count // rows for i in range(rows)]
@@ -90,8 +89,9 @@ def _trials(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[Trial
 
 
 def made_up(prompts: Sequence[Prompt], tokenizer: Any) -> list[Rollout]:
-    """Return a response to each of ``prompts``: in turn its label or reference, nothing, a wrong
-    number.
+    """Return a made-up response to each prompt.
+
+    In turn it is the label or reference of the row, nothing, and a wrong number.
     """
     texts = (lambda p: answer_of(p) or "42", lambda _: "", lambda _: "I think that the answer is \\boxed{-17}.")
     return [answered(prompt, texts[i % len(texts)](prompt), tokenizer, i + 1) for i, prompt in enumerate(prompts)]

@@ -1,6 +1,4 @@
-"""Count the outcome of every generated group and token: trained, filtered or failed, with a
-reason.
-"""
+"""Count every generated group and token as trained, filtered or failed, with a reason."""
 
 from __future__ import annotations
 

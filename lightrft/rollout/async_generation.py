@@ -100,8 +100,11 @@ class Ahead:
         self._own = OwnShares(self._roles, config, stream, self._ranks, self._over) if alone else None
 
     def begin(self, step: int, state: Mapping[str, Any]) -> None:
-        """Start to generate for a run at ``step``, from the state that ``state_dict`` returned
-        there.
+        """Start to generate for a run at ``step``, from a state that ``state_dict`` returned.
+
+        Args:
+            step: Number of completed steps.
+            state: The state at that step; empty for a new run.
         """
         self._snapshots = {version: dict(weights) for version, weights in state.get("weights", {}).items()}
         finished = state.get("finished", [])
@@ -114,8 +117,13 @@ class Ahead:
                 self._submit(batch, step)
 
     def take(self, step: int, timers: Timers) -> Drawn:
-        """Return the batch of ``step`` and submit the next one with the current policy, version
-        ``step``.
+        """Return the batch of ``step`` and submit a later one.
+
+        The later batch is generated with the current policy, which is version ``step``.
+
+        Args:
+            step: Number of completed steps.
+            timers: Record the time of waiting and of copying weights.
 
         Raises:
             RuntimeError: If the batch is more than ``rollout.staleness`` versions old.
@@ -143,8 +151,7 @@ class Ahead:
         wait([job.future for job in self._jobs.values()])
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return finished batches not trained on yet, and the weights to generate missing ones
-        with.
+        """Return finished batches not trained on yet, and the weights for missing ones.
 
         Waits for batches in progress. If the run was asked to stop, these are interrupted, and the
         resumed run generates them again.
@@ -167,8 +174,7 @@ class Ahead:
             self._own.close()
 
     def _submit(self, batch: int, step: int, groups: Sequence[Sequence[Rollout]] = ()) -> WeightProbe | None:
-        """Queue ``batch``, to be generated with its due version, or with the current one if it is
-        not stored.
+        """Queue ``batch`` for its due version, or for the current one if that is not stored.
 
         Returns the probe of the current policy for this batch, made of ``groups``.
         """
@@ -187,8 +193,7 @@ class Ahead:
         return probe
 
     def _refuse(self, jobs: Collection[_Job]) -> None:
-        """Raise ``ModelError`` if the engine generated finished ``jobs`` with other weights than it
-        received.
+        """Raise ``ModelError`` if the engine generated finished ``jobs`` with wrong weights.
 
         Every rank must call it.
         """
@@ -199,8 +204,9 @@ class Ahead:
                 job.probe = None
 
     def _over(self) -> bool:
-        """Return whether generation must stop. A rank that ends waits for the batch in progress on
-        all.
+        """Return whether generation must stop.
+
+        A rank that ends waits for the batch in progress on all ranks.
         """
         return self._halted or self._closing or self._stopped() or another_fails()
 
@@ -232,9 +238,7 @@ class Ahead:
         return Drawn(collected, _metrics(timers, idle))
 
     def _ask(self, probe: WeightProbe) -> None:
-        """Generate the probe's tokens on the engine of each rank, or on the single engine of all
-        ranks.
-        """
+        """Generate the probe's tokens on every engine of the run."""
         asks = not self._engine.of_all or self._ranks.rank == 0
         patiently(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
 

@@ -1,6 +1,4 @@
-"""Generate groups from prompts with concurrent scoring, filter them, and refill to the exact
-number.
-"""
+"""Generate, score and filter groups, and refill to the exact number of groups."""
 
 from __future__ import annotations
 

@@ -123,9 +123,7 @@ class Curriculum:
         self._about = hashlib.blake2b("\n".join(ids).encode(), digest_size=8).hexdigest()
 
     def next(self, count: int) -> list[int]:
-        """Sample ``count`` positions by weight, without replacement until all positions are
-        used.
-        """
+        """Sample ``count`` positions by weight, without replacement while unused ones remain."""
         weights = self._weights()
         taken: list[int] = []
         while len(taken) < count:

@@ -95,9 +95,7 @@ class Compared:
         return self._summed_up(gaps)
 
     def is_of_older_weights(self, bound: float) -> bool:
-        """Return whether the reported log-probs equal the log-probs of older weights within
-        ``bound``.
-        """
+        """Return whether the reported log-probs match older weights within ``bound``."""
         if self.before is None or bool((unknown := self.before.isnan()).all()):
             return False
         return self._summed_up((self.before - self.reported)[~unknown].abs()) <= bound
@@ -230,8 +228,7 @@ class Agreement:
 
 
 def agreement(actor: Actor, found: Compared, sampling: SamplingConfig, unequal: Callable[[], str] | None) -> Agreement:
-    """Return the difference between the log-probs of engine and trainer, with its cause if too
-    large.
+    """Return the difference between the log-probs of engine and trainer, and its cause.
 
     Args:
         actor: The trainer's model.
@@ -239,6 +236,9 @@ def agreement(actor: Actor, found: Compared, sampling: SamplingConfig, unequal: 
         sampling: The sampling settings.
         unequal: Returns the name of a parameter that differs between engine and trainer, or an
             empty string. ``None`` for an engine that shares the trainer's weights.
+
+    Returns:
+        The result; its cause is empty if rounding explains the difference.
     """
     bound, gap = gap_bound(found.dtype, actor.text_config.num_hidden_layers), found.gap(sampling)
     cause = "" if gap <= bound else _cause(actor, found, sampling, bound, unequal)
@@ -335,10 +335,10 @@ def refuse_weights(found: Fingerprint, given: Mapping[str, Tensor], version: int
 
 
 def check_batch(roles: Roles, batch: Batch, sampling: SamplingConfig, engine: EngineConfig, version: int) -> None:
-    """Compare log-probs on the first batch of a run, or on every batch of an engine with separate
-    weights.
+    """Compare log-probs on the first batch of a run.
 
-    Every rank must call it with the same ``batch``, and gets the same result.
+    For an engine with separate weights, compare them on every batch. Every rank must call it with
+    the same ``batch``, and gets the same result.
 
     Args:
         roles: The models and the engine.
@@ -366,8 +366,9 @@ def _unequal(roles: Roles) -> str:
 
 @dataclass(slots=True)
 class CheckedEngine:
-    """An engine over the weights of ``actor`` that compares its first responses with a forward
-    pass.
+    """An engine over the weights of ``actor`` that checks its first responses.
+
+    Their log-probs are compared with a forward pass of the model.
     """
 
     engine: Engine

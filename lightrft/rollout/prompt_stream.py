@@ -97,8 +97,9 @@ class PromptStream:
             raise
 
     def settle(self, collected: Collected) -> None:
-        """Update the stream from the groups that a step has collected, and clear the lists it
-        consumed.
+        """Update the stream from the groups that a step has collected.
+
+        The lists of ``collected`` that only the stream reads are emptied.
         """
         self.carried, self.begun = collected.carried, collected.begun
         if self.lost:

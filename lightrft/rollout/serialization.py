@@ -31,8 +31,9 @@ def pack_rollout(rollout: Rollout) -> dict[str, Any]:
 
 
 def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> list[Rollout]:
-    """Invert ``pack_rollout``. Responses to one prompt share one object again, since it defines
-    groups.
+    """Invert ``pack_rollout``.
+
+    Responses to one prompt share one prompt object again, since its identity defines groups.
     """
     ids = list(dict.fromkeys(fields["prompt"] for fields in packed))
     prompts = dict(zip(ids, find(ids), strict=True))

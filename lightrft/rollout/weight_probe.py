@@ -96,9 +96,7 @@ class WeightProbe:
         self.logits = logits.cpu()
 
     def compared(self) -> Compared | None:
-        """Return the engine's tokens that the trainer has logits for; ``None`` if there are
-        none.
-        """
+        """Return the engine's tokens that the trainer has logits for; ``None`` without any."""
         if self.logits is None:
             return None
         answers = {answer.seed: answer for answer in self.answers}

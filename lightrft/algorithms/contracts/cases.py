@@ -32,8 +32,9 @@ def batches() -> list[tuple[str, Batch]]:
 
 
 def plain_batch(mask: Sequence[Sequence[bool]], prompt_of: Sequence[int], rewards: Sequence[float] | None = None) -> Batch:
-    """Build a batch with fixed, unequal float64 numbers in every column filled in before
-    advantages.
+    """Build a batch with fixed, unequal numbers in every column filled in before advantages.
+
+    All numbers are float64.
 
     Args:
         mask: Sampled mask of each response.

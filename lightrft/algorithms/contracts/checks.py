@@ -138,9 +138,7 @@ def check_order(run: Callable[[Batch], Tensor], axis: str, split: Callable[[Batc
 
 
 def advantages_of(function: Function, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Call an advantage with the outcome at the last sampled token and a penalty on every
-    sampled one.
-    """
+    """Call an advantage with outcomes at last sampled tokens and a penalty on every sampled one."""
     rows = Rows.of(batch)
     rewards = there(batch.rewards)
     token = torch.where(batch.mask, there(batch.ref_logprobs) / 10, 0.0).to(rewards.dtype)
@@ -228,8 +226,9 @@ def losses_of(function: Function, batch: Batch, logprobs: Tensor | None = None) 
 
 
 def loss_gradient(function: Function, batch: Batch) -> Tensor:
-    """Return the gradient of the summed losses at sampled tokens with respect to the log-probs,
-    ``[N]``.
+    """Return the gradient of the summed losses at sampled tokens, ``[N]``.
+
+    It is taken with respect to the log-probs.
     """
     leaf = there(batch.behavior_logprobs).clone().requires_grad_()
     losses, _ = losses_of(function, batch, leaf)

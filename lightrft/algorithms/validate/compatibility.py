@@ -58,9 +58,7 @@ def _ratio(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _varies(algorithm: AlgorithmConfig) -> str:
-    """Return why advantages differ within a response; empty if they do not, or if that is
-    unknown.
-    """
+    """Return why advantages differ within a response; empty if they do not, or if unknown."""
     name, gamma = algorithm.advantage.name, algorithm.advantage.gamma
     if name in ADVANTAGES and {"critic", "process"} & ADVANTAGES.about(name).needs:
         return f"advantage {name!r} has one for each token"

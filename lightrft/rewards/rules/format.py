@@ -10,8 +10,9 @@ from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 _NO_TAG = r"(?:(?!</?think>|</?answer>)[\s\S])"
 THINK_ANSWER = rf"\s*<think>{_NO_TAG}+</think>\s*<answer>{_NO_TAG}+</answer>\s*"
-"""Thinking, then an answer, each tag once (format reward of DeepSeek-R1, arXiv 2501.12948,
-2.2.2).
+"""Thinking, then an answer, each tag once.
+
+This is the format reward of DeepSeek-R1, arXiv 2501.12948, section 2.2.2.
 """
 
 

@@ -34,13 +34,13 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%
 @REWARDS.register("math", needs={"label"})
 @ungraded_beyond(CPU_SECONDS)
 def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | dict[str, float]:
-    r"""Return 1 if the final answer equals the prompt's label or, without one, its reference, else
-    0.
+    r"""Return 1 if the final answer equals the prompt's label, else 0.
 
-    The final answer is the last ``\boxed{}`` or ``####`` after any thinking, whichever comes
-    later. Without one it is the text after "the answer is". Else it is the whole response if that
-    is a single expression. A response that cannot be compared within ``CPU_SECONDS`` or the
-    worker's memory counts as wrong, with the term ``ungraded``.
+    Without a label, the prompt's reference is used. The final answer is the last ``\boxed{}`` or
+    ``####`` after any thinking, whichever comes later. Without one it is the text after "the answer
+    is". Else it is the whole response if that is a single expression. A response that cannot be
+    compared within ``CPU_SECONDS`` or the worker's memory counts as wrong, with the term
+    ``ungraded``.
 
     Args:
         last_number: As a last resort, take the last number of the response.
@@ -242,10 +242,9 @@ def _terms(expression: Any) -> float:
 
 
 def _digits(expression: Any) -> float:
-    """Return an upper bound of the digits of the largest number in ``expression``; symbols have
-    none.
+    """Return an upper bound of the digits of the largest number in ``expression``.
 
-    The number itself is not computed.
+    The number itself is not computed. Symbols have no digits.
     """
     from sympy import Add, Integer, Mul, Pow, Rational, factorial
 

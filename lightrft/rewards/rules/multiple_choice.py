@@ -56,8 +56,9 @@ def picked(text: str, choices: str = "ABCD") -> str | None:
 
 
 def _only_letter(text: str, choices: str) -> str | None:
-    r"""Return the letter if ``text`` is one: ``B``, ``(B)``, ``B.``, ``**B**``, ``\text{B}``, ``B)
-    text``.
+    r"""Return the letter if ``text`` is one, e.g. ``B``, ``(B)``, ``B.``, ``**B**``, ``\text{B}``.
+
+    ``B) text`` counts too.
     """
     letters = re.escape(choices)
     dressed = rf"(?:\*\*|\$|\\(?:text|textbf|mathrm|mathbf)\{{|[(\[\"'\s{{])*([{letters}])(?:\*\*|\$|[)\]\"'\s}}.:])*"

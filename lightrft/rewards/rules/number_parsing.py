@@ -97,9 +97,7 @@ class Quantity:
 
 
 def tidy(text: str) -> str:
-    """Reduce ``text`` to bare LaTeX: no delimiters, sizes, spacing commands or trailing full
-    stop.
-    """
+    """Reduce ``text`` to bare LaTeX, without delimiters, sizes, spacing and final full stop."""
     text = text.translate(_UNICODE).strip()
     before = None
     while before != text:
@@ -147,9 +145,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
-    """Parse the power of ten, percent sign and unit after a number; ``None`` if something else
-    follows.
-    """
+    """Parse the power of ten, percent sign and unit after a number; ``None`` for other text."""
     percent = re.match(r"\s*(?:%|percent(?:age)?\b)(?:\s+points?\b)?", text, re.IGNORECASE)
     if percent:
         text, spaced = text[percent.end() :], True

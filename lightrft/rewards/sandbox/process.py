@@ -67,8 +67,9 @@ class WorkerProcess:
         self.reaping = threading.Lock()
 
     def begin(self, start: Start) -> str:
-        """Block until the worker is ready. Return an empty string, or the worker's reason why it
-        cannot serve.
+        """Block until the worker is ready, and return an empty string.
+
+        Return the worker's own message if it cannot serve.
 
         Raises:
             WorkerGone: If the worker has ended, or is not ready after ``START_SECONDS``.

@@ -39,8 +39,9 @@ START_SECONDS = 300.0
 END_SECONDS = 5.0
 """Seconds past the deadline after which a trial is ended from outside."""
 START_OF_BUILT_IN = 30.0
-"""Additional seconds for a reward of this package, which loads its dependencies in its first
-call.
+"""Additional seconds for a reward of this package.
+
+Its first call loads its dependencies.
 """
 PACKAGE = str(Path(__file__).parents[2])
 

@@ -148,9 +148,7 @@ class Worker:
         self.tell(i=index, s=time.perf_counter() - began, **outcome)
 
     def _batch(self, reward: Reward, views: list[bytes]) -> None:
-        """Run one call for all views. If it fails, the cause is unknown, so each view is retried
-        alone.
-        """
+        """Run one call for all views; if it fails, each view is retried alone to find the cause."""
 
         def call() -> dict[str, Any]:
             result = reward.function([pickle.loads(v) for v in views], **reward.options)
@@ -201,9 +199,7 @@ class Worker:
         return self.loop
 
     def _guarded(self, call: Callable[[], Any], seconds: float, cpu_seconds: float | None = None) -> dict[str, Any]:
-        """Return the result of ``call`` as ``{"terms": ...}``, or ``{"kind": ..., "reason":
-        ...}``.
-        """
+        """Return the result of ``call`` under the key ``terms``, or ``kind`` and ``reason``."""
         self.rang = False
         signal.signal(signal.SIGALRM, self._ring)  # for every call, since functions may install their own handler
         try:
