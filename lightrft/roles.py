@@ -1,4 +1,7 @@
-"""Who takes part in a run. A launcher builds them; a loop only calls their methods."""
+"""Define the roles of a run: policy, reference, critic, engine, scorer and others.
+
+A launcher builds the roles; a training loop only calls their methods.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,31 @@ log = logging.getLogger(__name__)
 
 
 class Reference(Protocol):
-    """The distribution that the policy is kept near."""
+    """The distribution that the policy is kept close to."""
 
-    def score(self, batch: Batch, *, temperature: float) -> Scores: ...
+    def score(self, batch: Batch, *, temperature: float) -> Scores:
+        """Return the log-probs of the response tokens at ``temperature``."""
+        ...
 
 
 @dataclass(slots=True)
 class AdaptersOff:
-    """The reference of a model with adapters: the same weights without them, and no second copy."""
+    """The reference of a model with adapters: the same model with its adapters disabled.
+
+    It needs no second copy of the weights.
+    """
 
     actor: Actor
 
     def score(self, batch: Batch, *, temperature: float) -> Scores:
+        """Return the log-probs of the response tokens under the model without adapters."""
         with self.actor.reference():
             return self.actor.score(batch, temperature=temperature)
 
 
 @dataclass(slots=True)
 class Trained:
-    """A model that this run trains, and its optimizer state."""
+    """A model that this run trains, with its optimizer state."""
 
     model: Any
     state: TrainState
@@ -50,18 +59,20 @@ class Trained:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of all parameters, whole, by name."""
+        """Return the unsharded shapes of all parameters, by name."""
         return self.state.shapes
 
     def save(self, strategy: Strategy, path: Path) -> None:
+        """Write weights, optimizer and schedule to the folder ``path``."""
         strategy.save(self.state, path)
 
     def load(self, strategy: Strategy, path: Path) -> None:
+        """Restore what ``save`` wrote."""
         strategy.load(self.state, path)
 
 
 class ValueModel(Protocol):
-    """What says what a state is worth. See ``Critic.values``."""
+    """A model that estimates the value of a state. See ``Critic.values``."""
 
     @overload
     def values(self, batch: Batch, final: Literal[True]) -> tuple[Tensor, Tensor]: ...
@@ -73,17 +84,24 @@ class ValueModel(Protocol):
 
 
 class Kept(Protocol):
-    """What a checkpoint must hold. ``shapes`` are those of all parameters, whole, by name."""
+    """Something that a checkpoint saves: a model with its optimizer and learning-rate schedule.
+
+    ``shapes`` are the unsharded shapes of all parameters, by name.
+    """
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]: ...
 
     def save(self, strategy: Strategy, path: Path) -> None:
-        """Write weights, optimizer and schedule under the folder ``path``."""
+        """Write weights, optimizer and schedule to the folder ``path``."""
         ...
 
     def load(self, strategy: Strategy, path: Path) -> None:
-        """Restore what ``save`` wrote. Raises ``CheckpointError`` when it is not of this model."""
+        """Restore what ``save`` wrote.
+
+        Raises:
+            CheckpointError: If it belongs to another model.
+        """
         ...
 
 
@@ -91,7 +109,7 @@ class ValueLearner(ValueModel, Kept, Protocol):
     """A critic that trains itself."""
 
     def learn(self, mini: Batch) -> Metrics:
-        """One optimizer step on ``mini``, which has returns and the shares of its tokens in the loss."""
+        """Take one optimizer step on ``mini``, which has returns and loss weights."""
         ...
 
 
@@ -99,64 +117,98 @@ class ProcessLearner(Reference, Kept, Protocol):
     """A process reward model that trains itself."""
 
     def learn(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """One optimizer step on ``batch``, which has rewards and log-probs of the reference: its own ``[N]`` before it, and metrics."""
+        """Take one optimizer step on ``batch``, which has rewards and log-probs of the reference.
+
+        Returns:
+            The model's log-probs before the step, ``[N]``, and metrics.
+        """
         ...
 
 
 @runtime_checkable
 class Distant(Protocol):
-    """A model that others run: up to ``in_flight`` parts of a batch may be asked of it at one time. ``of_all``: by the first rank, on
-    behalf of all; else each rank asks about its own."""
+    """A model that runs in remote workers.
+
+    Attributes:
+        of_all: The first rank sends the whole batch. If false, each rank sends its own part.
+        in_flight: Number of micro-batches that the model accepts concurrently.
+    """
 
     of_all: bool
 
     @property
-    def in_flight(self) -> int: ...
+    def in_flight(self) -> int:
+        """Return the number of micro-batches that the model accepts concurrently."""
+        ...
 
 
 @runtime_checkable
 class Closing(Protocol):
-    """A role that holds more than memory."""
+    """A role that owns more than memory, e.g. processes."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Release all resources."""
+        ...
 
 
 @runtime_checkable
 class Counting(Protocol):
-    """A role that counts what it has borne."""
+    """A role that counts events such as restarts."""
 
     def take_counts(self) -> dict[str, int]:
-        """How often each thing happened since this was last asked, by name."""
+        """Return the number of events since the last call, by name."""
         ...
 
 
 @dataclass(slots=True)
 class Frozen:
-    """A model that this run reads and does not train: a reference of its own, a teacher."""
+    """A model that this run reads but does not train: a separate reference, or a teacher."""
 
     model: Actor
     layout_settled: bool = False
 
     def score(self, batch: Batch, *, temperature: float) -> Scores:
+        """Return the log-probs of the response tokens at ``temperature``."""
         return self.model.score(batch, temperature=temperature)
 
 
 class Beside(Protocol):
-    """Data of its own that each optimizer step of the policy learns from too."""
+    """Additional data for each optimizer step of the policy."""
 
     def term(self, actor: Actor) -> tuple[Batch, Callable[[Batch], tuple[Tensor, Metrics]]]:
-        """The next batch, and the share of a part of it in the loss, with metrics."""
+        """Return the next batch, and a function from a part of it to its loss and metrics."""
         ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data."""
+        ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a position that ``state_dict`` returned."""
+        ...
 
 
 @dataclass(slots=True)
 class Roles:
-    """Roles that a run does not need are ``None``. ``ahead`` is an engine with weights of its own, for generation while the policy
-    is trained; those who draw by it talk to other ranks through ``ahead_ranks``. ``held`` is the fingerprint of the engine's weights."""
+    """The roles of a run. Roles that the run does not need are ``None``.
+
+    Attributes:
+        strategy: Places and updates the models.
+        policy: The trained policy.
+        engine: Generates responses.
+        scorer: Scores responses.
+        tokenizer: The tokenizer of the policy.
+        processor: Prepares media. ``None`` for text.
+        reference: The distribution that the policy is kept close to.
+        teacher: The model that distillation trains towards.
+        critic: Estimates values.
+        process: The process reward model.
+        ptx: Supervised data mixed into the policy's optimizer steps.
+        ahead: An engine with separate weights, for generation during training.
+        ahead_ranks: Process group of the threads that generate with ``ahead``.
+        held: Fingerprint of the engine's weights.
+        logprobs_checked: The engine's log-probs have been compared with the trainer's.
+    """
 
     strategy: Strategy
     policy: Trained
@@ -175,44 +227,51 @@ class Roles:
     logprobs_checked: bool = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter of the policy, whole, by its name in the model that engines hold."""
+        """Yield every parameter of the policy, gathered, by its name in the engine's model."""
         return ((name.removeprefix("model."), t) for name, t in self.strategy.full_parameters(self.policy.state))
 
     def publish(self, version: int) -> None:
-        """Hand the policy's weights to the engine, as ``version``."""
+        """Load the policy's weights into the engine as ``version``."""
         self.held = self.engine.load_weights(self.weights(), version)
 
     @property
     def trained(self) -> dict[str, Kept]:
-        """What a checkpoint must hold, by name."""
+        """Return the roles that a checkpoint saves, by name."""
         roles: dict[str, Kept | None] = {"policy": self.policy, "critic": self.critic, "process": self.process}
         return {name: role for name, role in roles.items() if role is not None}
 
     def drawing(self) -> AbstractContextManager[None]:
-        """Context in which answers are drawn, and what only training needs may rest."""
+        """Return a context for generation.
+
+        In it, state that only training needs may be offloaded.
+        """
         frozen = [role.model for role in (self.reference, self.teacher) if isinstance(role, Frozen)]
         states = [role.state for role in self.trained.values() if isinstance(role, Trained)]
         return self.strategy.resting(states, frozen)
 
     @property
     def actor(self) -> Actor:
+        """Return the model of the policy."""
         return self.policy.model
 
     @property
     def value_model(self) -> ValueModel | None:
+        """Return the model that estimates values; ``None`` without a critic."""
         return self.critic.model if isinstance(self.critic, Trained) else self.critic
 
     @property
     def device(self) -> torch.device:
+        """Return the device of this rank."""
         return self.strategy.device
 
     def counts(self) -> Metrics:
-        """What roles have borne since this was last asked, e.g. ``engine/restarts``."""
+        """Return event counts of each role since the last call, e.g. ``engine/restarts``."""
         names = ("engine", "ahead", "scorer", "reference", "teacher", "critic")
         roles = {name: role for name in names if isinstance(role := getattr(self, name), Counting)}
         return Metrics({f"{name}/{what}": Sum(n) for name, role in roles.items() for what, n in role.take_counts().items()})
 
     def close(self) -> None:
+        """Close every role that owns more than memory."""
         for role in (self.engine, self.ahead, self.scorer, self.reference, self.teacher, self.critic, self.process):
             if isinstance(role, Closing):
                 role.close()

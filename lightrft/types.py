@@ -1,6 +1,7 @@
-"""The nouns that every layer shares. Nothing is padded, and a prompt is stored once per group.
+"""Define the data types that every layer shares.
 
-Letters in shapes: P distinct prompts, B responses, N response tokens of all B responses laid end to end.
+Nothing is padded, and a prompt is stored once per group. Letters in shapes: P distinct prompts, B
+responses, N response tokens of all B responses, concatenated.
 """
 
 from __future__ import annotations
@@ -18,7 +19,12 @@ FinishReason = Literal["stop", "length", "abort"]
 
 @dataclass(slots=True)
 class Ragged:
-    """Rows of each sample laid end to end: ``values [N, ...]``, ``lengths [B]``; a sample without this input has length 0."""
+    """Rows of variable length per sample, concatenated.
+
+    Attributes:
+        values: ``[N, ...]``. The rows of all samples.
+        lengths: ``[B]``. The number of rows of each sample; 0 for a sample without this input.
+    """
 
     values: Tensor
     lengths: Tensor
@@ -27,26 +33,40 @@ class Ragged:
         return int(self.lengths.numel())
 
     def select(self, index: Tensor) -> Ragged:
-        """The samples named by ``index [K]``, in its order: where that is all of them as they are, this object, since rows may be large."""
+        """Return the samples ``index [K]``, in this order.
+
+        If ``index`` selects all samples in their order, return this object, since rows may be
+        large.
+        """
         if index.numel() == len(self) and torch.equal(index, torch.arange(len(self), device=index.device)):
             return self
         return Ragged(self.values[rows_of(self.lengths, index)], self.lengths[index])
 
     def to(self, device: torch.device | str) -> Ragged:
+        """Return the same data on ``device``; tensors already there are shared."""
         return Ragged(to_device(self.values, device), to_device(self.lengths, device))
 
     @staticmethod
     def cat(parts: Sequence[Ragged]) -> Ragged:
+        """Concatenate the samples of ``parts``."""
         return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
 
 Media = dict[str, Ragged]
-"""Model input name to its rows, over the samples of the ``Segments`` that hold it. Nothing outside the models looks inside."""
+"""Rows of each model input, by input name, over the samples of a ``Segments``.
+
+Only the models read them.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """How large something decoded is: the ``shape`` of its array, and when in seconds each entry of the first axis was, if it is time."""
+    """The size of a decoded input.
+
+    Attributes:
+        shape: Shape of its array.
+        times: Time in seconds of each entry of the first axis; empty unless that axis is time.
+    """
 
     shape: tuple[int, ...]
     times: tuple[float, ...] = ()
@@ -54,7 +74,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Attachment:
-    """Something of a prompt that is not text, for people: a small file of its own. Equal ones have equal names."""
+    """A file attached to a prompt for people to view, such as a small copy of its media.
+
+    Equal files have equal names.
+    """
 
     name: str
     data: bytes = field(repr=False)
@@ -64,9 +87,16 @@ class Attachment:
 class Prompt:
     """One task for the policy.
 
-    ``columns`` holds every other column of the data row: rewards may want them. ``media`` holds this prompt's inputs
-    only (each ``Ragged`` has one sample), ``attachments`` what people see and hear of them. ``reference`` is a reference answer or
-    solution, ``label`` what a reward compares with.
+    Attributes:
+        id: Unique name within the data set.
+        token_ids: The encoded prompt.
+        text: The prompt as text.
+        label: The value that a reward compares responses with.
+        reference: A reference answer or solution.
+        data_source: Name of the data set that the row belongs to.
+        columns: Every other column of the data row, for rewards.
+        media: Inputs of this prompt only. Each ``Ragged`` has one sample.
+        attachments: Files that show ``media`` to people.
     """
 
     id: str
@@ -80,20 +110,35 @@ class Prompt:
     attachments: tuple[Attachment, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """For files that people read: attachments by name, no media."""
+        """Return the prompt as plain data for files that people read.
+
+        Attachments are given by name, and media are left out.
+        """
         kept = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "media"}
         return {**kept, "attachments": [a.name for a in self.attachments]}
 
 
 @dataclass(slots=True)
 class Rollout:
-    """One trajectory as plain lists, so that it pickles, prints and saves as JSON. Token in, token out.
+    """One trajectory as plain lists, so that it can be pickled, printed and saved as JSON.
 
-    ``sampled[t]`` says whether the policy sampled token t (tool and environment tokens are not). ``logprobs[t]`` is the
-    log-probability under the distribution that token t was drawn from, ``versions[t]`` the policy version that drew it.
-    ``baseline`` is the reward of the greedy answer to the same prompt, where one was drawn.
-    ``weights`` has the weight of each of ``terms`` that is part of ``reward``; other terms are only told.
-    ``failed`` holds the reason when scoring failed, and is empty otherwise.
+    Tokens are never decoded and encoded again. Lists have one entry per token.
+
+    Attributes:
+        prompt: The prompt.
+        token_ids: The response tokens.
+        sampled: The policy sampled the token. False for tokens of tools and environments.
+        logprobs: Log-prob of the token under the distribution that it was sampled from.
+        versions: Version of the policy that sampled the token.
+        finish_reason: ``stop``, ``length``, or ``abort`` for an unfinished response.
+        seed: Seed of the request.
+        sample: Index among the responses to the prompt.
+        text: The response as text.
+        reward: Outcome reward. ``None`` if the response is not scored.
+        baseline: Reward of the greedy response to the same prompt. ``None`` if there is none.
+        terms: Reward terms by name.
+        weights: Weight of each term that is part of ``reward``; other terms are only reported.
+        failed: Reason why scoring failed; empty otherwise.
     """
 
     prompt: Prompt
@@ -117,11 +162,18 @@ class Rollout:
 
 @dataclass(slots=True)
 class Request:
-    """Sample number ``sample`` of ``prompt``; equal seeds give equal answers whatever else is in the batch.
+    """A request for one response. Equal seeds give equal responses whatever else is in the batch.
 
-    ``max_new_tokens`` bounds this answer alone; without it the sampling settings do. A ``greedy`` one takes the likeliest token
-    at each place, as all do at temperature 0. An answer goes on from what was ``begun`` of it, and once it has ``pause`` tokens it
-    comes back as it is, with finish reason ``abort``, to go on some other time.
+    Attributes:
+        prompt: The prompt.
+        seed: Seed of the response.
+        sample: Index among the responses to the prompt.
+        max_new_tokens: Length limit of this response. ``None`` uses the limit of the sampling
+            settings.
+        greedy: Take the most likely token at each position, as at temperature 0.
+        begun: An unfinished response to continue. ``None`` starts a new one.
+        pause: Number of tokens at which the response is returned unfinished, with finish reason
+            ``abort``, to be continued later. ``None`` for no pause.
     """
 
     prompt: Prompt
@@ -134,25 +186,38 @@ class Request:
 
     @property
     def held(self) -> int:
-        """Tokens of the answer that are there already."""
+        """Return the number of response tokens that already exist."""
         return len(self.begun) if self.begun is not None else 0
 
 
 @dataclass(frozen=True, slots=True)
 class HostCopy:
-    """The ``numbers`` of one integer tensor, ``of_tensor``, for code on the host that would wait for a device to read it."""
+    """The values of an integer tensor on the host, for code that must not wait for the device.
+
+    Attributes:
+        of_tensor: The tensor.
+        numbers: Its values.
+    """
 
     of_tensor: Tensor
     numbers: list[int]
 
     @staticmethod
     def of(tensor: Tensor, known: HostCopy | None) -> HostCopy:
-        """Return ``known`` if it is of this very ``tensor``, else read the tensor."""
+        """Return ``known`` if it is a copy of this very ``tensor``, else read the tensor."""
         return known if known is not None and known.of_tensor is tensor else HostCopy(tensor, tensor.tolist())
 
     @staticmethod
     def moved(tensor: Tensor, known: HostCopy | None, to: Tensor) -> HostCopy | None:
-        """Return the copy for ``to``, the same numbers on another device: ``None`` where nothing is known without waiting."""
+        """Return the copy for ``to``, which has the same values on another device.
+
+        Returns ``None`` if the values are unknown without waiting for the device.
+
+        Args:
+            tensor: The tensor before the move.
+            known: A copy, possibly of another tensor.
+            to: The tensor after the move.
+        """
         if tensor.device.type != "cpu" and (known is None or known.of_tensor is not tensor):
             return None
         return HostCopy(to, HostCopy.of(tensor, known).numbers)
@@ -160,7 +225,13 @@ class HostCopy:
 
 @dataclass(slots=True)
 class Segments:
-    """Flat token runs: ``tokens [N]``, ``lengths [S]``, and the media of each run."""
+    """Token sequences, concatenated.
+
+    Attributes:
+        tokens: ``[N]``. The tokens of all sequences.
+        lengths: ``[S]``. The length of each sequence.
+        media: Media of each sequence.
+    """
 
     tokens: Tensor
     lengths: Tensor
@@ -172,38 +243,44 @@ class Segments:
 
     @property
     def sizes(self) -> list[int]:
-        """``lengths`` on the host. Reading them does not wait for a device that ``to`` moved the runs to."""
+        """Return ``lengths`` on the host.
+
+        Reading them does not wait for a device that ``to`` moved the sequences to.
+        """
         self._sizes = HostCopy.of(self.lengths, self._sizes)
         return self._sizes.numbers
 
     @staticmethod
     def of(rows: Sequence[Sequence[int]], media: Media | None = None) -> Segments:
+        """Build one sequence per row of token ids."""
         flat = [t for row in rows for t in row]
         return Segments(torch.tensor(flat, dtype=torch.long), torch.tensor([len(r) for r in rows], dtype=torch.long), media or {})
 
     @staticmethod
     def of_prompts(prompts: Sequence[Prompt]) -> Segments:
-        """A run for each of ``prompts``, with its media."""
+        """Build one sequence per prompt, with its media."""
         return Segments.cat([Segments.of([p.token_ids], p.media) for p in prompts])
 
     def select(self, index: Tensor) -> Segments:
-        """The runs named by ``index [K]``, in its order."""
+        """Return the sequences ``index [K]``, in this order."""
         return Segments(
             self.tokens[rows_of(self.lengths, index)], self.lengths[index], {k: r.select(index) for k, r in self.media.items()}
         )
 
     def to(self, device: torch.device | str) -> Segments:
+        """Return the same data on ``device``; tensors already there are shared."""
         lengths = to_device(self.lengths, device)
         known = HostCopy.moved(self.lengths, self._sizes, lengths)
         return Segments(to_device(self.tokens, device), lengths, {k: r.to(device) for k, r in self.media.items()}, known)
 
     @staticmethod
     def cat(parts: Sequence[Segments]) -> Segments:
+        """Concatenate the sequences of ``parts``."""
         return Segments(torch.cat([p.tokens for p in parts]), torch.cat([p.lengths for p in parts]), cat_media(parts))
 
 
 def cat_media(parts: Sequence[Segments]) -> Media:
-    """Media of ``parts`` joined; a part without some input contributes rows of length 0."""
+    """Concatenate the media of ``parts``; a part without some input adds rows of length 0."""
     joined: Media = {}
     for name in dict.fromkeys(k for p in parts for k in p.media):
         some = next(p.media[name] for p in parts if name in p.media)
@@ -213,53 +290,52 @@ def cat_media(parts: Sequence[Segments]) -> Media:
 
 
 def token_column() -> Any:
-    """A column of ``Batch`` with one entry per response token."""
+    """Declare a column of ``Batch`` with one entry per response token."""
     return field(default=None, metadata={"axis": "token"})
 
 
 def sample_column() -> Any:
-    """A column of ``Batch`` with one entry per response."""
+    """Declare a column of ``Batch`` with one entry per response."""
     return field(default=None, metadata={"axis": "sample"})
 
 
 @dataclass(slots=True)
 class Batch:
-    """P prompts, B responses, N response tokens. Groups are ``prompt_of``: by identity, never by position.
+    """A packed batch of P prompts, B responses and N response tokens.
 
-    A column declares its axis once, below; ``select``, ``cat`` and ``to`` follow it.
+    ``prompt_of [B]`` defines groups: by identity, never by position. A column declares its axis
+    once, below. ``select``, ``cat`` and ``to`` use it.
     """
 
     prompts: Segments
     responses: Segments
     prompt_of: Tensor
-    sampled: Tensor | None = token_column()  # [N] bool: the policy drew this token, so it may carry gradient
-    behavior_logprobs: Tensor | None = token_column()  # [N] under the distribution that was sampled from
+    sampled: Tensor | None = token_column()  # [N] bool: the policy sampled this token, so it may carry gradient
+    behavior_logprobs: Tensor | None = token_column()  # [N] log-prob under the distribution that was sampled from
     old_logprobs: Tensor | None = token_column()  # [N] policy before the update
     ref_logprobs: Tensor | None = token_column()  # [N]
     teacher_logprobs: Tensor | None = token_column()  # [N]
     process_rewards: Tensor | None = token_column()  # [N] of a process reward model
     logprobs: Tensor | None = token_column()  # [N] policy at the start of an optimizer step, without gradient
     entropy: Tensor | None = token_column()  # [N] of the policy before the update
-    versions: Tensor | None = token_column()  # [N] the policy version that drew the token
+    versions: Tensor | None = token_column()  # [N] policy version that sampled the token
     values: Tensor | None = token_column()  # [N] V(state before the token)
     advantages: Tensor | None = token_column()  # [N]
     returns: Tensor | None = token_column()  # [N]
-    loss_weights: Tensor | None = token_column()  # [N] share of each token's loss in the loss of the global batch
-    positive_weights: Tensor | None = token_column()  # [N] share of each token's log-likelihood in that of the positive answers
-    gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 leaves a token out
+    loss_weights: Tensor | None = token_column()  # [N] weight of each token's loss in the loss of the global batch
+    positive_weights: Tensor | None = token_column()  # [N] weight of each token's log-likelihood among positive responses
+    gate: Tensor | None = token_column()  # [N] factor of the policy loss; 0 masks a token
     correction: Tensor | None = token_column()  # [N] factor of the policy loss where it depends on the whole mini-batch
     energy: Tensor | None = token_column()  # [N] squared norm of the gradient of the policy's log-prob in its logits
-    steps: Tensor | None = token_column()  # [N] long: which step of its response the token belongs to
-    states: Tensor | None = (
-        token_column()
-    )  # [N] long: name of the state in which that step was taken; equal states have equal names
+    steps: Tensor | None = token_column()  # [N] long: step of the response that the token belongs to
+    states: Tensor | None = token_column()  # [N] long: label of the state before the step; equal states have equal labels
     pull: Tensor | None = token_column()  # [N] coefficient of |log-prob - old log-prob|
-    sample: Tensor | None = sample_column()  # [B] which of the answers to its prompt it is
+    sample: Tensor | None = sample_column()  # [B] index among the responses to the prompt
     rewards: Tensor | None = sample_column()  # [B] scalar outcome reward
-    outcomes: Tensor | None = sample_column()  # [B] the same as it was scored, before normalisation and shaping
-    terms: Tensor | None = sample_column()  # [B, K] the numbers that make up the reward; nan where a row has no such term
-    term_weights: Tensor | None = sample_column()  # [B, K] of each term in the row's reward; 0 where it has none
-    baselines: Tensor | None = sample_column()  # [B] reward of the greedy answer to the same prompt
+    outcomes: Tensor | None = sample_column()  # [B] reward as scored, before normalization and shaping
+    terms: Tensor | None = sample_column()  # [B, K] terms of the reward; NaN where a row has no such term
+    term_weights: Tensor | None = sample_column()  # [B, K] weight of each term in the row's reward; 0 where it has none
+    baselines: Tensor | None = sample_column()  # [B] reward of the greedy response to the same prompt
     final_values: Tensor | None = sample_column()  # [B] V(state after the last token)
     version: Tensor | None = sample_column()  # [B] oldest policy version among the tokens
     truncated: Tensor | None = sample_column()  # [B] bool: cut by the length limit
@@ -270,44 +346,47 @@ class Batch:
 
     @property
     def lengths(self) -> Tensor:
-        """Response lengths ``[B]``."""
+        """Return the response lengths, ``[B]``."""
         return self.responses.lengths
 
     @property
     def tokens(self) -> int:
-        """N, the number of response tokens."""
+        """Return N, the number of response tokens."""
         return int(self.responses.tokens.numel())
 
     @property
     def mask(self) -> Tensor:
-        """``[N]`` bool: tokens that may carry gradient."""
+        """Return a mask ``[N]`` of tokens that may carry gradient."""
         if self.sampled is None:
             return torch.ones_like(self.responses.tokens, dtype=torch.bool)
         return self.sampled
 
     @property
     def row_of(self) -> Tensor:
-        """``[N]`` the response that each token belongs to."""
+        """Return the response of each token, ``[N]``."""
         rows = torch.arange(len(self), device=self.lengths.device)
         return torch.repeat_interleave(rows, self.lengths, output_size=self.tokens)
 
     @property
     def groups(self) -> list[int]:
-        """``prompt_of`` on the host. Reading it does not wait for a device that ``to`` moved the batch to."""
+        """Return ``prompt_of`` on the host.
+
+        Reading it does not wait for a device that ``to`` moved the batch to.
+        """
         self._groups = HostCopy.of(self.prompt_of, self._groups)
         return self._groups.numbers
 
     def columns(self, axis: str) -> dict[str, Tensor]:
-        """The columns of one axis (``"token"`` or ``"sample"``) that are filled in."""
+        """Return the filled columns of one axis, ``"token"`` or ``"sample"``, by name."""
         named = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.metadata.get("axis") == axis}
         return {name: column for name, column in named.items() if column is not None}
 
     def replace(self, **columns: Tensor | None) -> Batch:
-        """A copy with other columns; the tensors are shared."""
+        """Return a copy with other columns; the tensors are shared."""
         return dataclasses.replace(self, **columns)
 
     def select(self, index: Tensor) -> Batch:
-        """The responses named by ``index [K]``, in its order, with the prompts that they use."""
+        """Return the responses ``index [K]``, in this order, with the prompts that they use."""
         kept, prompt_of = torch.unique(self.prompt_of[index], return_inverse=True)
         rows = rows_of(self.lengths, index)
         return Batch(
@@ -319,10 +398,11 @@ class Batch:
         )
 
     def split(self, parts: Iterable[Tensor]) -> list[Batch]:
-        """One batch per index tensor of ``parts``."""
+        """Return one batch per index tensor of ``parts``."""
         return [self.select(index) for index in parts]
 
     def to(self, device: torch.device | str) -> Batch:
+        """Return the same data on ``device``; tensors already there are shared."""
         moved = {k: to_device(v, device) for axis in ("token", "sample") for k, v in self.columns(axis).items()}
         prompt_of = to_device(self.prompt_of, device)
         known = HostCopy.moved(self.prompt_of, self._groups, prompt_of)
@@ -330,9 +410,10 @@ class Batch:
 
     @staticmethod
     def cat(parts: Sequence[Batch]) -> Batch:
-        """Batches joined. Equal prompts of different parts stay apart: groups are by identity.
+        """Concatenate batches. Equal prompts of different parts remain separate groups.
 
-        Raises ``ValueError`` when the parts do not have the same columns.
+        Raises:
+            ValueError: If the parts do not have the same columns.
         """
         names = {axis: [set(p.columns(axis)) for p in parts] for axis in ("token", "sample")}
         for axis, sets in names.items():
@@ -352,7 +433,10 @@ class Batch:
 
 
 def rows_of(lengths: Tensor, index: Tensor) -> Tensor:
-    """Positions, in a flat array of runs of ``lengths [B]``, of the runs named by ``index [K]``, run after run."""
+    """Return the flat indices of some runs, run after run.
+
+    ``lengths [B]`` are the lengths of all runs of a flat array; ``index [K]`` selects runs.
+    """
     starts = torch.cumsum(lengths, 0) - lengths
     kept = lengths[index]
     ends = torch.cumsum(kept, 0)

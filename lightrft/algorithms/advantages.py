@@ -1,8 +1,18 @@
-"""Rewards to advantages: one function and one equation each.
+"""Compute advantages from rewards: one function and one equation per estimator.
 
-``ADVANTAGES[name](batch, token_rewards [N], settings, **options) -> (advantages [N], returns [N])``. ``batch.rewards [B]`` is the outcome
-reward after shaping; ``token_rewards`` holds it at the last sampled token of each row, with a KL penalty on every one if asked for.
-Tokens that the policy did not sample get 0 and are passed through: the result is that of the rows without them.
+Every estimator has the same signature:
+
+    ADVANTAGES[name](batch, token_rewards, settings, **options) -> (advantages, returns)
+
+Args:
+    batch: The global batch. ``batch.rewards [B]`` are the outcome rewards after shaping.
+    token_rewards: ``[N]``. The outcome reward at the last sampled token of each row. Every sampled
+        token also has the KL penalty, if one is configured.
+    settings: ``algorithm.advantage``, of which ``reads`` names the fields in use.
+
+Returns:
+    Advantages and returns, ``[N]`` each. Tokens that the policy did not sample get 0. They are
+    skipped, so they do not change the result at other tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +32,18 @@ ADVANTAGES: Registry[Advantage] = Registry("advantage")
 
 
 def scores(batch: Batch, token_rewards: Tensor, rows: Rows) -> Tensor:
-    """``[B]``: the outcome reward with the row's KL penalty, if any. Counts for the baseline also in rows without sampled tokens."""
+    """Return the outcome reward of each response plus its summed KL penalty, ``[B]``.
+
+    A response without sampled tokens has a score too, so it counts for the baseline.
+
+    Args:
+        batch: The global batch.
+        token_rewards: ``[N]``. Outcome rewards and KL penalties.
+        rows: The rows of ``batch``.
+
+    Raises:
+        ValueError: If ``batch.rewards`` is missing.
+    """
     if batch.rewards is None:
         raise ValueError("advantages need batch.rewards")
     rewards = batch.rewards.to(token_rewards.dtype)
@@ -31,12 +52,15 @@ def scores(batch: Batch, token_rewards: Tensor, rows: Rows) -> Tensor:
 
 
 def by_prompt(batch: Batch, token_rewards: Tensor) -> Groups:
-    """The ``scores`` of all answers, grouped by their prompts."""
+    """Return the ``scores`` of all responses, grouped by prompt."""
     return Groups(scores(batch, token_rewards, Rows.of(batch)), batch.prompt_of, len(batch.prompts))
 
 
 def on_tokens(advantage: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """One number per answer ``[B]`` on each of its sampled tokens, as advantage and as return."""
+    """Expand one number per response, ``[B]``, to its sampled tokens, ``[N]``.
+
+    The result is returned twice, as the advantage and as the return.
+    """
     rows = Rows.of(batch)
     spread = rows.spread(advantage)
     tokens = torch.where(rows.mask, spread, torch.zeros_like(spread))
@@ -52,7 +76,10 @@ def on_tokens(advantage: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     reads=["eps"],
 )
 def grpo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Reward standardised inside its group (unbiased deviation). Exactly 0 where the group is of one answer or of equal rewards."""
+    """Standardize each reward within its group, with the unbiased standard deviation.
+
+    The advantage is exactly 0 in a group of one response and in a group of equal rewards.
+    """
     return on_tokens(by_prompt(batch, token_rewards).standardised(settings.eps), batch)
 
 
@@ -64,7 +91,7 @@ def grpo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     needs=["groups"],
 )
 def group_mean(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Reward less the mean of its group."""
+    """Subtract the mean reward of the group from each reward."""
     return on_tokens(by_prompt(batch, token_rewards).centred(), batch)
 
 
@@ -76,7 +103,10 @@ def group_mean(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -
     needs=["groups"],
 )
 def rloo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Reward less the mean of the others of its group: what is left out makes the baseline independent of the answer."""
+    """Subtract the mean reward of the other responses in the group from each reward.
+
+    Leaving out the response's own reward makes the baseline independent of the response.
+    """
     groups = by_prompt(batch, token_rewards)
     size = groups.size()
     return on_tokens(groups.centred() * size / (size - 1).clamp(min=1), batch)
@@ -90,8 +120,11 @@ def rloo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     needs=["groups"],
 )
 def opo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Reward less the mean of its group weighted by length: the baseline of least variance, where the squared norm of an answer's
-    gradient grows with its length."""
+    """Subtract the length-weighted mean reward of the group from each reward.
+
+    This baseline has minimum variance if the squared gradient norm of a response grows with its
+    length.
+    """
     groups, length = by_prompt(batch, token_rewards), Rows.of(batch).count()
     baseline = groups.sum(length * groups.x) / groups.sum(length).clamp(min=1)
     return on_tokens(torch.where(groups.uneven(), groups.x - baseline, torch.zeros_like(baseline)), batch)
@@ -107,8 +140,13 @@ def opo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple
 def pass_at_k(
     batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_eps: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """What the best answer adds to the highest reward of its group; two equal best ones add nothing. With ``std_eps``, over the
-    deviation of the group plus that number."""
+    """Give the best response its margin over the second-best reward of the group.
+
+    Two equal best responses both get 0.
+
+    Args:
+        std_eps: If given, divide by the standard deviation of the group plus ``std_eps``.
+    """
     groups = by_prompt(batch, token_rewards)
     best = groups.x == groups.highest()
     second = groups.highest(torch.where(best, -torch.inf, groups.x))
@@ -126,7 +164,11 @@ def pass_at_k(
     reads=["eps"],
 )
 def maxrl(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """For rewards that are 0 or positive, 1 for a success: rare successes weigh most, as in the gradient of the log-likelihood."""
+    """Normalize each centered reward by the mean reward of its group.
+
+    Rewards must be 0 or positive, with 1 for a success. Rare successes weigh most, as in the
+    gradient of the log-likelihood.
+    """
     groups = by_prompt(batch, token_rewards)
     mean = groups.mean()
     return on_tokens(torch.where(mean > 0, groups.centred() / (mean + settings.eps), torch.zeros_like(mean)), batch)
@@ -141,7 +183,10 @@ def maxrl(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     reads=["eps"],
 )
 def lite_ppo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Reward less the mean of its group, over the unbiased deviation of all rewards of the batch."""
+    """Center each reward on its group mean and divide by the standard deviation of the batch.
+
+    The standard deviation is unbiased and is taken over all rewards of the batch.
+    """
     groups = by_prompt(batch, token_rewards)
     centred, spread = groups.centred(), Groups.whole(groups.x).deviation()
     return on_tokens(torch.where(centred != 0, centred / (spread + settings.eps), centred), batch)
@@ -156,7 +201,10 @@ def lite_ppo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> 
     reads=["eps"],
 )
 def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Reward standardised over all answers of the batch, each counted once (unbiased deviation)."""
+    """Standardize each reward over all responses of the batch, with the unbiased deviation.
+
+    Every response counts once.
+    """
     return on_tokens(Groups.whole(scores(batch, token_rewards, Rows.of(batch))).standardised(settings.eps), batch)
 
 
@@ -168,7 +216,13 @@ def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfi
     needs=["groups", "batch"],
 )
 def gpg(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_eps: float | None = None) -> tuple[Tensor, Tensor]:
-    """``alpha`` makes up for groups without a gradient. With ``std_eps``, F is the deviation of the group plus that number."""
+    """Center each reward on its group mean and scale it by ``alpha``.
+
+    ``alpha`` compensates for groups of equal rewards, which have no gradient.
+
+    Args:
+        std_eps: If given, ``F`` is the standard deviation of the group plus ``std_eps``.
+    """
     groups = by_prompt(batch, token_rewards)
     alpha = len(batch) / groups.uneven().sum().clamp(min=1).to(groups.x.dtype)
     return on_tokens(alpha * (groups.centred() if std_eps is None else groups.standardised(std_eps)), batch)
@@ -182,8 +236,13 @@ def gpg(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_e
     needs=["groups"],
 )
 def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Imitation of the best answer of a group, without a baseline; of those that tie for it, the one that was asked for first, wherever
-    it stands in the batch."""
+    """Imitate the best response of each group, without a baseline.
+
+    Of several best responses the first one requested is chosen, wherever it is in the batch.
+
+    Raises:
+        ValueError: If ``batch.sample`` is missing.
+    """
     if batch.sample is None:
         raise ValueError("raft needs batch.sample")
     groups = by_prompt(batch, token_rewards)
@@ -198,7 +257,11 @@ def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     paper="Rejection sampling fine-tuning, arXiv 2308.01825",
 )
 def rft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, threshold: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Imitation of every answer whose reward reaches ``threshold``."""
+    """Imitate every response whose reward reaches a threshold.
+
+    Args:
+        threshold: Smallest reward that is imitated.
+    """
     score = scores(batch, token_rewards, Rows.of(batch))
     return on_tokens((score >= threshold).to(score.dtype), batch)
 
@@ -211,7 +274,7 @@ def rft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, thres
     reads=["gamma"],
 )
 def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Discounted return of each token."""
+    """Return the discounted sum of rewards from each token on."""
     returns = returns_of(batch, token_rewards, settings.gamma)
     return returns, returns
 
@@ -225,8 +288,14 @@ def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) ->
     reads=["gamma"],
 )
 def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Return of each token, less the reward of the greedy answer to the same prompt, ``batch.baselines``, which stands where the
-    answer's own reward does."""
+    """Subtract the discounted reward of the greedy response from the return of each token.
+
+    ``batch.baselines [B]`` holds the reward of the greedy response to the same prompt. It is placed
+    at the last sampled token of the row, where the outcome reward is.
+
+    Raises:
+        ValueError: If ``batch.baselines`` is missing.
+    """
     if batch.baselines is None:
         raise ValueError("remax needs batch.baselines")
     rows, returns = Rows.of(batch), returns_of(batch, token_rewards, settings.gamma)
@@ -247,8 +316,13 @@ def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
 def gae(
     batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, lam_critic: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. A truncated row is bootstrapped with the value of the state it was cut in. ``lam_critic``
-    is the trace of the returns, where that is not ``lam``."""
+    """Compute generalized advantage estimation (GAE).
+
+    A truncated row is bootstrapped with the value of the state after its last token.
+
+    Args:
+        lam_critic: Trace decay of the returns. ``None`` uses ``lam`` for advantages and returns.
+    """
     return traced(batch, token_rewards, settings.gamma, settings.lam, lam_critic)
 
 
@@ -264,9 +338,19 @@ def gae(
 def vapo(
     batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, alpha: float = 0.05, lam_critic: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """A trace for each answer, so that the reward reaches back as far into a long one as into a short one; the critic has its own.
-    Answers of fewer than ``1 / alpha`` tokens have no trace at all, only the next value: short ones want a larger ``alpha``.
-    Raises ``ConfigError`` for an ``alpha`` that is not positive."""
+    """Compute GAE with a length-adaptive trace decay per response.
+
+    The reward propagates over the same fraction of a long and of a short response. The returns use
+    a separate trace decay. Responses of fewer than ``1 / alpha`` tokens have a decay of 0. Their
+    advantage is the one-step temporal difference. Use a larger ``alpha`` for short responses.
+
+    Args:
+        alpha: Controls how fast ``lam_i`` approaches 1 as the response gets longer.
+        lam_critic: Trace decay of the returns.
+
+    Raises:
+        ConfigError: If ``alpha`` is not positive.
+    """
     if alpha <= 0:
         raise ConfigError(f"advantage vapo: options.alpha is {alpha}; it must be positive")
     length = Rows.of(batch).count().to(token_rewards.dtype)
@@ -276,7 +360,21 @@ def vapo(
 def traced(
     batch: Batch, token_rewards: Tensor, gamma: float, lam: float | Tensor, lam_critic: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns ``[N]`` from temporal differences; ``lam`` is one for all rows or one for each ``[B]``."""
+    """Compute advantages and returns from temporal differences.
+
+    Args:
+        batch: Has ``values [N]``, and ``final_values [B]`` to bootstrap truncated rows.
+        token_rewards: ``[N]``.
+        gamma: Discount factor per token.
+        lam: Trace decay, one number for all rows or ``[B]``.
+        lam_critic: Trace decay of the returns. ``None`` uses ``lam``.
+
+    Returns:
+        Advantages and returns, ``[N]`` each.
+
+    Raises:
+        ValueError: If ``batch.values`` is missing.
+    """
     if batch.values is None:
         raise ValueError("a trace of temporal differences needs batch.values")
     rows = Rows.of(batch)
@@ -302,7 +400,11 @@ def traced(
     reads=["gamma"],
 )
 def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Returns of process rewards less the mean token reward of the others of the group, and the leave-one-out outcome."""
+    """Add the return of centered process rewards to the leave-one-out outcome advantage.
+
+    The baseline of the process rewards is the mean, over the other responses of the group, of their
+    mean token reward.
+    """
     process, others, count = process_means(batch, token_rewards.dtype)
     rows = Rows.of(batch)
     centred = torch.where(rows.mask & rows.spread(count > 0), process - rows.spread(others / count.clamp(min=1)), 0.0)
@@ -327,8 +429,16 @@ def prime_released(
     process_coef: float = 1.0,
     batch_norm: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The mean of the whole group is taken off, the answer's own too. ``G`` counts answers that have sampled tokens. ``batch_norm``
-    divides process rewards by the largest absolute return that they have in the batch."""
+    """Compute PRIME advantages as the authors' released code does.
+
+    The process baseline is the mean of the whole group, including the response's own mean. ``G``
+    counts the responses that have sampled tokens.
+
+    Args:
+        outcome_coef: Weight of the outcome advantage.
+        process_coef: Weight of the process advantage.
+        batch_norm: Divide process rewards by their largest absolute return in the batch.
+    """
     if batch_norm and batch.process_rewards is not None:
         returns = returns_of(batch, batch.process_rewards.to(token_rewards.dtype), 1.0)
         largest = returns.abs().max() if returns.numel() else returns.new_zeros(())
@@ -354,8 +464,18 @@ def prime_released(
     reads=["eps"],
 )
 def otb(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_tail: bool = True) -> tuple[Tensor, Tensor]:
-    """A baseline for each place in the response: responses that have taken more uncertain steps up to it weigh more. A response that is
-    alone in its group has none, nor, with ``zero_tail``, where it is longer than all others; without, it gets 0 there."""
+    """Subtract the optimal baseline of each token position from the return.
+
+    Responses with more uncertain tokens up to that position weigh more. The only response of a
+    group has no baseline, so its advantage is its return.
+
+    Args:
+        zero_tail: Positions that only the longest response of a group reaches have no baseline. If
+            false, the advantage is 0 there.
+
+    Raises:
+        ValueError: If ``batch.energy`` is missing.
+    """
     if batch.energy is None:
         raise ValueError("otb needs batch.energy")
     rows = Rows.of(batch)
@@ -374,7 +494,7 @@ def otb(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_
 
 
 def rows_in_group(batch: Batch) -> Tensor:
-    """``[B]``: the number of responses to the same prompt."""
+    """Return the number of responses to the same prompt, ``[B]``."""
     return group_sum(torch.ones_like(batch.prompt_of), batch.prompt_of, len(batch.prompts))[batch.prompt_of]
 
 
@@ -391,8 +511,18 @@ def rows_in_group(batch: Batch) -> Tensor:
 def gigpo(
     batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, weight: float = 1.0, std: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """For responses of several steps: whole responses are compared, and beside that steps that began in the same state. Without ``std``,
-    F is 1. Tokens of one step have one ``batch.steps`` and one ``batch.states``."""
+    """Combine episode advantages with advantages of steps that began in the same state.
+
+    For responses of several steps. All tokens of one step share one value of ``batch.steps`` and of
+    ``batch.states``.
+
+    Args:
+        weight: Weight of the step advantage.
+        std: Divide by the standard deviation. If false, ``F`` is 1.
+
+    Raises:
+        ValueError: If ``batch.steps`` or ``batch.states`` is missing.
+    """
     if batch.steps is None or batch.states is None:
         raise ValueError("gigpo needs batch.steps and batch.states")
     rows, episodes = Rows.of(batch), by_prompt(batch, token_rewards)
@@ -416,8 +546,16 @@ def _pairs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Process rewards ``[N]``; for each answer ``[B]`` the sum of the mean token rewards of the others of its group, and how many
-    of them have one: those with sampled tokens."""
+    """Return the process rewards and the sums that their leave-one-out baseline needs.
+
+    Returns:
+        The process rewards ``[N]``, and two tensors ``[B]`` over the other responses of the group.
+        The first is the sum of their mean token rewards. The second counts the responses with
+        sampled tokens.
+
+    Raises:
+        ValueError: If ``batch.process_rewards`` is missing.
+    """
     if batch.process_rewards is None:
         raise ValueError("prime needs batch.process_rewards")
     rows, process = Rows.of(batch), batch.process_rewards.to(dtype)
@@ -434,20 +572,29 @@ def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     needs=["teacher"],
 )
 def teacher(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
-    """Nothing of a reward's: all that is learned comes from a teacher."""
+    """Return advantages and returns of 0, so that only a teacher's term trains the policy."""
     nothing = torch.zeros_like(token_rewards)
     return nothing, nothing
 
 
 def returns_of(batch: Batch, token_rewards: Tensor, gamma: float) -> Tensor:
-    """``[N]``: the discounted sum of this and later token rewards of the row."""
+    """Return the discounted sum of this and later token rewards of the row, ``[N]``.
+
+    Args:
+        batch: Gives the rows and their sampled tokens.
+        token_rewards: ``[N]``.
+        gamma: Discount factor per token.
+    """
     rows = Rows.of(batch)
     padded, row, column = compact(token_rewards, rows)
     return scatter(discounted(padded, gamma), rows, row, column)
 
 
 def discounted(x: Tensor, decay: float | Tensor) -> Tensor:
-    """``y_t = x_t + decay * y_{t+1}`` along the last axis of ``x [B, L]``; ``decay`` is one number or one for each row ``[B]``."""
+    """Return ``y_t = x_t + decay * y_{t+1}`` along the last axis of ``x [B, L]``.
+
+    ``decay`` is one number for all rows, or ``[B]``.
+    """
     if not isinstance(decay, Tensor) and decay == 1:
         return x.flip(-1).cumsum(-1).flip(-1)
     y = torch.empty_like(x)
@@ -459,8 +606,16 @@ def discounted(x: Tensor, decay: float | Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, eps: float) -> Tensor:
-    """``x [N]`` with mean 0 and deviation 1 over the tokens of ``mask [N]``, which must be those of the global batch; 0 elsewhere.
-    Equal numbers become exactly 0: their mean may differ from them by rounding, which a small deviation would blow up."""
+    """Normalize ``x`` to mean 0 and standard deviation 1 over the tokens of ``mask``.
+
+    Equal numbers become exactly 0. Their mean may differ from them by rounding, which division by a
+    small deviation would amplify.
+
+    Args:
+        x: ``[N]``.
+        mask: ``[N]`` bool. Must cover the global batch. Other tokens get 0.
+        eps: Added to the standard deviation.
+    """
     kept = x[mask]
     if kept.numel() == 0 or bool((kept == kept[0]).all()):
         return torch.zeros_like(x)
@@ -485,4 +640,4 @@ def _by_group(x: Tensor, batch: Batch, eps: float) -> Tensor:
 
 
 WHITENINGS: dict[str, Callable[[Tensor, Batch, float], Tensor]] = {"none": _as_they_are, "group": _by_group, "batch": _by_batch}
-"""``WHITENINGS[mode](advantages [N], batch, eps) -> advantages [N]``"""
+"""Whitening modes: ``WHITENINGS[mode](advantages [N], batch, eps) -> advantages [N]``."""

@@ -1,8 +1,9 @@
-"""From the losses of tokens to the loss of the global batch.
+"""Aggregate token losses to the loss of the global batch.
 
-Every aggregation is linear in the token losses, so it is a weight per token, made once for the global batch (all micro-batches,
-all ranks): ``AGGREGATIONS[name](rows, constant) -> weights [N]``, and the loss of any part of the batch is
-``sum(weights * losses)`` over that part. No split can change the loss or its gradient.
+Every aggregation is linear in the token losses, so it is one weight per token. The weights are
+computed once for the global batch, over all micro-batches and ranks: ``AGGREGATIONS[name](rows,
+constant) -> weights [N]``. The loss of a part of the batch is ``sum(weights * losses)`` over that
+part. Splitting the batch therefore changes neither the loss nor its gradient.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
     paper="DAPO, arXiv 2503.14476, eq. 12",
 )
 def token(rows: Rows, constant: int) -> Tensor:
-    """Every token of the batch counts the same."""
+    """Weight every token of the batch equally."""
     return _shares(rows, torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / max(1, int(rows.mask.sum())))
 
 
@@ -35,7 +36,7 @@ def token(rows: Rows, constant: int) -> Tensor:
     paper="DeepSeekMath, arXiv 2402.03300, eq. 3",
 )
 def sequence(rows: Rows, constant: int) -> Tensor:
-    """Every answer that has tokens counts the same."""
+    """Weight every response that has tokens equally."""
     count = rows.count()
     return _shares(rows, 1 / (count.clamp(min=1).double() * max(1, int((count > 0).sum()))))
 
@@ -47,7 +48,7 @@ def sequence(rows: Rows, constant: int) -> Tensor:
     paper="the policy gradient of a trajectory",
 )
 def sequence_sum(rows: Rows, constant: int) -> Tensor:
-    """Sum inside an answer, mean over the answers that have tokens."""
+    """Sum over the tokens of a response, then average over the responses that have tokens."""
     count = rows.count()
     return _shares(rows, torch.ones_like(count, dtype=torch.float64) / max(1, int((count > 0).sum())))
 
@@ -59,7 +60,7 @@ def sequence_sum(rows: Rows, constant: int) -> Tensor:
     paper="Dr. GRPO, arXiv 2503.20783, section 3.2",
 )
 def constant_norm(rows: Rows, constant: int) -> Tensor:
-    """Sum over the batch, divided by the number of answers and by ``constant``."""
+    """Sum over the batch and divide by the number of responses times ``constant``."""
     return _shares(rows, torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / (max(1, len(rows)) * constant))
 
 
@@ -70,7 +71,7 @@ def constant_norm(rows: Rows, constant: int) -> Tensor:
     paper="mean over prompts of the token mean",
 )
 def prompt(rows: Rows, constant: int) -> Tensor:
-    """Every prompt whose answers have tokens counts the same."""
+    """Weight every prompt whose responses have tokens equally."""
     groups = int(rows.prompt_of.max()) + 1 if len(rows) else 0
     tokens = group_sum(rows.count(), rows.prompt_of, groups)
     return _shares(rows, 1 / (tokens.clamp(min=1).double() * max(1, int((tokens > 0).sum())))[rows.prompt_of])

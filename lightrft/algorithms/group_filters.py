@@ -1,6 +1,7 @@
-"""Which groups are worth training on. ``FILTERS[name](group, **options) -> reason``: empty keeps the group.
+"""Drop groups that are not worth training on: ``FILTERS[name](group, **options) -> reason``.
 
-A filter sees every scored answer of a group, before any of them is selected. Options that mean nothing raise ``ConfigError``.
+An empty reason keeps the group. A filter sees every scored response of a group, before a selection
+reduces the group. Options that make no sense raise ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ FILTERS: Registry[Filter] = Registry("filter")
 
 
 def pass_rate_of(group: Group, threshold: float) -> float:
-    """The share of answers whose reward reaches ``threshold``; 0 for an empty group."""
+    """Return the fraction of responses whose reward reaches ``threshold``; 0 for an empty group."""
     return sum(r.reward is not None and r.reward >= threshold for r in group) / max(1, len(group))
 
 
@@ -31,14 +32,19 @@ def pass_rate_of(group: Group, threshold: float) -> float:
     paper="DAPO, arXiv 2503.14476, eq. 11",
 )
 def zero_variance(group: Group) -> str:
-    """Equal rewards carry no group-relative gradient."""
+    """Drop groups of equal rewards, which have no group-relative gradient."""
     rewards = {r.reward for r in group}
     return "zero_variance" if len(rewards) <= 1 else ""
 
 
 @FILTERS.register("reward_bounds", formula="keep groups with low <= mean R <= high", latex=r"a\le\bar R\le b", paper="")
 def reward_bounds(group: Group, *, low: float = float("-inf"), high: float = float("inf")) -> str:
-    """Groups that are too hard or too easy."""
+    """Drop groups whose mean reward is outside ``[low, high]``.
+
+    Args:
+        low: Smallest mean reward that is kept.
+        high: Largest mean reward that is kept.
+    """
     _ordered("reward_bounds", low, high)
     mean = sum(r.reward or 0.0 for r in group) / max(1, len(group))
     return "" if low <= mean <= high else "reward_bounds"
@@ -51,7 +57,16 @@ def reward_bounds(group: Group, *, low: float = float("-inf"), high: float = flo
     paper="balanced online filtering, arXiv 2504.03380",
 )
 def pass_rate(group: Group, *, low: float, high: float, threshold: float = 1.0) -> str:
-    """Groups of which too few or too many answers are right; both bounds are kept."""
+    """Drop groups with too few or too many correct responses.
+
+    Args:
+        low: Smallest fraction of correct responses that is kept.
+        high: Largest fraction of correct responses that is kept.
+        threshold: Smallest reward of a correct response.
+
+    Raises:
+        ConfigError: If the bounds keep all groups or none.
+    """
     _ordered("pass_rate", low, high)
     if high < 0 or low > 1 or (low <= 0 and high >= 1):
         raise ConfigError(f"filter pass_rate: low {low} and high {high} bound a share in [0, 1]; together they keep all or none")
@@ -64,8 +79,14 @@ def pass_rate(group: Group, *, low: float, high: float, threshold: float = 1.0) 
     latex=r"a\le\tfrac1G\sum_i\exp\!\big(-\tfrac1{|y_i|}\sum_t\log\mu(y_{i,t})\big)\le b",
 )
 def perplexity(group: Group, *, high: float, low: float = 0.0) -> str:
-    """Groups whose answers the sampler found too unlikely, or too likely. Answers without a sampled token have no perplexity; a
-    group of only those is kept."""
+    """Drop groups whose mean perplexity under the sampler is outside ``[low, high]``.
+
+    Responses without a sampled token have no perplexity. A group of only such responses is kept.
+
+    Args:
+        high: Largest mean perplexity that is kept.
+        low: Smallest mean perplexity that is kept.
+    """
     _ordered("perplexity", low, high)
     found = [x for r in group if (x := _perplexity(r)) is not None]
     return "" if not found or low <= sum(found) / len(found) <= high else "perplexity"
@@ -77,8 +98,12 @@ def perplexity(group: Group, *, high: float, low: float = 0.0) -> str:
     latex=r"1-|\{y_1,\dots,y_G\}|/G\le a",
 )
 def repeated_answers(group: Group, *, limit: float, by: Literal["tokens", "text"] = "tokens") -> str:
-    """Groups in which too large a share of answers says again what an earlier one said: the same tokens, or the same text but for
-    the white space around it."""
+    """Drop groups in which too many responses repeat an earlier response of the group.
+
+    Args:
+        limit: Largest fraction of repeated responses that is kept, in ``[0, 1)``.
+        by: Compare token ids, or the text without leading and trailing white space.
+    """
     _share("repeated_answers", limit)
     if by not in ("tokens", "text"):
         raise ConfigError(f"filter repeated_answers: options.by is {by!r}; it is tokens or text")
@@ -93,7 +118,14 @@ def repeated_answers(group: Group, *, limit: float, by: Literal["tokens", "text"
     paper="seq-rep-n, arXiv 1908.04319",
 )
 def repeated_ngrams(group: Group, *, limit: float, n: int = 4) -> str:
-    """Groups whose answers go round in circles. An answer shorter than ``n`` tokens repeats nothing."""
+    """Drop groups whose responses repeat their own n-grams too often.
+
+    A response shorter than ``n`` tokens repeats nothing.
+
+    Args:
+        limit: Largest mean fraction of repeated n-grams that is kept, in ``[0, 1)``.
+        n: Length of an n-gram in tokens.
+    """
     _share("repeated_ngrams", limit)
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"filter repeated_ngrams: options.n is {n}; it counts tokens, 1 or more")
@@ -102,7 +134,13 @@ def repeated_ngrams(group: Group, *, limit: float, n: int = 4) -> str:
 
 
 def drop_reason(group: Group, parts: Sequence[Part], least: int) -> str:
-    """Why a group is not trained on; empty when it is. A group left with fewer than ``least`` scored answers is ``too_few_scored``."""
+    """Return the reason to drop a group, or an empty string to keep it.
+
+    Args:
+        group: The scored responses of one prompt.
+        parts: The filters, applied in order; the first reason is returned.
+        least: Smallest number of scored responses. A smaller group is ``too_few_scored``.
+    """
     if len(group) < least:
         return "too_few_scored"
     return next((reason for part in parts if (reason := FILTERS[part.name](group, **part.options))), "")

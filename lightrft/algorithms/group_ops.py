@@ -1,4 +1,7 @@
-"""Numbers of answers compared with those of their group: the answers to one prompt, wherever they stand in the batch."""
+"""Compare responses with the other responses of their group.
+
+A group is the responses to one prompt, wherever they are in the batch.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,17 @@ from lightrft.utils.lazy_imports import Tensor, torch
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """``x [B]``, and of which of ``count`` groups each answer is: ``of [B]``. What a method says of a group stands at each of its
-    answers: ``[B]``. Numbers that are all equal have differences of exactly 0, whatever rounding does to their mean."""
+    """One number per response, with the group of each response.
+
+    Methods return one number per response ``[B]``; a statistic of a group is repeated for each of
+    its responses. Equal numbers have differences of exactly 0, whatever rounding does to their
+    mean.
+
+    Attributes:
+        x: ``[B]``, one number per response.
+        of: ``[B]`` long, the index of each response's group in ``range(count)``.
+        count: Number of groups.
+    """
 
     x: Tensor
     of: Tensor
@@ -19,36 +31,42 @@ class Groups:
 
     @staticmethod
     def whole(x: Tensor) -> Groups:
-        """All answers as one group."""
+        """Return all responses as one group."""
         return Groups(x, torch.zeros(len(x), dtype=torch.long, device=x.device), 1)
 
     def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of ``x [B]`` over the group."""
         return group_sum(x, self.of, self.count)[self.of]
 
     def size(self) -> Tensor:
+        """Return the number of responses of the group."""
         return self.sum(torch.ones_like(self.x))
 
     def mean(self) -> Tensor:
+        """Return the mean of the group."""
         return self.sum(self.x) / self.size()
 
     def highest(self, x: Tensor | None = None) -> Tensor:
-        """Of ``x [B]`` if given; minus infinity stands for none."""
+        """Return the maximum of the group, over ``x [B]`` if given.
+
+        Minus infinity excludes a response.
+        """
         x = self.x if x is None else x
         none = torch.full((self.count,), -torch.inf, dtype=x.dtype, device=x.device)
         return none.scatter_reduce(0, self.of, x, "amax")[self.of]
 
     def uneven(self) -> Tensor:
-        """Bool: the group's numbers are not all equal."""
+        """Return whether the numbers of the group differ, as bool ``[B]``."""
         return self.highest() != -self.highest(-self.x)
 
     def centred(self) -> Tensor:
-        """Less the mean of the group."""
+        """Return each number minus the mean of its group."""
         return torch.where(self.uneven(), self.x - self.mean(), torch.zeros_like(self.x))
 
     def deviation(self) -> Tensor:
-        """Unbiased standard deviation; 0 in a group of one."""
+        """Return the unbiased standard deviation of the group; 0 in a group of one."""
         return (self.sum(self.centred().square()) / (self.size() - 1).clamp(min=1)).sqrt()
 
     def standardised(self, eps: float) -> Tensor:
-        """(x - mean) / (deviation + eps)."""
+        """Return ``(x - mean) / (deviation + eps)``."""
         return torch.where(self.uneven(), self.centred() / (self.deviation() + eps), torch.zeros_like(self.x))

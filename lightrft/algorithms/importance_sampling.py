@@ -1,9 +1,18 @@
-"""How far the sampler and the trainer are apart, as a weight on each token's policy loss.
+"""Correct for the mismatch between the sampler and the trainer, with one weight per token.
 
-``CORRECTIONS[name](logprobs [N], old [N], behavior [N], advantages [N], rows, **options) -> weights [N]``. All inputs are without
-gradient: ``logprobs`` of the policy now, ``old`` the ratio's denominator, ``behavior`` of the sampler. Rows are whole. One that
-weighs ``old`` against ``behavior`` says so with ``needs=["old", "behavior"]``. One whose weights depend on the other responses of the
-mini-batch says so with ``"batch"`` and ``"current"``. A token of weight 0 stays in the denominator of the loss.
+``CORRECTIONS[name](logprobs, old, behavior, advantages, rows, **options) -> weights [N]``. The
+weights multiply the policy loss. A token of weight 0 stays in the denominator of the loss.
+
+Args:
+    logprobs: ``[N]``, without gradient. Log-probs of the current policy.
+    old: ``[N]``. Log-probs in the denominator of the ratio.
+    behavior: ``[N]``. Log-probs of the sampler.
+    advantages: ``[N]``.
+    rows: Whole responses, never a part of one.
+
+A correction that compares ``old`` with ``behavior`` is registered with ``needs=["old",
+"behavior"]``. A correction whose weights depend on other responses of the mini-batch adds
+``"batch"`` and ``"current"``.
 """
 
 from __future__ import annotations
@@ -30,12 +39,26 @@ LEVELS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
 
 
 def weight_of(old: Tensor, behavior: Tensor, rows: Rows, level: Level) -> Tensor:
-    """``[N]``: ``exp(old - behavior)`` of each token, or its product (``sequence``) or geometric mean over the response."""
+    """Return ``exp(old - behavior)``, ``[N]``, per token or aggregated over the response.
+
+    Args:
+        old: ``[N]``. Log-probs of the old policy.
+        behavior: ``[N]``. Log-probs of the sampler.
+        rows: The rows of the batch.
+        level: ``token``, or for the whole response ``sequence`` (product of the token weights) or
+            ``geometric`` (their geometric mean).
+    """
     return torch.exp(bounded(LEVELS[level](old - behavior, rows)))
 
 
 def inside(weight: Tensor, low: float, high: float) -> Tensor:
-    """``[N]`` bool: ``low <= weight <= high``."""
+    """Return ``low <= weight <= high`` as bool ``[N]``.
+
+    Args:
+        weight: ``[N]``.
+        low: Smallest weight inside.
+        high: Largest weight inside.
+    """
     return (weight >= low) & (weight <= high)
 
 
@@ -47,7 +70,10 @@ def inside(weight: Tensor, low: float, high: float) -> Tensor:
     needs=["old", "behavior"],
 )
 def importance(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
-    """Token weights without a bound: clipped around the old policy, weighed for the sampler."""
+    """Weight each token by its unbounded importance ratio (decoupled PPO).
+
+    The loss clips around the old policy; the weight corrects for the sampler.
+    """
     return weight_of(old, behavior, rows, "token")
 
 
@@ -70,7 +96,13 @@ def tis(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Weights, truncated."""
+    """Truncate the importance weights to ``[low, high]``.
+
+    Args:
+        level: Unit of the weight: a token, or the product or geometric mean over a response.
+        low: Smallest weight.
+        high: Largest weight.
+    """
     return weight_of(old, behavior, rows, level).clamp(low, high)
 
 
@@ -84,7 +116,14 @@ def tis(
 def icepop(
     logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows, *, low: float = 0.5, high: float = 5.0
 ) -> Tensor:
-    """Token weights; a token outside the bounds is left out, not truncated."""
+    """Weight each token by its importance ratio and mask tokens outside ``[low, high]``.
+
+    Masked tokens get weight 0; they are not truncated.
+
+    Args:
+        low: Smallest weight that is kept.
+        high: Largest weight that is kept.
+    """
     return mis(logprobs, old, behavior, advantages, rows, level="token", low=low, high=high)
 
 
@@ -106,7 +145,13 @@ def mis(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Weights; what is outside the bounds is left out."""
+    """Weight by the importance ratio and mask weights outside ``[low, high]``.
+
+    Args:
+        level: Unit of the weight: a token, or the product or geometric mean over a response.
+        low: Smallest weight that is kept.
+        high: Largest weight that is kept.
+    """
     weight = weight_of(old, behavior, rows, level)
     return torch.where(inside(weight, low, high), weight, torch.zeros_like(weight))
 
@@ -130,7 +175,16 @@ def sequence_mask(
     high: float = 1.01,
     cap: float | None = None,
 ) -> Tensor:
-    """Token weights of the responses that are kept."""
+    """Weight the tokens of a response if the response's weight is inside ``[low, high]``.
+
+    Tokens of other responses get weight 0.
+
+    Args:
+        level: Unit of the weight that decides.
+        low: Smallest weight of a kept response.
+        high: Largest weight of a kept response.
+        cap: Largest token weight. ``None`` leaves token weights unbounded.
+    """
     token = weight_of(old, behavior, rows, "token")
     token = token if cap is None else token.clamp(max=cap)
     return torch.where(inside(weight_of(old, behavior, rows, level), low, high), token, torch.zeros_like(token))
@@ -154,7 +208,13 @@ def sequence_reject(
     low: float = 0.99,
     high: float = 1.01,
 ) -> Tensor:
-    """Responses are kept or dropped, never weighed."""
+    """Drop responses whose weight is outside ``[low, high]``; kept tokens have weight 1.
+
+    Args:
+        level: Unit of the weight that decides.
+        low: Smallest weight of a kept response.
+        high: Largest weight of a kept response.
+    """
     return inside(weight_of(old, behavior, rows, level), low, high).to(old.dtype)
 
 
@@ -177,7 +237,16 @@ def tis_normalized(
     low: float = 0.0,
     high: float = 2.0,
 ) -> Tensor:
-    """Truncated weights with mean 1, so that truncation does not make steps smaller. A mean of 0 divides by nothing."""
+    """Truncate the importance weights and normalize them to mean 1.
+
+    Truncation therefore does not make the steps smaller. If the mean is 0, the weights are not
+    divided.
+
+    Args:
+        level: Unit of the weight: a token, or the product or geometric mean over a response.
+        low: Smallest weight before normalization.
+        high: Largest weight before normalization.
+    """
     weight = weight_of(old, behavior, rows, level).clamp(low, high)
     if level == "token":
         total, count = torch.where(rows.mask, weight, torch.zeros_like(weight)).sum(), rows.mask.sum()
@@ -188,7 +257,10 @@ def tis_normalized(
 
 
 def row_maximum(x: Tensor, rows: Rows) -> Tensor:
-    """``[N]`` to ``[B]``: the largest ``x`` at a row's tokens that count; ``x`` is not negative, and a row without any has 0."""
+    """Return the largest ``x [N]`` over the counted tokens of each row, ``[B]``.
+
+    ``x`` must not be negative. A row without counted tokens gets 0.
+    """
     return x.new_zeros(len(rows)).scatter_reduce(0, rows.row_of, torch.where(rows.mask, x, torch.zeros_like(x)), "amax")
 
 
@@ -220,8 +292,15 @@ def divergence_reject(
     estimator: Literal["k2", "k3"] = "k3",
     level: Literal["token", "sum", "mean", "max"] = "token",
 ) -> Tensor:
-    """Tokens or responses are kept or dropped by an estimate of KL(sampler, old policy), never weighed. Dropped tokens stay in the
-    denominator of the loss."""
+    """Drop tokens or responses by an estimate of KL(sampler, old policy).
+
+    Kept tokens have weight 1. Dropped tokens stay in the denominator of the loss.
+
+    Args:
+        limit: Largest divergence that is kept, in nats.
+        estimator: ``k2`` or ``k3``.
+        level: Unit of the divergence: a token, or the sum, mean or maximum over a response.
+    """
     far = KL_ESTIMATORS[estimator](behavior, old)
     return (DIVERGENCE_LEVELS[level](far, rows) <= limit).to(old.dtype)
 
@@ -234,7 +313,11 @@ def divergence_reject(
     needs=["behavior"],
 )
 def opsm(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows, *, delta: float) -> Tensor:
-    """Responses to move away from are dropped once the policy has left the sampler by more than ``delta`` nats a token."""
+    """Drop off-policy responses with negative advantage.
+
+    Args:
+        delta: Largest mean log-ratio of sampler to policy that is kept, in nats per token.
+    """
     far = rows.spread(rows.mean(behavior - logprobs)) > delta
     return (~(far & (advantages < 0))).to(logprobs.dtype)
 
@@ -242,7 +325,19 @@ def opsm(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, ro
 def correction_weights(
     parts: Sequence[Part], logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows
 ) -> Tensor:
-    """``[N]``: the product of every part's weights, which is a number in float32 times any ratio."""
+    """Return the product of the weights of all corrections, ``[N]``.
+
+    The product is capped at ``exp(LIMIT)``, so that it stays finite in float32 when multiplied by
+    any ratio.
+
+    Args:
+        parts: The corrections with their options.
+        logprobs: ``[N]``. Log-probs of the current policy.
+        old: ``[N]``. Log-probs in the denominator of the ratio.
+        behavior: ``[N]``. Log-probs of the sampler.
+        advantages: ``[N]``.
+        rows: The rows of the batch.
+    """
     weights = torch.ones_like(logprobs)
     for part in parts:
         weights = weights * CORRECTIONS[part.name](logprobs, old, behavior, advantages, rows, **part.options)
@@ -250,19 +345,40 @@ def correction_weights(
 
 
 def compares_whole_batch(parts: Sequence[Part]) -> bool:
-    """Return whether a weight depends on the other responses of the mini-batch, so that no micro-batch may compute it alone."""
+    """Return whether a weight depends on other responses of the mini-batch.
+
+    If so, a micro-batch alone cannot compute it.
+    """
     return any("batch" in CORRECTIONS.about(part.name).needs for part in parts)
 
 
 def version_share(versions: Tensor, proximal: int, current: int) -> Tensor:
-    """``[N]``: how far along the way from the version that drew a token to ``current`` the version ``proximal`` lies, in [0, 1];
-    0 for a token of the current version."""
+    """Return the relative position of version ``proximal`` between sampling and now, ``[N]``.
+
+    The result is 0 if ``proximal`` is the version that sampled the token and 1 if it is
+    ``current``. It is clamped to [0, 1], and 0 for a token of the current version.
+
+    Args:
+        versions: ``[N]``. Policy version that sampled each token.
+        proximal: Version of the proximal policy.
+        current: Version of the current policy.
+    """
     way = (current - versions).clamp(min=1).double()
     return ((proximal - versions).double() / way).clamp(0, 1)
 
 
 def interpolated_proximal(logprobs: Tensor, behavior: Tensor, versions: Tensor, proximal: int, current: int) -> Tensor:
-    """``[N]``, without gradient: ``logp_sampler + alpha (logp - logp_sampler)``, alpha = ``version_share``: the proximal policy's
-    log-probs without a forward of it (AReaL, proximal log-probability approximation)."""
+    """Approximate the log-probs of the proximal policy without a forward pass, ``[N]``.
+
+    The result has no gradient: ``logp_sampler + alpha (logp - logp_sampler)``, with alpha from
+    ``version_share`` (AReaL, proximal log-probability approximation).
+
+    Args:
+        logprobs: ``[N]``. Log-probs of the current policy.
+        behavior: ``[N]``. Log-probs of the sampler.
+        versions: ``[N]``. Policy version that sampled each token.
+        proximal: Version of the proximal policy.
+        current: Version of the current policy.
+    """
     share = version_share(versions, proximal, current).to(logprobs.dtype)
     return behavior + share * (logprobs.detach() - behavior)

@@ -1,4 +1,7 @@
-"""Distance between policy and reference at sampled tokens, and what steers the coefficients of KL and entropy."""
+"""Estimate the KL divergence to the reference, and control the KL and entropy coefficients.
+
+In the formulas, ``d`` is the log-ratio of policy to reference at a sampled token.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,28 @@ KL_ESTIMATORS: Registry[Estimator] = Registry("KL estimator")
 
 @KL_ESTIMATORS.register("k1", formula="d", latex=r"d", paper="Schulman 2020, Approximating KL Divergence")
 def k1(logprobs: Tensor, ref: Tensor) -> Tensor:
-    """Unbiased, of either sign. As a loss its expected gradient is zero."""
+    """Estimate the KL without bias; the estimate may be negative.
+
+    As a loss its expected gradient is 0.
+    """
     return logprobs - ref
 
 
 @KL_ESTIMATORS.register("k2", formula="d^2 / 2", latex=r"\tfrac{1}{2}d^2", paper="Schulman 2020, Approximating KL Divergence")
 def k2(logprobs: Tensor, ref: Tensor) -> Tensor:
-    """Biased; as a loss its expected gradient is that of KL(policy, reference)."""
+    """Estimate the KL with a bias.
+
+    As a loss its expected gradient is the gradient of KL(policy, reference).
+    """
     return (logprobs - ref).square() / 2
 
 
 @KL_ESTIMATORS.register("k3", formula="exp(-d) - 1 + d", latex=r"e^{-d}-1+d", paper="Schulman 2020; arXiv 2402.03300, eq. 4")
 def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
-    """Unbiased and never negative; as a loss its expected gradient is that of KL(reference, policy)."""
+    """Estimate the KL without bias and never below 0.
+
+    As a loss its expected gradient is the gradient of KL(reference, policy).
+    """
     d = logprobs - ref
     return torch.expm1(bounded(-d)) + d
 
@@ -41,21 +53,40 @@ def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
     paper="the value of k3 and the gradient of k2, as verl's k3+; Schulman 2020, Approximating KL Divergence",
 )
 def k3_straight(logprobs: Tensor, ref: Tensor) -> Tensor:
-    """The unbiased value of ``k3``; as a loss its expected gradient is that of KL(policy, reference), as that of ``k2``."""
+    """Estimate the KL with the value of ``k3`` and the gradient of ``k2``.
+
+    The value is unbiased. As a loss its expected gradient is the gradient of KL(policy, reference).
+    """
     value, slope = k3(logprobs, ref).detach(), k2(logprobs, ref)
     return value + (slope - slope.detach())
 
 
 def capped_k3(old: Tensor, logprobs: Tensor, cap: float) -> Tensor:
-    """``[N]``: ``sg(min(r - 1, cap)) log r``, ``r = pi / pi_old``: the gradient of ``k3(old, logprobs)``, which is ``r - 1``, bounded from
-    above (CPGD, arXiv 2505.12504). Its value is not that of the KL."""
+    """Return ``sg(min(r - 1, cap)) log r``, ``[N]``, with ``r = pi / pi_old``.
+
+    Its gradient is ``r - 1``, as for ``k3(old, logprobs)``, bounded from above (CPGD, arXiv
+    2505.12504). Its value is not an estimate of the KL.
+
+    Args:
+        old: ``[N]``. Log-probs of the old policy.
+        logprobs: ``[N]``. Log-probs of the current policy.
+        cap: Largest value of ``r - 1`` in the gradient.
+    """
     gap = logprobs - old
     return torch.expm1(bounded(gap.detach())).clamp(max=cap) * gap
 
 
 @dataclass(slots=True)
 class KLController:
-    """The coefficient in force; ``adaptive`` is arXiv 1909.08593, section 2.2. ``step`` counts the steps behind."""
+    """Coefficient of the KL term, updated over the run.
+
+    ``adaptive`` follows arXiv 1909.08593, section 2.2. ``linear`` and ``cosine`` follow a schedule.
+
+    Attributes:
+        config: The settings ``algorithm.kl``.
+        coef: The current coefficient.
+        step: Number of completed steps.
+    """
 
     config: KLConfig
     coef: float
@@ -63,16 +94,26 @@ class KLController:
 
     @staticmethod
     def of(config: KLConfig) -> KLController:
+        """Build the controller at its initial coefficient."""
         return KLController(config, config.coef)
 
     def update(self, kl: float, samples: int) -> None:
-        """Move the coefficient after ``samples`` answers whose mean KL, summed over their tokens, was ``kl`` nats."""
+        """Update the coefficient of an adaptive controller.
+
+        Args:
+            kl: Mean KL of the responses, summed over their tokens, in nats.
+            samples: Number of responses.
+        """
         if self.config.controller == "adaptive":
             error = min(max(kl / self.config.target - 1, -0.2), 0.2)
             self.coef *= 1 + error * samples / self.config.horizon
 
     def advance(self) -> None:
-        """A step is behind: ``linear`` and ``cosine`` go from ``coef`` to ``final`` in ``steps`` steps and stay there."""
+        """Count a completed step and follow the schedule.
+
+        ``linear`` and ``cosine`` move from ``coef`` to ``final`` in ``steps`` steps and then stay
+        at ``final``.
+        """
         self.step += 1
         config = self.config
         if config.controller in SCHEDULES and config.steps is not None:
@@ -88,22 +129,36 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
 
 @dataclass(slots=True)
 class EntropyController:
-    """The coefficient of the entropy bonus; with a ``target`` that of Skywork-OR1, arXiv 2505.22312, section 4.2."""
+    """Coefficient of the entropy bonus.
+
+    With a ``target`` it is controlled as in Skywork-OR1, arXiv 2505.22312, section 4.2.
+
+    Attributes:
+        config: The settings ``algorithm.entropy``.
+        coef: The current coefficient.
+    """
 
     config: EntropyConfig
     coef: float
 
     @staticmethod
     def of(config: EntropyConfig) -> EntropyController:
+        """Build the controller at its initial coefficient."""
         return EntropyController(config, config.coef)
 
     def in_force(self, entropy: float | None) -> float:
-        """The coefficient where the policy's entropy is ``entropy`` nats a token: with a target, 0 above it."""
+        """Return the coefficient to use at an entropy in nats per token.
+
+        With a target, the coefficient is 0 while the entropy is unknown or above the target.
+        """
         target = self.config.target
         return self.coef if target is None or (entropy is not None and entropy <= target) else 0.0
 
     def update(self, entropy: float | None) -> None:
-        """Move the coefficient by ``rate``: up where the entropy was below the target, down where above, never below 0."""
+        """Move the coefficient by ``rate``: up if the entropy is below the target, down if above.
+
+        The coefficient never falls below 0.
+        """
         target = self.config.target
         if target is not None and entropy is not None:
             self.coef = max(0.0, self.coef + self.config.rate * ((entropy < target) - (entropy > target)))

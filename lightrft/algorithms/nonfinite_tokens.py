@@ -1,4 +1,7 @@
-"""Tokens and responses whose numbers are not finite: left out by replacement, since 0 times infinity is not 0."""
+"""Mask tokens and drop responses whose numbers are not finite.
+
+Their numbers are replaced, because 0 times infinity is not 0.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,14 @@ from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.types import Batch
 
 COLUMNS = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "process_rewards", "logprobs")
-"""Token columns that a phase fills in only when something reads them."""
+"""Token columns that a phase fills in only if something reads them."""
 
 
 def unread_tokens(batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
-    """Return ``[N]`` bool: trained tokens with a log-prob that ``algorithm`` reads and that is infinite or NaN."""
+    """Return a bool mask ``[N]`` of trained tokens that have an infinite or NaN log-prob.
+
+    Only columns that ``algorithm`` reads count.
+    """
     present = [column for name in COLUMNS if (column := getattr(batch, name)) is not None]
     sampler = algorithm.corrections or algorithm.proximal == "interpolated" or "behavior" in needs_of(algorithm)
     if sampler and batch.behavior_logprobs is not None:
@@ -26,7 +32,10 @@ def unread_tokens(batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def without_tokens(batch: Batch, lost: Tensor) -> Batch:
-    """Return ``batch`` as if the tokens ``lost [N]`` had not been sampled. Denominators that are already fixed stay as they are."""
+    """Return ``batch`` as if the tokens ``lost [N]`` had not been sampled.
+
+    Denominators that are already fixed do not change.
+    """
     columns: dict[str, Tensor | None] = {"sampled": batch.mask & ~lost}
     for name in ("loss_weights", "positive_weights"):
         column = getattr(batch, name)
@@ -36,13 +45,22 @@ def without_tokens(batch: Batch, lost: Tensor) -> Batch:
 
 
 def readable(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Return ``batch`` without the tokens of ``unread_tokens``; the very same object where there are none."""
+    """Return ``batch`` without the tokens of ``unread_tokens``.
+
+    Without such tokens this is the same object.
+    """
     lost = unread_tokens(batch, algorithm)
     return without_tokens(batch, lost) if bool(lost.any()) else batch
 
 
 def rewarded(batch: Batch) -> Tensor:
-    """Return ``[K]``: the responses whose reward, and baseline where there is one, are finite."""
+    """Return the indices ``[K]`` of responses whose reward and baseline are finite.
+
+    A missing ``batch.baselines`` is not checked.
+
+    Raises:
+        ValueError: If ``batch.rewards`` is missing.
+    """
     if batch.rewards is None:
         raise ValueError("a finite reward is looked for in batch.rewards")
     finite = torch.isfinite(batch.rewards)

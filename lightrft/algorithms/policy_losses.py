@@ -1,7 +1,18 @@
-"""The policy loss of each token: one function and one equation each. Losses are minimised.
+"""Compute the policy loss of each token: one function and one equation per loss.
 
-``POLICY_LOSSES[name](logprobs [N], old [N], advantages [N], rows, settings, **options) -> (losses [N], stats)``; ``stats`` are per-token
-numbers ``[N]`` whose mean over the trained tokens is logged.
+``POLICY_LOSSES[name](logprobs, old, advantages, rows, settings, **options) -> (losses, stats)``.
+Losses are minimized.
+
+Args:
+    logprobs: ``[N]``. Log-probs of the current policy, with gradient.
+    old: ``[N]``. Log-probs of the old policy, without gradient.
+    advantages: ``[N]``.
+    rows: The rows of the micro-batch.
+    settings: ``algorithm.loss``, of which ``reads`` names the fields in use.
+
+Returns:
+    The losses ``[N]``, and statistics ``[N]`` by name. The mean of each statistic over the trained
+    tokens is logged.
 """
 
 from __future__ import annotations
@@ -20,22 +31,53 @@ POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
 def token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
-    """``[N]``: ``pi / pi_old`` of each token."""
+    """Return the token ratio ``pi / pi_old``, ``[N]``.
+
+    Args:
+        logprobs: ``[N]``. Log-probs of the current policy.
+        old: ``[N]``. Log-probs of the old policy.
+        rows: The rows of the batch; not used.
+    """
     return ratio_of(logprobs, old)
 
 
 def sequence_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
-    """``[N]``: the geometric mean of a row's token ratios, at each of its tokens (GSPO, arXiv 2507.18071, eq. 7)."""
+    """Return the geometric mean of a row's token ratios at each of its tokens, ``[N]``.
+
+    See GSPO, arXiv 2507.18071, eq. 7.
+
+    Args:
+        logprobs: ``[N]``. Log-probs of the current policy.
+        old: ``[N]``. Log-probs of the old policy.
+        rows: The rows of the batch.
+    """
     return rows.spread(torch.exp(bounded(rows.mean(logprobs - old))))
 
 
 def sequence_token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
-    """``[N]``: the value of the sequence's ratio with the gradient of the token's (GSPO-token, arXiv 2507.18071, eq. 14)."""
+    """Return the sequence ratio in value, with the gradient of the token ratio, ``[N]``.
+
+    See GSPO-token, arXiv 2507.18071, eq. 14.
+
+    Args:
+        logprobs: ``[N]``. Log-probs of the current policy.
+        old: ``[N]``. Log-probs of the old policy.
+        rows: The rows of the batch.
+    """
     return sequence_ratio(logprobs.detach(), old, rows) * torch.exp(logprobs - logprobs.detach())
 
 
 def by_sign(up: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
-    """``[N]``: ``yes`` or ``no`` in the precision of ``like``; two bare numbers would be rounded to float32."""
+    """Return ``yes`` where ``up`` is true and ``no`` elsewhere, ``[N]``, in the dtype of ``like``.
+
+    ``torch.where`` of two Python numbers would round them to float32.
+
+    Args:
+        up: ``[N]`` bool.
+        yes: Value where ``up`` is true.
+        no: Value elsewhere.
+        like: Gives dtype and device.
+    """
     return torch.where(up, like.new_tensor(yes), like.new_tensor(no))
 
 
@@ -56,7 +98,10 @@ RATIOS: dict[str, Callable[[Tensor, Tensor, Rows], Tensor]] = {
     reads=["ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"],
 )
 def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
-    """Clipped surrogate; for negative advantages at most ``dual_clip`` times the advantage if that is set."""
+    """Compute the clipped surrogate of PPO.
+
+    With ``dual_clip``, the loss of a negative advantage is at most ``dual_clip`` times its size.
+    """
     ratio = RATIOS[settings.ratio](logprobs, old, rows)
     capped = ratio if settings.ratio_cap is None else ratio.clamp(max=settings.ratio_cap)
     plain = -capped * advantages
@@ -78,7 +123,10 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, sett
     paper="REINFORCE, Williams 1992, Machine Learning 8, section 5",
 )
 def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
-    """The plain policy gradient: no ratio, so it is that of the policy that sampled."""
+    """Compute the plain policy gradient, without a ratio.
+
+    It is unbiased only for the policy that sampled.
+    """
     return -advantages * logprobs, {"ratio": ratio_of(logprobs.detach(), old)}
 
 
@@ -91,7 +139,7 @@ def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, set
     reads=["ratio"],
 )
 def importance(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
-    """The policy gradient weighted by the ratio, and nothing that holds the ratio near 1."""
+    """Weight the policy gradient by the ratio, without keeping the ratio near 1."""
     ratio = RATIOS[settings.ratio](logprobs, old, rows)
     return -ratio * advantages, {"ratio": ratio.detach()}
 
@@ -106,8 +154,12 @@ def importance(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, se
     reads=["clip_low", "clip_high"],
 )
 def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
-    """The geometric mean of clipped token ratios. Its gradient is written as that of each token's own ratio, which is the same when
-    the advantage is one for the whole response, and leaves a token alone where it is gated."""
+    """Compute the geometric mean of clipped token ratios.
+
+    Each token carries the gradient of its own ratio. This equals the gradient of the mean if the
+    advantage is constant over the response. A gate can therefore mask a token without affecting the
+    others.
+    """
     gap, sign = logprobs - old, advantages.sign()
     held_back = sign * torch.minimum(sign * gap, sign * gap.clamp(-settings.clip_low, settings.clip_high))
     level = rows.spread(torch.exp(bounded(rows.mean(held_back.detach()))))
@@ -125,7 +177,7 @@ def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings
     reads=["clip_low", "clip_high"],
 )
 def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
-    """The weight is clipped, on both sides, and every token keeps a gradient."""
+    """Clip the weight on both sides, so that every token keeps its gradient."""
     ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     return -weight * advantages * logprobs, {"clip_fraction": (weight != ratio).to(logprobs.dtype), "ratio": ratio}
@@ -141,7 +193,11 @@ def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, setting
 def cispo_cap(
     logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig, *, cap: float = 5.0
 ) -> tuple[Tensor, Stats]:
-    """``cispo`` with the one bound ``cap``, which is a ratio and not a distance from 1."""
+    """Clip the weight from above only, so that every token keeps its gradient.
+
+    Args:
+        cap: Largest ratio; not a distance from 1.
+    """
     ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(max=cap)
     return -weight * advantages * logprobs, {"clip_fraction": (weight != ratio).to(logprobs.dtype), "ratio": ratio}
@@ -157,7 +213,10 @@ def cispo_cap(
     reads=["clip_low", "clip_high"],
 )
 def cpgd(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
-    """The clipped surrogate on the logarithm of the ratio, whose gradient a large ratio does not multiply."""
+    """Compute the clipped surrogate on the log-ratio.
+
+    A large ratio therefore does not scale the gradient.
+    """
     gap = logprobs - old
     low = math.log(1 - settings.clip_low) if settings.clip_low < 1 else -math.inf
     plain = -gap * advantages
@@ -183,7 +242,14 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, Stats]:
-    """A soft gate in the place of the clip: at ratio 1 the plain policy gradient, fading on either side."""
+    """Gate the ratio by a sigmoid instead of a clip.
+
+    At ratio 1 the gradient is the plain policy gradient; it decays on both sides.
+
+    Args:
+        tau_pos: Temperature of the gate for positive advantages.
+        tau_neg: Temperature of the gate for other advantages.
+    """
     ratio = ratio_of(logprobs, old)
     tau = by_sign(advantages > 0, tau_pos, tau_neg, ratio)
     return -advantages * (4 / tau) * torch.sigmoid(tau * (ratio - 1)), {"ratio": ratio.detach()}
@@ -210,7 +276,16 @@ def vespo(
     k_neg: float = 3.0,
     lam_neg: float = 2.0,
 ) -> tuple[Tensor, Stats]:
-    """The weight of a response, not normalised by its length, through a kernel that is 1 at ``w = 1`` and fades on either side."""
+    """Weight each response by a kernel of its sequence ratio, not normalized by length.
+
+    The kernel is 1 at ``w = 1`` and decays on both sides.
+
+    Args:
+        k_pos: Exponent for advantages of 0 or above.
+        lam_pos: Decay rate for advantages of 0 or above.
+        k_neg: Exponent for negative advantages.
+        lam_neg: Decay rate for negative advantages.
+    """
     gap = rows.spread(rows.sum(logprobs.detach() - old))
     up = advantages >= 0
     k, lam = by_sign(up, k_pos, k_neg, gap), by_sign(up, lam_pos, lam_neg, gap)
@@ -236,7 +311,14 @@ def dppo(
     low: float = 0.15,
     high: float = 0.15,
 ) -> tuple[Tensor, Stats]:
-    """The trust region is a distance of probabilities, not a ratio: rare tokens may move by more, frequent ones by less."""
+    """Mask tokens outside a trust region in probability, not in ratio.
+
+    Rare tokens may change by a larger ratio than frequent ones.
+
+    Args:
+        low: Largest decrease of the probability at negative advantages.
+        high: Largest increase of the probability at positive advantages.
+    """
     ratio = ratio_of(logprobs, old)
     moved = torch.exp(logprobs.detach()) - torch.exp(old)
     held = ((advantages > 0) & (moved > high)) | ((advantages < 0) & (moved < -low))
@@ -263,10 +345,17 @@ def dppo_kl(
     low: float = 0.05,
     high: float = 0.05,
 ) -> tuple[Tensor, Stats]:
-    """The trust region is the KL of two coins, one for each policy, that show the sampled token or any other."""
+    """Mask tokens outside a trust region of the binary KL between old and new policy.
+
+    It compares two Bernoulli distributions: the sampled token against any other token.
+
+    Args:
+        low: Largest KL at negative advantages, in nats.
+        high: Largest KL at positive advantages, in nats.
+    """
     ratio, now = ratio_of(logprobs, old), logprobs.detach()
     p, q = torch.exp(old), torch.exp(now)
-    others = [-torch.expm1(x).clamp(max=0) for x in (old, now)]  # 1 - p, exact where p is small; a log-prob may round to above 0
+    others = [-torch.expm1(x).clamp(max=0) for x in (old, now)]  # 1 - p, exact for small p; a log-prob may round to above 0
     far = p * (old - now) + torch.xlogy(others[0], others[0]) - torch.xlogy(others[0], others[1])
     held = ((advantages > 0) & (q > p) & (far > high)) | ((advantages < 0) & (q < p) & (far > low))
     losses = torch.where(held, torch.zeros_like(ratio), -ratio * advantages)
@@ -294,7 +383,14 @@ def topr(
     neg_low: float = 0.0,
     neg_high: float = 1.0,
 ) -> tuple[Tensor, Stats]:
-    """Good responses are imitated at full weight; bad ones count by the weight of the whole response, at most ``neg_high``."""
+    """Imitate good responses at full weight, and weight bad ones by their truncated ratio.
+
+    Args:
+        pos_low: Smallest weight at advantages of 0 or above.
+        pos_high: Largest weight at advantages of 0 or above.
+        neg_low: Smallest weight at negative advantages.
+        neg_high: Largest weight at negative advantages.
+    """
     weight = rows.spread(torch.exp(bounded(rows.sum(logprobs.detach() - old))))
     up = advantages >= 0
     low, high = by_sign(up, pos_low, neg_low, weight), by_sign(up, pos_high, neg_high, weight)
@@ -304,7 +400,17 @@ def topr(
 
 
 def value_loss(values: Tensor, old: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """``[N]``: half the squared error, the larger of plain and clipped around ``old`` (as in the PPO authors' own code)."""
+    """Return half the squared error of the critic, ``[N]``.
+
+    With a clip, it is the larger one of the plain and the clipped error, as in the PPO authors'
+    code.
+
+    Args:
+        values: ``[N]``. New values, with gradient.
+        old: ``[N]``. Values before the update.
+        returns: ``[N]``. Targets.
+        clip: Largest change of a value. ``None`` disables clipping.
+    """
     error = (values - returns).square()
     if clip is not None:
         error = torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns).square())

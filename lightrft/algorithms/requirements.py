@@ -1,4 +1,4 @@
-"""The models and columns that an algorithm reads."""
+"""Determine the models and columns that an algorithm reads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from lightrft.config.verbs import RLConfig
 
 
 def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """What the parts in force need, by the names that they are registered with: ``groups``, ``critic``, ``behavior``, ``old``,
-    ``current``, ``entropy``, ``energy``, ``steps``."""
+    """Return the union of the ``needs`` that the functions in use are registered with.
+
+    These are e.g. ``groups``, ``critic``, ``behavior``, ``old``, ``current``, ``entropy``,
+    ``energy`` and ``steps``.
+    """
     loss = algorithm.loss.name
     named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
     named += [CORRECTIONS.about(part.name) for part in algorithm.corrections]
@@ -24,13 +27,20 @@ def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
 
 
 def trusts_sampler(algorithm: AlgorithmConfig) -> bool:
-    """Whether answers count as the policy's own, whichever version of it drew them: nothing reads what the sampler said of them."""
+    """Return whether responses of any policy version count as on-policy.
+
+    This holds if nothing reads the log-probs of the sampler.
+    """
     return algorithm.proximal == "policy" and "behavior" not in needs_of(algorithm)
 
 
 def needs_old_logprobs(config: RLConfig) -> bool:
-    """Whether the policy's log-probs are read before the update: by the KL, or by a ratio that leaves 1. A batch that gets exactly
-    one update, on policy, needs none for the ratio: there the new ones, detached, are the old ones."""
+    """Return whether the policy's log-probs are computed before the update.
+
+    The KL, a sampled teacher term, or a ratio that differs from 1 may read them. A batch that gets
+    exactly one on-policy update does not need them for the ratio. Its new log-probs, detached, are
+    the old ones.
+    """
     kl = config.algorithm.kl
     read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
     several = config.train.updates * config.train.mini_batches > 1
@@ -40,12 +50,12 @@ def needs_old_logprobs(config: RLConfig) -> bool:
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Whether anything reads the reference: a KL term, or a process reward."""
+    """Return whether a KL term or a process reward reads the reference model."""
     return algorithm.kl.used or "process" in needs_of(algorithm)
 
 
 def needs_reward(algorithm: AlgorithmConfig) -> bool:
-    """Whether anything reads a reward; without it all that is learned comes from a teacher."""
+    """Return whether anything reads a reward; otherwise only a teacher trains the policy."""
     scaled = algorithm.normalize.terms != "none" or algorithm.normalize.rewards != "none"
     reading = algorithm.shaping or algorithm.filters or algorithm.positive_nll.coef or scaled
     return "teacher" not in needs_of(algorithm) or bool(reading)

@@ -1,6 +1,15 @@
-"""Outcome rewards to shaped rewards, and to rewards of tokens.
+"""Shape outcome rewards and place them on tokens.
 
-``SHAPINGS[name](batch, rewards [B], max_new_tokens=..., **options) -> rewards [B]``, applied in the order given.
+``SHAPINGS[name](batch, rewards, max_new_tokens=..., **options) -> rewards``, applied in the order
+given.
+
+Args:
+    batch: The global batch.
+    rewards: ``[B]``. The rewards so far.
+    max_new_tokens: Length limit of a response, in tokens.
+
+Returns:
+    The shaped rewards, ``[B]``.
 """
 
 from __future__ import annotations
@@ -26,13 +35,23 @@ SHAPINGS: Registry[Shaping] = Registry("shaping")
     "reward_clip", formula="R <- clip(R, low, high)", latex=r"R\leftarrow\operatorname{clip}(R,a,b)", paper="arXiv 1707.06347"
 )
 def reward_clip(batch: Batch, rewards: Tensor, *, max_new_tokens: int, low: float = -10.0, high: float = 10.0) -> Tensor:
-    """Rewards held inside ``[low, high]``."""
+    """Clip rewards to ``[low, high]``.
+
+    Args:
+        low: Smallest reward.
+        high: Largest reward.
+    """
     return rewards.clamp(low, high)
 
 
 @SHAPINGS.register("reward_scale", formula="R <- scale R + shift", latex=r"R\leftarrow aR+b", paper="")
 def reward_scale(batch: Batch, rewards: Tensor, *, max_new_tokens: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
-    """An affine change of rewards."""
+    """Scale and shift rewards.
+
+    Args:
+        scale: Factor, applied first.
+        shift: Constant that is added.
+    """
     return rewards * scale + shift
 
 
@@ -43,8 +62,16 @@ def reward_scale(batch: Batch, rewards: Tensor, *, max_new_tokens: int, scale: f
     paper="DAPO, arXiv 2503.14476, eq. 13",
 )
 def overlong(batch: Batch, rewards: Tensor, *, max_new_tokens: int, buffer: float = 0.2, penalty: float = 1.0) -> Tensor:
-    """Soft punishment that grows over the last ``buffer`` tokens before the length limit; below 1 it is a share of the limit, at least
-    one token. Raises ``ConfigError`` without a buffer."""
+    """Penalize responses linearly over the last tokens before the length limit.
+
+    Args:
+        buffer: Length of the penalized range in tokens. Below 1 it is a fraction of the length
+            limit, but at least one token.
+        penalty: Size of the penalty at the length limit.
+
+    Raises:
+        ConfigError: If ``buffer`` is not positive.
+    """
     if buffer <= 0:
         raise ConfigError(
             f"shaping overlong: options.buffer is {buffer}; give a number of tokens, or a share of the limit above 0"
@@ -72,8 +99,18 @@ def cosine(
     exceed: float = -10.0,
     threshold: float = 1.0,
 ) -> Tensor:
-    """A reward of length in the place of what stood there: ``*_start`` at length 0, ``*_end`` at the length limit. An answer is right
-    when its outcome, as it was scored, reaches ``threshold``."""
+    """Replace the reward by a cosine schedule over the response length.
+
+    A response is correct if its outcome, as scored, reaches ``threshold``.
+
+    Args:
+        right_start: Reward of a correct response at length 0.
+        right_end: Reward of a correct response at the length limit.
+        wrong_start: Reward of a wrong response at length 0.
+        wrong_end: Reward of a wrong response at the length limit.
+        exceed: Reward of a response that reaches the length limit.
+        threshold: Smallest outcome of a correct response.
+    """
     right, length = _right(batch, threshold), batch.lengths.to(rewards.dtype)
     start = torch.where(right, rewards.new_tensor(right_start), rewards.new_tensor(wrong_start))
     end = torch.where(right, rewards.new_tensor(right_end), rewards.new_tensor(wrong_end))
@@ -88,8 +125,16 @@ def cosine(
     paper="Kimi k1.5, arXiv 2501.12599, section 2.3.3",
 )
 def kimi_length(batch: Batch, rewards: Tensor, *, max_new_tokens: int, weight: float = 1.0, threshold: float = 1.0) -> Tensor:
-    """Short answers of a group are favoured over long ones, in sampled tokens; a wrong one is never favoured. Nothing is added where
-    all are equally long. An answer is right when its outcome, as it was scored, reaches ``threshold``."""
+    """Favor short responses of a group over long ones.
+
+    Lengths count sampled tokens. A wrong response never gets a bonus. Nothing is added if all
+    responses of the group are equally long. A response is correct if its outcome, as scored,
+    reaches ``threshold``.
+
+    Args:
+        weight: Factor of the bonus.
+        threshold: Smallest outcome of a correct response.
+    """
     groups = Groups(Rows.of(batch).count().to(rewards.dtype), batch.prompt_of, len(batch.prompts))
     shortest = -groups.highest(-groups.x)
     lam = 0.5 - (groups.x - shortest) / (groups.highest() - shortest).clamp(min=1)
@@ -108,8 +153,16 @@ def _rewards_of(batch: Batch) -> Tensor:
 
 
 def with_rewards(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int, seen: Moments) -> Batch:
-    """``batch`` with its rewards normalised and shaped, in float64, and its outcomes as they were scored. ``seen`` has the outcomes of
-    earlier steps."""
+    """Return ``batch`` with normalized and shaped rewards in float64.
+
+    ``batch.outcomes`` keeps the outcomes as they were scored.
+
+    Args:
+        batch: The global batch.
+        algorithm: Gives the normalization and the shapings.
+        max_new_tokens: Length limit of a response, in tokens.
+        seen: Statistics of the outcomes of earlier steps.
+    """
     settings, outcomes = algorithm.normalize, _rewards_of(batch).double()
     seen = seen if settings.rewards == "none" else seen.including(outcomes)
     scaled = RUNNING[settings.rewards](seen, TERMS[settings.terms](batch, settings.eps), settings.eps)
@@ -129,11 +182,24 @@ def _by_batch(batch: Batch, eps: float) -> Tensor:
 
 
 TERMS: dict[str, Callable[[Batch, float], Tensor]] = {"none": _plain, "group": _by_group, "batch": _by_batch}
-"""``TERMS[mode](batch, eps) -> outcome rewards [B]`` in float64"""
+"""Term normalizations: ``TERMS[mode](batch, eps) -> outcome rewards [B]``, in float64."""
 
 
 def normalized_terms(batch: Batch, grouped: Callable[[Tensor, Tensor], Groups], eps: float) -> Tensor:
-    """``[B]``: the weighted sum of the terms, each standardised over the answers that have it; those are ``grouped(x, which)``."""
+    """Return the weighted sum of the standardized reward terms, ``[B]``.
+
+    Each term is standardized over the responses that have it.
+
+    Args:
+        batch: Has ``terms [B, T]``, with NaN where a response lacks a term, and ``term_weights [B,
+            T]``.
+        grouped: Called as ``grouped(x, which)``. Groups the values ``x`` of the responses ``which
+            [B]`` (bool).
+        eps: Added to the standard deviation.
+
+    Raises:
+        ValueError: If ``batch.terms`` or ``batch.term_weights`` is missing.
+    """
     if batch.terms is None or batch.term_weights is None:
         raise ValueError("normalize.terms needs batch.terms and batch.term_weights")
     total = torch.zeros(len(batch), dtype=torch.float64, device=batch.terms.device)
@@ -144,7 +210,14 @@ def normalized_terms(batch: Batch, grouped: Callable[[Tensor, Tensor], Groups], 
 
 
 def shape(batch: Batch, parts: Sequence[Part], max_new_tokens: int, start: Tensor | None = None) -> Tensor:
-    """``[B]``: ``start``, or else ``batch.rewards``, after every part, in order."""
+    """Apply the shapings in order and return the rewards, ``[B]``.
+
+    Args:
+        batch: The global batch.
+        parts: The shapings with their options.
+        max_new_tokens: Length limit of a response, in tokens.
+        start: ``[B]``, the rewards to start from. ``None`` uses ``batch.rewards``.
+    """
     rewards = _rewards_of(batch) if start is None else start
     for part in parts:
         rewards = SHAPINGS[part.name](batch, rewards, max_new_tokens=max_new_tokens, **part.options)
@@ -152,7 +225,19 @@ def shape(batch: Batch, parts: Sequence[Part], max_new_tokens: int, start: Tenso
 
 
 def token_rewards(batch: Batch, estimator: str, kl_coef: float) -> Tensor:
-    """``[N]``: the outcome reward at the last sampled token of each row, less ``kl_coef`` times the KL estimate at every sampled one."""
+    """Place the outcome reward on the last sampled token of each row, ``[N]``.
+
+    Every sampled token also gets ``-kl_coef`` times the KL estimate at that token.
+
+    Args:
+        batch: Has ``rewards [B]``, and the log-probs of old policy and reference if ``kl_coef`` is
+            not 0.
+        estimator: Name of a KL estimator.
+        kl_coef: Coefficient of the KL penalty.
+
+    Raises:
+        ValueError: If a column is missing.
+    """
     if batch.rewards is None:
         raise ValueError("token rewards need batch.rewards")
     rows = Rows.of(batch)

@@ -1,4 +1,7 @@
-"""Mean and deviation of every number that a run has seen: exactly the same in whatever order a batch holds them."""
+"""Compute running mean and deviation of the rewards of a run.
+
+The result is exactly the same in any order of the numbers of a batch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,15 @@ from lightrft.utils.lazy_imports import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Of ``count`` numbers: their mean, the sum of their squared distances from it, the lowest and the highest."""
+    """Statistics of a set of numbers.
+
+    Attributes:
+        count: How many numbers.
+        mean: Their mean.
+        squares: Sum of their squared distances from the mean.
+        lowest: The smallest number.
+        highest: The largest number.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -20,16 +31,20 @@ class Moments:
     highest: float = -math.inf
 
     def including(self, x: Tensor) -> Moments:
-        """With the numbers of ``x`` too. Their sums are rounded once, so that their order cannot matter."""
+        """Return the statistics with the numbers of ``x`` added.
+
+        The sums are rounded once (``math.fsum``), so the order of the numbers does not matter.
+        """
         x = x.detach().double().flatten().cpu()
         if not len(x):
             return self
         lowest, highest = float(x.min()), float(x.max())
+        # The mean of equal numbers is exact, so that their deviation is exactly 0.
         mean = lowest if lowest == highest else math.fsum(x.tolist()) / len(x)
         return self.joined(Moments(len(x), mean, math.fsum((x - mean).square().tolist()), lowest, highest))
 
     def joined(self, other: Moments) -> Moments:
-        """Of the numbers of both (Chan, Golub and LeVeque 1979)."""
+        """Merge two sets of statistics (Chan, Golub and LeVeque 1979)."""
         if not self.count or not other.count:
             return other if other.count else self
         count, gap = self.count + other.count, other.mean - self.mean
@@ -42,23 +57,24 @@ class Moments:
         )
 
     def deviation(self) -> float:
-        """Over ``count``; exactly 0 while all numbers are equal."""
+        """Return the standard deviation over ``count``; exactly 0 while all numbers are equal."""
         return math.sqrt(self.squares / self.count) if self.lowest < self.highest else 0.0
 
     def scale(self, eps: float) -> float:
-        """Deviation + eps; 1 while all numbers are equal, since they have no scale yet."""
+        """Return deviation + eps; 1 while all numbers are equal, since they have no scale yet."""
         deviation = self.deviation()
         return deviation + eps if deviation > 0 else 1.0
 
     def standardised(self, x: Tensor, eps: float) -> Tensor:
+        """Return ``(x - mean) / scale(eps)``."""
         return (x - self.mean) / self.scale(eps)
 
     def natural(self, x: Tensor, eps: float) -> Tensor:
-        """The inverse of ``standardised``."""
+        """Invert ``standardised``."""
         return x * self.scale(eps) + self.mean
 
     def scaled(self, x: Tensor, eps: float) -> Tensor:
-        """Without a shift, so that the sign stays."""
+        """Divide by the scale without a shift, so that signs do not change."""
         return x / self.scale(eps)
 
 
@@ -71,4 +87,7 @@ RUNNING: dict[str, Callable[[Moments, Tensor, float], Tensor]] = {
     "standard": Moments.standardised,
     "scale": Moments.scaled,
 }
-"""``RUNNING[mode](everything seen, x included, x, eps)`` -> x on that scale"""
+"""Running normalizations: ``RUNNING[mode](seen, x, eps)`` normalizes ``x``.
+
+``seen`` are the statistics of all numbers, including ``x``.
+"""

@@ -1,7 +1,8 @@
-"""Which answers of a group are trained on. ``SELECTIONS[name](group, **options) -> indices`` into the group, in any order.
+"""Select the responses of a group to train on: ``SELECTIONS[name](group, **options) -> indices``.
 
-A selection sees the scored answers of a group that has passed the filters. Those left out are counted as ``not_selected``; what
-an advantage then calls the group is what was kept. Options that mean nothing raise ``ConfigError``.
+The indices refer to the group and may be in any order. A selection sees the scored responses of a
+group that passed the filters. Dropped responses are counted as ``not_selected``. Advantages are
+computed over the selected responses only. Options that make no sense raise ``ConfigError``.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ SELECTIONS: Registry[Selection] = Registry("selection")
     paper="RAFT, arXiv 2304.06767, algorithm 1, with k = 1",
 )
 def top_k(group: Group, *, keep: int) -> list[int]:
-    """The ``keep`` best. Of equal rewards the earlier sample stays."""
+    """Select the ``keep`` responses with the highest rewards.
+
+    Of equal rewards the earlier sample is kept.
+    """
     _at_least("top_k", keep, 1)
     return _ranked(group)[:keep]
 
@@ -38,9 +42,16 @@ def top_k(group: Group, *, keep: int) -> list[int]:
     paper="best and worst: max-min down-sampling, PODS, arXiv 2504.13818",
 )
 def balanced(group: Group, *, keep: int, threshold: float | None = None) -> list[int]:
-    """``keep`` answers, half from either end of the ranking; of an odd number the best have one more. With ``threshold`` the halves
-    are drawn from right and wrong answers by the order of samples, not by their rewards, and where one side is short the other
-    fills up."""
+    """Select ``keep`` responses, half from each end of the ranking.
+
+    If ``keep`` is odd, one more comes from the best. With a threshold, one half is correct
+    responses and the other wrong ones, in the order of samples. If one side is short, the other
+    fills up.
+
+    Args:
+        keep: Number of responses to select, 2 or more.
+        threshold: Smallest reward of a correct response. ``None`` ranks by reward.
+    """
     _at_least("balanced", keep, 2)
     if threshold is None:
         ranked, best = _ranked(group), (keep + 1) // 2
@@ -59,8 +70,11 @@ def balanced(group: Group, *, keep: int, threshold: float | None = None) -> list
     paper="PODS, arXiv 2504.13818",
 )
 def max_variance(group: Group, *, keep: int) -> list[int]:
-    """Such a subset is made of the best and the worst, for some split of ``keep`` between them, so all splits are tried. Of equal
-    ones, the most even."""
+    """Select the subset of ``keep`` responses with the largest reward variance.
+
+    Such a subset consists of the best and the worst responses, so every split between the two is
+    tried. Of equally good splits the most even one is chosen.
+    """
     _at_least("max_variance", keep, 2)
     ranked, n = _ranked(group), len(group)
     if n <= keep:
@@ -72,13 +86,22 @@ def max_variance(group: Group, *, keep: int) -> list[int]:
 
 @SELECTIONS.register("random", formula="keep answers at random", latex=r"S\sim\operatorname{Uniform}\{S:|S|=k\}")
 def random(group: Group, *, keep: int) -> list[int]:
-    """``keep`` answers that depend on nothing but their seeds: what the other rules are to be compared with."""
+    """Select ``keep`` responses by a hash of their seeds.
+
+    This is a baseline for the other selections.
+    """
     _at_least("random", keep, 1)
     return sorted(range(len(group)), key=lambda i: (_shuffled(group[i]), _place(group[i])))[:keep]
 
 
 def selected(group: Group, part: Part | None) -> list[Rollout]:
-    """The answers of ``group`` that ``part`` keeps, in the order of the group. Raises ``ConfigError`` for indices that are none."""
+    """Return the responses of ``group`` that ``part`` selects, in the order of the group.
+
+    ``part`` of ``None`` selects all.
+
+    Raises:
+        ConfigError: If a selection returns indices outside the group.
+    """
     if part is None:
         return list(group)
     kept = set(SELECTIONS[part.name](group, **part.options))
@@ -96,7 +119,7 @@ def _place(rollout: Rollout) -> tuple[int, int]:
 
 
 def _ranked(group: Group) -> list[int]:
-    """Indices from the best to the worst reward."""
+    """Return the indices from the highest to the lowest reward."""
     return sorted(range(len(group)), key=lambda i: (-_reward(group[i]), _place(group[i])))
 
 

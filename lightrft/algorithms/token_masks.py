@@ -1,8 +1,14 @@
-"""Which tokens of a mini-batch get gradient from the policy loss, where that depends on the other tokens of the mini-batch.
+"""Mask tokens of the policy loss depending on the other tokens of the mini-batch.
 
-``GATES[name](batch, settings, generator, **options) -> Gate``: ``batch`` is the whole mini-batch, with its advantages, old
-log-probs, the policy's ``logprobs`` at the start of the optimizer step where the part needs ``current``, and ``entropy`` where it
-needs that; ``settings`` are those of the policy loss. Neither micro-batches nor the order of the responses may change a choice.
+``GATES[name](batch, settings, generator, **options) -> Gate``. Neither micro-batches nor the order
+of responses may change a choice.
+
+Args:
+    batch: The whole mini-batch, with advantages and old log-probs. ``logprobs`` holds the policy's
+        log-probs at the start of the optimizer step if the gate needs ``current``. ``entropy`` is
+        filled in if the gate needs it.
+    settings: ``algorithm.loss``.
+    generator: Source of random choices.
 """
 
 from __future__ import annotations
@@ -21,7 +27,13 @@ from lightrft.utils.registry import Registry
 
 @dataclass(slots=True)
 class Gate:
-    """``keep [N]`` multiplies the policy loss; ``pull [N]``, if any, is a coefficient of ``|log-prob - old log-prob|``."""
+    """Effect of a gate on each token.
+
+    Attributes:
+        keep: ``[N]``, multiplies the policy loss.
+        pull: ``[N]``, coefficient of ``|logp - logp_old|``, which is added to the loss. ``None``
+            adds nothing.
+    """
 
     keep: Tensor
     pull: Tensor | None = None
@@ -39,7 +51,13 @@ GATES: Registry[GateFunction] = Registry("gate")
     needs=["entropy"],
 )
 def high_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> Gate:
-    """The share ``rho`` of tokens at which the policy is least sure. Equal ones at the threshold are all kept."""
+    """Keep the tokens of the mini-batch at which the policy has the highest entropy.
+
+    Tokens equal to the threshold are all kept.
+
+    Args:
+        rho: Fraction of tokens that is kept.
+    """
     one = torch.zeros_like(batch.row_of)
     return Gate(_top(require_column(batch.entropy), one, batch.mask, rho))
 
@@ -52,7 +70,11 @@ def high_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator,
     needs=["entropy"],
 )
 def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> Gate:
-    """The share ``rho`` of each answer's tokens at which the policy is least sure."""
+    """Keep the tokens of each response at which the policy has the highest entropy.
+
+    Args:
+        rho: Fraction of tokens of a response that is kept.
+    """
     return Gate(_top(require_column(batch.entropy), batch.row_of, batch.mask, rho))
 
 
@@ -68,7 +90,13 @@ def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch
 def clip_cov(
     batch: Batch, settings: LossConfig, generator: torch.Generator, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0
 ) -> Gate:
-    """A few tokens that would take the most entropy away get no gradient; which ones, ``generator`` decides."""
+    """Mask a few tokens that would reduce entropy most; ``generator`` chooses among the candidates.
+
+    Args:
+        share: Fraction of the tokens of the mini-batch that is masked.
+        low: Smallest covariance of a candidate.
+        high: Largest covariance of a candidate.
+    """
     cov = _covariance(batch)
     ratio = torch.exp((require_column(batch.logprobs) - require_column(batch.old_logprobs)).double())
     advantages = require_column(batch.advantages)
@@ -90,7 +118,15 @@ def clip_cov(
     needs=["current", "old"],
 )
 def kl_cov(batch: Batch, settings: LossConfig, generator: torch.Generator, *, share: float = 2e-4, coef: float = 1.0) -> Gate:
-    """The tokens that would take the most entropy away are pulled back to the old policy. All keep their policy loss."""
+    """Pull the tokens that would reduce entropy most back to the old policy.
+
+    All tokens keep their policy loss.
+
+    Args:
+        share: Fraction of the tokens of the mini-batch that is pulled.
+        coef: Coefficient of ``|logp - logp_old|``.
+    """
+    # Negated, so that the largest covariances come first.
     ranked = _by_content(batch.mask.nonzero()[:, 0], -_covariance(batch), batch)
     pull = torch.zeros(batch.tokens, device=batch.mask.device)
     pull[ranked[: _count(batch, share)]] = coef
@@ -105,7 +141,14 @@ def kl_cov(batch: Batch, settings: LossConfig, generator: torch.Generator, *, sh
     needs=["current", "behavior"],
 )
 def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau: float = 0.04) -> Gate:
-    """A trust region on the second moment of the log-ratio. Equal ones are left out together; none is kept above ``tau`` alone."""
+    """Mask tokens with a large squared log-ratio until the mean of the rest is at most ``tau``.
+
+    This is a trust region on the second moment of the log-ratio. Equal tokens are masked together.
+    If even the smallest value exceeds ``tau``, all tokens are masked.
+
+    Args:
+        tau: Largest mean of the squared log-ratio.
+    """
     moment = (require_column(batch.logprobs) - require_column(batch.behavior_logprobs)).double().square()
     ordered = moment[batch.mask].sort().values
     mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
@@ -134,8 +177,16 @@ def m2po_released(
     floor_low: float = 0.3,
     floor_high: float = 0.5,
 ) -> Gate:
-    """A clip whose bounds bring the second moment to ``tau``, over the tokens where clipping could act, and never narrower than the
-    floors."""
+    """Clip so that the second moment of the log-ratio is at most ``tau``.
+
+    The moment is taken over the tokens where clipping can act. The clip range is never narrower
+    than the floors.
+
+    Args:
+        tau: Largest mean of the squared log-ratio.
+        floor_low: Smallest distance of the lower bound from ratio 1.
+        floor_high: Smallest distance of the upper bound from ratio 1.
+    """
     gap = (require_column(batch.logprobs) - require_column(batch.behavior_logprobs)).double()
     sign = require_column(batch.advantages).double().sign()
     acting = batch.mask & (sign * gap > 0)
@@ -144,19 +195,29 @@ def m2po_released(
     if n == 0 or float(ordered.mean()) <= tau:
         return Gate(batch.mask.clone())
     rest = torch.arange(n - 1, -1, -1, device=ordered.device)
-    reached = int((ordered * rest + ordered.cumsum(0) < tau * n).sum())  # grows with the bound, so a count is a place
+    reached = int((ordered * rest + ordered.cumsum(0) < tau * n).sum())  # the sum grows with the bound, so a count is an index
     width = float(ordered[reached - 1].sqrt()) if reached else 0.0
     held = (sign > 0) & (gap > max(width, math.log1p(floor_high))) | (sign < 0) & (gap < min(-width, _log_below(floor_low)))
     return Gate(batch.mask & ~held)
 
 
 def _log_below(floor: float) -> float:
-    """``log(1 - floor)``; without a bound from 1 on."""
+    """Return ``log(1 - floor)``; minus infinity if ``floor`` is 1 or more."""
     return math.log1p(-floor) if floor < 1 else -math.inf
 
 
 def gated(batch: Batch, parts: Sequence[Part], settings: LossConfig, generator: torch.Generator) -> Batch:
-    """``batch``, a whole mini-batch, with the product of all gates and the sum of all pulls."""
+    """Apply all gates to a whole mini-batch.
+
+    Args:
+        batch: A whole mini-batch.
+        parts: The gates with their options.
+        settings: ``algorithm.loss``.
+        generator: Source of random choices.
+
+    Returns:
+        ``batch`` with ``gate``, the product of all gates, and ``pull``, the sum of all pulls.
+    """
     for part in parts:
         gate = GATES[part.name](batch, settings, generator, **part.options)
         keep = gate.keep.to(torch.float32)
@@ -167,7 +228,10 @@ def gated(batch: Batch, parts: Sequence[Part], settings: LossConfig, generator: 
 
 
 def _top(x: Tensor, group: Tensor, mask: Tensor, rho: float) -> Tensor:
-    """``[N]`` bool: counted tokens whose ``x`` reaches the (1 - rho) quantile of their group, interpolated as numpy does."""
+    """Return a mask ``[N]`` of counted tokens at or above the (1 - rho) quantile of their group.
+
+    The quantile is interpolated as in NumPy.
+    """
     places = mask.nonzero()[:, 0]
     values, of = x[places].double(), group[places]
     order = values.argsort(stable=True)
@@ -189,24 +253,29 @@ def _top(x: Tensor, group: Tensor, mask: Tensor, rho: float) -> Tensor:
 
 
 def _covariance(batch: Batch) -> Tensor:
-    """``[N]`` float64: ``(A - mean A)(logp - mean logp)``, means over the counted tokens, the same in any order of rows."""
+    """Return ``(A - mean A)(logp - mean logp)``, ``[N]`` float64, with means over counted tokens.
+
+    The result does not depend on the order of rows.
+    """
     return _centred(require_column(batch.advantages), batch.mask) * _centred(require_column(batch.logprobs), batch.mask)
 
 
 def _centred(x: Tensor, mask: Tensor) -> Tensor:
-    inside = x[mask].double().sort().values  # sorted: the sum is then that of any order
+    inside = x[mask].double().sort().values  # sorted, so that the sum does not depend on the order of rows
     return x.double() - inside.sum() / max(1, len(inside))
 
 
 def _count(batch: Batch, share: float) -> int:
-    """``share`` of the counted tokens, and one at least."""
+    """Return ``share`` of the number of counted tokens, at least one."""
     tokens = int(batch.mask.sum())
     return min(tokens, max(1, math.floor(share * tokens)))
 
 
 def _by_content(places: Tensor, x: Tensor, batch: Batch) -> Tensor:
-    """``places [K]`` from the smallest ``x [N]`` up; of equal ones by what the tokens are, so that the order of rows decides nothing
-    that could be seen."""
+    """Sort the token indices ``places [K]`` by ``x [N]``, ascending.
+
+    Ties are broken by the content of the tokens, so that the order of rows decides nothing visible.
+    """
     start = torch.cumsum(batch.lengths, 0) - batch.lengths
     position = torch.arange(batch.tokens, device=x.device) - start[batch.row_of]
     length = Rows.of(batch).spread(batch.lengths)

@@ -1,4 +1,4 @@
-"""Sums and means over the tokens of each response, and over the responses of each prompt, without padding."""
+"""Reduce tokens per response and responses per prompt, without padding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,14 @@ from lightrft.utils.lazy_imports import Tensor, torch
 
 @dataclass(slots=True)
 class Rows:
-    """Who is in whose row: ``row_of [N]``, ``lengths [B]``, ``prompt_of [B]``, ``mask [N]`` bool (tokens that count)."""
+    """Layout of a packed batch of ``N`` tokens in ``B`` rows, one row per response.
+
+    Attributes:
+        row_of: ``[N]`` long, the row of each token.
+        lengths: ``[B]`` long, the number of tokens of each row.
+        prompt_of: ``[B]`` long, the prompt of each row.
+        mask: ``[N]`` bool, the tokens that count.
+    """
 
     row_of: Tensor
     lengths: Tensor
@@ -19,45 +26,60 @@ class Rows:
 
     @staticmethod
     def of(batch: Batch) -> Rows:
+        """Return the layout of ``batch``."""
         return Rows(batch.row_of, batch.lengths, batch.prompt_of, batch.mask)
 
     def __len__(self) -> int:
         return int(self.lengths.numel())
 
     def sum(self, x: Tensor) -> Tensor:
-        """``[N]`` to ``[B]``: the sum over the tokens of a row that count. Differentiable."""
+        """Sum ``x [N]`` over the counted tokens of each row, ``[B]``. Differentiable."""
         kept = torch.where(self.mask, x, torch.zeros_like(x))
         return torch.zeros(len(self), dtype=x.dtype, device=x.device).index_add(0, self.row_of, kept)
 
     def count(self) -> Tensor:
-        """``[B]``: the number of tokens of a row that count."""
+        """Return the number of counted tokens of each row, ``[B]``."""
         return torch.zeros(len(self), dtype=torch.long, device=self.mask.device).index_add(0, self.row_of, self.mask.long())
 
     def mean(self, x: Tensor) -> Tensor:
-        """``[N]`` to ``[B]``: the mean over the tokens that count; 0 for a row without any."""
+        """Average ``x [N]`` over the counted tokens of each row, ``[B]``.
+
+        A row without counted tokens gets 0.
+        """
         return self.sum(x) / self.count().clamp(min=1).to(x.dtype)
 
     def spread(self, x: Tensor) -> Tensor:
-        """``[B]`` to ``[N]``: each row's number at each of its tokens."""
+        """Repeat one number per row, ``[B]``, for each of the row's tokens, ``[N]``."""
         return x[self.row_of]
 
 
 def last_sampled(rows: Rows) -> Tensor:
-    """``[B]``: the place of each row's last token that counts; -1 for a row without any."""
+    """Return the index of each row's last counted token, ``[B]``; -1 for a row without any."""
     place = torch.arange(rows.mask.numel(), device=rows.mask.device)
     last = torch.full((len(rows),), -1, dtype=torch.long, device=place.device)
     return last.scatter_reduce(0, rows.row_of, torch.where(rows.mask, place, -1), "amax")
 
 
 def group_sum(x: Tensor, group: Tensor, groups: int) -> Tensor:
-    """``x [B]`` summed by ``group [B]`` to ``[groups]``."""
+    """Sum ``x`` by group.
+
+    Args:
+        x: ``[B]``.
+        group: ``[B]`` long, the group of each element.
+        groups: Number of groups.
+
+    Returns:
+        ``[groups]``.
+    """
     return torch.zeros(groups, dtype=x.dtype, device=x.device).index_add(0, group, x)
 
 
 def compact(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """The tokens that count, row by row, left-aligned.
+    """Pad the counted tokens row by row, left-aligned.
 
-    Returns ``padded [B, L]`` (0 beyond a row's end), ``row [K]`` and ``column [K]``: the place of each counted token in it.
+    Returns:
+        ``padded [B, L]`` with 0 after a row's end. ``row [K]`` and ``column [K]`` are the indices
+        of each counted token in it.
     """
     row = rows.row_of[rows.mask]
     count = rows.count()
@@ -70,34 +92,46 @@ def compact(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def scatter(padded: Tensor, rows: Rows, row: Tensor, column: Tensor) -> Tensor:
-    """The inverse of ``compact``: ``[B, L]`` to ``[N]``, with 0 at tokens that do not count."""
+    """Invert ``compact``: ``[B, L]`` to ``[N]``, with 0 at tokens that do not count.
+
+    Args:
+        padded: ``[B, L]``.
+        rows: The rows that ``compact`` was called with.
+        row: ``[K]``, as returned by ``compact``.
+        column: ``[K]``, as returned by ``compact``.
+    """
     flat = torch.zeros(rows.mask.numel(), dtype=padded.dtype, device=padded.device)
     flat[rows.mask] = padded[row, column]
     return flat
 
 
 LIMIT = 40.0
-"""Nats. ``exp`` of it, squared, is a float32: a ratio may meet another one, as in a weighted KL or under a correction."""
+"""Largest log-ratio in nats.
+
+The square of ``exp(LIMIT)`` is finite in float32. A ratio may therefore multiply another one, as in
+a weighted KL or under a correction.
+"""
 
 ROUNDING = 16 * 2.0**-23
-"""Relative difference of a log-prob that two splits of a batch into micro-batches explain: 16 times the eps of float32."""
+"""Relative difference of a log-prob that different micro-batch splits explain: 16 float32 eps."""
 
 
 def bounded(gap: Tensor) -> Tensor:
-    """``gap``, held inside ``[-LIMIT, LIMIT]``, with the gradient of ``gap`` wherever it is finite: what is too far away must still be
-    pulled the right way, and where a clip has taken the gradient away, 0 times it is 0 and not nan.
+    """Clamp ``gap`` to ``[-LIMIT, LIMIT]`` and keep its gradient wherever it is finite.
 
-    An infinite gap becomes the bound, without a gradient. NaN stays NaN.
+    A token far outside must still be pulled back. Where a clip has removed the gradient, 0 times it
+    is 0 and not NaN. An infinite gap becomes the bound, without a gradient. NaN stays NaN.
     """
     held = gap.clamp(-LIMIT, LIMIT)
-    finite = torch.where(gap.isinf(), held.detach(), gap)  # infinity less infinity would be NaN, also on its way back
+    finite = torch.where(gap.isinf(), held.detach(), gap)  # infinity minus infinity would be NaN, in the backward pass too
     return finite + (held - finite).detach()
 
 
 def absolute_gap(logprobs: Tensor, old: Tensor) -> Tensor:
-    """Return ``|logprobs - old| [N]``, with gradient 0 where the two differ by rounding alone.
+    """Return ``|logprobs - old|``, ``[N]``, with gradient 0 where the two differ by rounding alone.
 
-    The slope of ``|x|`` jumps at 0. Without this, the micro-batches that computed ``old`` would decide its sign.
+    The slope of ``|x|`` jumps at 0. Otherwise the micro-batch split that computed ``old`` would
+    decide its sign.
     """
     gap = logprobs - old
     rounding = ROUNDING * old.detach().abs().clamp(min=1)
@@ -105,13 +139,20 @@ def absolute_gap(logprobs: Tensor, old: Tensor) -> Tensor:
 
 
 def ratio_of(logprobs: Tensor, old: Tensor) -> Tensor:
-    """``pi / pi_old``, between ``exp(-LIMIT)`` and ``exp(LIMIT)``."""
+    """Return ``pi / pi_old``, clamped between ``exp(-LIMIT)`` and ``exp(LIMIT)``."""
     return torch.exp(bounded(logprobs - old))
 
 
 def weighted_sum(losses: Tensor, batch: Batch, weights: Tensor | None = None) -> Tensor:
-    """The share of ``losses [N]`` in the loss of the global batch (0-d), by ``batch.loss_weights`` unless other ``weights`` are given.
-    Tokens of weight 0 are left out, not multiplied: what stands there may be anything."""
+    """Return the contribution of ``losses`` to the loss of the global batch, 0-d.
+
+    Tokens of weight 0 are skipped, not multiplied by 0, since their loss may be infinite or NaN.
+
+    Args:
+        losses: ``[N]``.
+        batch: Gives ``loss_weights [N]``.
+        weights: ``[N]``. ``None`` uses ``batch.loss_weights``.
+    """
     weights = require_column(batch.loss_weights) if weights is None else weights
     kept = weights != 0
     zero = losses.new_zeros(())
@@ -119,7 +160,11 @@ def weighted_sum(losses: Tensor, batch: Batch, weights: Tensor | None = None) ->
 
 
 def require_column(column: Tensor | None) -> Tensor:
-    """Return ``column``. Raises ``ValueError`` where no phase has filled it in."""
+    """Return ``column``.
+
+    Raises:
+        ValueError: If no phase has filled in the column.
+    """
     if column is None:
         raise ValueError("a column that this phase reads has not been filled in")
     return column

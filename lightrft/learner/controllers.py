@@ -1,4 +1,4 @@
-"""What a run carries from step to step besides weights: coefficients in force and running moments."""
+"""Keep the state of a run besides weights: current coefficients and running statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,17 @@ from lightrft.types import Batch
 
 @dataclass(slots=True)
 class Controls:
-    """Saved with the run; a step reads them at its start and steers them at its end."""
+    """Coefficients and statistics, saved with the run.
+
+    A step reads them first and updates them last.
+
+    Attributes:
+        kl: Coefficient of the KL term.
+        entropy: Coefficient of the entropy bonus.
+        normalize: The settings ``algorithm.normalize``.
+        rewards: Statistics of the outcomes of earlier steps.
+        returns: Statistics of the returns of earlier steps.
+    """
 
     kl: KLController
     entropy: EntropyController
@@ -27,14 +37,19 @@ class Controls:
 
     @staticmethod
     def of(algorithm: AlgorithmConfig) -> Controls:
+        """Build the initial state of a run."""
         return Controls(KLController.of(algorithm.kl), EntropyController.of(algorithm.entropy), algorithm.normalize)
 
     def values(self, spoken: Tensor) -> Tensor:
-        """What the critic says, in the unit of rewards."""
+        """Convert the outputs of the critic to the scale of rewards."""
         return self.returns.natural(spoken, self.normalize.eps) if self.normalize.values else spoken
 
     def for_critic(self, batch: Batch) -> Batch:
-        """``batch`` with returns in the unit that its critic is to speak from now on, and with values as it spoke them."""
+        """Return ``batch`` with returns and old values on the critic's scale.
+
+        The returns use the new scale, on which the critic predicts from now on. The values are
+        converted back to the scale on which the critic predicted them.
+        """
         if not self.normalize.values or batch.returns is None or batch.values is None:
             return batch
         eps, seen = self.normalize.eps, self._returns_with(batch)
@@ -44,8 +59,13 @@ class Controls:
         return self.returns if batch.returns is None else self.returns.including(batch.returns[batch.mask])
 
     def steer(self, batch: Batch, *, frozen: bool = False) -> Metrics:
-        """Report what was in force and move it by what ``batch`` shows. A coefficient is not to blame for a policy that was ``frozen``:
-        those that follow what the policy does then stay."""
+        """Report the current coefficients and update them from ``batch``.
+
+        Args:
+            batch: The batch of the step.
+            frozen: The policy was not trained in this step. Coefficients that react to the policy
+                then do not change.
+        """
         metrics = Metrics({"policy/kl_coef": Mean(self.kl.coef)}) if self.kl.config.used else Metrics()
         if batch.old_logprobs is not None and batch.ref_logprobs is not None:
             distance = Rows.of(batch).sum(batch.old_logprobs - batch.ref_logprobs).mean()
@@ -67,10 +87,12 @@ class Controls:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
+        """Return coefficients and statistics as plain data."""
         coefficients = {"kl_coef": self.kl.coef, "kl_step": self.kl.step, "entropy_coef": self.entropy.coef}
         return {**coefficients, "rewards": asdict(self.rewards), "returns": asdict(self.returns)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that ``state_dict`` returned."""
         self.kl.coef, self.kl.step = state["kl_coef"], state["kl_step"]
         self.entropy.coef = state["entropy_coef"]
         self.rewards, self.returns = Moments(**state["rewards"]), Moments(**state["returns"])
@@ -81,7 +103,10 @@ def _of(name: str, seen: Moments) -> Metrics:
 
 
 def mean_entropy(batch: Batch) -> float | None:
-    """Nats a token of the policy before the update; ``None`` where it was not measured or nothing was sampled."""
+    """Return the mean entropy of the policy before the update, in nats per token.
+
+    Returns ``None`` if the entropy was not measured or nothing was sampled.
+    """
     if batch.entropy is None or not batch.mask.any():
         return None
     return float(batch.entropy[batch.mask].double().mean())

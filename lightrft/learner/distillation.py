@@ -1,4 +1,4 @@
-"""On-policy distillation: what a teacher says of the policy's own answers, as advantages or as a loss."""
+"""Distill a teacher into the policy on the policy's own responses, by advantages or by a loss."""
 
 from __future__ import annotations
 
@@ -22,13 +22,28 @@ from lightrft.utils.errors import ConfigError
 
 @runtime_checkable
 class Telling(Protocol):
-    """A teacher elsewhere that tells whole distributions. See ``Actor.target``."""
+    """A remote teacher that returns full-vocabulary distributions. See ``Actor.target``."""
 
-    def target(self, batch: Batch, kind: str, *, temperature: float, beta: float) -> Target: ...
+    def target(self, batch: Batch, kind: str, *, temperature: float, beta: float) -> Target:
+        """Return the teacher's distributions at the response tokens.
+
+        Args:
+            batch: A micro-batch.
+            kind: The setting ``algorithm.distill.kind``.
+            temperature: Temperature of the distributions.
+            beta: The setting ``algorithm.distill.beta``.
+        """
+        ...
 
 
 def with_teacher(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
-    """The teacher's log-probs of the sampled tokens, when the advantages read them."""
+    """Add the teacher's log-probs of the sampled tokens, if the advantages read them.
+
+    Args:
+        batch: The batch of the step.
+        roles: Gives the teacher.
+        config: The settings of the run.
+    """
     teacher = roles.teacher
     if teacher is None or config.algorithm.distill.kind != "sampled":
         return batch
@@ -36,7 +51,17 @@ def with_teacher(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
 
 
 def distilled(advantages: Tensor, batch: Batch, settings: DistillConfig) -> Tensor:
-    """``advantages [N]``, less ``coef`` times the log-ratio of policy to teacher at every sampled token."""
+    """Subtract ``coef`` times the log-ratio of policy to teacher from the advantages, ``[N]``.
+
+    Args:
+        advantages: ``[N]``.
+        batch: Has old and teacher log-probs. Without teacher log-probs, ``advantages`` is returned
+            as it is.
+        settings: ``algorithm.distill``.
+
+    Raises:
+        ValueError: If ``batch.old_logprobs`` is missing.
+    """
     if batch.teacher_logprobs is None:
         return advantages
     if batch.old_logprobs is None:
@@ -46,8 +71,14 @@ def distilled(advantages: Tensor, batch: Batch, settings: DistillConfig) -> Tens
 
 
 def targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
-    """What gives the teacher's distributions at the tokens of a micro-batch, or ``None`` where no loss compares whole vocabularies.
-    To make it, and to call it, is a call of all ranks."""
+    """Return a function from a micro-batch to the teacher's distributions at its tokens.
+
+    The function returns ``None`` if no loss compares full vocabularies. Every rank must call
+    ``targets`` and the returned function.
+
+    Raises:
+        ConfigError: If the teacher cannot return full distributions.
+    """
     settings, teacher = config.algorithm.distill, roles.teacher
     if teacher is None or not settings.whole:
         return lambda part: None
@@ -65,8 +96,10 @@ def targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
 
 
 def whole_head(model: Actor, strategy: Strategy) -> nn.Module:
-    """The head of ``model``, whole on each rank's device: a loss reads it in parts, also on its way back, when no call of the model is
-    under way that would put it together."""
+    """Gather the output head of ``model`` on each rank's device.
+
+    A loss reads the head in parts, in the backward pass too, when no call of the model gathers it.
+    """
     head = model.base.get_output_embeddings()
     if strategy.ranks.size == 1:
         return head
@@ -76,6 +109,6 @@ def whole_head(model: Actor, strategy: Strategy) -> nn.Module:
     if type(head) is not nn.Linear:
         return copy.deepcopy(head, whole)
     plain = nn.Linear(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
-    for name, parameter in own.items():  # nothing else of it: what shards a model also hangs on its modules
+    for name, parameter in own.items():  # parameters only: sharding also attaches hooks to the modules of a model
         setattr(plain, name, whole[id(parameter)])
     return plain

@@ -1,4 +1,4 @@
-"""What models say of a batch, without gradient: columns of tokens, in micro-batches."""
+"""Compute token columns of a batch in micro-batches, without gradient."""
 
 from __future__ import annotations
 
@@ -22,8 +22,20 @@ log = logging.getLogger(__name__)
 def by_parts(
     batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig, model: object = None
 ) -> Tensor:
-    """A token column ``[N]`` computed without gradient: ``score(part, its rows in the batch)`` for each micro-batch, in some team. Where
-    it asks a ``model`` that others run, several at one time in threads, or all of them on the first rank, as that wants it."""
+    """Compute a token column ``[N]`` without gradient, one micro-batch at a time.
+
+    Each micro-batch is computed by one data-parallel rank, and the column is summed over ranks. A
+    remote model receives several micro-batches concurrently from threads. It may also require that
+    the first rank sends the whole batch.
+
+    Args:
+        batch: The batch.
+        score: Called as ``score(part, index)`` with a micro-batch and its row indices in ``batch``.
+            Returns one number per token of ``part``.
+        roles: Gives the strategy, the device and the layout.
+        config: The settings of the run.
+        model: The model that ``score`` calls, if it may be remote.
+    """
     at_one_time, of_all = (model.in_flight, model.of_all) if isinstance(model, Distant) else (1, False)
     ranks = roles.strategy.ranks if of_all else roles.strategy.teams
     parts_of_column = Parts()
@@ -48,17 +60,23 @@ def by_parts(
 
 
 class Parts:
-    """Parts of a float32 column, kept where they were computed and copied to the host together: a copy waits for the device."""
+    """Parts of a float32 column, collected on the device and copied to the host in one transfer.
+
+    Each copy waits for the device, so that a single one is faster.
+    """
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor]] = []
 
     def put(self, places: Tensor, values: Tensor) -> None:
-        """Keep ``values [n]`` for the ``places [n]`` of the column. Threads may put parts at one time."""
+        """Store ``values [n]`` for the indices ``places [n]`` of the column.
+
+        Threads may call it concurrently.
+        """
         self._parts.append((places, values.detach().float()))
 
     def column(self, size: int) -> Tensor:
-        """Return the column ``[size]`` on the host, 0 where no part was put."""
+        """Return the column ``[size]`` on the host, with 0 where no part was stored."""
         column = torch.zeros(size)
         if self._parts:
             places, values = (torch.cat(side) for side in zip(*self._parts))
@@ -67,19 +85,36 @@ class Parts:
 
 
 def logprobs_by_parts(model: Reference, batch: Batch, roles: Roles, config: RLConfig) -> Tensor:
-    """What ``model`` gives the response tokens ``[N]``, at the temperature at which they were drawn."""
+    """Return the log-probs of ``model`` for the response tokens, ``[N]``.
+
+    The temperature is the sampling temperature.
+
+    Args:
+        model: A local or remote model.
+        batch: The batch.
+        roles: Gives the strategy, the device and the layout.
+        config: The settings of the run.
+    """
     temperature = sampling_temperature(config)
     score = lambda part, _: model.score(part, temperature=temperature).logprobs  # noqa: E731
     return by_parts(batch, score, roles, config, model)
 
 
 def sampling_temperature(config: RLConfig) -> float:
-    """Log-probs are those of the distribution that was sampled from; greedy answers are scored at temperature 1."""
+    """Return the temperature of log-probs: the sampling temperature, or 1 for greedy responses."""
     return config.sampling.temperature or 1.0
 
 
 def settle_layout(role: Trained | Frozen, batch: Batch, strategy: Strategy) -> None:
-    """On a run's first batch, compare the layout with the model's own padded forward; where they differ, fall back and say why."""
+    """Compare the layout with the model's own padded forward on the first batch of a run.
+
+    If the two differ, fall back to a layout that agrees and log the reason.
+
+    Args:
+        role: A local model.
+        batch: The first batch of the run.
+        strategy: Gathers the model's weights.
+    """
     actor: Actor = role.model
     if actor.config.check_layout and not role.layout_settled and len(batch):
         with strategy.whole(actor):
@@ -90,7 +125,7 @@ def settle_layout(role: Trained | Frozen, batch: Batch, strategy: Strategy) -> N
 
 
 def settle_layouts(roles: Roles, batch: Batch) -> None:
-    """``settle_layout`` for every language model that takes part."""
+    """Call ``settle_layout`` for every local language model of the run."""
     for role in (roles.policy, roles.reference, roles.teacher, roles.process):
         if isinstance(role, Trained | Frozen):
             settle_layout(role, batch, roles.strategy)

@@ -1,4 +1,7 @@
-"""From a batch to optimizer steps (mini-batches) and to forwards (micro-batches). Any size splits; nothing has to divide."""
+"""Split a batch into mini-batches (optimizer steps) and micro-batches (forward passes).
+
+Batches of any size can be split; no size has to divide another.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,19 @@ from lightrft.distributed.process_group import Ranks
 from lightrft.types import Batch
 
 SLACK = 1.05
-"""How much more than its part of the work a rank may have."""
+"""Largest load of a rank relative to an equal share of the work."""
 
 
 def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[Tensor]:
-    """Index tensors of ``count`` parts of nearly equal size, in a random order that ``generator`` decides.
+    """Split a batch into ``count`` random parts of nearly equal size and return their row indices.
 
-    Whole groups stay together, so that their prompts are computed once, unless there are fewer groups than parts.
+    Groups stay whole, so that each prompt is computed once, unless there are fewer groups than
+    parts.
+
+    Args:
+        batch: The batch of the step.
+        count: Number of parts.
+        generator: Determines the random order.
     """
     if count == 1:
         return [torch.arange(len(batch))]
@@ -29,8 +38,17 @@ def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[T
 
 
 def my_micro_batches(batch: Batch, budget: int, layout: str, ranks: Ranks) -> list[Tensor]:
-    """This rank's part of ``micro_batches``: over all ranks every row occurs once. Every rank has equally many, since a call of a
-    model that is spread over ranks is a call on all of them; the last ones may be empty."""
+    """Return this rank's part of ``micro_batches``; over all ranks every row occurs once.
+
+    Every rank gets the same number of micro-batches, since a call of a sharded model is collective.
+    The last ones may be empty.
+
+    Args:
+        batch: The batch, identical on all ranks.
+        budget: Largest number of tokens of a micro-batch.
+        layout: Layout of the model's inputs.
+        ranks: The data-parallel group.
+    """
     if ranks.size == 1:
         return micro_batches(batch, budget, layout)
     parts = [
@@ -42,8 +60,17 @@ def my_micro_batches(batch: Batch, budget: int, layout: str, ranks: Ranks) -> li
 
 
 def shares(batch: Batch, layout: str, count: int) -> list[Tensor]:
-    """The rows of ``batch`` in ``count`` parts of nearly equal work. Groups stay whole unless that leaves a part with more than
-    ``SLACK`` of its due: then the largest group of the fullest part is cut, or of all where that part has none."""
+    """Split the rows of ``batch`` into ``count`` parts of nearly equal work.
+
+    Groups stay whole unless a part then exceeds ``SLACK`` times its equal share. In that case the
+    largest group of the fullest part is cut. If that part has no group to cut, the largest group of
+    all is cut.
+
+    Args:
+        batch: The batch.
+        layout: Layout of the model's inputs.
+        count: Number of parts.
+    """
     cost = _cost(batch, layout)
     pieces = list(_members(batch).items())
     while True:
@@ -56,13 +83,14 @@ def shares(batch: Batch, layout: str, count: int) -> list[Tensor]:
         if max(loads) <= SLACK * sum(loads) / count or not whole:
             return [torch.tensor(sorted(r for _, _, rows in part for r in rows), dtype=torch.long) for part in bins]
         _, prompt, rows = max(whole, key=lambda piece: piece[0])
+        # Every other row by length, so that both halves have about the same work.
         order = sorted(rows, key=lambda r: (-int(batch.lengths[r]), r))
         at = pieces.index((prompt, rows))
         pieces[at : at + 1] = [(prompt, order[::2]), (prompt, order[1::2])]
 
 
 def _work(part: list[tuple[int, int, list[int]]], cost: Callable[[int, list[int]], int]) -> int:
-    """What ``part`` costs: pieces of one group that have met in it again are one."""
+    """Return the cost of ``part``; pieces of one group in the same part count as one group."""
     members: dict[int, list[int]] = {}
     for _, prompt, rows in part:
         members.setdefault(prompt, []).extend(rows)
@@ -70,7 +98,7 @@ def _work(part: list[tuple[int, int, list[int]]], cost: Callable[[int, list[int]
 
 
 def _spread(pieces: list[tuple[int, int, list[int]]], count: int) -> list[list[tuple[int, int, list[int]]]]:
-    """The costliest first, each into the part that has least."""
+    """Assign the most expensive pieces first, each to the part with the least work."""
     bins: list[list[tuple[int, int, list[int]]]] = [[] for _ in range(count)]
     loads = [0] * count
     for piece in sorted(pieces, key=lambda p: (-p[0], p[2][0])):
@@ -81,7 +109,7 @@ def _spread(pieces: list[tuple[int, int, list[int]]], count: int) -> list[list[t
 
 
 def _members(batch: Batch) -> dict[int, list[int]]:
-    """The rows of each prompt."""
+    """Return the rows of each prompt."""
     members: dict[int, list[int]] = {}
     for row, prompt in enumerate(batch.prompt_of.tolist()):
         members.setdefault(prompt, []).append(row)
@@ -89,7 +117,7 @@ def _members(batch: Batch) -> dict[int, list[int]]:
 
 
 def _cost(batch: Batch, layout: str) -> Callable[[int, list[int]], int]:
-    """Tokens that ``layout`` runs for answers ``rows`` to one prompt."""
+    """Return a function that counts the tokens of some rows of a prompt under ``layout``."""
     prompt_length = batch.prompts.lengths.tolist()
     answer_length = batch.lengths.tolist()
 
@@ -105,9 +133,15 @@ def _cost(batch: Batch, layout: str) -> Callable[[int, list[int]], int]:
 
 
 def micro_batches(batch: Batch, budget: int, layout: str) -> list[Tensor]:
-    """Index tensors whose forwards see at most ``budget`` tokens each in ``layout``; a single longer answer goes alone.
+    """Split a batch into micro-batches of at most ``budget`` tokens and return their row indices.
 
-    Longest groups first, each into the first part with room (first fit decreasing). A group that does not fit is cut.
+    A single longer response is a micro-batch on its own. The longest groups are placed first, each
+    into the first part with room (first fit decreasing). A group that does not fit is cut.
+
+    Args:
+        batch: The batch.
+        budget: Largest number of tokens of a micro-batch, as ``layout`` computes them.
+        layout: Layout of the model's inputs.
     """
     prompt_length = batch.prompts.lengths.tolist()
     answer_length = batch.lengths.tolist()

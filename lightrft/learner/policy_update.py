@@ -1,4 +1,4 @@
-"""A batch to optimizer steps: mini-batches, micro-batches, the objective of each, one step of the strategy."""
+"""Train policy and critic on a batch: mini-batches, micro-batches, loss, optimizer step."""
 
 from __future__ import annotations
 
@@ -31,15 +31,22 @@ from lightrft.types import Batch
 from lightrft.utils.seeding import request_seed
 
 FLAT_AT_0 = ("k2", "k3", "k3_straight")
-"""Estimators of a distance whose gradient is 0, and not only its mean, where the policies are one."""
+"""Estimators whose gradient, and not only its mean, is 0 where the two policies are equal."""
 
 LossOf = Callable[[Batch], tuple[Tensor, Metrics]]
-"""The part of a loss (0-d) that a micro-batch holds, and its metrics."""
+"""Maps a micro-batch to its part of the loss (0-d) and its metrics."""
 
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The loss in force: ``algorithm`` with the coefficients of this step; ``version`` is that of the policy before the update."""
+    """The loss of one step.
+
+    Attributes:
+        algorithm: The settings ``algorithm``.
+        kl_coef: Coefficient of the KL term in this step.
+        entropy_coef: Coefficient of the entropy bonus in this step.
+        version: Version of the policy before the update.
+    """
 
     algorithm: AlgorithmConfig
     kl_coef: float
@@ -48,19 +55,32 @@ class Objective:
 
     @staticmethod
     def of(algorithm: AlgorithmConfig, controls: Controls, batch: Batch | None = None, version: int = 0) -> Objective:
+        """Build the objective of a step.
+
+        Args:
+            algorithm: The settings ``algorithm``.
+            controls: Gives the current coefficients.
+            batch: Gives the policy's entropy. ``None`` if it is unknown.
+            version: Version of the policy before the update.
+        """
         entropy = None if batch is None else mean_entropy(batch)
         return Objective(algorithm, controls.kl.coef, controls.entropy.in_force(entropy), version)
 
     @property
     def wants_entropy(self) -> bool:
+        """Return whether the loss contains an entropy bonus."""
         return self.entropy_coef != 0
 
     @property
     def wants_kl(self) -> bool:
+        """Return whether the loss contains a KL term."""
         return self.algorithm.kl.where == "loss" and self.kl_coef > 0
 
     def active(self, batch: Batch) -> Tensor:
-        """``[K]``: the rows that can get gradient. A row whose policy loss is 0 has none unless another term reaches it."""
+        """Return the rows that can get a gradient, ``[K]``.
+
+        A row whose policy loss is 0 has none, unless another term of the loss reaches it.
+        """
         rows = Rows.of(batch)
         leaves = batch.old_logprobs is not None or self.algorithm.proximal == "interpolated"
         drifts = self.algorithm.drift.coef > 0 and (leaves or self.algorithm.drift.estimator not in FLAT_AT_0)
@@ -74,9 +94,10 @@ class Objective:
         return (rows.sum(useful.long()) > 0).nonzero()[:, 0]
 
     def __call__(self, batch: Batch, scores: Scores) -> tuple[Tensor, Metrics]:
-        """The part of the global loss that ``batch`` holds (0-d), and its metrics. ``batch.loss_weights`` carry the denominator.
+        """Return the contribution of ``batch`` to the global loss (0-d), and its metrics.
 
-        A token with an infinite or NaN log-prob counts as not sampled; ``policy/nonfinite_tokens`` counts them.
+        ``batch.loss_weights`` contain the denominator. A token with an infinite or NaN log-prob
+        counts as not sampled; ``policy/nonfinite_tokens`` counts them.
         """
         old = old_logprobs(batch, scores.logprobs, self.algorithm.proximal, self.version)
         lost = self._lost(batch, scores, old)
@@ -102,7 +123,7 @@ class Objective:
         return loss, metrics
 
     def _lost(self, batch: Batch, scores: Scores, old: Tensor) -> Tensor:
-        """``[N]`` bool: trained tokens that a term of the loss cannot be computed for."""
+        """Return a mask ``[N]`` of trained tokens for which a term of the loss is not finite."""
         read = [scores.logprobs, old, *([scores.entropy] if self.wants_entropy else []), scores.divergence]
         finite = ~unread_tokens(batch, self.algorithm)
         for column in read:
@@ -111,7 +132,7 @@ class Objective:
         return batch.mask & ~finite
 
     def _policy(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
-        """The policy loss with its corrections, gates and pulls."""
+        """Compute the policy loss with its corrections, gates and pulls."""
         algorithm, settings = self.algorithm, self.algorithm.loss
         advantages = _counted(require_column(batch.advantages), rows)
         losses, stats = POLICY_LOSSES[settings.name](logprobs, old, advantages, rows, settings, **settings.options)
@@ -132,7 +153,7 @@ class Objective:
         return weighted_sum(losses, batch), metrics
 
     def _drift(self, batch: Batch, logprobs: Tensor, old: Tensor) -> Tensor | float:
-        """The distance from the old policy, times its coefficient."""
+        """Compute the divergence from the old policy, times its coefficient."""
         drift = self.algorithm.drift
         if not drift.coef:
             return 0.0
@@ -141,11 +162,11 @@ class Objective:
             old, logprobs = rows.spread(rows.sum(old)), rows.spread(rows.sum(logprobs))
         losses = KL_ESTIMATORS[drift.estimator](old, logprobs) if drift.cap is None else capped_k3(old, logprobs, drift.cap)
         if drift.level == "response":
-            losses = losses / rows.spread(rows.count().clamp(min=1)).to(losses.dtype)  # the tokens' sum is that of the response
+            losses = losses / rows.spread(rows.count().clamp(min=1)).to(losses.dtype)  # sums to the response's loss
         return drift.coef * weighted_sum(losses, batch)
 
     def _kl(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor, metrics: Metrics) -> Tensor | float:
-        """The distance from the reference, times its coefficient where it is in the loss."""
+        """Report the KL to the reference and return its term in the loss."""
         if batch.ref_logprobs is None:
             return 0.0
         ref, kl = _counted(batch.ref_logprobs, rows), self.algorithm.kl
@@ -159,8 +180,17 @@ class Objective:
 
 
 def old_logprobs(batch: Batch, logprobs: Tensor, proximal: str, version: int) -> Tensor:
-    """``[N]`` without gradient: the ratio's denominator. Where the batch has none it is the policy itself, or what lies between the
-    sampler and it."""
+    """Return the log-probs in the denominator of the ratio, ``[N]``, without gradient.
+
+    If the batch has none, they are the policy's own. With ``interpolated`` they are interpolated
+    between sampler and policy.
+
+    Args:
+        batch: The batch.
+        logprobs: ``[N]``. Log-probs of the current policy.
+        proximal: The setting ``algorithm.proximal``.
+        version: Version of the policy before the update.
+    """
     if batch.old_logprobs is not None:
         return batch.old_logprobs
     if proximal == "interpolated":
@@ -171,7 +201,17 @@ def old_logprobs(batch: Batch, logprobs: Tensor, proximal: str, version: int) ->
 
 
 def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, step: int) -> Metrics:
-    """Train policy and critic on ``batch``: ``train.updates`` passes of ``train.mini_batches`` optimizer steps each."""
+    """Train policy and critic on ``batch``.
+
+    This takes ``train.updates`` passes of ``train.mini_batches`` optimizer steps each.
+
+    Args:
+        roles: The models and the strategy.
+        batch: The batch of the step, with advantages.
+        config: The settings of the run.
+        controls: Coefficients and statistics of the run.
+        step: Number of completed steps; also the version of the policy.
+    """
     objective = Objective.of(config.algorithm, controls, batch, step)
     frozen = actor_frozen(roles, config, step)
     batch = controls.for_critic(batch)
@@ -179,6 +219,7 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
     for epoch in range(config.train.updates):
         generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, config.train.mini_batches, generator):
+            # Weights first: tokens that are dropped below stay in the denominator of the loss.
             mini = weighted(batch.select(index), config)
             mini = readable(with_current(mini, roles, config, step), config.algorithm)
             mini = gated(mini, config.algorithm.gates, config.algorithm.loss, generator)
@@ -193,12 +234,21 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
 
 
 def actor_frozen(roles: Roles, config: RLConfig, step: int) -> bool:
-    """Whether the critic is still trained alone."""
+    """Return whether only the critic is trained in this step.
+
+    Args:
+        roles: Gives the critic.
+        config: The settings of the run.
+        step: Number of completed steps.
+    """
     return roles.critic is not None and step < config.critic.warmup_steps
 
 
 def weighted(batch: Batch, config: RLConfig) -> Batch:
-    """``batch``, whole, with the share of each token in its loss. From here on any split gives the same sum."""
+    """Add the loss weight of each token to ``batch``, which must be a whole mini-batch.
+
+    Afterwards any split of the batch gives the same sum.
+    """
     algorithm, rows = config.algorithm, Rows.of(batch)
     constant = algorithm.constant_length or config.sampling.max_new_tokens
     batch = batch.replace(loss_weights=AGGREGATIONS[algorithm.aggregation](rows, constant))
@@ -209,7 +259,16 @@ def weighted(batch: Batch, config: RLConfig) -> Batch:
 
 
 def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> Batch:
-    """The policy's log-probs before this optimizer step, and the old ones, when a gate or a correction reads them."""
+    """Add the policy's log-probs before this optimizer step, and the old log-probs.
+
+    Nothing is added unless a gate or a correction reads them.
+
+    Args:
+        mini: A whole mini-batch.
+        roles: Gives the policy.
+        config: The settings of the run.
+        version: Version of the policy before the update.
+    """
     if "current" not in needs_of(config.algorithm):
         return mini
     logprobs = logprobs_by_parts(roles.actor, mini, roles, config)
@@ -217,7 +276,7 @@ def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> B
 
 
 def corrected(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
-    """Return ``mini``, a whole mini-batch, with its correction weights where they depend on all of it."""
+    """Add correction weights to ``mini``, a whole mini-batch, if they depend on all of it."""
     if not compares_whole_batch(algorithm.corrections):
         return mini
     rows = Rows.of(mini)
@@ -227,7 +286,14 @@ def corrected(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
 
 
 def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfig) -> Metrics:
-    """One optimizer step of the policy on the rows of ``mini`` that can get gradient."""
+    """Take one optimizer step of the policy on the rows of ``mini`` that can get a gradient.
+
+    Args:
+        roles: The models and the strategy.
+        mini: A whole mini-batch.
+        objective: The loss.
+        config: The settings of the run.
+    """
     entropy, target = objective.wants_entropy or config.log.entropy, targets(roles, config)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
@@ -244,7 +310,14 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
 
 
 def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConfig) -> Metrics:
-    """One optimizer step of the critic, on returns and old values in the unit in which it speaks."""
+    """Take one optimizer step of the critic.
+
+    Args:
+        strategy: Runs the backward pass and the step.
+        critic: The critic with its optimizer.
+        mini: A whole mini-batch, with returns and old values on the critic's scale.
+        config: The settings of the run.
+    """
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         values, _ = critic.model.values(part)
@@ -268,9 +341,19 @@ def optimizer_step(
     loss_of: LossOf,
     beside: Sequence[tuple[Batch, LossOf]] = (),
 ) -> tuple[Tensor, Metrics]:
-    """One optimizer step on ``batch`` and those ``beside`` it, in micro-batches of at most ``budget`` tokens; none without rows.
+    """Take one optimizer step on ``batch`` and any additional batches; none if there are no rows.
 
-    Returns the whole loss and all metrics, with those of the step under ``who/``.
+    Args:
+        who: Name of the model, used as the prefix of the step metrics.
+        strategy: Runs the backward pass and the step.
+        trained: The model with its optimizer.
+        batch: A whole mini-batch, identical on all ranks.
+        budget: Largest number of tokens of a micro-batch.
+        loss_of: The loss of a micro-batch of ``batch``.
+        beside: Additional batches with their losses, added to the same step.
+
+    Returns:
+        The loss summed over all ranks, and all metrics.
     """
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     trained.model.train()
@@ -300,11 +383,17 @@ def _step_metrics(who: str, info: StepInfo) -> Metrics:
 
 
 def _times(losses: Tensor, factor: Tensor) -> Tensor:
-    """``losses [N]`` times ``factor [N]``; where that is 0, exactly 0 whatever the loss is, as is its gradient."""
+    """Multiply ``losses`` by ``factor``, ``[N]``.
+
+    Loss and gradient are exactly 0 where the factor is 0, also if the loss is infinite or NaN.
+    """
     kept = torch.where(factor != 0, losses, torch.zeros_like(losses))
     return kept * factor
 
 
 def _counted(column: Tensor, rows: Rows) -> Tensor:
-    """``column [N]`` with 0 at tokens that do not count: an overflow there would turn their zero gradient into nan."""
+    """Return ``column [N]`` with 0 at uncounted tokens.
+
+    An overflow there would turn their zero gradient into NaN.
+    """
     return torch.where(rows.mask, column, torch.zeros_like(column))

@@ -1,7 +1,8 @@
-"""The implicit process reward model of PRIME (arXiv 2502.01456): a language model that learns from outcomes what a token is worth.
+"""Train the implicit process reward model of PRIME (arXiv 2502.01456) and compute token rewards.
 
-Its log-ratio to the reference, summed over an answer, is the logit of a right outcome; taken token by token, it is a reward. One
-optimizer step on the batch of the step comes before the advantages.
+The model is a language model. Its log-ratio to the reference, summed over a response, is the logit
+of a correct outcome. Taken per token, the log-ratio is a reward. The model takes one optimizer step
+on each batch before the advantages are computed.
 """
 
 from __future__ import annotations
@@ -22,8 +23,17 @@ from lightrft.types import Batch, rows_of
 
 
 def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics) -> Batch:
-    """Train the process reward model on ``batch`` and take its rewards of tokens: with ``process.forward`` single as they were in
-    that training's own forward, with double by another one of the trained model. ``metrics`` get those of the training."""
+    """Train the process reward model on ``batch`` and add its token rewards.
+
+    With ``process.forward`` single, the rewards come from the forward pass of the training step.
+    With double, another forward pass of the trained model computes them.
+
+    Args:
+        batch: The batch of the step.
+        roles: Gives the process reward model.
+        config: The settings of the run.
+        metrics: The training metrics are added to it.
+    """
     process = roles.process
     if process is None:
         return batch
@@ -38,7 +48,20 @@ def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: 
 
 
 def process_step(strategy: Strategy, process: Trained, batch: Batch, config: RLConfig) -> tuple[Tensor, Metrics]:
-    """One optimizer step of the process reward model: its log-probs ``[N]`` before it, and metrics."""
+    """Take one optimizer step of the process reward model.
+
+    Args:
+        strategy: Runs the backward pass and the step.
+        process: The process reward model with its optimizer.
+        batch: Has rewards and log-probs of the reference.
+        config: The settings of the run.
+
+    Returns:
+        The log-probs of the model before the step, ``[N]``, and metrics.
+
+    Raises:
+        ValueError: If ``batch.rewards`` is missing.
+    """
     settings, budget = config.process, config.train.micro_batch_tokens
     if batch.rewards is None:
         raise ValueError("a process reward model learns from batch.rewards")
@@ -61,13 +84,27 @@ def process_step(strategy: Strategy, process: Trained, batch: Batch, config: RLC
 
 
 def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float) -> tuple[Tensor, Tensor]:
-    """The cross-entropy ``[B]`` of each response, and whether its outcome was foretold ``[B]``: 0 and ``False`` without sampled tokens."""
+    """Compute the cross-entropy of each response's outcome.
+
+    Args:
+        logprobs: ``[N]``. Log-probs of the process reward model.
+        batch: Has rewards and log-probs of the reference.
+        beta: Factor of the log-ratio.
+        threshold: Smallest reward of a correct outcome.
+
+    Returns:
+        The loss ``[B]`` and whether the outcome was predicted ``[B]``: 0 and ``False`` without
+        sampled tokens.
+
+    Raises:
+        ValueError: If ``batch.rewards`` or ``batch.ref_logprobs`` is missing.
+    """
     if batch.rewards is None:
         raise ValueError("the outcome of an answer needs batch.rewards")
     rows = Rows.of(batch)
     some = rows.count() > 0
     gap = logprobs - _reference(batch).to(logprobs)
-    finite = torch.isfinite(gap.detach())  # one infinite token must not decide, or spoil, the whole answer
+    finite = torch.isfinite(gap.detach())  # one infinite token must not determine, or invalidate, the whole response
     now = torch.where(finite, logprobs, torch.zeros_like(logprobs))
     ref = torch.where(finite, _reference(batch).to(logprobs), torch.zeros_like(logprobs))
     logit = beta * rows.sum(now - ref)

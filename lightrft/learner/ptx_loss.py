@@ -1,4 +1,4 @@
-"""Supervised data mixed into the policy's optimizer steps, against forgetting (PPO-ptx, arXiv 2203.02155, eq. 2)."""
+"""Mix supervised data into policy steps against forgetting (PPO-ptx, arXiv 2203.02155, eq. 2)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,13 @@ from lightrft.types import Batch
 
 @dataclass(slots=True)
 class Ptx:
-    """The next conversations of ``dataset`` in the order of ``sampler``, and their share in the loss."""
+    """A supervised loss on the next conversations of a data set.
+
+    Attributes:
+        config: The settings ``ptx``.
+        dataset: The conversations.
+        sampler: The order of the conversations.
+    """
 
     config: PtxConfig
     dataset: SFTDataset
@@ -30,7 +36,14 @@ class Ptx:
 
     @staticmethod
     def of(config: PtxConfig, tokenizer: Any, seed: int, processor: Any = None) -> Ptx | None:
-        """``None`` when it has no share in the loss."""
+        """Build the loss from settings; ``None`` if its coefficient is 0.
+
+        Args:
+            config: The settings ``ptx``.
+            tokenizer: Encodes the conversations.
+            seed: Determines the order.
+            processor: Prepares media. ``None`` for text.
+        """
         if not config.coef:
             return None
         dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=seed, processor=processor)
@@ -39,7 +52,10 @@ class Ptx:
         return Ptx(config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle))
 
     def term(self, actor: Actor) -> tuple[Batch, LossOf]:
-        """The next batch, and ``coef`` times the mean of -logp over its trained tokens as a loss of its parts."""
+        """Return the next batch and its loss.
+
+        The loss is ``coef`` times the mean of -logp over the trained tokens.
+        """
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         batch = batch.replace(loss_weights=AGGREGATIONS["token"](Rows.of(batch), 1))
 
@@ -50,7 +66,9 @@ class Ptx:
         return batch, loss_of
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data set."""
         return self.sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Resume from a position that ``state_dict`` returned."""
         self.sampler.load_state_dict(state)

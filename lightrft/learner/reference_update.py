@@ -1,4 +1,4 @@
-"""A reference that follows the policy: a copy every so many steps, or a moving average."""
+"""Update the reference from the policy: a copy every few steps, or a moving average."""
 
 from __future__ import annotations
 
@@ -19,19 +19,34 @@ from lightrft.utils.errors import CheckpointError, ConfigError
 
 @runtime_checkable
 class Moving(Protocol):
-    """A reference that can go after the policy. To move it, and to take up its state, are calls of all ranks."""
+    """A reference that can follow the policy.
 
-    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None: ...
+    Every rank must call ``follow`` and ``load_state_dict``.
+    """
 
-    def state_dict(self) -> dict[str, Tensor]: ...
+    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
+        """Update the weights to ``decay * weights + (1 - decay) * parameters``."""
+        ...
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the weights, or nothing while they are the initial weights."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load weights that ``state_dict`` returned."""
+        ...
 
 
 @dataclass(slots=True, kw_only=True)
 class Follower(Frozen):
-    """A reference of the policy's shape, placed by ``strategy``. ``averages`` hold half-precision weights in float32 for a moving average,
-    which would otherwise stand still: what it takes in at a time is less than they can tell apart."""
+    """A reference of the policy's shape that moves towards the policy.
+
+    Attributes:
+        strategy: Places the reference.
+        averages: Float32 copies of half-precision weights, for a moving average. In half precision
+            each update would be smaller than the rounding error and be lost.
+        moved: The weights differ from the initial ones.
+    """
 
     strategy: Strategy
     averages: dict[str, Tensor] = field(default_factory=dict)
@@ -39,7 +54,17 @@ class Follower(Frozen):
 
     @staticmethod
     def of(model: Actor, shapes: Mapping[str, tuple[int, ...]], strategy: Strategy, kl: KLConfig) -> Follower:
-        """``model``, to follow a policy whose parameters have ``shapes``. Raises ``ConfigError`` when it cannot become that."""
+        """Build a reference that follows a policy.
+
+        Args:
+            model: The reference model.
+            shapes: Shapes of the policy's parameters, by name.
+            strategy: Places the reference.
+            kl: The settings ``algorithm.kl``.
+
+        Raises:
+            ConfigError: If ``model`` does not have the policy's shape.
+        """
         with strategy.tensors(model) as own:
             here = {name: tuple(parameter.shape) for name, parameter in own.items()}
         if here != shapes:
@@ -55,13 +80,19 @@ class Follower(Frozen):
 
     @torch.no_grad()
     def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
-        """Become ``decay`` times itself plus the rest of ``parameters``, given whole."""
+        """Update the weights to ``decay * weights + (1 - decay) * parameters``.
+
+        ``parameters`` are gathered, not sharded.
+        """
         with self._changed() as held:
             for name, value in parameters:
                 held[name].lerp_(self.strategy.like(value.to(held[name].dtype), held[name]), 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The weights, whole, once they are no longer those that the run started from. Ranks but the first keep none of them."""
+        """Return the gathered weights on the first rank, and nothing on other ranks.
+
+        While the weights are the initial ones, return nothing at all.
+        """
         if not self.moved:
             return {}
         with self._held() as held:
@@ -69,7 +100,11 @@ class Follower(Frozen):
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Raises ``CheckpointError`` for weights of another model."""
+        """Load weights that ``state_dict`` returned.
+
+        Raises:
+            CheckpointError: If they belong to another model.
+        """
         with self._changed() as held:
             if held.keys() != state.keys():
                 raise CheckpointError(
@@ -80,13 +115,13 @@ class Follower(Frozen):
 
     @contextmanager
     def _held(self) -> Generator[dict[str, Tensor]]:
-        """The weights as they lie on this rank, the averages where there are some."""
+        """Yield this rank's weights, with the averages where they exist."""
         with self.strategy.tensors(self.model) as own:
             yield {**own, **self.averages}
 
     @contextmanager
     def _changed(self) -> Generator[dict[str, Tensor]]:
-        """Weights that the body changes; the model then has them."""
+        """Yield weights for the body to modify, then copy the averages into the model."""
         with self.strategy.tensors(self.model) as own:
             yield {**own, **self.averages}
             for name, average in self.averages.items():
@@ -95,7 +130,16 @@ class Follower(Frozen):
 
 
 def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
-    """Between steps, ``done`` of them over: move the reference towards the policy if it is time."""
+    """Move the reference towards the policy, if this is due after ``done`` steps.
+
+    Args:
+        roles: The models and the strategy.
+        kl: The settings ``algorithm.kl``.
+        done: Number of completed steps.
+
+    Raises:
+        ConfigError: If the reference cannot move.
+    """
     if kl.refresh_every and done and done % kl.refresh_every == 0:
         if not isinstance(roles.reference, Moving):
             raise ConfigError(
@@ -106,12 +150,12 @@ def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
 
 
 def refreshed_state(roles: Roles) -> dict[str, Any]:
-    """What a checkpoint must hold of the reference: nothing, unless it has moved."""
+    """Return the checkpoint state of the reference; empty while it has not moved."""
     state = roles.reference.state_dict() if isinstance(roles.reference, Moving) else {}
     return {"reference": state} if state else {}
 
 
 def load_refreshed(roles: Roles, state: Mapping[str, Any]) -> None:
-    """Take up what ``refreshed_state`` gave."""
+    """Restore the state that ``refreshed_state`` returned."""
     if "reference" in state and isinstance(roles.reference, Moving):
         roles.reference.load_state_dict(state["reference"])

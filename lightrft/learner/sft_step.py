@@ -1,4 +1,7 @@
-"""One step of supervised fine-tuning: the same batch, actor and strategy as reinforcement learning, with the loss -logp."""
+"""Take a step of supervised fine-tuning.
+
+It uses the same batch, actor and strategy as reinforcement learning, with the loss -logp.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,15 @@ from lightrft.types import Batch, Media, Segments
 
 
 class Example(Protocol):
-    """A conversation: what comes before the first trained token, the rest, each with its media, and which of the rest is trained."""
+    """A conversation, split before its first trained token.
+
+    Attributes:
+        prompt_ids: The tokens before the first trained token.
+        response_ids: The remaining tokens.
+        trained: The response tokens that are trained on.
+        prompt_media: Media of the prompt.
+        response_media: Media of the response.
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -30,7 +41,7 @@ class Example(Protocol):
 
 
 def examples_to_batch(examples: Sequence[Example]) -> Batch:
-    """One ``Batch`` of conversations; ``sampled`` marks the trained tokens."""
+    """Collate conversations to one ``Batch``; ``sampled`` marks the trained tokens."""
     return Batch(
         Segments.cat([Segments.of([e.prompt_ids], e.prompt_media) for e in examples]),
         Segments.cat([Segments.of([e.response_ids], e.response_media) for e in examples]),
@@ -40,10 +51,14 @@ def examples_to_batch(examples: Sequence[Example]) -> Batch:
 
 
 def mean_nll(logprobs: Tensor, part: Batch) -> tuple[Tensor, Mean, Sum]:
-    """Return the share of ``part`` in the loss, the mean of -logp over its trained tokens, and the number of tokens that were left out.
+    """Compute the supervised loss of a micro-batch.
 
-    A token whose log-prob is infinite or NaN is left out: one that the model cannot give, because its vocabulary is masked, would
-    make the loss of the whole batch infinite.
+    A token with an infinite or NaN log-prob is left out. It may be masked in the model's
+    vocabulary, and would make the loss of the whole batch infinite.
+
+    Returns:
+        The contribution of ``part`` to the loss, the mean of -logp over its trained tokens, and the
+        number of omitted tokens.
     """
     lost = part.mask & ~torch.isfinite(logprobs.detach())
     kept = without_tokens(part, lost)
@@ -52,7 +67,14 @@ def mean_nll(logprobs: Tensor, part: Batch) -> tuple[Tensor, Mean, Sum]:
 
 
 def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_tokens: int) -> Metrics:
-    """One optimizer step on the mean of -logp over the trained tokens of the global batch."""
+    """Take one optimizer step on the mean of -logp over the trained tokens of the global batch.
+
+    Args:
+        strategy: Runs the backward pass and the step.
+        policy: The model with its optimizer.
+        batch: The global batch, identical on all ranks.
+        micro_batch_tokens: Largest number of tokens of a micro-batch.
+    """
     rows = Rows.of(batch)
     batch = batch.replace(loss_weights=AGGREGATIONS["token"](rows, 1))
     metrics = Metrics({"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))})

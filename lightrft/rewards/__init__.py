@@ -1,4 +1,4 @@
-"""Reward functions by rule, and the processes that reward functions run in."""
+"""Rule-based reward functions, and the processes that run reward functions."""
 
 from lightrft.rewards.registry import REWARDS, Reward, load_reward
 from lightrft.rewards.rules import exact_match, format, length, math, multiple_choice

@@ -1,4 +1,4 @@
-"""The interface of an object that scores rollouts."""
+"""Define the interface of an object that scores rollouts."""
 
 from __future__ import annotations
 
@@ -10,22 +10,31 @@ from lightrft.types import Rollout
 
 
 class Scoring(Protocol):
-    """What a loop needs of a reward: every rollout that goes in comes out once, scored or failed."""
+    """The interface of a scorer: it returns every submitted rollout once, scored or failed."""
 
     def check_sources(self, sources: Iterable[str]) -> None:
-        """Raises ``RewardError`` naming the data sources for whose rows there is no reward."""
+        """Raise ``RewardError`` naming the data sources whose rows have no reward."""
         ...
 
-    def submit(self, rollout: Rollout) -> None: ...
+    def submit(self, rollout: Rollout) -> None:
+        """Queue ``rollout`` for scoring and return at once."""
+        ...
 
-    def results(self, wait: bool) -> Iterator[Rollout]: ...
+    def results(self, wait: bool) -> Iterator[Rollout]:
+        """Yield each scored rollout once; with ``wait``, block until none is pending."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Stop scoring and release all resources."""
+        ...
 
 
 @dataclass(slots=True)
 class Unscored:
-    """For runs without a reward: every rollout comes out as it went in, with ``reward`` for one if that is given."""
+    """A scorer for runs without a reward.
+
+    It returns every rollout with the constant ``reward``, or with none.
+    """
 
     reward: float | None = None
     _waiting: list[Rollout] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What any reward function owes a run. Each check calls it in a process of its own, under a time limit."""
+"""Check the contract of a reward function, in a separate process and under a time limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ TEXTS = ("42", "The answer is \\boxed{42}.", "I do not know.")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Responses that a reward is called on. ``same``: it must give the same numbers again."""
+    """Responses that a reward function is called on.
+
+    Attributes:
+        check: Short name of the check.
+        asks: The requirement, in words.
+        texts: The responses.
+        same: If true, a second call must give the same numbers.
+    """
 
     check: str
     asks: str
@@ -33,32 +40,41 @@ CASES = (
     Case("odd characters", "scores what no one would type", ("\x00\x1b[2J", "\U0001f600" * 5, "{}%s\\frac{", "\ufffd")),
     Case("repeatable", "gives the same response the same number again", TEXTS, same=True),
 )
-"""The checks, in the order in which they are shown."""
+"""The checks, in display order."""
 
 
 def is_reward(name: str) -> bool:
-    """Return whether ``name`` is a registered reward, or a function whose one argument by place is called rollout(s)."""
+    """Return whether ``name`` is a registered reward or a function of a rollout.
+
+    A function of a rollout has a first parameter named ``rollout`` or ``rollouts``.
+    """
     if ":" not in name:
         return name in REWARDS
     try:
         function = REWARDS[name]
         parameters = list(inspect.signature(function).parameters.values())
-    except (ConfigError, TypeError, ValueError):  # told where the function is looked up again
+    except (ConfigError, TypeError, ValueError):  # reported where the function is looked up again
         return False
     return bool(parameters) and parameters[0].name in ("rollout", "rollouts")
 
 
 def reward_verdicts(name: str, options: Mapping[str, Any], limit: float) -> list[Verdict]:
-    """Run every check on the reward ``name`` with ``options``, each of its calls under ``limit`` seconds.
+    """Run every check on a reward function.
 
-    Raises ``RewardError`` where the function does not exist, or does not take a rollout and its options.
+    Args:
+        name: A registered name, or ``package.module:function``.
+        options: Options of the function.
+        limit: Seconds for each call.
+
+    Raises:
+        RewardError: If the function does not exist, or does not take a rollout and its options.
     """
     reward = load_reward(name, options)
     return [Verdict(case.check, case.asks, _broken(reward, case, limit)) for case in CASES]
 
 
 def _broken(reward: Reward, case: Case, limit: float) -> str:
-    """Return what is broken; empty where the check holds."""
+    """Return the violation; empty if the check passes."""
     calls = calls_on(reward, [_rollout(text) for text in case.texts])
     outcomes = try_rewards([(reward.name, dict(reward.options))], calls * (1 + case.same), limit)
     for outcome in outcomes:

@@ -1,4 +1,4 @@
-"""Where reward functions are filed, and what makes a function one."""
+"""Register reward functions and check their signatures."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from lightrft.utils.registry import Registry
 F = TypeVar("F", bound=Callable[..., Any])
 
 REWARDS: Registry[Callable[..., Any]] = Registry("reward")
-"""``reward(rollout, **options) -> float | {term: float}``; with a first parameter named ``rollouts``, a list in and a list (or a
-dict of lists) out; either may be ``async def``. A function ``warm_up()`` in the same module runs once in each worker, outside
-the deadline, before the first call."""
+"""Registry of reward functions: ``reward(rollout, **options) -> float | {term: float}``.
+
+If the first parameter is named ``rollouts``, the function takes a list and returns a list, or a
+dict of lists. Either form may be ``async def``. A function ``warm_up()`` in the same module runs
+once in each worker, outside the deadline, before the first call.
+"""
 
 
 class OverBudget(BaseException):
-    """Raised in a call that has used its CPU time. Not an ``Exception``, so that handlers in libraries let it through."""
+    """Raised in a call that has used its CPU time.
+
+    Not an ``Exception``, so that handlers in libraries do not catch it.
+    """
 
 
 _CPU_SECONDS: dict[Callable[..., Any], float] = {}
 
 
 def ungraded_beyond(cpu_seconds: float) -> Callable[[F], F]:
-    """Mark a reward function whose calls count as wrong once they have used ``cpu_seconds`` of CPU time.
+    """Limit the CPU time of a reward function; a call beyond ``cpu_seconds`` counts as wrong.
 
-    Such an answer gets reward 0 and the term ``ungraded`` = 1. Without this mark a call that takes too long costs
-    ``reward.deadline`` and fails, so the policy never learns to avoid the answer. For functions of one rollout that are not
-    ``async``.
+    Such a response gets reward 0 and the term ``ungraded`` = 1. Without this limit the call costs
+    ``reward.deadline`` and fails, so the policy never learns to avoid the response. Applies to
+    functions of one rollout that are not ``async``.
     """
 
     def mark(function: F) -> F:
@@ -42,7 +48,16 @@ def ungraded_beyond(cpu_seconds: float) -> Callable[[F], F]:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """A reward function with its options. ``name`` finds it from another process. ``cpu_seconds``: see ``ungraded_beyond``."""
+    """A reward function with its options.
+
+    Attributes:
+        name: Finds the function from another process.
+        function: The function itself.
+        options: Keyword arguments of every call.
+        batched: The function takes a list of rollouts.
+        asynchronous: The function is a coroutine function.
+        cpu_seconds: See ``ungraded_beyond``. ``None`` sets no limit.
+    """
 
     name: str
     function: Callable[..., Any]
@@ -53,14 +68,15 @@ class Reward:
 
     @property
     def grouped(self) -> bool:
-        """Whether one call, or one event loop, serves several rollouts."""
+        """Return whether one call, or one event loop, serves several rollouts."""
         return self.batched or self.asynchronous
 
 
 def load_reward(name: str, options: Mapping[str, Any]) -> Reward:
-    """The function called ``name``, checked to take a rollout and ``options``.
+    """Return the reward function ``name``, checked to take a rollout and ``options``.
 
-    Raises ``RewardError`` when it cannot be found, is not a function, or does not take them.
+    Raises:
+        RewardError: If it is not found, is not a function, or does not take these arguments.
     """
     try:
         function = REWARDS[name]
@@ -100,7 +116,7 @@ def _check_signature(name: str, signature: inspect.Signature, options: Mapping[s
 
 
 def _portable_name(name: str, function: Callable[..., Any]) -> str:
-    """A name under which a worker, which has not run the user's program, finds ``function`` too."""
+    """Return a name under which a worker finds ``function`` without running the user's program."""
     if ":" in name:
         if name.startswith("__main__:"):
             raise RewardError(f"reward {name!r}: workers cannot import the running program; use file.py:function")

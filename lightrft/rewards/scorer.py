@@ -1,7 +1,8 @@
-"""Scoring: rollouts go in as they are drawn, and come back with a reward, in any order, while others are still being drawn.
+"""Score rollouts in worker processes while other rollouts are still being generated.
 
-Reward functions run in worker processes, each call under a deadline and a bound on memory. Whatever a call does to its
-process, it fails its own sample only; every rollout comes back exactly once.
+Scored rollouts come back in any order. Each call of a reward function has a deadline and a memory
+limit. A call that crashes its process fails only its own rollout. Every rollout comes back exactly
+once.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ __all__ = ["REWARDS", "Scorer"]
 log = logging.getLogger(__name__)
 
 GROUP = 64  # rollouts in one batched call or one event loop
-SLICE_SECONDS = 0.05  # of plain calls sent at one time: long enough to hide the sending, short enough to share them out
+SLICE_SECONDS = 0.05  # of plain calls per message: long enough to hide the sending, short enough to balance workers
 SLICE = 256
-FRAME_BYTES = 8 * 2**20  # sent at one time, beyond which one more call is not added
-GRACE_SECONDS = 1.0  # past the deadline, before a worker whose alarm did not ring is killed
-LISTEN_SECONDS = 0.002  # between looks at a busy worker, so that cheap rewards do not wake this process once per call
-STARTS = 3  # tries in a row before a worker that cannot serve ends the run
+FRAME_BYTES = 8 * 2**20  # of one message, beyond which no further call is added
+GRACE_SECONDS = 1.0  # past the deadline, before a worker whose alarm did not fire is killed
+LISTEN_SECONDS = 0.002  # between polls of a busy worker, so that cheap rewards do not wake this process once per call
+STARTS = 3  # consecutive failed starts of a worker that end the run
 
 
 @dataclass(slots=True)
@@ -56,7 +57,7 @@ class _Term:
 
 @dataclass(slots=True)
 class _Pending:
-    """A rollout that has not come back, and what its terms have returned so far."""
+    """A rollout being scored, with the results of its terms so far."""
 
     rollout: Rollout
     terms: list[int]
@@ -79,7 +80,7 @@ class _Silent(WorkerGone):
 
 
 def _check_turn(message: Message, begun: bool, left: Mapping[int, _Call]) -> None:
-    """Raises ``Garbled`` unless ``message`` may come now: once that the calls have begun, then one outcome for each."""
+    """Raise ``Garbled`` if ``message`` is out of order: first begun, then one outcome per call."""
     outcome = message.outcome
     in_turn = (outcome is not None and outcome.index in left) if begun else message.begun
     if not in_turn and not message.full:
@@ -87,15 +88,24 @@ def _check_turn(message: Message, begun: bool, left: Mapping[int, _Call]) -> Non
 
 
 class Scorer:
-    """Scores rollouts by ``config`` in its worker processes.
+    """Scores rollouts in worker processes as ``config`` specifies.
 
-    ``counts`` holds how many were ``scored`` and how many failed, by kind: ``raised``, ``deadline``, ``memory``, ``died``,
-    ``value`` (what was returned is no reward), ``garbled`` (a stray line on the worker's socket), ``unsendable``, ``closed``.
-    ``seconds`` sums the time that rollouts waited for a worker (``queue``) and that functions ran (``busy``). ``restarts``
-    counts workers that were replaced.
+    Close it, or use it as a context manager. Kinds of failures are ``raised``, ``deadline``,
+    ``memory``, ``died``, ``unsendable`` and ``closed``. The kind ``value`` means that the result is
+    not a reward. The kind ``garbled`` means a stray line on the worker's socket.
 
-    Raises ``RewardError`` when a function cannot be found or does not take a rollout and its options, and, later, when a
-    worker cannot be started. Close it, or use it as a context manager.
+    Args:
+        config: The settings ``reward``.
+
+    Attributes:
+        counts: Number of rollouts ``scored``, and of failed ones by kind.
+        seconds: Total time that rollouts waited for a worker (``queue``) and that functions ran
+            (``busy``).
+        restarts: Number of workers that were replaced.
+
+    Raises:
+        RewardError: If a function is not found or does not take a rollout and its options. Later,
+            if a worker cannot be started.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -132,11 +142,11 @@ class Scorer:
 
     @property
     def pending(self) -> int:
-        """Rollouts submitted and not yet given back by ``results``."""
+        """Return the number of rollouts submitted and not yet returned by ``results``."""
         return self._submitted - self._given_back
 
     def check_sources(self, sources: Iterable[str]) -> None:
-        """Raises ``RewardError`` naming the data sources for which no terms are configured."""
+        """Raise ``RewardError`` naming the data sources for which no terms are configured."""
         unknown = sorted({s for s in sources if not self._terms_of(s)})
         if unknown:
             raise RewardError(
@@ -145,7 +155,11 @@ class Scorer:
             )
 
     def submit(self, rollout: Rollout) -> None:
-        """Queue ``rollout``; returns at once. Raises ``RewardError`` when its data source has no terms."""
+        """Queue ``rollout`` and return at once.
+
+        Raises:
+            RewardError: If its data source has no terms.
+        """
         terms = self._terms_of(rollout.prompt.data_source)
         if not terms:
             self.check_sources([rollout.prompt.data_source])
@@ -163,9 +177,13 @@ class Scorer:
             self._lock.notify(len(terms))
 
     def results(self, wait: bool = False) -> Iterator[Rollout]:
-        """Rollouts that are scored, each once, with ``reward`` and ``terms`` set, or ``failed``.
+        """Yield each scored rollout once, with ``reward`` and ``terms`` set, or ``failed``.
 
-        With ``wait``, until none is pending. Raises ``RewardError`` when workers cannot be started.
+        Args:
+            wait: Block until no rollout is pending. If false, return when none is ready.
+
+        Raises:
+            RewardError: If workers cannot be started.
         """
         while self.pending:
             if self._broken:
@@ -180,7 +198,7 @@ class Scorer:
             yield rollout
 
     def close(self) -> None:
-        """End the workers. Rollouts that were not scored yet come back as failed."""
+        """Stop the workers. Rollouts not scored yet come back as failed."""
         with self._lock:
             self._closed = True
             workers = list(self._workers.values())
@@ -209,10 +227,13 @@ class Scorer:
     def _terms_of(self, source: str) -> list[int]:
         return self._per_source.get(source) or self._default
 
-    # What follows runs in one thread per worker.
+    # The methods below run in one thread per worker.
 
     def _serve(self, number: int) -> None:
-        """Keep one worker process alive and busy. A death that no call is to blame for counts as a start that failed."""
+        """Keep one worker process alive and busy.
+
+        A death that no call caused counts as a failed start.
+        """
         failures, why = 0, ""
         worker: WorkerProcess | None = None
         while not (self._closed or self._broken) and failures < STARTS:
@@ -226,7 +247,7 @@ class Scorer:
                 time.sleep(0.1 * failures)
             except RewardError as error:
                 self._break(error)
-            except Exception as error:  # a thread that ends in silence would leave the run waiting for ever
+            except Exception as error:  # a thread that ends silently would leave the run waiting forever
                 log.exception("a reward thread failed")
                 self._break(RewardError(f"the scorer itself failed, which is a bug: {describe(error)}"))
             if not healthy and worker is not None:
@@ -239,7 +260,10 @@ class Scorer:
             )
 
     def _launch(self, number: int) -> WorkerProcess:
-        """A worker that is ready. Raises ``WorkerGone``, or ``RewardError`` when it says itself why it never will be."""
+        """Start a worker and return it when it is ready.
+
+        Raises ``WorkerGone``, or ``RewardError`` if the worker reports that it can never serve.
+        """
         specs = [(t.reward.name, dict(t.reward.options)) for t in self._terms]
         worker = WorkerProcess(self.folder)
         with self._lock:
@@ -262,7 +286,7 @@ class Scorer:
                 self.restarts += 1
 
     def _take(self) -> list[_Call]:
-        """The next calls of one term, oldest first; waits for some. Empty when closed."""
+        """Block until a term has calls; return the next ones, oldest first, or none when closed."""
         with self._lock:
             while not self._closed:
                 if self._alone:
@@ -285,7 +309,7 @@ class Scorer:
         return min(fair, SLICE, max(quick, 1))
 
     def _started(self, calls: list[_Call]) -> list[_Call]:
-        """``calls`` less those of rollouts that another term has failed meanwhile."""
+        """Return ``calls`` without the calls of rollouts that another term has failed meanwhile."""
         now = time.perf_counter()
         kept = []
         for call in calls:
@@ -298,9 +322,9 @@ class Scorer:
         return kept
 
     def _run(self, worker: WorkerProcess, calls: list[_Call]) -> bool:
-        """Run ``calls``, all of one term, in ``worker``; whether it can go on serving.
+        """Run ``calls``, all of one term, and return whether ``worker`` can serve further calls.
 
-        Raises ``WorkerGone``, with the calls queued again, when it ends before it has begun with them.
+        Raises ``WorkerGone``, with the calls queued again, if the worker ends before it has begun.
         """
         calls, views = self._pickled(calls)
         if not calls:
@@ -332,9 +356,10 @@ class Scorer:
         return True
 
     def _listen(self, worker: WorkerProcess, left: Mapping[int, _Call]) -> Iterator[Message]:
-        """Yield what ``worker`` sends until no call is ``left``.
+        """Yield the messages of ``worker`` until no call is ``left``.
 
-        Raises ``WorkerGone``, also at a long silence, and ``Garbled`` for a message out of turn.
+        Raises ``WorkerGone``, also after a long silence, and ``Garbled`` for a message out of
+        order.
         """
         patience = self.config.deadline + GRACE_SECONDS
         heard = time.monotonic()
@@ -353,14 +378,14 @@ class Scorer:
                 raise _Silent("it fell silent")
 
     def _too_large(self, calls: list[_Call]) -> None:
-        """A worker could not even hold what it was sent."""
+        """Fail the call whose message exceeds the worker's memory, or retry several calls alone."""
         if len(calls) == 1:
             self._fail(calls[0], "memory", "")
         else:
             self._again(calls, alone=True)
 
     def _pickled(self, calls: list[_Call]) -> tuple[list[_Call], list[bytes]]:
-        """The first of ``calls``, up to ``FRAME_BYTES``, ready to be sent; the others are queued again."""
+        """Pickle the first of ``calls``, up to ``FRAME_BYTES``, and queue the others again."""
         kept, views = [], []
         for number, call in enumerate(calls):
             if sum(map(len, views)) > FRAME_BYTES:
@@ -375,7 +400,7 @@ class Scorer:
         return kept, views
 
     def _hear(self, call: _Call, outcome: Outcome) -> bool:
-        """Take in the ``outcome`` of ``call``. Return False when its worker cannot go on."""
+        """Record the ``outcome`` of ``call``. Return whether its worker can serve further calls."""
         term = self._terms[call.term]
         with self._lock:
             self.seconds["busy"] += outcome.seconds
@@ -417,6 +442,7 @@ class Scorer:
 
     def _again(self, calls: Iterable[_Call], alone: bool) -> None:
         with self._lock:
+            # Reversed, since each call is put at the front of the queue.
             for call in reversed(list(calls)):
                 (self._alone if alone else self._terms[call.term].waiting).appendleft(call)
             self._lock.notify_all()
@@ -436,7 +462,7 @@ class Scorer:
             self._finish(call.pending)
 
     def _finish(self, pending: _Pending) -> None:
-        """Write the outcome into the rollout and give it back. Under the lock."""
+        """Write the outcome into the rollout and return it to the caller. The lock must be held."""
         rollout = pending.rollout
         if not pending.failed:
             terms = [(self._terms[i], pending.values[i]) for i in pending.terms]

@@ -1,4 +1,4 @@
-"""The rewards of a run, tried on real rows with made-up responses before anything is trained."""
+"""Try the rewards of a run on real rows with made-up responses, before training."""
 
 from __future__ import annotations
 
@@ -16,21 +16,30 @@ from lightrft.utils.errors import RewardError
 log = logging.getLogger(__name__)
 
 ROWS = 10
-"""Rows that rewards are tried on."""
+"""Number of rows that rewards are tried on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The calls of one term: on the response to each row, or on all of them at once where the function is batched."""
+    """The calls of one term: one per response, or one for all if the function is batched."""
 
     term: RewardTerm
     rollouts: Sequence[Rollout]
 
 
 def check_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenizer: Any) -> None:
-    """Score made-up responses to some of ``prompts`` with the rewards in force for them.
+    """Score made-up responses to some of ``prompts`` with the configured rewards.
 
-    Raises ``RewardError`` with the function's own traceback when every call of a term fails. When some fail, that is a warning.
+    If only some calls of a term fail, log a warning.
+
+    Args:
+        config: The settings ``reward``.
+        prompts: Rows of the data.
+        tokenizer: Encodes the made-up responses.
+
+    Raises:
+        RewardError: If every call of a term fails. The message contains the function's own
+            traceback.
     """
     for trial, outcomes in tried(config, made_up([prompts[i] for i in spread(len(prompts))], tokenizer)):
         problems = [outcome for outcome in outcomes if outcome.problem]
@@ -42,13 +51,22 @@ def check_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenizer: An
 
 
 def spread(count: int) -> list[int]:
-    """Return the places of ``ROWS`` rows, or of all where there are fewer, evenly over ``count`` rows."""
+    """Return the indices of ``ROWS`` rows, spread evenly over ``count`` rows.
+
+    If there are fewer rows, return all of them.
+    """
     rows = min(ROWS, count)
     return [i * count // rows for i in range(rows)]
 
 
 def failure_text(name: str, problems: Sequence[Outcome], calls: int) -> str:
-    """Say how often a reward failed, and show the first failure."""
+    """Format how often a reward failed, with the first failure.
+
+    Args:
+        name: The reward.
+        problems: The failed outcomes.
+        calls: Number of calls.
+    """
     first = problems[0]
     share = f"{len(problems)} of {calls} made-up responses to rows of the data"
     return f"reward {name!r} failed on {share}. The first failure:\n{first.trace}\n{first.problem}"
@@ -63,7 +81,7 @@ def tried(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[tuple[T
 
 
 def _trials(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[Trial]:
-    """Yield each term once, with the rollouts whose data source it is for."""
+    """Yield each term once, with the rollouts of its data source."""
     lists = {source: terms for source, terms in config.per_source.items() if terms}
     for source, terms in {"": config.terms, **lists}.items():
         own = [r for r in rollouts if (r.prompt.data_source if r.prompt.data_source in lists else "") == source]
@@ -71,19 +89,29 @@ def _trials(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[Trial
 
 
 def made_up(prompts: Sequence[Prompt], tokenizer: Any) -> list[Rollout]:
-    """Return a response to each of ``prompts``: its row's own answer, nothing, and a wrong number in turn."""
+    """Return a made-up response to each prompt.
+
+    In turn it is the label or reference of the row, nothing, and a wrong number.
+    """
     texts = (lambda p: answer_of(p) or "42", lambda _: "", lambda _: "I think that the answer is \\boxed{-17}.")
     return [answered(prompt, texts[i % len(texts)](prompt), tokenizer, i + 1) for i, prompt in enumerate(prompts)]
 
 
 def answer_of(prompt: Prompt) -> str | None:
-    """Return the answer that a row has itself: its reference, else its label."""
+    """Return the expected answer of a row: its reference, else its label."""
     own = prompt.reference if isinstance(prompt.reference, str) else prompt.label
     return None if own is None or isinstance(own, dict | list) else str(own)
 
 
 def answered(prompt: Prompt, text: str, tokenizer: Any, sample: int = 0) -> Rollout:
-    """Return a rollout that says ``text``, as number ``sample`` of those to ``prompt``."""
+    """Build a rollout with the response ``text``.
+
+    Args:
+        prompt: The prompt.
+        text: The response.
+        tokenizer: Encodes ``text``.
+        sample: Index of the response among the responses to ``prompt``.
+    """
     tokens = tokenizer.encode(text, add_special_tokens=False)
     zeros = [0.0] * len(tokens)
     return Rollout(

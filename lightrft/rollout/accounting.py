@@ -1,4 +1,4 @@
-"""What became of every group and every token that was drawn: trained on, filtered or failed, each with a reason."""
+"""Count every generated group and token as trained, filtered or failed, with a reason."""
 
 from __future__ import annotations
 
@@ -15,19 +15,32 @@ from lightrft.rewards.sandbox.results import UNGRADED
 from lightrft.types import Rollout
 
 GREEDY = -1
-"""``Rollout.sample`` of the greedy answer that is drawn beside a group for its reward alone."""
+"""``Rollout.sample`` of the greedy response that is generated with a group for its reward alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Which answers of a group are ``kept`` for training, or the ``reason`` why none is."""
+    """The responses of a group to train on.
+
+    Attributes:
+        kept: The responses.
+        reason: Reason for dropping the group; empty if it is trained on.
+    """
 
     kept: Sequence[Rollout] = ()
     reason: str = ""
 
 
 def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> Verdict:
-    """Filters, then selection. At least ``least`` answers must be left after either. Answers learn the reward of the greedy one."""
+    """Filter a group, then select responses.
+
+    The reward of the greedy response is stored as the ``baseline`` of the others.
+
+    Args:
+        group: All responses of a prompt.
+        config: The settings of the run.
+        least: Smallest number of responses that must remain after each stage.
+    """
     if any(r.finish_reason == "abort" for r in group):
         return Verdict(reason="aborted")
     for rollout in group:
@@ -45,7 +58,7 @@ def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> Verdict:
 
 
 def _fail_without_number(rollout: Rollout) -> None:
-    """Count a reward that is NaN or infinite as a response that could not be scored: it would spoil its whole group."""
+    """Count a NaN or infinite reward as a failed score, since it would spoil its whole group."""
     if rollout.reward is not None and not math.isfinite(rollout.reward):
         rollout.failed, rollout.reward = f"the reward is {rollout.reward}", None
         rollout.terms, rollout.weights = {}, {}
@@ -53,16 +66,28 @@ def _fail_without_number(rollout: Rollout) -> None:
 
 @dataclass(slots=True)
 class Collected:
-    """The groups that are trained on, every rollout that was drawn for them, and the account of tokens.
+    """The groups of one step, every rollout generated for them, and the token counts.
 
-    ``tokens`` has ``sampled``, ``trained``, ``filtered``, ``failed``, and those of groups that came from the step before,
-    ``carried_in``, and are left for the next, ``carried_out``, finished or not:
-    sampled + carried_in = trained + filtered + failed + carried_out.
-    Its ``dropped`` are all tokens of dropped groups, whatever else they count as. ``filtered`` has the filtered tokens by reason:
-    that of the dropped group, ``not_selected`` or ``baseline``. ``dropped`` counts groups by reason, ``failures`` answers by reason.
-    ``finished`` holds the scored answers of each group that was not cut short, ``carried`` the groups for the next step, ``begun`` those
-    with answers that go on then; all are empty once that has been settled. ``curriculum`` has what a curriculum then knows.
-    ``compared`` counts, before any filter, ``groups`` with two or more scored responses, and those of ``zero_std``: equal rewards.
+    Every token is counted once: sampled + carried_in = trained + filtered + failed + carried_out.
+    The lists ``finished``, ``carried`` and ``begun`` are empty after ``Source.settle``.
+
+    Attributes:
+        groups: The groups to train on.
+        rollouts: Every rollout generated in this step.
+        finished: The scored responses of each group that was not aborted.
+        carried: Complete groups for the next step.
+        begun: Groups with unfinished responses, which the next step continues.
+        tokens: Token counts: ``sampled``, ``trained``, ``filtered``, ``failed``, ``carried_in``
+            (from the step before) and ``carried_out`` (to the next step, finished or not).
+            ``dropped`` counts all tokens of dropped groups in addition.
+        filtered: Filtered tokens by reason: the reason of the dropped group, ``not_selected`` or
+            ``baseline``.
+        dropped: Dropped groups by reason.
+        failures: Failed responses by reason.
+        compared: Before any filter, ``groups`` with two or more scored responses, and ``zero_std``
+            of them with equal rewards.
+        rounds: Number of generation rounds.
+        curriculum: Statistics of the curriculum.
     """
 
     groups: list[list[Rollout]] = field(default_factory=list)
@@ -79,14 +104,14 @@ class Collected:
     curriculum: dict[str, float] = field(default_factory=dict)
 
     def take_in(self, groups: Sequence[Sequence[Rollout]]) -> None:
-        """Begin with groups that an earlier step has paid for."""
+        """Start with complete groups that an earlier step generated."""
         for group in groups:
             self.groups.append(list(group))
             self.tokens["carried_in"] += tokens_of(group)
             self.tokens["trained"] += tokens_of(group)
 
     def add(self, group: Sequence[Rollout], verdict: Verdict) -> None:
-        """A group that was drawn in this step, and that is trained on unless ``verdict`` has a reason."""
+        """Add a group generated in this step; it is trained on unless ``verdict`` has a reason."""
         self._count(group, verdict)
         if not verdict.reason:
             self.groups.append(list(verdict.kept))
@@ -96,8 +121,11 @@ class Collected:
             self.tokens["dropped"] += tokens_of(group)
 
     def keep(self, places: Sequence[int]) -> None:
-        """Count the responses of ``groups`` that are not at ``places``, in their order, as failed and no longer as trained on: shaping
-        gave them a reward that is not finite."""
+        """Fail the responses whose shaped reward is not finite.
+
+        They no longer count as trained. ``places`` are the indices of the other responses, in the
+        order of ``groups``.
+        """
         kept, place = set(places), 0
         groups: list[list[Rollout]] = []
         for group in self.groups:
@@ -114,18 +142,21 @@ class Collected:
         self.groups = [group for group in groups if group]
 
     def carry(self, group: Sequence[Rollout], verdict: Verdict) -> None:
-        """A group that was drawn in this step and that the next one trains on."""
+        """Keep a group generated in this step for the next step to train on."""
         self._count(group, verdict)
         self.carried.append(list(verdict.kept))
         self.tokens["carried_out"] += tokens_of(verdict.kept)
 
     def go_on(self, group: Sequence[Rollout]) -> None:
-        """What earlier steps drew of a group that this one draws on, before it is added, carried or left."""
+        """Count the tokens of a continued group that earlier steps generated.
+
+        Must be called before the group is added, carried or left.
+        """
         self.tokens["carried_in"] += tokens_of(group)
         self.tokens["sampled"] -= tokens_of(group)
 
     def leave(self, group: Sequence[Rollout]) -> None:
-        """A group with answers that are not finished: the next step draws on."""
+        """Keep a group with unfinished responses for the next step to continue."""
         self.begun.append(list(group))
         self.tokens["sampled"] += tokens_of(group)
         self.tokens["carried_out"] += tokens_of(group)
@@ -155,12 +186,15 @@ class Collected:
 
 
 def tokens_of(group: Sequence[Rollout]) -> int:
-    """Tokens of all answers of a group."""
+    """Return the number of tokens of all responses of a group."""
     return sum(map(len, group))
 
 
 def rollout_metrics(collected: Collected) -> Metrics:
-    """Rewards, lengths and the account of tokens. Answers that were cut short, and greedy ones, are not part of the means."""
+    """Return metrics of rewards, lengths and token counts.
+
+    Aborted and greedy responses are not part of the means.
+    """
     metrics = Metrics()
     drawn = [r for r in collected.rollouts if r.finish_reason != "abort" and r.sample != GREEDY]
     scored = [r for r in drawn if not r.failed]
@@ -177,7 +211,7 @@ def rollout_metrics(collected: Collected) -> Metrics:
         metrics.add("rollout/frac_reward_zero_std", Mean(collected.compared["zero_std"], groups))
     for rollout in scored:
         for name, value in rollout.terms.items():
-            if not name.endswith(f"/{UNGRADED}"):  # only answers that cannot be graded have it, so its mean says nothing
+            if not name.endswith(f"/{UNGRADED}"):  # only ungradable responses have it, so its mean is meaningless
                 metrics.add(f"reward/{name}", Mean(value))
     for rollout in collected.rollouts:
         if rollout.sample == GREEDY and rollout.reward is not None and not rollout.failed:

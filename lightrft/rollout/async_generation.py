@@ -1,11 +1,13 @@
-"""Generation in a thread of its own while the policy is trained, a bounded number of weight versions behind.
+"""Generate batches in a background thread while the policy trains, at bounded staleness.
 
-Batch n is drawn by version max(0, n - staleness), whatever the clock says: who is faster decides who waits, never what is drawn.
-So a run, and a resumed one, give the same numbers each time.
+Version max(0, n - staleness) of the policy generates batch n, whatever the timing. Speed decides
+which side waits, never the content of a batch. So every run, also a resumed one, gives the same
+numbers.
 
-Every rank draws in a thread of its own, and those threads tell one another what they found as the ranks do, in calls of their own. When
-one of them stops or fails, all do, at the same batch. Where a batch asks nothing of the one before it, a rank draws its share in one more
-thread, which does not wait for those of others.
+Every rank generates in a background thread. These threads communicate through a separate process
+group. When one of them stops or fails, all stop at the same batch. If a batch does not depend on
+the batch before it, a rank generates its part in a third thread. That thread does not wait for
+other ranks.
 """
 
 from __future__ import annotations
@@ -40,8 +42,14 @@ Weights = dict[str, Tensor]
 
 @dataclass(slots=True)
 class Drawn:
-    """What one batch came to, and ``time/ahead/...``: the seconds of the drawing thread, which overlap those of training. ``probe`` is
-    of the policy as it was when the batch was taken."""
+    """One generated batch.
+
+    Attributes:
+        collected: The groups and token counts.
+        metrics: ``time/ahead/...``, the seconds of the generation thread. They overlap the training
+            time.
+        probe: Compares engine and policy, as the policy was when the batch was taken.
+    """
 
     collected: Collected
     metrics: Metrics = field(default_factory=Metrics)
@@ -56,11 +64,22 @@ class _Job:
 
 
 class Ahead:
-    """Draws the batches of a run of ``steps`` steps in order, up to ``rollout.staleness`` of them before they are asked for.
+    """Generates up to ``rollout.staleness`` batches ahead of training, in order.
 
-    Everything that drawing touches (``roles.ahead``, ``roles.scorer``, ``stream``) belongs to the thread while it draws; ``rest`` waits
-    until it does not. What the thread raises, ``take`` raises, with the thread's traceback; later batches are then not drawn, and
-    ``stream`` stands where the batch that failed began.
+    The background thread owns ``roles.ahead``, ``roles.scorer`` and ``stream`` while it generates.
+    ``rest`` waits until it is idle. ``take`` raises any error of the thread, with the thread's
+    traceback. Later batches are then not generated, and ``stream`` is rewound to the start of the
+    failed batch.
+
+    Args:
+        roles: The models, the engine ``ahead`` and the scorer.
+        config: The settings of the run.
+        stream: Source of prompts.
+        steps: Number of steps of the run.
+        stopped: Returns true when the run must stop.
+
+    Raises:
+        ValueError: If ``roles.ahead`` is missing.
     """
 
     def __init__(self, roles: Roles, config: RLConfig, stream: PromptStream, steps: int, stopped: Callable[[], bool]) -> None:
@@ -81,7 +100,12 @@ class Ahead:
         self._own = OwnShares(self._roles, config, stream, self._ranks, self._over) if alone else None
 
     def begin(self, step: int, state: Mapping[str, Any]) -> None:
-        """Start drawing for a run that is at ``step``, with what ``state_dict`` gave there."""
+        """Start to generate for a run at ``step``, from a state that ``state_dict`` returned.
+
+        Args:
+            step: Number of completed steps.
+            state: The state at that step; empty for a new run.
+        """
         self._snapshots = {version: dict(weights) for version, weights in state.get("weights", {}).items()}
         finished = state.get("finished", [])
         for batch in range(step, min(step + self._staleness, self._steps)):
@@ -93,7 +117,18 @@ class Ahead:
                 self._submit(batch, step)
 
     def take(self, step: int, timers: Timers) -> Drawn:
-        """The batch of ``step``; then the policy as it is now, which is version ``step``, is handed over for a later batch."""
+        """Return the batch of ``step`` and submit a later one.
+
+        The later batch is generated with the current policy, which is version ``step``.
+
+        Args:
+            step: Number of completed steps.
+            timers: Record the time of waiting and of copying weights.
+
+        Raises:
+            RuntimeError: If the batch is more than ``rollout.staleness`` versions old.
+            ModelError: If the engine generated with other weights than it received.
+        """
         with timers("wait"):
             drawn = self._jobs[step].future.result()
         self._refuse([self._jobs[step]])
@@ -112,14 +147,17 @@ class Ahead:
         return drawn
 
     def rest(self) -> None:
-        """Wait until nothing is being drawn: at most to the end of batches that are due before training can go on for long."""
+        """Wait until the thread has generated every submitted batch."""
         wait([job.future for job in self._jobs.values()])
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """What is drawn and not trained on yet, and the weights that what is missing is to be drawn by, as plain data and tensors.
+        """Return finished batches not trained on yet, and the weights for missing ones.
 
-        Waits for batches under way; a run that was asked to stop gives them up, and draws them again when it goes on. Raises
-        ``ModelError`` where the engine did not draw them by the weights that it was given.
+        Waits for batches in progress. If the run was asked to stop, these are interrupted, and the
+        resumed run generates them again.
+
+        Raises:
+            ModelError: If the engine generated with other weights than it received.
         """
         self.rest()
         self._refuse(self._jobs.values())
@@ -129,16 +167,16 @@ class Ahead:
         return {"finished": [pack_collected(collected) for collected in ready], "weights": weights}
 
     def close(self) -> None:
-        """Give up what is being drawn, at the next answer, and end the thread."""
+        """Stop generation at the next response and end the thread."""
         self._closing = True
         self._worker.shutdown(wait=True, cancel_futures=True)
         if self._own is not None:
             self._own.close()
 
     def _submit(self, batch: int, step: int, groups: Sequence[Sequence[Rollout]] = ()) -> WeightProbe | None:
-        """Queue ``batch``, to be drawn by the version that it is due, or by the policy of now where that one is not kept.
+        """Queue ``batch`` for its due version, or for the current one if that is not stored.
 
-        Returns the probe of the policy of now that goes with it, made of ``groups``.
+        Returns the probe of the current policy for this batch, made of ``groups``.
         """
         version = max(0, batch - self._staleness)
         if version not in self._snapshots:
@@ -155,9 +193,9 @@ class Ahead:
         return probe
 
     def _refuse(self, jobs: Collection[_Job]) -> None:
-        """Raise ``ModelError`` where the engine drew finished ``jobs`` by other weights than it was given.
+        """Raise ``ModelError`` if the engine generated finished ``jobs`` with wrong weights.
 
-        A call of all ranks.
+        Every rank must call it.
         """
         probes = [job.probe for job in jobs if job.probe is not None]
         if probes:
@@ -166,7 +204,10 @@ class Ahead:
                 job.probe = None
 
     def _over(self) -> bool:
-        """Whether nothing is to be drawn any more. A rank that ends waits for what all draw."""
+        """Return whether generation must stop.
+
+        A rank that ends waits for the batch in progress on all ranks.
+        """
         return self._halted or self._closing or self._stopped() or another_fails()
 
     def _draw(self, batch: int, version: int, weights: Weights, share: Share | None, probe: WeightProbe | None) -> Drawn:
@@ -183,7 +224,7 @@ class Ahead:
             raise
 
     def _draw_here(self, batch: int, version: int, weights: Weights, probe: WeightProbe | None) -> Drawn:
-        """Draw ``batch`` in this thread."""
+        """Generate ``batch`` in this thread."""
         began, timers = time.perf_counter(), Timers(queued_is_done)
         with self._stream.as_before_on_error():
             if self._loaded != version:
@@ -197,12 +238,12 @@ class Ahead:
         return Drawn(collected, _metrics(timers, idle))
 
     def _ask(self, probe: WeightProbe) -> None:
-        """Have the engine of each rank answer ``probe``, or the one that stands for all ranks."""
+        """Generate the probe's tokens on every engine of the run."""
         asks = not self._engine.of_all or self._ranks.rank == 0
         patiently(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
 
     def _told(self, batch: int, share: Share) -> Drawn:
-        """Tell others this rank's ``share`` of ``batch``, and learn theirs."""
+        """Exchange this rank's ``share`` of ``batch`` with the parts of the other ranks."""
         roles = replace(self._roles, engine=share, scorer=share)
         collected = collect(roles, self._config, batch, share, Timers(), self._over, self._ranks)
         return Drawn(collected, _metrics(share.timers, share.idle))
@@ -215,7 +256,7 @@ def _metrics(timers: Timers, idle: float) -> Metrics:
 
 
 def staleness_metrics(batch: Batch | None, step: int) -> Metrics:
-    """How many versions behind ``step`` the tokens were drawn that are trained on."""
+    """Return how many versions behind ``step`` the trained tokens were sampled."""
     metrics = Metrics()
     if batch is not None and batch.versions is not None and bool(batch.mask.any()):
         behind = (step - batch.versions[batch.mask]).double()

@@ -1,4 +1,4 @@
-"""Scored groups to a batch: every prompt once, nothing padded."""
+"""Collate scored groups to a batch without padding, with each prompt stored once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ from lightrft.types import Attachment, Batch, Rollout, Segments
 
 
 def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.float32) -> Batch:
-    """One ``Batch`` of all answers, group after group, with log-probs in ``dtype``. Every answer must have been scored, and all or none
-    have a baseline. Terms of the reward are columns in the order of their names."""
+    """Build one ``Batch`` of all responses, group after group.
+
+    Every response must be scored. Either all responses have a baseline or none has. Reward terms
+    become columns, sorted by name.
+
+    Args:
+        groups: The responses of each prompt.
+        dtype: Type of the log-probs.
+    """
     rollouts = [r for group in groups for r in group]
     prompts = [group[0].prompt for group in groups]
     baselines = [r.baseline for r in rollouts]
@@ -37,5 +44,5 @@ def collate(groups: Sequence[Sequence[Rollout]], dtype: torch.dtype = torch.floa
 
 
 def attached(rollouts: Iterable[Rollout]) -> list[Attachment]:
-    """What is attached to the prompts of ``rollouts``, each once."""
+    """Return the attachments of the prompts of ``rollouts``, each once."""
     return list({a.name: a for r in rollouts for a in r.prompt.attachments}.values())

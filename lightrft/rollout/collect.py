@@ -1,4 +1,4 @@
-"""Prompts to scored groups: generation with scoring beside it, filtering, and refill to the exact number of groups."""
+"""Generate, score and filter groups, and refill to the exact number of groups."""
 
 from __future__ import annotations
 
@@ -25,21 +25,27 @@ from lightrft.utils.seeding import request_seed
 
 
 class Source(Protocol):
-    """Where a step's prompts come from. ``carried`` are groups of the step before that this one trains on, ``begun`` those that
-    it draws on first."""
+    """The source of a step's prompts.
+
+    Attributes:
+        carried: Complete groups of the step before, which this step trains on.
+        begun: Unfinished groups of the step before, which this step continues first.
+    """
 
     carried: list[list[Rollout]]
     begun: list[list[Rollout]]
 
-    def draw(self, count: int) -> list[Prompt]: ...
+    def draw(self, count: int) -> list[Prompt]:
+        """Return the next ``count`` prompts."""
+        ...
 
     def settle(self, collected: Collected) -> None:
-        """Learn from what the step has collected, for those after it."""
+        """Update the source from the groups that a step has collected."""
         ...
 
 
 def silent() -> None:
-    """For whoever has nobody to tell that the work goes on."""
+    """Do nothing; the default of ``sign``."""
     return
 
 
@@ -52,8 +58,23 @@ def collect(
     stopped: Callable[[], bool] = never,
     ranks: Ranks | None = None,
 ) -> Collected:
-    """Draw and score until, with those carried over from the step before, ``rollout.prompts`` groups pass the filters, or
-    ``rollout.max_rounds`` rounds are over. ``ranks`` take part, unless it is those of the strategy."""
+    """Generate and score groups until ``rollout.prompts`` groups pass the filters.
+
+    Groups carried over from the step before count too. Stops after ``rollout.max_rounds`` rounds.
+
+    Args:
+        roles: The engine and the scorer.
+        config: The settings of the run.
+        step: Number of completed steps; determines the seeds.
+        source: Source of prompts and of carried groups.
+        timers: Record the time of generation and scoring.
+        stopped: Returns true when the run must stop.
+        ranks: The process group that shares the work. ``None`` uses all ranks of the strategy.
+
+    Raises:
+        Interrupted: If ``stopped`` interrupted generation.
+        RewardError: If every response failed to be scored.
+    """
     ranks = roles.strategy.ranks if ranks is None else ranks
     got = Collected()
     got.take_in(source.carried)
@@ -72,6 +93,7 @@ def collect(
         requests = paused([*map(rest_of, begun), *fresh], asked.step_tokens)
         ready = [[r for r in group if r.finish_reason != "abort"] for group in begun] + [[] for _ in fresh]
         quota = Quota(missing, lambda group: judge(group, config, least))
+        # Without oversampling every group is needed, so that none is cut short.
         limit = quota if len(requests) > missing else None
         groups = scored_by_all(ranks, roles.engine, roles.scorer, requests, config.sampling, timers, stopped, limit, ready)
         got.rounds += 1
@@ -97,7 +119,7 @@ def _settle(got: Collected, group: list[Rollout], verdict: Verdict, used: bool, 
 
 
 def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
-    """Raises ``RewardError``, with the most common reason, when every one of ``rollouts`` failed: nothing can be learned or said."""
+    """Raise ``RewardError`` with the most common reason if every rollout failed to be scored."""
     reasons = Counter(r.failed for r in rollouts)
     if rollouts and not reasons[""]:
         ((reason, times),) = reasons.most_common(1)
@@ -110,8 +132,15 @@ def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
 def requests_for(
     prompts: Sequence[Prompt], samples: int, *seeds: int | str, greedy: bool = False, first: int = 0
 ) -> list[list[Request]]:
-    """One list of requests per prompt, each with a seed of its own; with ``greedy``, one for its likeliest answer comes first.
-    ``first`` is the place of the first prompt among those that are asked in turn."""
+    """Build one list of requests per prompt; each request has a distinct seed.
+
+    Args:
+        prompts: The prompts.
+        samples: Number of responses per prompt.
+        seeds: Parts of the seed.
+        greedy: Add a request for the greedy response, as the first of each prompt.
+        first: Index of the first prompt in the whole sequence of prompts.
+    """
     extra = [GREEDY] if greedy else []
     return [
         [Request(p, request_seed(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
@@ -120,12 +149,12 @@ def requests_for(
 
 
 def rest_of(group: Sequence[Rollout]) -> list[Request]:
-    """Requests for what is not finished of ``group``."""
+    """Return requests that continue the unfinished responses of ``group``."""
     return [Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, begun=r) for r in group if r.finish_reason == "abort"]
 
 
 def paused(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[list[Request]]:
-    """``requests`` that grow by at most ``tokens`` tokens each."""
+    """Return ``requests`` that pause after at most ``tokens`` further tokens each."""
     if tokens is None:
         return [list(group) for group in requests]
     return [[replace(r, pause=r.held + tokens) for r in group] for group in requests]
@@ -133,7 +162,13 @@ def paused(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[li
 
 @dataclass(slots=True)
 class Quota:
-    """Groups judged in the order in which they were drawn out, until ``wanted`` of them pass."""
+    """Judges groups in the order in which their generation finished, until ``wanted`` of them pass.
+
+    Attributes:
+        wanted: Number of groups that must pass.
+        judge: Returns the verdict on a group.
+        passed: Number of groups that have passed.
+    """
 
     wanted: int
     judge: Callable[[Sequence[Rollout]], Verdict]
@@ -143,33 +178,34 @@ class Quota:
 
     @property
     def met(self) -> bool:
+        """Return whether enough groups have passed."""
         return self.passed >= self.wanted
 
     def of(self, index: int, group: Sequence[Rollout]) -> Verdict:
-        """The verdict on group ``index``; each is judged once."""
+        """Return the verdict on group ``index``; each group is judged once."""
         if index not in self._verdicts:
             self._verdicts[index] = self.judge(group)
         return self._verdicts[index]
 
     def count(self, index: int, group: Sequence[Rollout]) -> None:
-        """Take group ``index`` into the quota, if it passes."""
+        """Count group ``index`` towards the quota if it passes."""
         if not self.of(index, group).reason:
             self.passed += 1
             self._counted[index] = None
 
     @property
     def counted(self) -> list[int]:
-        """The groups taken into the quota, in that order."""
+        """Return the indices of the groups that count towards the quota, in order of judgment."""
         return list(self._counted)
 
     def uses(self, index: int) -> bool:
-        """Whether a group that passes is one of those wanted: all are where the quota was not met."""
+        """Return whether a passing group is trained on: every one is while the quota is not met."""
         return not self.met or index in self._counted
 
 
 @dataclass(slots=True)
 class Drawn:
-    """Answers that are there already, in the place of an engine."""
+    """Responses that already exist, in place of an engine."""
 
     rollouts: list[Rollout]
 
@@ -181,7 +217,15 @@ class Drawn:
         timers: Timers,
         sign: Callable[[], None],
     ) -> Drawn:
-        """Those of ``engine``, which nothing stops; ``sign`` is called between tokens."""
+        """Generate all responses with ``engine``, without interruption.
+
+        Args:
+            engine: Generates the responses.
+            requests: The requests of each prompt.
+            sampling: The sampling settings.
+            timers: Record the time of generation.
+            sign: Called between tokens.
+        """
 
         def over() -> bool:
             sign()
@@ -193,11 +237,18 @@ class Drawn:
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
+        """Yield the existing responses.
+
+        Args:
+            requests: Not used.
+            sampling: Not used.
+            stopped: Not used.
+        """
         yield from self.rollouts
 
 
 class Draws(Protocol):
-    """Of an engine, what draws answers."""
+    """The part of an engine that generates responses. See ``Engine.generate``."""
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
@@ -215,12 +266,25 @@ def scored(
     ready: Sequence[Sequence[Rollout]] = (),
     sign: Callable[[], None] = silent,
 ) -> list[list[Rollout]]:
-    """Every request answered and scored, group by group in the order asked, each with those that are ``ready`` of it. Scoring runs
-    while the rest is still being drawn.
+    """Generate and score a response to every request, and return the groups in order.
 
-    Once the ``quota`` is met, what is not finished comes back as it is, with finish reason ``abort`` and without a reward. Raises
-    ``Interrupted`` when ``stopped`` cut the drawing short. Whatever happens, nothing of it is left with ``scorer``. ``sign`` is called
-    between tokens and with every score.
+    Scoring runs while other responses are still being generated. Once the ``quota`` is met,
+    unfinished responses are returned with finish reason ``abort`` and without a reward. After an
+    error, no rollout is left in ``scorer``.
+
+    Args:
+        engine: Generates the responses.
+        scorer: Scores the responses.
+        requests: The requests of each prompt.
+        sampling: The sampling settings.
+        timers: Record the time of generation and scoring.
+        stopped: Returns true when the run must stop.
+        quota: Stops generation early once enough groups pass. ``None`` finishes all groups.
+        ready: Scored responses of each group from an earlier step, which are added to the group.
+        sign: Called between tokens and with every score.
+
+    Raises:
+        Interrupted: If ``stopped`` interrupted generation.
     """
     flow = _Flow(scorer, requests, ready, sign)
 
@@ -258,9 +322,24 @@ def scored_by_all(
     quota: Quota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
 ) -> list[list[Rollout]]:
-    """``scored`` for all ranks: all of them know all groups then. Where each has an engine of its own, each draws its share, and every
-    group is finished: which of them a ``quota`` takes is then settled by their order, not by time. Ranks that draw ``together`` draw the
-    share of one, and the first of them scores it when all of it is there, not before: none may stop while others go on."""
+    """Run ``scored`` on all ranks and return all groups on each of them.
+
+    If each rank has an engine, each generates its part and finishes every group. The order of the
+    groups, not time, then determines which groups a ``quota`` uses. If ``engine.together`` ranks
+    share one sharded model, they generate the same part. The first of them scores it only after
+    generation, since none may stop before the others.
+
+    Args:
+        ranks: The process group that shares the work.
+        engine: Generates the responses.
+        scorer: Scores the responses.
+        requests: The requests of each prompt, identical on all ranks.
+        sampling: The sampling settings.
+        timers: Record the time of generation and scoring.
+        stopped: Returns true when the run must stop.
+        quota: Number of groups that must pass. ``None`` uses all groups.
+        ready: Scored responses of each group from an earlier step.
+    """
     if ranks.size == 1:
         return scored(engine, scorer, requests, sampling, timers, stopped, quota, ready)
     leading = engine.of_all and ranks.rank == 0
@@ -285,7 +364,7 @@ def scored_by_all(
 
     told = patiently(ranks, work)
     if leading:
-        return drawn  # the very answers that the quota has judged
+        return drawn  # the same objects that the quota has judged
     found = {i: group for part, _ in told for i, group in part.items()}
     prompts = [next(r.prompt for r in (*group, *some)) for group, some in zip(requests, ready or [()] * len(requests))]
     groups = [[unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)]
@@ -297,7 +376,7 @@ def scored_by_all(
 
 
 class _Flow:
-    """Answers on their way: from the engine to scoring, and from there to their groups."""
+    """Moves responses from the engine to scoring, and from there to their groups."""
 
     def __init__(
         self,
@@ -316,7 +395,7 @@ class _Flow:
         self._drawn_out: deque[int] = deque()
 
     def take(self, rollout: Rollout) -> None:
-        """An answer as the engine gives it."""
+        """Submit a response of the engine for scoring."""
         if rollout.finish_reason == "abort":
             self.cut = True
             self._place(rollout)
@@ -328,13 +407,15 @@ class _Flow:
             self._drawn_out.append(group)
 
     def receive(self, wait: bool = False) -> None:
-        """Take back what is scored; with ``wait``, all of it."""
+        """Collect scored responses; with ``wait``, all of them."""
         for done in self.scorer.results(wait=wait):
             self._place(done)
 
     def ask(self, quota: Quota) -> None:
-        """Judge groups in the order in which they were drawn out, once as many are as could meet ``quota``. Waits for their scores,
-        so that what is used does not depend on how fast scoring is."""
+        """Judge finished groups in order, once there are enough of them to meet ``quota``.
+
+        Waits for their scores, so that the speed of scoring does not change the result.
+        """
         while self._drawn_out and not quota.met and quota.passed + len(self._drawn_out) >= quota.wanted:
             group = self._drawn_out.popleft()
             if self._missing[group]:
@@ -345,7 +426,10 @@ class _Flow:
             quota.count(group, self._in_order(group))
 
     def result(self) -> list[list[Rollout]]:
-        """The groups, each in the order of its samples. Raises ``RuntimeError`` when answers are missing."""
+        """Return the groups, each in the order of its samples.
+
+        Raises ``RuntimeError`` if responses are missing.
+        """
         if waiting := sum(self._missing):
             raise RuntimeError(f"{waiting} answers did not come back from generation and scoring")
         return [self._in_order(group) for group in range(len(self.groups))]

@@ -1,8 +1,11 @@
-"""Prompts drawn by weights that follow how often their answers pass.
+"""Sample prompts with weights that depend on their pass rates.
 
-``CURRICULA[name](rates [P], epoch, **options) -> weights [P]``, each 0 or more: ``rates`` are running pass rates, nan for prompts that
-have not been answered yet, and ``epoch`` is how many prompts were drawn over how many there are. Options that mean nothing raise
-``ConfigError``.
+``CURRICULA[name](rates, epoch, **options) -> weights [P]``. Weights are 0 or more. Options that
+make no sense raise ``ConfigError``.
+
+Args:
+    rates: ``[P]``. Running pass rates; NaN for prompts without responses so far.
+    epoch: Number of sampled prompts divided by the number of prompts.
 """
 
 from __future__ import annotations
@@ -30,7 +33,12 @@ CURRICULA: Registry[Weights] = Registry("curriculum")
     paper="learnability, arXiv 2502.12272",
 )
 def priority(rates: np.ndarray, epoch: float, *, floor: float = 0.05) -> np.ndarray:
-    """Prompts of which some answers pass and some do not. ``floor`` keeps the others in sight, since their rates change."""
+    """Prefer prompts of which some responses pass and some do not.
+
+    Args:
+        floor: Added to every weight, so that other prompts stay in use, since their pass rates
+            change.
+    """
     _floor("priority", floor)
     return np.where(np.isnan(rates), 0.25, rates * (1 - rates)) + floor
 
@@ -42,7 +50,11 @@ def priority(rates: np.ndarray, epoch: float, *, floor: float = 0.05) -> np.ndar
     paper="prioritized sampling of Kimi k1.5, arXiv 2501.12599",
 )
 def failures(rates: np.ndarray, epoch: float, *, floor: float = 0.0) -> np.ndarray:
-    """The more often a prompt fails, the more often it comes."""
+    """Sample prompts in proportion to their failure rate.
+
+    Args:
+        floor: Added to every weight.
+    """
     _floor("failures", floor)
     return np.where(np.isnan(rates), 1.0, 1 - rates) + floor
 
@@ -62,7 +74,18 @@ def easy_to_hard(
     width: float = 0.2,
     floor: float = 0.01,
 ) -> np.ndarray:
-    """Prompts whose pass rate is near a mark, which moves from easy to hard."""
+    """Prefer prompts whose pass rate is near a target that moves from easy to hard.
+
+    Args:
+        epochs: Number of epochs until the target reaches ``end``.
+        start: First target pass rate.
+        end: Last target pass rate.
+        width: Standard deviation of the weights around the target.
+        floor: Added to every weight.
+
+    Raises:
+        ConfigError: If ``epochs`` or ``width`` is not positive.
+    """
     _floor("easy_to_hard", floor)
     for name, value in (("epochs", epochs), ("width", width)):
         if not value > 0:
@@ -72,9 +95,19 @@ def easy_to_hard(
 
 
 class Curriculum:
-    """Draws positions in a data set, none twice in a step while others are left, and learns between steps.
+    """Samples positions in a data set by weight and learns pass rates between steps.
 
-    What is drawn depends on the seed, the number of the draw and the pass rates only. An epoch is as many prompts as there are.
+    No position repeats within a step while unused positions remain. The result depends only on the
+    seed, the number of earlier calls and the pass rates. An epoch is as many samples as there are
+    prompts.
+
+    Args:
+        config: The settings ``rollout.curriculum``.
+        ids: Ids of the prompts, by position.
+        seed: Determines the samples.
+
+    Raises:
+        ValueError: If there are no prompts.
     """
 
     def __init__(self, config: CurriculumConfig, ids: Sequence[str], seed: int) -> None:
@@ -86,11 +119,11 @@ class Curriculum:
         self.drawn = 0
         self.rates = np.full(len(ids), np.nan)
         self._place = {name: i for i, name in enumerate(ids)}
-        self._out = np.zeros(len(ids), dtype=bool)  # drawn in this step
+        self._out = np.zeros(len(ids), dtype=bool)  # sampled in this step
         self._about = hashlib.blake2b("\n".join(ids).encode(), digest_size=8).hexdigest()
 
     def next(self, count: int) -> list[int]:
-        """``count`` positions by weight, without replacement, as far as the data set goes."""
+        """Sample ``count`` positions by weight, without replacement while unused ones remain."""
         weights = self._weights()
         taken: list[int] = []
         while len(taken) < count:
@@ -103,8 +136,11 @@ class Curriculum:
         return taken
 
     def observe(self, groups: Sequence[Sequence[Rollout]]) -> dict[str, float]:
-        """Take in the scored answers of a step, group by group, and begin another. What is known then: the share of prompts
-        ``seen``, their mean ``pass_rate``, and the ``epoch``."""
+        """Update the pass rates from the scored responses of a step, and begin another step.
+
+        Returns:
+            The fraction of prompts ``seen``, their mean ``pass_rate``, and the ``epoch``.
+        """
         momentum, threshold = self.config.momentum, self.config.threshold
         for group in groups:
             if group:
@@ -118,10 +154,11 @@ class Curriculum:
 
     @property
     def epoch(self) -> float:
-        """Prompts drawn, over how many there are."""
+        """Return the number of sampled prompts divided by the number of prompts."""
         return self.drawn / len(self.rates)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the pass rates and the number of samples so far."""
         seen = np.flatnonzero(~np.isnan(self.rates))
         return {
             "about": self._about,
@@ -132,7 +169,11 @@ class Curriculum:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``, at the beginning of a step. Raises ``CheckpointError`` when it is of other prompts."""
+        """Resume from ``state`` at the beginning of a step.
+
+        Raises:
+            CheckpointError: If it belongs to other prompts.
+        """
         if state["about"] != self._about:
             raise CheckpointError("the checkpoint's pass rates are of other prompts than data.sources has now")
         self.draws, self.drawn = state["draws"], state["drawn"]
@@ -150,11 +191,14 @@ class Curriculum:
         return weights
 
     def _pick(self, weights: np.ndarray, free: np.ndarray, count: int) -> np.ndarray:
-        """Weighted sampling without replacement by the Gumbel top-k trick (arXiv 1903.06059); of weight 0 only when all others are
-        gone."""
+        """Sample by weight without replacement, with the Gumbel top-k trick (arXiv 1903.06059).
+
+        Positions of weight 0 are sampled only when all others are used.
+        """
         noise = generator(self.seed, 3, self.draws).gumbel(size=len(weights))[free]
         self.draws += 1
         given = weights[free]
+        # -1e6 is far below any noise, so that positions of weight 0 come last.
         keys = np.where(given > 0, np.log(np.maximum(given, np.finfo(np.float64).tiny)), -1e6) + noise
         best = np.argpartition(-keys, count - 1)[:count] if count < len(keys) else np.arange(len(keys))
         return free[best[np.argsort(-keys[best], kind="stable")]]

@@ -1,4 +1,4 @@
-"""The prompts of an eval set."""
+"""Load the prompts of an eval set."""
 
 from __future__ import annotations
 
@@ -24,9 +24,19 @@ def held_out(
     reward: RewardConfig | None = None,
     key: str = "eval.data.sources",
 ) -> Sequence[Prompt]:
-    """Return every prompt of ``config``, or the first ``limit``; none when it names no source.
+    """Return every prompt of an eval set, or the first ``limit``; empty if it names no source.
 
-    Raises ``DataError`` for rows that ``reward`` could not score. ``key`` is the setting that names the rows.
+    Args:
+        config: The data settings of the eval set.
+        tokenizer: Encodes the prompts.
+        seed: Determines random choices of the data set.
+        limit: Largest number of prompts. ``None`` returns all.
+        processor: Prepares media. ``None`` for text.
+        reward: The rewards that score the responses. ``None`` skips the check of labels.
+        key: The setting that names the rows, for messages.
+
+    Raises:
+        DataError: If ``reward`` cannot score a row.
     """
     if not config.sources:
         return []

@@ -1,4 +1,4 @@
-"""Held-out accuracy: answers to every prompt, scored by the same rewards as in training."""
+"""Evaluate the policy on an eval set with the rewards of training."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ from lightrft.types import Prompt, Rollout
 
 @dataclass(slots=True)
 class Evaluation:
-    """Every answer, group by group, and ``eval/...`` metrics."""
+    """The result of an evaluation.
+
+    Attributes:
+        groups: Every response, by prompt.
+        metrics: ``eval/...`` metrics.
+    """
 
     groups: list[list[Rollout]]
     metrics: Metrics
 
     @property
     def rollouts(self) -> list[Rollout]:
-        """Every answer, group after group."""
+        """Return every response, group after group."""
         return [r for group in self.groups for r in group]
 
     @property
     def accuracy(self) -> float:
+        """Return ``eval/accuracy``; 0 if there are no prompts."""
         return self.metrics.compute().get("eval/accuracy", 0.0)
 
 
@@ -43,11 +49,21 @@ def evaluate(
     stopped: Callable[[], bool] = lambda: False,
     ranks: Ranks = ALONE,
 ) -> Evaluation:
-    """Answer and score every prompt. A failed answer counts as wrong and is counted in ``eval/failed``; a prompt
-    that cannot be read any more is not asked, and counted in ``eval/unreadable``.
+    """Generate and score responses to every prompt.
 
-    ``eval/accuracy`` is the mean over prompts of the share of answers whose reward reaches ``threshold``; ``eval/pass`` the share
-    of prompts with at least one such answer (reported when there are several samples).
+    ``eval/accuracy`` is the mean over prompts of the fraction of correct responses. ``eval/pass``
+    is the fraction of prompts with at least one correct response, reported if there are several
+    samples. A failed response counts as wrong and in ``eval/failed``. A prompt that is no longer
+    readable is skipped and counted in ``eval/unreadable``.
+
+    Args:
+        engine: Generates the responses.
+        scorer: Scores the responses.
+        prompts: The eval set.
+        config: The settings ``eval``.
+        seed: Determines the samples.
+        stopped: Returns true when the run must stop.
+        ranks: The process group that shares the work.
     """
     groups: list[list[Rollout]] = []
     for first, part in in_parts(prompts, ranks):
@@ -80,10 +96,10 @@ def _count(metrics: Metrics, prefix: str, groups: Sequence[Sequence[Rollout]], c
 
 
 def correct(rollout: Rollout, threshold: float) -> bool:
-    """Whether an answer counts as right."""
+    """Return whether a response is correct: it is scored and its reward reaches ``threshold``."""
     return not rollout.failed and rollout.reward is not None and rollout.reward >= threshold
 
 
 def reached(config: EvalConfig, values: Mapping[str, float]) -> bool:
-    """Whether held-out accuracy is where the run was told to stop."""
+    """Return whether the accuracy on the eval set has reached ``eval.stop_at``."""
     return config.stop_at is not None and values.get("eval/accuracy", 0.0) >= config.stop_at

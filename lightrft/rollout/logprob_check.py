@@ -1,7 +1,9 @@
-"""Compare the log-probs that an engine reports with the trainer's own for the same tokens: what is sampled must be what is trained.
+"""Compare the log-probs that an engine reports with the trainer's log-probs of the same tokens.
 
-The trainer computes the logits of a few tokens once. All suspicions are then tried on those logits: another temperature, other
-filters. What is left is the engine's weights, which its fingerprint tells, or its decoding.
+The sampled policy must be the trained policy. The trainer computes the logits of a few tokens once.
+If the log-probs differ, every suspected cause is tried on these logits: another temperature, other
+filters. The remaining causes are the engine's weights, which its fingerprint reveals, and its
+decoding.
 """
 
 from __future__ import annotations
@@ -24,32 +26,43 @@ from lightrft.types import Batch, Request, Rollout, Segments
 from lightrft.utils.errors import ModelError
 
 ROWS = 4
-"""Responses of a batch that are compared."""
+"""Number of responses of a batch that are compared."""
 
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-11, torch.float64: 2**-11}
-"""Unit roundoff of a layer's output. Products of float32 may be taken in TF32, and the engine reports float32 in any case."""
+"""Unit roundoff of a layer's output, by dtype.
+
+Float32 matmuls may use TF32, and the engine reports float32 in any case.
+"""
 
 HALF = (torch.bfloat16, torch.float16)
 REMOVED = 0.05
-"""Share of tokens, rounded up, that a filter of the trainer may remove by rounding, although the engine sampled them."""
+"""Fraction of tokens, rounded up, that the trainer's filter may remove by rounding alone."""
 
 
 def gap_bound(dtype: torch.dtype, layers: int) -> float:
-    """Return the difference in nats that rounding explains, for a model of ``layers`` layers computed in ``dtype``.
+    """Return the difference in nats that rounding explains in a model of ``layers`` layers.
 
-    The residual stream is a sum of ``2 * layers`` outputs and the embedding. Each is rounded by ``ROUNDING``, independently, so
-    the errors add up to its root. The engine and the trainer both round: twice that.
+    The residual stream is a sum of ``2 * layers`` outputs and the embedding. Each is rounded by
+    ``ROUNDING[dtype]``. The rounding errors are independent, so the errors add up to the square
+    root of their number. The engine and the trainer both round, which doubles the bound.
     """
     return 2 * ROUNDING[dtype] * math.sqrt(2 * layers + 1)
 
 
 @dataclass(slots=True)
 class Compared:
-    """``n`` sampled tokens: the trainer's ``logits [n, V]``, the ``tokens [n]``, and the log-probs ``reported [n]`` for them.
+    """Sampled tokens with the log-probs of trainer and engine.
 
-    ``seen [n, V]`` marks the tokens before each, for the repetition penalty. ``greedy [n]`` tokens were the likeliest ones.
-    ``dtype`` is the coarsest type of the states and weights, as a call sees them.
-    ``before [n]`` are the log-probs that older weights gave the tokens, NaN where they gave none.
+    Attributes:
+        logits: ``[n, V]``. The trainer's logits.
+        tokens: ``[n]``. The sampled tokens.
+        reported: ``[n]``. The engine's log-probs of the tokens.
+        greedy: ``[n]`` bool. The token was the most likely one.
+        seen: ``[n, V]`` bool. Tokens before each token, for the repetition penalty. ``None``
+            without a penalty.
+        dtype: The coarsest type of states and weights during a call.
+        before: ``[n]``. Log-probs of the tokens under older weights, NaN where there are none.
+            ``None`` if there are none at all.
     """
 
     logits: Tensor
@@ -61,9 +74,10 @@ class Compared:
     before: Tensor | None = None
 
     def gap(self, sampling: SamplingConfig) -> float:
-        """Return the difference in nats if the engine sampled by ``sampling``: the largest, or in half precision the mean.
+        """Return the difference in nats if the engine sampled by ``sampling``.
 
-        Of a greedy token it is the distance of its logit from the largest.
+        It is the largest difference, or the mean in half precision. The difference of a greedy
+        token is the distance of its logit from the largest logit.
         """
         likeliest = sampling.model_copy(update={"temperature": 0.0})
         gaps = torch.empty_like(self.reported)
@@ -81,7 +95,7 @@ class Compared:
         return self._summed_up(gaps)
 
     def is_of_older_weights(self, bound: float) -> bool:
-        """Return True where the log-probs are, within ``bound``, those that older weights gave."""
+        """Return whether the reported log-probs match older weights within ``bound``."""
         if self.before is None or bool((unknown := self.before.isnan()).all()):
             return False
         return self._summed_up((self.before - self.reported)[~unknown].abs()) <= bound
@@ -92,9 +106,18 @@ class Compared:
 
 @torch.no_grad()
 def compared(actor: Actor, batch: Batch, sampling: SamplingConfig, version: int | None) -> Compared | None:
-    """Score a few tokens of ``batch`` that policy ``version`` sampled; ``None`` is any version, and without such tokens.
+    """Score a few tokens of ``batch`` that policy ``version`` sampled.
 
-    The logits of all tokens that are compared fit into ``model.logits_mb``.
+    The logits of all compared tokens fit into ``model.logits_mb``.
+
+    Args:
+        actor: The trainer's model.
+        batch: Has ``behavior_logprobs [N]``.
+        sampling: The sampling settings.
+        version: Version of the policy. ``None`` accepts any version.
+
+    Returns:
+        The tokens with both log-probs, or ``None`` if there is no such token.
     """
     few = _few(batch, _comparable(batch, sampling, version))
     if few is None:
@@ -106,6 +129,7 @@ def compared(actor: Actor, batch: Batch, sampling: SamplingConfig, version: int 
     assert few.behavior_logprobs is not None
     greedy = torch.full_like(places, sampling.temperature == 0, dtype=torch.bool)
     sums = torch.zeros(len(few), device=places.device).index_add_(0, few.row_of, few.behavior_logprobs.abs().float())
+    # Log-probs of exactly 0 throughout a response come from a point mass, as of greedy sampling.
     greedy |= sums[few.row_of[places]] == 0
     seen = seen_before(few, places, logits.shape[1]) if sampling.repetition_penalty != 1 else None
     tokens, reported = few.responses.tokens[places], few.behavior_logprobs[places].float()
@@ -119,9 +143,15 @@ def room(actor: Actor) -> int:
 
 @torch.no_grad()
 def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Return the logits ``[n, V]`` of the response tokens at ``places [n]``, in float32.
+    """Compute the logits of some response tokens.
 
-    Also returns the coarsest type that they are computed in.
+    Args:
+        actor: The trainer's model.
+        batch: The batch.
+        places: ``[n]`` long. Indices of the response tokens.
+
+    Returns:
+        The logits ``[n, V]`` in float32, and the coarsest type used to compute them.
     """
     training = actor.training
     actor.eval()
@@ -136,7 +166,7 @@ def logits_at(actor: Actor, batch: Batch, places: Tensor) -> tuple[Tensor, torch
 
 
 def _comparable(batch: Batch, sampling: SamplingConfig, version: int | None) -> Tensor:
-    """``[N]`` bool: tokens that the policy of ``version`` sampled from logits with no end token suppressed."""
+    """Return a mask ``[N]`` of tokens sampled by ``version`` with no end token suppressed."""
     starts = batch.lengths.cumsum(0) - batch.lengths
     step = torch.arange(batch.tokens, device=starts.device) - starts[batch.row_of]
     chosen = batch.mask & (step >= sampling.min_new_tokens)
@@ -146,7 +176,7 @@ def _comparable(batch: Batch, sampling: SamplingConfig, version: int | None) -> 
 
 
 def _few(batch: Batch, comparable: Tensor) -> Batch | None:
-    """The longest row with comparable tokens, and others spread over the batch."""
+    """Return the longest row with comparable tokens, and others spread over the batch."""
     counts = torch.zeros_like(batch.lengths).index_add_(0, batch.row_of, comparable.long())
     rows = counts.nonzero()[:, 0]
     if not len(rows):
@@ -157,7 +187,13 @@ def _few(batch: Batch, comparable: Tensor) -> Batch | None:
 
 
 def seen_before(batch: Batch, places: Tensor, vocabulary: int) -> Tensor:
-    """``[n, V]`` bool: tokens of the prompt and of the response before each of ``places``."""
+    """Return a mask ``[n, V]`` of the prompt and response tokens before each of ``places``.
+
+    Args:
+        batch: The batch.
+        places: ``[n]`` long. Indices of response tokens.
+        vocabulary: Size of the vocabulary, V.
+    """
     seen = torch.zeros(len(places), vocabulary, dtype=torch.bool, device=places.device)
     prompts = batch.prompts.tokens.split(batch.prompts.lengths.tolist())
     starts = batch.lengths.cumsum(0) - batch.lengths
@@ -169,9 +205,14 @@ def seen_before(batch: Batch, places: Tensor, vocabulary: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The ``gap`` in nats on ``tokens`` sampled tokens, and the ``bound`` of ``dtype`` for it.
+    """Result of a comparison.
 
-    ``cause`` is that of a gap beyond the bound, else empty.
+    Attributes:
+        gap: Difference of the log-probs in nats.
+        bound: Difference that rounding in ``dtype`` explains.
+        tokens: Number of compared tokens.
+        dtype: Type of the computation.
+        cause: Cause of a gap beyond the bound; empty otherwise.
     """
 
     gap: float
@@ -187,10 +228,17 @@ class Agreement:
 
 
 def agreement(actor: Actor, found: Compared, sampling: SamplingConfig, unequal: Callable[[], str] | None) -> Agreement:
-    """Return how far the engine's log-probs are from the trainer's, with the cause if it is too far.
+    """Return the difference between the log-probs of engine and trainer, and its cause.
 
-    ``unequal`` returns the name of a parameter in which the engine's own weights differ from the
-    trainer's, or nothing. ``None`` is for an engine without weights of its own.
+    Args:
+        actor: The trainer's model.
+        found: The compared tokens.
+        sampling: The sampling settings.
+        unequal: Returns the name of a parameter that differs between engine and trainer, or an
+            empty string. ``None`` for an engine that shares the trainer's weights.
+
+    Returns:
+        The result; its cause is empty if rounding explains the difference.
     """
     bound, gap = gap_bound(found.dtype, actor.text_config.num_hidden_layers), found.gap(sampling)
     cause = "" if gap <= bound else _cause(actor, found, sampling, bound, unequal)
@@ -200,9 +248,14 @@ def agreement(actor: Actor, found: Compared, sampling: SamplingConfig, unequal: 
 def refuse_gap(
     actor: Actor, found: Compared | None, sampling: SamplingConfig, unequal: Callable[[], str] | None, when: str = ""
 ) -> None:
-    """Raise ``ModelError`` with the cause where the log-probs differ by more than ``gap_bound``.
+    """Raise ``ModelError`` with the cause if the log-probs differ by more than ``gap_bound``.
 
-    ``when`` begins the message. See ``agreement``.
+    Args:
+        actor: The trainer's model.
+        found: The compared tokens. ``None`` checks nothing.
+        sampling: The sampling settings.
+        unequal: See ``agreement``.
+        when: Start of the error message.
     """
     if found is not None and (said := agreement(actor, found, sampling, unequal)).cause:
         raise ModelError(f"{when}{said} (engine.check_logprobs=false turns this comparison off)")
@@ -233,7 +286,7 @@ def _cause(
 
 
 def _variants(sampling: SamplingConfig) -> Iterator[tuple[str, SamplingConfig]]:
-    """Ways to sample that an engine could have taken instead."""
+    """Yield sampling settings that an engine could have used instead, with a description."""
     open_ = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     temperature = {"temperature": 1.0}
     for words, other in (
@@ -255,12 +308,12 @@ def _said(sampling: SamplingConfig) -> str:
 
 
 def unequal_weight(found: Fingerprint, given: Iterable[tuple[str, Tensor]]) -> str:
-    """Return the name of the first parameter ``given`` that differs from an engine's fingerprint ``found``; empty if none does.
+    """Return the first parameter of ``given`` that differs from the fingerprint ``found``, or "".
 
-    An engine may hold another type than it was given: the comparison is in the engine's type.
+    The comparison uses the engine's dtype, which may differ from the given one.
     """
     different = ""
-    for name, tensor in given:  # to the end: to gather each takes all ranks
+    for name, tensor in given:  # never stop early: gathering each tensor is a collective call
         if different or name not in found:
             continue
         held = getattr(torch, found[name].partition("[")[0].removeprefix("torch."))
@@ -270,15 +323,32 @@ def unequal_weight(found: Fingerprint, given: Iterable[tuple[str, Tensor]]) -> s
 
 
 def refuse_weights(found: Fingerprint, given: Mapping[str, Tensor], version: int) -> None:
-    """Raise ``ModelError`` where an engine does not hold the weights of ``version`` that it was ``given``."""
+    """Raise ``ModelError`` if an engine has other weights than it received.
+
+    Args:
+        found: Fingerprint of the engine.
+        given: The weights it received.
+        version: Their version.
+    """
     if name := unequal_weight(found, given.items()):
         raise ModelError(f"weights of version {version} were not transferred: the engine holds another {name!r} than the trainer")
 
 
 def check_batch(roles: Roles, batch: Batch, sampling: SamplingConfig, engine: EngineConfig, version: int) -> None:
-    """Compare on a run's first batch, and on every batch of an engine that has its own weights.
+    """Compare log-probs on the first batch of a run.
 
-    All ranks hold the same ``batch`` and find the same. Raises ``ModelError`` with the cause of a difference.
+    For an engine with separate weights, compare them on every batch. Every rank must call it with
+    the same ``batch``, and gets the same result.
+
+    Args:
+        roles: The models and the engine.
+        batch: The batch of the step.
+        sampling: The sampling settings.
+        engine: The settings ``engine``.
+        version: Version of the policy.
+
+    Raises:
+        ModelError: With the cause, if the log-probs differ.
     """
     if not engine.check_logprobs or not len(batch) or (roles.logprobs_checked and roles.engine.shared):
         return
@@ -296,7 +366,10 @@ def _unequal(roles: Roles) -> str:
 
 @dataclass(slots=True)
 class CheckedEngine:
-    """An engine over ``actor``'s weights, whose first responses are compared with the model's own forward."""
+    """An engine over the weights of ``actor`` that checks its first responses.
+
+    Their log-probs are compared with a forward pass of the model.
+    """
 
     engine: Engine
     actor: Actor
@@ -312,7 +385,16 @@ class CheckedEngine:
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
-        """See ``Engine.generate``. Raises ``ModelError`` before the first response where the log-probs differ."""
+        """Generate responses. See ``Engine.generate``.
+
+        Args:
+            requests: The requests.
+            sampling: The sampling settings.
+            stopped: Returns true when generation must stop.
+
+        Raises:
+            ModelError: Before the first response, if the log-probs differ.
+        """
         first: list[Rollout] = []
         for rollout in self.engine.generate(requests, sampling, stopped):
             if self.checked or not self.config.check_logprobs:
@@ -351,7 +433,7 @@ class CheckedEngine:
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> Batch:
-    """Collate responses that need no reward. Those whose prompt is one object share it."""
+    """Collate responses without rewards. Responses with the same prompt object share the prompt."""
     prompts = {id(r.prompt): r.prompt for r in rollouts}
     place = {key: i for i, key in enumerate(prompts)}
     return Batch(

@@ -1,4 +1,7 @@
-"""Prompts in an order that depends on nothing but the seed, and on pass rates where asked for, saved with the run."""
+"""Stream prompts in an order that depends on the seed alone, or on pass rates with a curriculum.
+
+The position is saved with the run.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,15 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class PromptStream:
-    """An endless stream over a data set: epoch after epoch, or as a curriculum draws. ``carried`` are groups of the step before
-    that the next one trains on, ``begun`` those that it draws on first. ``lost`` prompts of the step could not be read."""
+    """An endless stream over a data set, epoch after epoch or by a curriculum.
+
+    Attributes:
+        dataset: The prompts.
+        sampler: The order of the prompts.
+        carried: Complete groups of the step before, which the next step trains on.
+        begun: Unfinished groups of the step before, which the next step continues first.
+        lost: Number of unreadable prompts in this step.
+    """
 
     dataset: PromptDataset
     sampler: PromptSampler | Curriculum
@@ -38,6 +48,16 @@ class PromptStream:
     def of(
         config: DataConfig, tokenizer: Any, seed: int, curriculum: CurriculumConfig | None = None, processor: Any = None
     ) -> PromptStream:
+        """Build a stream over the data set of ``config``.
+
+        Args:
+            config: The settings ``data``.
+            tokenizer: Encodes the prompts.
+            seed: Determines the order.
+            curriculum: The settings ``rollout.curriculum``. ``None`` goes through the data epoch by
+                epoch.
+            processor: Prepares media. ``None`` for text.
+        """
         dataset = PromptDataset(config, tokenizer, seed=seed, processor=processor)
         report("data", dataset.counts, dataset.first_problem)
         check_text(dataset, "data.sources")
@@ -47,22 +67,27 @@ class PromptStream:
 
     @property
     def bare(self) -> Sequence[Prompt]:
-        """The prompts in the order of the data set, without their media."""
+        """Return the prompts in the order of the data set, without their media."""
         return Bare(self.dataset)
 
     def draw(self, count: int) -> list[Prompt]:
+        """Return the next ``count`` prompts and count the unreadable ones in ``lost``."""
         before = self.dataset.counts["unreadable"]
         drawn = draw(self.dataset, self.sampler, count)
         self.lost += self.dataset.counts["unreadable"] - before
         return drawn
 
     def named(self, ids: Sequence[str]) -> list[Prompt]:
-        """The prompts called ``ids``. Raises ``CheckpointError`` when the data does not hold one."""
+        """Return the prompts with the given ``ids``.
+
+        Raises:
+            CheckpointError: If the data set has no such prompt.
+        """
         return [self.dataset[i] for i in self.dataset.places(ids)]
 
     @contextmanager
     def as_before_on_error(self) -> Generator[None]:
-        """When the body raises, what it drew has not been drawn."""
+        """Rewind the stream to the start of the body if the body raises."""
         before, carried, begun, lost = self.sampler.state_dict(), self.carried, self.begun, self.lost
         try:
             yield
@@ -72,7 +97,10 @@ class PromptStream:
             raise
 
     def settle(self, collected: Collected) -> None:
-        """Learn from what a step has collected, for those after it; what was only kept for that is let go."""
+        """Update the stream from the groups that a step has collected.
+
+        The lists of ``collected`` that only the stream reads are emptied.
+        """
         self.carried, self.begun = collected.carried, collected.begun
         if self.lost:
             collected.dropped["unreadable"] += self.lost
@@ -82,16 +110,21 @@ class PromptStream:
         collected.finished, collected.carried, collected.begun = [], [], []
 
     def close(self) -> None:
-        """Let go of what was begun for a draw that will not come."""
+        """Cancel the prefetch of prompts that will not be sampled."""
         self.dataset.prefetch(())
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data set and the groups for the next step, as plain data."""
         waiting = {"carried": self.carried, "begun": self.begun}
         packed = {name: [[pack_rollout(r) for r in group] for group in groups] for name, groups in waiting.items()}
         return {"sampler": self.sampler.state_dict(), **packed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state``. Raises ``CheckpointError`` when it cannot be of this data set."""
+        """Resume from ``state``.
+
+        Raises:
+            CheckpointError: If it belongs to another data set.
+        """
         self.sampler.load_state_dict(state["sampler"])
         self.carried, self.begun = (
             [unpack_rollouts(group, self.named) for group in state[name]] for name in ("carried", "begun")

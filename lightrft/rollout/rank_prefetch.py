@@ -1,5 +1,8 @@
-"""What one rank draws of batches to come, in a thread of its own: it goes from its share of one batch to that of the next without
-waiting for the ranks that still draw the tail of the first."""
+"""Generate this rank's part of coming batches in a background thread.
+
+The thread starts its part of the next batch without waiting for ranks that still finish the current
+one.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +29,30 @@ from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import Interrupted
 
 LOOK_SECONDS = 0.02
-"""Between two looks at whether the share is there."""
+"""Seconds between two polls for the finished part."""
 
 
 def goes_on_alone(config: RLConfig, engine: Engine, ranks: Ranks) -> bool:
-    """Whether the prompts of a batch are known before the batch ahead of it is, so that ranks need not wait for it."""
+    """Return whether a rank can start a batch before the batch ahead of it is complete.
+
+    This requires that the prompts of a batch do not depend on earlier batches.
+
+    Args:
+        config: The settings of the run.
+        engine: The engine of this rank.
+        ranks: The process group that generates.
+    """
     rollout = config.rollout
     settled = rollout.max_rounds == 1 and rollout.curriculum is None and not rollout.partial
     return settled and ranks.size > 1 and engine.together == 1 and not engine.of_all
 
 
 class Share:
-    """This rank's share of one batch, drawn and scored elsewhere. Whoever collects the batch takes it for the source of its prompts,
-    for an engine and for a scorer."""
+    """The part of one batch that this rank generates and scores in a background thread.
+
+    It implements ``Source``, ``Engine`` and ``Scoring``, so that ``collect`` can exchange finished
+    parts between ranks without generating again.
+    """
 
     of_all = False
     together = 1
@@ -57,10 +71,11 @@ class Share:
         self._held: list[Rollout] = []
 
     def draw(self, count: int) -> list[Prompt]:
-        """The prompts of all ranks."""
+        """Return the prompts of all ranks."""
         return self.prompts.result()
 
     def settle(self, collected: Collected) -> None:
+        """Report unreadable prompts; the stream of this rank has no further state to update."""
         if self.lost:
             collected.dropped["unreadable"] += self.lost
         collected.finished, collected.carried, collected.begun = [], [], []
@@ -68,7 +83,13 @@ class Share:
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
-        """What is drawn, once all of it is; until then ``stopped`` is asked whenever the drawing has come further."""
+        """Yield the generated responses once all of them exist.
+
+        Args:
+            requests: Not used; the part is already defined.
+            sampling: Not used.
+            stopped: Called whenever generation has advanced.
+        """
         seen = -1
         while not self.drawn.done():
             if (now := self._moved()) != seen:
@@ -102,7 +123,17 @@ class Share:
 
 
 class OwnShares:
-    """Draws the shares of batches in the order in which they are asked for, until one of them fails or ``stopped`` turns true."""
+    """Generates parts of batches in the order of the calls of ``ask``.
+
+    It stops when one of them fails or ``stopped`` returns true.
+
+    Args:
+        roles: The engine and the scorer.
+        config: The settings of the run.
+        stream: Source of prompts.
+        ranks: The process group that generates.
+        stopped: Returns true when the run must stop.
+    """
 
     def __init__(self, roles: Roles, config: RLConfig, stream: PromptStream, ranks: Ranks, stopped: Callable[[], bool]) -> None:
         self._roles, self._config, self._stream, self._ranks, self._stopped = roles, config, stream, ranks, stopped
@@ -113,20 +144,30 @@ class OwnShares:
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="generation share")
 
     def ask(self, batch: int, version: int, weights: Mapping[str, Tensor], probe: WeightProbe | None) -> Share:
-        """This rank's share of ``batch``, to be drawn by ``weights``, which are ``version``, once the engine has answered ``probe``."""
+        """Queue this rank's part of a batch and return it at once.
+
+        Args:
+            batch: Index of the batch.
+            version: Version of ``weights``.
+            weights: Weights to generate with.
+            probe: Probe that the engine responds to first. ``None`` for none.
+        """
         share = Share(lambda: self._moves)
         self._asked = [s for s in self._asked if not s.drawn.done()] + [share]
         self._worker.submit(self._draw, share, batch, version, weights, probe)
         return share
 
     def back_to(self, share: Share) -> None:
-        """Have the stream stand where ``share`` began. Nothing may be asked for any more, and ``stopped`` must be true."""
+        """Rewind the stream to the start of ``share``.
+
+        No further call of ``ask`` may follow, and ``stopped`` must return true.
+        """
         wait([s.drawn for s in self._asked])
         if share.before is not None:
             self._stream.sampler.load_state_dict(share.before)
 
     def close(self) -> None:
-        """End the thread; ``stopped`` must be true."""
+        """End the thread; ``stopped`` must return true."""
         self._worker.shutdown(wait=True)
 
     def _draw(self, share: Share, batch: int, version: int, weights: Mapping[str, Tensor], probe: WeightProbe | None) -> None:
@@ -156,7 +197,7 @@ class OwnShares:
                     future.set_exception(error)
 
     def _requests(self, share: Share, batch: int) -> Sequence[Sequence[Request]]:
-        """Those of all ranks, as ``collect`` will ask for them."""
+        """Return the requests of all ranks, as ``collect`` will build them."""
         if self._stopped():
             raise Interrupted
         config, stream = self._config, self._stream

@@ -1,4 +1,4 @@
-"""Rows from which nothing could be learned: text that the tokenizer does not know, labels that are missing."""
+"""Check for rows that cannot be scored because their label is missing."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ log = logging.getLogger(__name__)
 
 
 def check_labels(rows: Rows, reward: RewardConfig, key: str) -> None:
-    """Warn of rows without a label among others that have one. ``key`` is the setting that names the rows.
+    """Warn about rows without a label if other rows have one.
 
-    Raises ``DataError`` where a reward in force for such a row compares responses with the label.
+    Args:
+        rows: The rows.
+        reward: The settings ``reward``.
+        key: The setting that names the rows, for messages.
+
+    Raises:
+        DataError: If a reward configured for such a row compares responses with the label.
     """
     missing = unlabelled(rows.counts)
     for source, count in missing.items():

@@ -1,4 +1,4 @@
-"""What was drawn, kept: answers that wait for their step as plain data, and batches as files, for any phase to be run again."""
+"""Save rollouts as plain data, and batches as files from which any phase can be rerun."""
 
 from __future__ import annotations
 
@@ -21,30 +21,34 @@ FORMAT = "lightrft-batch/1"
 COUNTS = {f.name for f in dataclasses.fields(Collected) if f.default_factory is Counter}
 
 FindPrompts = Callable[[Sequence[str]], list[Prompt]]
-"""Prompts of the run's data set by their ids."""
+"""Finds prompts of the run's data set by their ids."""
 
 
 def pack_rollout(rollout: Rollout) -> dict[str, Any]:
-    """``rollout`` as plain data, with the id of its prompt in place of the prompt."""
+    """Return ``rollout`` as plain data, with the id of its prompt in place of the prompt."""
     fields = {f.name: getattr(rollout, f.name) for f in dataclasses.fields(rollout)}
     return {**fields, "prompt": rollout.prompt.id}
 
 
 def unpack_rollouts(packed: Sequence[Mapping[str, Any]], find: FindPrompts) -> list[Rollout]:
-    """The inverse of ``pack_rollout``. Answers to one prompt share one object again, since groups are told by it."""
+    """Invert ``pack_rollout``.
+
+    Responses to one prompt share one prompt object again, since its identity defines groups.
+    """
     ids = list(dict.fromkeys(fields["prompt"] for fields in packed))
     prompts = dict(zip(ids, find(ids), strict=True))
     return [unpack_rollout(fields, prompts[fields["prompt"]]) for fields in packed]
 
 
 def unpack_rollout(packed: Mapping[str, Any], prompt: Prompt) -> Rollout:
-    """The inverse of ``pack_rollout`` for an answer to ``prompt``."""
+    """Invert ``pack_rollout`` for a response to ``prompt``."""
     whole: dict[str, Any] = {**packed, "prompt": prompt}
     return Rollout(**whole)
 
 
 def pack_collected(collected: Collected) -> dict[str, Any]:
-    """``collected``, settled, as plain data; groups name their answers by place."""
+    """Return a settled ``Collected`` as plain data; groups refer to responses by index."""
+    # Groups carried in from an earlier step are not among the rollouts of this one.
     known = {id(rollout) for rollout in collected.rollouts}
     earlier = [r for group in collected.groups for r in group if id(r) not in known]
     place = {id(rollout): i for i, rollout in enumerate([*collected.rollouts, *earlier])}
@@ -56,7 +60,7 @@ def pack_collected(collected: Collected) -> dict[str, Any]:
 
 
 def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> Collected:
-    """The inverse of ``pack_collected``."""
+    """Invert ``pack_collected``."""
     drawn = unpack_rollouts([*packed["rollouts"], *packed["earlier"]], find)
     whole: dict[str, Any] = {f.name: packed[f.name] for f in dataclasses.fields(Collected)}
     whole = {name: Counter(value) if name in COUNTS else value for name, value in whole.items()}
@@ -65,9 +69,12 @@ def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> Collected:
 
 
 def save_batch(path: Path, batch: Batch) -> None:
-    """Write ``batch`` as ``<path>.safetensors`` and ``<path>.json``, which comes last: with it the two are whole.
+    """Write ``batch`` as ``<path>.safetensors`` and ``<path>.json``.
 
-    Raises ``ResourceError`` when the disk is full.
+    The JSON file is written last, so its presence marks a complete batch.
+
+    Raises:
+        ResourceError: If the disk is full.
     """
     batch = batch.to("cpu")
     columns = {axis: batch.columns(axis) for axis in ("token", "sample")}
@@ -87,7 +94,11 @@ def save_batch(path: Path, batch: Batch) -> None:
 
 
 def load_batch(path: Path) -> Batch:
-    """What ``save_batch`` wrote at ``path``. Raises ``CheckpointError`` for anything else."""
+    """Load a batch that ``save_batch`` wrote at ``path``.
+
+    Raises:
+        CheckpointError: If the files are not such a batch.
+    """
     state = load_state(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(f"{path}.json is not a batch of {FORMAT}")
@@ -108,6 +119,9 @@ def _segments_of(state: Mapping[str, Any]) -> Segments:
 
 
 def with_outcomes(batch: Batch, collected: Collected) -> Batch:
-    """``batch`` with its rewards as they were scored, which the phase ``advantages`` starts from and replaces."""
+    """Restore the rewards of ``batch`` as they were scored.
+
+    The phase ``advantages`` starts from them and replaces them.
+    """
     scored = [r.reward for group in collected.groups for r in group]
     return batch.replace(rewards=torch.tensor(scored, dtype=torch.float64))

@@ -1,9 +1,9 @@
-"""Compare an engine that has loaded new weights with the trainer, while both go on working.
+"""Compare an engine that has loaded new weights with the trainer, without stopping either.
 
-The engine samples the first tokens of a few responses of the last batch once more, by the new
-weights and with the same seeds. The trainer computes the logits of those tokens before its next
-update. So neither waits for the other. An update moves the weights little, so the engine samples
-most tokens again. The tokens after the first one that differs are left out.
+The engine samples the first tokens of a few responses of the last batch again. It uses the new
+weights and the same seeds. The trainer computes the logits of these tokens before its next update.
+So neither waits for the other. An update changes the weights little, so the engine samples most
+tokens again. Tokens after the first difference are ignored.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ from lightrft.rollout.logprob_check import Compared, batch_of, logits_at, refuse
 from lightrft.types import Request, Rollout
 
 PROMPTS, RESPONSES, TOKENS = 2, 4, 8
-"""Prompts of a probe, responses to each, and tokens of each response."""
+"""Number of prompts of a probe, responses per prompt, and tokens per response."""
 
 
 @dataclass(slots=True)
 class WeightProbe:
-    """What the engine and the trainer make of ``responses`` by the weights of ``version``.
+    """A comparison of engine and trainer under one version of the weights.
 
-    ``responses`` are the first tokens of responses that older weights sampled. ``answers`` are what
-    the engine samples in their place. ``logits [n, V]`` are the trainer's for the first n tokens.
+    Attributes:
+        version: Version of the weights.
+        sampling: The sampling settings.
+        responses: The first tokens of responses that older weights sampled.
+        answers: The tokens that the engine samples in their place.
+        logits: ``[n, V]``. The trainer's logits of the first n tokens of ``responses``.
+        dtype: The coarsest type used to compute ``logits``.
     """
 
     version: int
@@ -47,10 +52,16 @@ class WeightProbe:
         sampling: SamplingConfig,
         version: int,
     ) -> WeightProbe | None:
-        """Return a probe of ``version`` made of ``groups``.
+        """Build a probe from ``groups``.
 
-        Returns ``None`` where they have no token, and where they have tokens of that version: those
-        are compared themselves.
+        Args:
+            groups: Responses of the last batch.
+            sampling: The sampling settings.
+            version: Version of the weights.
+
+        Returns:
+            The probe. ``None`` if the groups have no tokens, or have tokens of ``version``, which
+            are compared directly.
         """
         if any(version in r.versions for group in groups for r in group):
             return None
@@ -58,11 +69,11 @@ class WeightProbe:
         begun = [begin for r in few if len(begin := _begin(r))]
         if not begun:
             return None
-        # An end token that is suppressed is not among what the trainer's logits tell.
+        # The trainer's logits do not suppress end tokens, so the engine must not either.
         return WeightProbe(version, sampling.model_copy(update={"min_new_tokens": 0}), begun)
 
     def ask(self, engine: Engine, sign: Callable[[], None] = silent) -> None:
-        """Have ``engine``, which holds the weights of ``version``, sample the tokens.
+        """Sample the probe's tokens with ``engine``, which must have the weights of ``version``.
 
         ``sign`` is called between tokens.
         """
@@ -76,7 +87,7 @@ class WeightProbe:
         self.answers = list(engine.generate(asked, self.sampling, over))
 
     def expect(self, roles: Roles) -> None:
-        """Compute the logits of the tokens, by the policy of ``version``. A call of all ranks."""
+        """Compute the trainer's logits under the policy of ``version``. Every rank must call it."""
         actor = roles.actor
         with roles.strategy.whole(actor):
             batch = batch_of(self.responses).to(actor.device)
@@ -85,7 +96,7 @@ class WeightProbe:
         self.logits = logits.cpu()
 
     def compared(self) -> Compared | None:
-        """Return the tokens of the engine that the trainer has logits for; ``None`` without any."""
+        """Return the engine's tokens that the trainer has logits for; ``None`` without any."""
         if self.logits is None:
             return None
         answers = {answer.seed: answer for answer in self.answers}
@@ -105,7 +116,7 @@ class WeightProbe:
         return Compared(logits[places], tokens, reported, greedy, seen, self.dtype, before)
 
     def refuse(self, roles: Roles) -> None:
-        """Raise ``ModelError`` with the cause where the log-probs of the two differ."""
+        """Raise ``ModelError`` with the cause if the log-probs of engine and trainer differ."""
         when = f"after the update to version {self.version} "
         # ``load_checked`` has compared the fingerprint.
         refuse_gap(roles.actor, self.compared(), self.sampling, lambda: "", when)
@@ -114,7 +125,14 @@ class WeightProbe:
 def load_checked(engine: Engine, weights: Mapping[str, Tensor], version: int, check: bool) -> None:
     """Load ``weights`` into ``engine``.
 
-    With ``check``, raises ``ModelError`` where the engine's fingerprint is of other weights.
+    Args:
+        engine: The engine.
+        weights: The parameters, by name.
+        version: Their version.
+        check: Compare the engine's fingerprint with ``weights``.
+
+    Raises:
+        ModelError: If the fingerprint belongs to other weights.
     """
     found = engine.load_weights(weights.items(), version)
     if check:
@@ -122,7 +140,7 @@ def load_checked(engine: Engine, weights: Mapping[str, Tensor], version: int, ch
 
 
 def _begin(response: Rollout) -> Rollout:
-    """Return the first tokens of ``response`` that were sampled; none if it is greedy."""
+    """Return the first sampled tokens of ``response``; none if it is greedy."""
     sampled = response.sampled[:TOKENS] if response.sample != GREEDY else []
     end = sampled.index(False) if False in sampled else len(sampled)
     names = ("token_ids", "sampled", "logprobs", "versions")
@@ -130,10 +148,10 @@ def _begin(response: Rollout) -> Rollout:
 
 
 def _paired(response: Rollout, answer: Rollout, first: int) -> list[tuple[int, int, float, float]]:
-    """Return place, token, log-prob, and log-prob by older weights of the tokens of ``answer``.
+    """Return index, token, log-prob and older log-prob of the tokens of ``answer``.
 
-    The last is the first token that ``response`` does not have. ``first`` is the place of the first
-    token of ``response``.
+    The last one is the first token that differs from ``response``. ``first`` is the index of the
+    first token of ``response``.
     """
     rows: list[tuple[int, int, float, float]] = []
     for at, (old, new) in enumerate(zip(response.token_ids, answer.token_ids)):

@@ -1,1 +1,1 @@
-"""What a part owes the loop, whatever its formula, and the batches that show whether it keeps to that."""
+"""Contracts that every registered function keeps, and batches that reveal a violation."""

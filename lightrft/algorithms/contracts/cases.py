@@ -1,4 +1,4 @@
-"""Batches and groups that break careless functions: small ones first, so that what breaks can be read."""
+"""Build batches and groups that break careless functions, small ones first for readable errors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ CORNERS: list[tuple[list[list[bool]], list[int]]] = [
     ([[True, False, True], [True], [], [False]], [0, 0, 0, 0]),
     ([[True, True], [True], [True, True, True]], [2, 0, 2]),
 ]
-"""Which tokens were sampled, and the group of each answer: nothing sampled anywhere, no token at all, one token alone, one group of
-all, groups out of order."""
+"""The sampled mask and the group of each response.
+
+In order: nothing sampled, no token at all, one token, one group of all responses, groups out of
+order.
+"""
 
 
 def batches() -> list[tuple[str, Batch]]:
-    """Each batch, with every column filled in, behind its name and shape."""
+    """Return every test batch, with all columns filled in, and its name and shape."""
     holes = plain_batch([[True, False, True], [True, True], [], [False], [True], [True] * 6], [2, 0, 2, 1, 2, 0])
     equal = plain_batch([[True, True], [True], [True, True, True]], [0, 0, 0], [0.1, 0.1, 0.1])
     named = [(f"corner {i}", plain_batch(*corner)) for i, corner in enumerate(CORNERS)]
@@ -29,7 +32,15 @@ def batches() -> list[tuple[str, Batch]]:
 
 
 def plain_batch(mask: Sequence[Sequence[bool]], prompt_of: Sequence[int], rewards: Sequence[float] | None = None) -> Batch:
-    """Fixed, unequal numbers in float64 in every column that a step fills in before its advantages."""
+    """Build a batch with fixed, unequal numbers in every column filled in before advantages.
+
+    All numbers are float64.
+
+    Args:
+        mask: Sampled mask of each response.
+        prompt_of: Group label of each response.
+        rewards: One per response. ``None`` alternates 0 and 1.
+    """
     rng = random.Random(0)
     columns = ("logprobs", "old_logprobs", "behavior_logprobs", "ref_logprobs", "values")
     rows = {name: [-rng.uniform(0.1, 2) for row in mask for _ in row] for name in columns}
@@ -49,23 +60,23 @@ def plain_batch(mask: Sequence[Sequence[bool]], prompt_of: Sequence[int], reward
 
 
 def empty_batch() -> Batch:
-    """No prompt and no answer."""
+    """Return a batch without prompts or responses."""
     return plain_batch([], [])
 
 
 def dense(labels: Sequence[int]) -> list[int]:
-    """The same groups named 0..P-1, in the order of their names and not of their first members."""
+    """Renumber the groups to 0..P-1 in the order of their labels."""
     names = sorted(set(labels))
     return [names.index(x) for x in labels]
 
 
 def double(numbers: Sequence[float]) -> Tensor:
-    """As float64."""
+    """Return ``numbers`` as a float64 tensor."""
     return torch.tensor(list(numbers), dtype=torch.float64)
 
 
 def filled(batch: Batch) -> Batch:
-    """Advantages of both signs and of 0, returns, entropies, process rewards, and rewards of greedy answers."""
+    """Fill in the remaining columns, with advantages of both signs and 0."""
     n = torch.arange(batch.tokens)
     signs = double([-1.5, 0.5, 0.0, 2.0])
     return batch.replace(
@@ -81,20 +92,24 @@ def filled(batch: Batch) -> Batch:
 
 
 def there(column: Tensor | None) -> Tensor:
-    """A column that these batches have."""
+    """Return a column that the test batches have.
+
+    Raises:
+        ValueError: If the column is not filled in.
+    """
     if column is None:
         raise ValueError("the column is not filled in")
     return column
 
 
 def with_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Every number of ``batch`` in ``dtype``."""
+    """Cast every floating-point column of ``batch`` to ``dtype``."""
     columns = {k: v for axis in ("token", "sample") for k, v in batch.columns(axis).items() if v.is_floating_point()}
     return batch.replace(**{k: v.to(dtype) for k, v in columns.items()})
 
 
 def extremes() -> Iterator[tuple[str, Batch]]:
-    """Policies 20 nats away from the old one and from the reference, either way."""
+    """Yield batches whose policy is 20 nats above or below the old policy and the reference."""
     for name, batch in batches():
         for gap in (20.0, -20.0):
             old = there(batch.old_logprobs)
@@ -103,27 +118,27 @@ def extremes() -> Iterator[tuple[str, Batch]]:
 
 
 def group_parts(batch: Batch) -> list[Tensor]:
-    """The rows of each prompt."""
+    """Return the row indices of each prompt."""
     return [(batch.prompt_of == p).nonzero()[:, 0] for p in batch.prompt_of.unique()]
 
 
 def whole_part(batch: Batch) -> list[Tensor]:
-    """All answers together."""
+    """Return all row indices as one part."""
     return [torch.arange(len(batch))]
 
 
 def row_parts(batch: Batch) -> list[Tensor]:
-    """Every answer alone."""
+    """Return each row index as one part."""
     return [torch.tensor([i]) for i in range(len(batch))]
 
 
 def reversed_order(batch: Batch) -> Tensor:
-    """The last answer first."""
+    """Return the row indices in reverse."""
     return torch.arange(len(batch) - 1, -1, -1)
 
 
 def renumbered(batch: Batch) -> Batch:
-    """The same groups under other names: the prompts in reverse."""
+    """Return the batch with its prompts in reverse order and the groups relabeled."""
     count = len(batch.prompts)
     return Batch(
         batch.prompts.select(torch.arange(count - 1, -1, -1)),
@@ -135,20 +150,29 @@ def renumbered(batch: Batch) -> Batch:
 
 
 def spoiled(batch: Batch) -> Batch:
-    """Other numbers at the tokens that were not sampled."""
+    """Replace the numbers at tokens that were not sampled."""
     names = ("old_logprobs", "ref_logprobs", "behavior_logprobs", "values", "logprobs", "entropy", "process_rewards", "energy")
     columns = batch.columns("token")
     return batch.replace(**{k: torch.where(batch.mask, columns[k], -3.7 - i) for i, k in enumerate(names)})
 
 
 def groups() -> list[list[Rollout]]:
-    """No answer, one, several; equal and unequal rewards; an answer without tokens."""
+    """Return groups of no, one and several responses with equal and unequal rewards.
+
+    Some responses have no tokens.
+    """
     rewards = [[], [1.0], [0.0], [0.5, 0.5, 0.5], [0.0, 1.0, 0.25], [-3.0, 7.0]]
     return [[rollout(reward, length) for length, reward in enumerate(row)] for row in rewards]
 
 
 def rollout(reward: float, length: int, prompt: str = "a") -> Rollout:
-    """An answer of ``length`` sampled tokens."""
+    """Build a response of ``length`` sampled tokens.
+
+    Args:
+        reward: Its reward.
+        length: Number of tokens; also its seed.
+        prompt: Id of its prompt.
+    """
     return Rollout(
         prompt=Prompt(prompt, [1, 2]),
         token_ids=[3] * length,
@@ -162,7 +186,10 @@ def rollout(reward: float, length: int, prompt: str = "a") -> Rollout:
 
 
 def shown(batch: Batch) -> str:
-    """The shape of a batch in one line: ``1`` a token that was sampled, ``0`` one that was not."""
+    """Format the layout of a batch in one line.
+
+    A sampled token is ``1``, another token ``0``.
+    """
     marks = "".join(str(int(m)) for m in batch.mask.tolist())
     starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
     rows = [marks[a : a + n] or "-" for a, n in zip(starts, batch.lengths.tolist(), strict=True)]

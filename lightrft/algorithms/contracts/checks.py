@@ -1,7 +1,9 @@
-"""What any advantage, loss, correction, gate, aggregation, KL estimator, shaping or filter owes the loop, whatever its formula.
+"""Check the contract of each kind of algorithm function, whatever its formula.
 
-Each ``check_*`` takes one function and raises ``Broken`` where it breaks the contract, with the batch that shows it.
-``ADVANTAGE_CHECKS`` and its siblings list them by kind; a user's own function is held to the same (``lightrft check``).
+The kinds are advantages, losses, corrections, gates, aggregations, KL estimators, shapings and
+filters. Each ``check_*`` takes one function. It raises ``Broken`` with the batch that reveals the
+violation. ``ADVANTAGE_CHECKS`` and the other lists name the checks of each kind. ``lightrft check``
+runs them on a user's function too.
 """
 
 from __future__ import annotations
@@ -40,24 +42,30 @@ LIMIT = 8
 
 
 class Broken(AssertionError):
-    """A function does not keep the contract of its kind; the message says on which batch, and what came out."""
+    """A function violates the contract of its kind. The message names the batch and the result."""
 
 
 def expect(held: bool | Tensor, what: str) -> None:
-    """Raises ``Broken`` with ``what`` unless ``held``."""
+    """Raise ``Broken`` with the message ``what`` if a condition is false."""
     if not held:
         raise Broken(what)
 
 
 def expect_close(found: Tensor, expected: Tensor, where: str) -> None:
-    """``found`` is ``expected`` up to rounding in float64."""
+    """Raise ``Broken`` unless ``found`` equals ``expected`` up to float64 rounding.
+
+    Args:
+        found: The result.
+        expected: The result that the contract demands.
+        where: Start of the error message.
+    """
     expect(found.shape == expected.shape, f"{where}: shape {tuple(found.shape)}, not {tuple(expected.shape)}")
     close = torch.isclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
     expect(close.all(), f"{where}: {_short(found)}, not {_short(expected)}")
 
 
 def expect_same_in_float32(run: Callable[[Batch], Tensor]) -> None:
-    """What ``run`` makes of a batch in float32 is that of float64 up to rounding in float32."""
+    """Raise ``Broken`` unless float32 and float64 inputs give the same up to float32 rounding."""
     for name, batch in batches():
         exact = run(batch).double()
         found = run(with_dtype(batch, torch.float32)).double()
@@ -66,37 +74,55 @@ def expect_same_in_float32(run: Callable[[Batch], Tensor]) -> None:
 
 
 def expect_finite(found: Tensor, where: str) -> None:
-    """No nan and no infinity."""
+    """Raise ``Broken`` if a number is NaN or infinite."""
     expect(torch.isfinite(found).all(), f"{where}: {_short(found)}")
 
 
 def expect_shape(found: Tensor, length: int, where: str) -> None:
-    """One number for each of ``length`` tokens or answers."""
+    """Raise ``Broken`` unless ``found`` has one number per token or response.
+
+    Args:
+        found: The result.
+        length: Number of tokens or responses.
+        where: Start of the error message.
+    """
     expect(found.shape == (length,), f"{where}: shape {tuple(found.shape)}, not ({length},)")
 
 
 def expect_zero(found: Tensor, where: str) -> None:
-    """Exactly 0 everywhere."""
+    """Raise ``Broken`` unless every number is exactly 0."""
     expect(not found.any(), f"{where}: {_short(found)}, not 0")
 
 
 def expect_unchanged(batch: Batch, before: Batch, where: str) -> None:
-    """Every column is as it was."""
+    """Raise ``Broken`` if a column differs from the batch as it was before.
+
+    Args:
+        batch: The batch after the call.
+        before: A copy made before the call.
+        where: Start of the error message.
+    """
     for axis in ("token", "sample"):
         for key, column in before.columns(axis).items():
             expect(torch.equal(getattr(batch, key), column), f"{where}: {key} was written to")
 
 
 def _short(x: Tensor) -> list[Any]:
-    """``x`` as a person reads it."""
+    """Return the numbers of ``x``, rounded for an error message."""
     return [round(v, 6) if isinstance(v, float) else v for v in x.detach().tolist()]
 
 
-# A function of a batch that gives one number per token or per response
+# Functions of a batch that return one number per token or per response
 
 
 def check_order(run: Callable[[Batch], Tensor], axis: str, split: Callable[[Batch], Sequence[Tensor]]) -> None:
-    """Neither splitting, nor the order of the responses, nor the names of the prompts may change a number."""
+    """Check that splitting, response order and prompt labels do not change any number.
+
+    Args:
+        run: The function under test.
+        axis: ``token`` or ``sample``, the axis of its result.
+        split: Returns the parts (row indices) that must give the same on their own.
+    """
     for name, batch in batches():
         whole = run(batch)
         expect_close(run(renumbered(batch)), whole, f"{name}, prompts renumbered")
@@ -112,7 +138,7 @@ def check_order(run: Callable[[Batch], Tensor], axis: str, split: Callable[[Batc
 
 
 def advantages_of(function: Function, batch: Batch) -> tuple[Tensor, Tensor]:
-    """With the outcome at the last sampled token and a little on every other one."""
+    """Call an advantage with outcomes at last sampled tokens and a penalty on every sampled one."""
     rows = Rows.of(batch)
     rewards = there(batch.rewards)
     token = torch.where(batch.mask, there(batch.ref_logprobs) / 10, 0.0).to(rewards.dtype)
@@ -122,14 +148,16 @@ def advantages_of(function: Function, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def check_advantage_is_finite(function: Function) -> None:
-    """Finite on empty and fully masked answers, groups of one, equal rewards and policies far apart."""
+    """Advantages are finite for empty and fully masked responses, groups of one, equal rewards and
+    distant policies.
+    """
     for name, batch in [*batches(), *extremes()]:
         for column in advantages_of(function, batch):
             expect_finite(column, name)
 
 
 def check_advantage_is_zero_where_nothing_was_sampled(function: Function) -> None:
-    """Exactly 0 at tokens that the policy did not sample, and one number per token."""
+    """There is one number per token, exactly 0 at tokens that the policy did not sample."""
     for name, batch in batches():
         for column in advantages_of(function, batch):
             expect_shape(column, batch.tokens, name)
@@ -137,22 +165,23 @@ def check_advantage_is_zero_where_nothing_was_sampled(function: Function) -> Non
 
 
 def check_advantage_ignores_what_was_not_sampled(function: Function) -> None:
-    """Whatever stands at tokens that were not sampled changes nothing."""
+    """Values at tokens that were not sampled do not change the result."""
     for name, batch in batches():
         for a, b in zip(advantages_of(function, spoiled(batch)), advantages_of(function, batch), strict=True):
             expect_close(a, b, name)
 
 
 def check_advantage_is_by_group_not_by_place(function: Function) -> None:
-    """A group alone, answers in another order and prompts under other names give the same; one that says that it ``needs`` the
-    batch may take its statistics over all of it."""
+    """The result depends on the group alone, not on the order of responses or the labels of
+    prompts. An advantage that ``needs`` the batch may use statistics over all of it.
+    """
     split = whole_part if "batch" in needs_of(function) else group_parts
     for which in (0, 1):
         check_order(lambda batch, which=which: advantages_of(function, batch)[which], "token", split)
 
 
 def needs_of(function: Function) -> frozenset[str]:
-    """As it was registered with, or its own attribute."""
+    """Return the ``needs`` of a registered function, or the attribute ``needs`` of another one."""
     function = inspect.unwrap(function)
     tables: tuple[Registry[Any], ...] = (ADVANTAGES, CORRECTIONS)
     registered = [table.about(name).needs for table in tables for name in table if table[name] is function]
@@ -160,7 +189,7 @@ def needs_of(function: Function) -> frozenset[str]:
 
 
 def check_advantage_keeps_the_dtype(function: Function) -> None:
-    """float32 stays float32 and float64 stays float64."""
+    """The result has the dtype of the input, float32 or float64."""
     for dtype in (torch.float32, torch.float64):
         for name, batch in batches():
             for column in advantages_of(function, with_dtype(batch, dtype)):
@@ -168,13 +197,13 @@ def check_advantage_keeps_the_dtype(function: Function) -> None:
 
 
 def check_advantage_is_the_same_in_float32(function: Function) -> None:
-    """float32 gives what float64 does, up to rounding."""
+    """Float32 and float64 give the same result, up to rounding."""
     for which in (0, 1):
         expect_same_in_float32(lambda batch, which=which: advantages_of(function, batch)[which])
 
 
 def check_advantage_leaves_its_input_alone(function: Function) -> None:
-    """No column of the batch is written to."""
+    """The function writes to no column of the batch."""
     for name, batch in batches():
         before = copy.deepcopy(batch)
         advantages_of(function, batch)
@@ -185,13 +214,22 @@ def check_advantage_leaves_its_input_alone(function: Function) -> None:
 
 
 def losses_of(function: Function, batch: Batch, logprobs: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-    """On policy's neighbour: the behaviour log-probs stand for the new ones."""
+    """Call a loss slightly off policy: the behavior log-probs stand in for the new ones.
+
+    Args:
+        function: The loss.
+        batch: The batch.
+        logprobs: ``[N]``, the new log-probs. ``None`` uses ``batch.behavior_logprobs``.
+    """
     new = batch.behavior_logprobs if logprobs is None else logprobs
     return function(new, batch.old_logprobs, batch.advantages, Rows.of(batch), LossConfig(dual_clip=3.0))
 
 
 def loss_gradient(function: Function, batch: Batch) -> Tensor:
-    """Of the summed losses at sampled tokens, with respect to the log-probs ``[N]``."""
+    """Return the gradient of the summed losses at sampled tokens, ``[N]``.
+
+    It is taken with respect to the log-probs.
+    """
     leaf = there(batch.behavior_logprobs).clone().requires_grad_()
     losses, _ = losses_of(function, batch, leaf)
     expect(losses.requires_grad, "the losses carry no gradient of the log-probs")
@@ -211,14 +249,16 @@ def check_loss_is_finite(function: Function) -> None:
 
 
 def check_loss_without_advantage_has_no_gradient(function: Function) -> None:
-    """Where every advantage is 0 the gradient is exactly 0."""
+    """The gradient is exactly 0 if every advantage is 0."""
     for name, batch in [*batches(), *extremes()]:
         flat = batch.replace(advantages=torch.zeros_like(there(batch.advantages)))
         expect_zero(loss_gradient(function, flat), f"{name}, gradient where every advantage is 0")
 
 
 def check_loss_on_policy_pushes_along_the_advantage(function: Function) -> None:
-    """On policy, descent raises what has a positive advantage and lowers what has a negative one."""
+    """On policy, descent raises tokens with a positive advantage and lowers tokens with a negative
+    one.
+    """
     for name, batch in batches():
         found = loss_gradient(function, batch.replace(behavior_logprobs=batch.old_logprobs))
         advantages = there(batch.advantages)
@@ -228,7 +268,7 @@ def check_loss_on_policy_pushes_along_the_advantage(function: Function) -> None:
 
 
 def check_loss_ignores_what_was_not_sampled(function: Function) -> None:
-    """Tokens that were not sampled have no gradient and change nobody else's loss."""
+    """Tokens that were not sampled have no gradient and do not change the loss of other tokens."""
     for name, batch in batches():
         expect_close(losses_of(function, spoiled(batch))[0][batch.mask], losses_of(function, batch)[0][batch.mask], name)
         expect_close(loss_gradient(function, spoiled(batch))[batch.mask], loss_gradient(function, batch)[batch.mask], name)
@@ -236,13 +276,13 @@ def check_loss_ignores_what_was_not_sampled(function: Function) -> None:
 
 
 def check_loss_is_by_response(function: Function) -> None:
-    """An answer alone, or in another place, has the same loss and gradient."""
+    """A response has the same loss and gradient alone, and in any other position."""
     check_order(lambda batch: torch.where(batch.mask, losses_of(function, batch)[0], 0.0), "token", row_parts)
     check_order(lambda batch: loss_gradient(function, batch), "token", row_parts)
 
 
 def check_loss_keeps_the_dtype(function: Function) -> None:
-    """float32 stays float32 and float64 stays float64; statistics carry no gradient."""
+    """The loss has the dtype of the input, float32 or float64; statistics carry no gradient."""
     for dtype in (torch.float32, torch.float64):
         for name, batch in batches():
             losses, stats = losses_of(function, with_dtype(batch, dtype))
@@ -252,7 +292,7 @@ def check_loss_keeps_the_dtype(function: Function) -> None:
 
 
 def check_loss_is_the_same_in_float32(function: Function) -> None:
-    """float32 gives the loss and gradient of float64, up to rounding."""
+    """Float32 and float64 give the same loss and gradient, up to rounding."""
     expect_same_in_float32(lambda batch: torch.where(batch.mask, losses_of(function, batch)[0], 0.0))
     expect_same_in_float32(lambda batch: loss_gradient(function, batch))
 
@@ -261,7 +301,7 @@ def check_loss_is_the_same_in_float32(function: Function) -> None:
 
 
 def check_aggregation_is_finite_and_not_negative(function: Function) -> None:
-    """One finite weight per token, none below 0."""
+    """There is one finite weight per token, and none is negative."""
     for name, batch in batches():
         weights = function(Rows.of(batch), LIMIT)
         expect_finite(weights, name)
@@ -270,19 +310,19 @@ def check_aggregation_is_finite_and_not_negative(function: Function) -> None:
 
 
 def check_aggregation_is_zero_exactly_where_nothing_was_sampled(function: Function) -> None:
-    """Every sampled token has a weight, and no other does."""
+    """Every sampled token has a positive weight, and every other token has weight 0."""
     for name, batch in batches():
         weights = function(Rows.of(batch), LIMIT)
         expect(((weights > 0) == batch.mask).all(), f"{name}: weights {_short(weights)}")
 
 
 def check_aggregation_is_by_response(function: Function) -> None:
-    """Answers in another order and prompts under other names give the same."""
+    """The weights do not depend on the order of responses or the labels of prompts."""
     check_order(lambda batch: function(Rows.of(batch), LIMIT), "token", lambda batch: [])
 
 
 def check_aggregation_is_a_mean(function: Function) -> None:
-    """A batch beside a copy of itself has the loss of the batch."""
+    """A batch concatenated with a copy of itself has the same loss."""
     for name, batch in batches():
         twice = Batch.cat([batch, batch])
         expected = function(Rows.of(batch), LIMIT) / 2
@@ -293,7 +333,7 @@ def check_aggregation_is_a_mean(function: Function) -> None:
 
 
 def check_kl_is_finite(function: Function) -> None:
-    """Finite, with a finite gradient, for log-ratios up to 20, and as wide as its input."""
+    """Estimate and gradient are finite for log-ratios up to 20, and keep the dtype of the input."""
     for dtype in (torch.float32, torch.float64):
         d = torch.tensor([-20.0, -1.0, -1e-6, 0.0, 1e-6, 1.0, 20.0], dtype=dtype, requires_grad=True)
         found = function(d, torch.zeros_like(d))
@@ -304,13 +344,13 @@ def check_kl_is_finite(function: Function) -> None:
 
 
 def check_kl_is_zero_between_equals(function: Function) -> None:
-    """Exactly 0 where the two log-probs are equal."""
+    """The estimate is exactly 0 where the two log-probs are equal."""
     logprobs = torch.tensor([-20.0, -0.3, 0.0])
     expect_zero(function(logprobs, logprobs), f"log-probs {_short(logprobs)} of both")
 
 
 def check_kl_is_by_token(function: Function) -> None:
-    """A token alone gives the same."""
+    """The estimate of a token does not depend on other tokens."""
     for name, batch in batches():
         old, ref = there(batch.old_logprobs), there(batch.ref_logprobs)
         whole = function(old, ref)
@@ -322,7 +362,16 @@ def check_kl_is_by_token(function: Function) -> None:
 
 
 def correction_of(function: Function, batch: Batch, logprobs: Tensor | None = None) -> Tensor:
-    """``[N]`` at sampled tokens, 0 elsewhere, with something for every option that must be given."""
+    """Call a correction with a value for every required option.
+
+    Args:
+        function: The correction.
+        batch: The batch.
+        logprobs: ``[N]``, the log-probs of the current policy. ``None`` uses ``batch.logprobs``.
+
+    Returns:
+        The weights at sampled tokens and 0 elsewhere, ``[N]``.
+    """
     now = there(batch.logprobs) if logprobs is None else logprobs
     columns = now, there(batch.old_logprobs), there(batch.behavior_logprobs), there(batch.advantages)
     weights = function(*columns, Rows.of(batch), **example_options(function))
@@ -331,7 +380,9 @@ def correction_of(function: Function, batch: Batch, logprobs: Tensor | None = No
 
 
 def check_correction_is_finite_and_not_negative(function: Function) -> None:
-    """Finite and at least 0, on empty and fully masked answers and 20 nats off policy."""
+    """Weights are finite and at least 0, for empty and fully masked responses and 20 nats off
+    policy.
+    """
     for dtype in (torch.float32, torch.float64):
         for name, batch in [*batches(), *extremes()]:
             weights = correction_of(function, with_dtype(batch, dtype))
@@ -341,7 +392,7 @@ def check_correction_is_finite_and_not_negative(function: Function) -> None:
 
 
 def check_correction_is_one_between_equals(function: Function) -> None:
-    """Where sampler, old policy and policy are one, nothing is corrected."""
+    """The weights are 1 where sampler, old policy and current policy are equal."""
     for name, batch in batches():
         same = batch.replace(behavior_logprobs=batch.old_logprobs, logprobs=batch.old_logprobs)
         weights = correction_of(function, same)[batch.mask]
@@ -349,13 +400,15 @@ def check_correction_is_one_between_equals(function: Function) -> None:
 
 
 def check_correction_ignores_what_was_not_sampled(function: Function) -> None:
-    """Whatever stands at tokens that were not sampled changes nothing."""
+    """Values at tokens that were not sampled do not change the result."""
     for name, batch in batches():
         expect_close(correction_of(function, spoiled(batch)), correction_of(function, batch), name)
 
 
 def check_correction_is_by_response(function: Function) -> None:
-    """An answer alone, or in another place, has the same weights; one that says that it ``needs`` the batch may compare all of it."""
+    """A response has the same weights alone, and in any other position. A correction that ``needs``
+    the batch may compare all of it.
+    """
     split = whole_part if "batch" in needs_of(function) else row_parts
     check_order(lambda batch: correction_of(function, batch), "token", split)
 
@@ -364,7 +417,13 @@ def check_correction_is_by_response(function: Function) -> None:
 
 
 def gate_of(function: Function, batch: Batch, settings: LossConfig | None = None) -> Tensor:
-    """``[2, N]``: what is kept, and the pull, as two rows of numbers."""
+    """Call a gate and return ``keep`` and ``pull`` as two rows, ``[2, N]``.
+
+    Args:
+        function: The gate.
+        batch: The batch.
+        settings: ``None`` uses the defaults.
+    """
     generator = torch.Generator().manual_seed(3)
     gate = function(batch, settings or LossConfig(), generator, **example_options(function))
     pull = torch.zeros(batch.tokens) if gate.pull is None else gate.pull
@@ -374,7 +433,9 @@ def gate_of(function: Function, batch: Batch, settings: LossConfig | None = None
 
 
 def check_gate_keeps_a_share_between_nothing_and_all(function: Function) -> None:
-    """Finite, in [0, 1] and exactly 0 where nothing was sampled; the pull is finite, not negative and 0 there too."""
+    """``keep`` is in [0, 1] and ``pull`` is finite and not negative; both are exactly 0 where
+    nothing was sampled.
+    """
     for name, batch in [*batches(), *extremes()]:
         keep, pull = gate_of(function, batch)
         expect_finite(pull, name)
@@ -385,19 +446,21 @@ def check_gate_keeps_a_share_between_nothing_and_all(function: Function) -> None
 
 
 def check_gate_ignores_what_was_not_sampled(function: Function) -> None:
-    """Whatever stands at tokens that were not sampled changes nothing."""
+    """Values at tokens that were not sampled do not change the result."""
     for name, batch in batches():
         expect_close(gate_of(function, spoiled(batch)), gate_of(function, batch), name)
 
 
 def check_gate_is_by_content_not_by_place(function: Function) -> None:
-    """Answers in another order and prompts under other names give the same choice, a random one too."""
+    """The choice, also a random one, does not depend on the order of responses or the labels of
+    prompts.
+    """
     for index in (0, 1):
         check_order(lambda batch, index=index: gate_of(function, batch)[index], "token", whole_part)
 
 
 def check_gate_leaves_its_input_alone(function: Function) -> None:
-    """No column of the batch is written to."""
+    """The function writes to no column of the batch."""
     for name, batch in batches():
         before = copy.deepcopy(batch)
         gate_of(function, batch)
@@ -408,7 +471,7 @@ def check_gate_leaves_its_input_alone(function: Function) -> None:
 
 
 def example_options(function: Function) -> dict[str, Any]:
-    """Something for every keyword that has no default: 2 or 0.5."""
+    """Return a value for every required keyword option: 2 for an integer, else 0.5."""
     needed = [
         p
         for p in inspect.signature(function).parameters.values()
@@ -418,24 +481,28 @@ def example_options(function: Function) -> dict[str, Any]:
 
 
 def shaped(function: Function, batch: Batch) -> Tensor:
-    """``[B]``, with something for every option that must be given."""
+    """Call a shaping with a value for every required option, ``[B]``."""
     return function(batch, batch.rewards, max_new_tokens=LIMIT, **example_options(function))
 
 
 def check_shaping_is_finite(function: Function) -> None:
-    """Finite on empty and fully masked answers, groups of one and equal rewards; one number per answer."""
+    """There is one finite number per response, for empty and fully masked responses, groups of
+    one and equal rewards.
+    """
     for name, batch in [*batches(), *extremes()]:
         expect_finite(shaped(function, batch), name)
         expect_shape(shaped(function, batch), len(batch), name)
 
 
 def check_shaping_is_by_group_not_by_place(function: Function) -> None:
-    """A group alone, answers in another order and prompts under other names give the same."""
+    """The result depends on the group alone, not on the order of responses or the labels of
+    prompts.
+    """
     check_order(lambda batch: shaped(function, batch), "sample", group_parts)
 
 
 def check_shaping_keeps_the_dtype(function: Function) -> None:
-    """float32 stays float32 and float64 stays float64."""
+    """The result has the dtype of the input, float32 or float64."""
     for dtype in (torch.float32, torch.float64):
         for name, batch in batches():
             found = shaped(function, with_dtype(batch, dtype))
@@ -443,12 +510,12 @@ def check_shaping_keeps_the_dtype(function: Function) -> None:
 
 
 def check_shaping_is_the_same_in_float32(function: Function) -> None:
-    """float32 gives what float64 does, up to rounding."""
+    """Float32 and float64 give the same result, up to rounding."""
     expect_same_in_float32(lambda batch: shaped(function, batch))
 
 
 def check_shaping_leaves_its_input_alone(function: Function) -> None:
-    """No column of the batch is written to."""
+    """The function writes to no column of the batch."""
     for name, batch in batches():
         before = copy.deepcopy(batch)
         shaped(function, batch)
@@ -456,7 +523,7 @@ def check_shaping_leaves_its_input_alone(function: Function) -> None:
 
 
 def check_filter_gives_a_reason_or_nothing(function: Function) -> None:
-    """The empty text or a reason on one line, also for a group without answers."""
+    """The result is an empty string or a reason on one line, also for a group without responses."""
     for group in groups():
         reason = function(group, **example_options(function))
         expect(isinstance(reason, str), f"{_rewards(group)}: {reason!r} is not text")
@@ -464,7 +531,9 @@ def check_filter_gives_a_reason_or_nothing(function: Function) -> None:
 
 
 def check_filter_is_by_content_not_by_place(function: Function) -> None:
-    """Answers in another order and another prompt give the same, and the group is left as it is."""
+    """The result does not depend on the order of responses or the prompt, and the group is not
+    modified.
+    """
     for group in groups():
         options = example_options(function)
         before = copy.deepcopy(group)

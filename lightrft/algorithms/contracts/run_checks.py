@@ -1,4 +1,4 @@
-"""Every check of a kind, run on one function."""
+"""Run every check of a kind on one function."""
 
 from __future__ import annotations
 
@@ -28,9 +28,17 @@ CHECKS: Mapping[str, Sequence[FunctionType]] = {
 
 
 def verdicts(name: str, kind: str, options: Mapping[str, Any]) -> list[Verdict]:
-    """Every check of ``kind`` on the function ``name`` with ``options``, whatever the others say.
+    """Run every check of a kind on a function and return one verdict per check.
 
-    Raises ``ConfigError`` where the function does not exist, or cannot be called as its kind is.
+    A failed check does not stop the others.
+
+    Args:
+        name: A registered name, or ``package.module:function``.
+        kind: A key of ``KINDS``.
+        options: Options of the function.
+
+    Raises:
+        ConfigError: If the function does not exist or its signature does not fit its kind.
     """
     row = KINDS[kind]
     problems = list(misfit(row.key, row.registry, Part(name=name, options=dict(options)), len(row.arguments), *row.given))
@@ -41,7 +49,7 @@ def verdicts(name: str, kind: str, options: Mapping[str, Any]) -> list[Verdict]:
 
 
 def with_options(function: Function, options: Mapping[str, Any]) -> Function:
-    """``function`` with these ``options``, whatever else it is given."""
+    """Bind ``options`` to ``function``; they override other keywords."""
 
     @functools.wraps(function)
     def held(*values: Any, **keywords: Any) -> Any:
@@ -51,7 +59,7 @@ def with_options(function: Function, options: Mapping[str, Any]) -> Function:
 
 
 def verdict(check: FunctionType, function: Function) -> Verdict:
-    """``check`` on ``function``. Whatever the function raises breaks the check."""
+    """Run ``check`` on ``function``. Any exception that the function raises fails the check."""
     words = check.__name__.removeprefix("check_").partition("_")[2].replace("_", " ")
     asks = " ".join((check.__doc__ or "").split())
     try:

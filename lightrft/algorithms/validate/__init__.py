@@ -1,1 +1,1 @@
-"""Refuse combinations of algorithm settings that make no sense."""
+"""Reject combinations of algorithm settings that make no sense."""

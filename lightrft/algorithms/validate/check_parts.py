@@ -17,7 +17,7 @@ from lightrft.utils.registry import Registry
 
 
 def check_parts(algorithm: AlgorithmConfig) -> None:
-    """Raises ``ConfigError`` with every name that is not known, every option that does not fit, and every nonsense combination."""
+    """Raise ``ConfigError`` with every unknown name, misfit option and nonsense combination."""
     problems = [*_problems(algorithm), *nonsense(algorithm)]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -35,7 +35,7 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, Part]]:
-    """The functions that the settings name: kind, setting, and name with options."""
+    """Yield the functions that the settings name: kind, setting, and name with options."""
     advantage, loss = algorithm.advantage, algorithm.loss
     yield "advantage", "algorithm.advantage", Part(name=advantage.name, options=advantage.options)
     yield "loss", "algorithm.loss", Part(name=loss.name, options=loss.options)
@@ -53,12 +53,12 @@ def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, Part]]:
 
 
 def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Scales of rewards and values that the advantage in force has no use for."""
+    """Yield reward and value scales that the configured advantage does not use."""
     name, settings = algorithm.advantage.name, algorithm.normalize
     try:
         needs = ADVANTAGES.about(name).needs
     except ConfigError:
-        return  # told where the name is looked up
+        return  # reported where the name is looked up
     if settings.values and "critic" not in needs:
         yield f"algorithm.normalize.values = True changes nothing: advantage {name!r} has no critic"
     if algorithm.value != ValueConfig() and "critic" not in needs:
@@ -75,7 +75,7 @@ def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _unread(key: str, registry: Registry[Any], settings: AdvantageConfig | LossConfig, also: set[str]) -> Iterator[str]:
-    """Settings that were changed and that the built-in function in force does not read."""
+    """Yield changed settings that the configured built-in function does not read."""
     if settings.name not in registry:
         return
     read = registry.about(settings.name).reads | also | {"name", "options", "whiten"}

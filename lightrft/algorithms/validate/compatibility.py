@@ -1,6 +1,7 @@
-"""Combinations of parts that make no sense: each is told with the reason and the way out, before anything is loaded.
+"""Reject combinations of parts that make no sense, before anything is loaded.
 
-Only built-in parts are judged: what a user's own function reads is not known.
+Each message gives the reason and a way out. Only built-in parts are judged, since the reads of a
+user's function are unknown.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lightrft.config.base import Settings
 
 
 def nonsense(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """One line for each combination that cannot be meant."""
+    """Yield one line for each combination that cannot be intended."""
     yield from _ratio(algorithm)
     yield from _proximal(algorithm)
     yield from _kl(algorithm)
@@ -57,7 +58,7 @@ def _ratio(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _varies(algorithm: AlgorithmConfig) -> str:
-    """Why advantages differ from token to token inside a response; empty where they do not, or where that is not known."""
+    """Return why advantages differ within a response; empty if they do not, or if unknown."""
     name, gamma = algorithm.advantage.name, algorithm.advantage.gamma
     if name in ADVANTAGES and {"critic", "process"} & ADVANTAGES.about(name).needs:
         return f"advantage {name!r} has one for each token"
@@ -113,7 +114,7 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 
 def _rewards(algorithm: AlgorithmConfig) -> Iterator[str]:
-    """Changes of rewards that the advantage does not read, or that its threshold is not for."""
+    """Yield reward changes that the advantage does not read, or that invalidate its threshold."""
     name, normalize = algorithm.advantage.name, algorithm.normalize
     given = {f"normalize.{k}": getattr(normalize, k) for k in ("terms", "rewards") if getattr(normalize, k) != "none"}
     if algorithm.kl.used and algorithm.kl.where == "reward":

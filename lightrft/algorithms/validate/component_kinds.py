@@ -1,4 +1,4 @@
-"""The kinds of functions that an algorithm is put together from: where each is registered, and what it is called with."""
+"""Describe the kinds of functions of an algorithm: their registries and call signatures."""
 
 from __future__ import annotations
 
@@ -25,8 +25,16 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """``arguments`` are given by place and ``given`` by keyword; every other keyword of a function is an option of its own.
-    ``key`` is the setting that names one."""
+    """The registry and call signature of one kind of function.
+
+    Any other keyword of a function is an option.
+
+    Attributes:
+        registry: Where the functions are registered.
+        key: The setting that names a function.
+        arguments: Names of the positional arguments.
+        given: Names of the keyword arguments.
+    """
 
     registry: Registry[Any]
     key: str
@@ -34,7 +42,10 @@ class Kind:
     given: tuple[str, ...] = ()
 
     def options(self, function: Function) -> dict[str, Any]:
-        """The options that ``function`` takes and their defaults; ``inspect.Parameter.empty`` where one must be given."""
+        """Return the options of ``function`` with their defaults.
+
+        A required option has ``inspect.Parameter.empty``.
+        """
         parameters = list(inspect.signature(function).parameters.values())[len(self.arguments) :]
         kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return {p.name: p.default for p in parameters if p.kind in kinds and p.name not in self.given}
@@ -53,9 +64,12 @@ KINDS: dict[str, Kind] = {
 
 
 def kind_of(name: str) -> str:
-    """The kind of a registered name, or of a function of the user's by the number and names of its arguments.
+    """Return the kind of a registered name or of a user's function.
 
-    Raises ``ConfigError`` where more than one kind would do.
+    A user's function is recognized by the number and names of its arguments.
+
+    Raises:
+        ConfigError: If no kind, or more than one, fits.
     """
     if ":" not in name:
         holders = [kind for kind, row in KINDS.items() if name in row.registry]
@@ -78,7 +92,15 @@ def kind_of(name: str) -> str:
 
 
 def misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given: str) -> Iterator[str]:
-    """Why ``part`` cannot be called with ``arguments`` values, the keywords ``given`` and its own options."""
+    """Yield the reasons why ``part`` cannot be called as its kind is.
+
+    Args:
+        key: The setting, for messages.
+        registry: Where the function is looked up.
+        part: Name and options of the function.
+        arguments: Number of positional arguments.
+        given: Names of the keyword arguments.
+    """
     try:
         function = registry[part.name]
     except ConfigError as error:
@@ -111,9 +133,9 @@ def misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given
 
 
 def _choices(function: Any, options: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Those of ``options`` that take one of a few words, with the words.
+    """Return the options that accept a fixed set of strings, with these strings.
 
-    Other annotations are not evaluated: they may name types of torch, which would then be imported.
+    Other annotations are not evaluated, since they may name torch types, which would import torch.
     """
     bare = inspect.unwrap(function)
     named = {name: hint for name, hint in getattr(bare, "__annotations__", {}).items() if name in options}

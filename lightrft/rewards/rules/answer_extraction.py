@@ -1,4 +1,7 @@
-"""Finding the final answer in what a model wrote. Only ever the answer's own text: a prompt may hold tags and boxes too."""
+"""Extract the final answer from a response.
+
+Only the response is searched, since a prompt may contain tags and boxes too.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
 def gold_of(rollout: RolloutView) -> Any:
-    """What the answer is compared with: the prompt's label, or its reference. Raises ``ValueError`` when it has neither."""
+    """Return the expected answer: the prompt's label, else its reference.
+
+    Raises:
+        ValueError: If the prompt has neither.
+    """
     prompt = rollout.prompt
     gold = prompt.reference if prompt.label is None else prompt.label
     if gold is None or (isinstance(gold, str) and not gold.strip()):
@@ -21,20 +28,23 @@ def gold_of(rollout: RolloutView) -> Any:
 
 
 def after_thinking(text: str) -> str:
-    """``text`` less its thinking; empty while the thinking has not ended."""
+    """Return ``text`` without its thinking; empty while the thinking has not ended."""
     _, end, tail = text.rpartition("</think>")
     text = tail if end else text
     return text.partition("<think>")[0]
 
 
 def in_tags(text: str) -> str | None:
-    """What the last ``<answer>`` tag holds, if there is one."""
+    """Return the content of the last ``<answer>`` tag, if there is one."""
     found = _TAG.findall(text)
     return found[-1] if found else None
 
 
 def last_box(text: str) -> tuple[int, str | None] | None:
-    """Where the last ``\\boxed{}`` starts and what it holds, which is None when it never closes. None where there is no box."""
+    r"""Return the start and the content of the last ``\boxed{}``; ``None`` if there is no box.
+
+    The content is ``None`` if the box never closes.
+    """
     boxes = list(_BOX.finditer(text))
     if not boxes:
         return None
@@ -56,7 +66,10 @@ def last_box(text: str) -> tuple[int, str | None] | None:
 
 
 def visible_answer(text: str) -> str | None:
-    """The answer: in the last box, else in the last tag, else all that follows the thinking. None for an empty or open box."""
+    """Return the final answer; ``None`` if a box is empty or open.
+
+    It is in the last box, else in the last tag, else everything after the thinking.
+    """
     text = after_thinking(text)
     tagged = in_tags(text)
     text = text if tagged is None else tagged

@@ -1,4 +1,4 @@
-"""Whether the answer is the label, letter for letter."""
+"""Reward a final answer that equals the label."""
 
 from __future__ import annotations
 
@@ -22,11 +22,19 @@ def exact_match(
     ignore_punctuation: bool = False,
     ignore_articles: bool = False,
 ) -> float:
-    """1 when the answer equals the label, or one of a list of labels, else 0.
+    r"""Return 1 if the final answer equals the label, or one of a list of labels, else 0.
 
-    The answer is the text after any thinking, or what its last ``<answer>`` tag or ``\\boxed{}`` holds. ``ignore_space`` makes
-    runs of white space one space and trims the ends; ``ignore_articles`` drops a, an and the (as in SQuAD, arXiv 1606.05250).
-    Raises ``ValueError`` when the prompt has neither label nor reference.
+    The final answer is the text after any thinking, or the content of its last ``<answer>`` tag or
+    ``\boxed{}``.
+
+    Args:
+        ignore_case: Compare without case.
+        ignore_space: Replace runs of white space by one space and trim the ends.
+        ignore_punctuation: Remove ASCII punctuation.
+        ignore_articles: Remove a, an and the (as in SQuAD, arXiv 1606.05250).
+
+    Raises:
+        ValueError: If the prompt has neither label nor reference.
     """
 
     def normal(value: object) -> str:

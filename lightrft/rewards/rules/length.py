@@ -1,4 +1,4 @@
-"""Rewards for how long an answer is, in tokens."""
+"""Reward the length of a response, in tokens."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 @REWARDS.register("length")
 def length(rollout: RolloutView, *, limit: int, buffer: int) -> float:
-    """The soft over-long punishment of DAPO (arXiv 2503.14476, equation 13), from 0 to -1.
+    """Return the soft over-long punishment of DAPO, from 0 to -1 (arXiv 2503.14476, eq. 13).
 
-    0 up to ``limit - buffer`` tokens, then falling in a straight line to -1 at ``limit`` and beyond.
-    Raises ``ValueError`` unless ``0 < buffer <= limit``.
+    It is 0 up to ``limit - buffer`` tokens, then falls linearly to -1 at ``limit`` and stays there.
+
+    Args:
+        limit: Length in tokens at which the reward reaches -1.
+        buffer: Length of the falling range, in tokens.
+
+    Raises:
+        ValueError: Unless ``0 < buffer <= limit``.
     """
     if not 0 < buffer <= limit:
         raise ValueError(f"buffer {buffer} must be above 0 and at most limit {limit}")
@@ -21,9 +27,17 @@ def length(rollout: RolloutView, *, limit: int, buffer: int) -> float:
 
 @REWARDS.register("length_target")
 def length_target(rollout: RolloutView, *, target: int, tolerance: int = 0) -> float:
-    """0 within ``tolerance`` tokens of ``target``, then minus the distance from there as a share of ``target``, down to -1.
+    """Return the negative distance from a target length, from 0 to -1.
 
-    Raises ``ValueError`` unless ``target`` is above 0 and ``tolerance`` is not below 0.
+    It is 0 within ``tolerance`` tokens of ``target``. Beyond, it is minus the further distance as a
+    fraction of ``target``.
+
+    Args:
+        target: Length in tokens.
+        tolerance: Distance from ``target`` without penalty, in tokens.
+
+    Raises:
+        ValueError: Unless ``target`` is positive and ``tolerance`` is not negative.
     """
     if target <= 0 or tolerance < 0:
         raise ValueError(f"target {target} must be above 0 and tolerance {tolerance} not below 0")

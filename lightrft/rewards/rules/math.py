@@ -1,7 +1,8 @@
-"""Whether the final answer of a derivation equals the label, as mathematics.
+"""Reward a final answer that is mathematically equal to the label.
 
-Plain numbers are compared exactly and at once; everything else by math-verify, without its own clocks: a call's deadline is the
-worker's business. Nothing that a model writes is ever evaluated as Python.
+Plain numbers are compared exactly and directly. Everything else is compared by math-verify without
+its timers, since the worker enforces the deadline of a call. Nothing that a model writes is
+evaluated as Python.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from lightrft.rewards.rules.number_parsing import plain, quantity, same_quantity
 from lightrft.rewards.sandbox.results import UNGRADED
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
-CPU_SECONDS = 1.2  # of one call: nearly all need a hundredth of it
-LONGEST = 1000  # characters of an answer that are worth parsing
-DEEPEST = 40  # brackets within one another: the parser's time and recursion grow fast with them
-MOST_TERMS = 50_000  # of a power of a sum once it is expanded
-MOST_DIGITS = 5000  # of a number that is worth computing: towers of powers would only burn the deadline
+CPU_SECONDS = 1.2  # of one call; nearly all calls need a hundredth of it
+LONGEST = 1000  # characters of an answer that is worth parsing
+DEEPEST = 40  # nested brackets: the parser's time and recursion grow fast with them
+MOST_TERMS = 50_000  # of an expanded power of a sum
+MOST_DIGITS = 5000  # of a number that is worth computing: towers of powers would use up the deadline
 _MARK = re.compile(r"####[ \t]*(.*)")
 _SAID = re.compile(
     r"\b(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|are|=|:)\s*(?:\*\*)?\s*:?\s*(.+?)\s*(?=\.\s|\.?\**\s*$|\n)", re.IGNORECASE | re.M
@@ -33,12 +34,19 @@ _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%
 @REWARDS.register("math", needs={"label"})
 @ungraded_beyond(CPU_SECONDS)
 def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | dict[str, float]:
-    """1 when the final answer equals the prompt's label (or, without one, its reference), else 0.
+    r"""Return 1 if the final answer equals the prompt's label, else 0.
 
-    The final answer is the last ``\\boxed{}`` or ``####`` after any thinking, whichever comes later; else what follows "the
-    answer is"; else the whole answer when that is one expression; else, with ``last_number``, its last number.
-    An answer that cannot be compared within ``CPU_SECONDS`` or the worker's memory counts as wrong, with the term ``ungraded``.
-    Raises ``ValueError`` when the label is not mathematics, or takes that long to read.
+    Without a label, the prompt's reference is used. The final answer is the last ``\boxed{}`` or
+    ``####`` after any thinking, whichever comes later. Without one it is the text after "the answer
+    is". Else it is the whole response if that is a single expression. A response that cannot be
+    compared within ``CPU_SECONDS`` or the worker's memory counts as wrong, with the term
+    ``ungraded``.
+
+    Args:
+        last_number: As a last resort, take the last number of the response.
+
+    Raises:
+        ValueError: If the label is not mathematics, or cannot be read within ``CPU_SECONDS``.
     """
     gold = gold_text(gold_of(rollout))
     try:
@@ -52,13 +60,13 @@ def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | d
     except OverBudget:
         _forget()
         raise
-    except Exception:  # the label can be read, so it is the answer that cannot: sympy and its parser raise what they like
+    except Exception:  # the label can be read, so the answer cannot: sympy and its parser raise exceptions of any kind
         _forget()
         return {"reward": 0.0, UNGRADED: 1.0}
 
 
 def _forget() -> None:
-    """Empty the caches, so that what a huge expression left there is not charged to the next answer."""
+    """Clear the caches, so that memory of a huge expression is not charged to the next response."""
     from sympy.core.cache import clear_cache
 
     _parsed.cache_clear()
@@ -66,12 +74,12 @@ def _forget() -> None:
 
 
 def warm_up() -> None:
-    """Load the computer-algebra system, which takes seconds, before the first deadline runs."""
+    """Load the computer-algebra system, which takes seconds, before the first deadline starts."""
     equal("x+1", "1+x")
 
 
 def final_answer(text: str, *, last_number: bool = False) -> str | None:
-    """The final answer in ``text``, if there is one."""
+    """Return the final answer in ``text``, if there is one."""
     text = after_thinking(text)
     tagged = in_tags(text)
     text = (text if tagged is None else tagged).strip()
@@ -90,7 +98,11 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
 
 
 def gold_text(gold: Any) -> str:
-    """A label as text: numbers as they are written, worked solutions by their final answer. Raises ``ValueError``."""
+    """Return a label as text; of a worked solution, its final answer.
+
+    Raises:
+        ValueError: If the label is not a finite number or text, or marks an empty final answer.
+    """
     if isinstance(gold, bool) or not isinstance(gold, str | int | float):
         raise ValueError(f"label {gold!r} is {type(gold).__name__}, not a number or text")
     if isinstance(gold, float):
@@ -107,7 +119,11 @@ def gold_text(gold: Any) -> str:
 
 
 def equal(gold: str, answer: str) -> bool:
-    """Whether two expressions are the same mathematics. Raises ``ValueError`` when comparing them would take too long."""
+    """Return whether two expressions are mathematically equal.
+
+    Raises:
+        ValueError: If comparing them would take too long.
+    """
     gold, answer = tidy(gold), tidy(answer)
     gold_plain, answer_plain = plain(gold), plain(answer)
     if not answer_plain or len(answer) > LONGEST:
@@ -121,13 +137,13 @@ def equal(gold: str, answer: str) -> bool:
     if _letters(gold_plain) == _letters(answer_plain):
         return True
     if _is_words(gold_plain) or _is_words(answer_plain):
-        return False  # as a product of variables, a word would equal its anagrams
+        return False  # read as a product of variables, a word would equal its anagrams
     return _verify(_expression(gold), _expression(answer))
 
 
 @lru_cache(maxsize=4096)
 def _check_gold(gold: str) -> None:
-    """Raises ``ValueError`` when ``gold`` is not mathematics."""
+    """Raise ``ValueError`` if ``gold`` is not mathematics."""
     text = tidy(gold)
     words = plain(text)
     if quantity(words) or _is_words(words) or re.fullmatch(r"[A-Za-z]", words):
@@ -138,7 +154,7 @@ def _check_gold(gold: str) -> None:
 
 
 def _unassigned(gold: str, answer: str) -> tuple[str, str]:
-    """Both less a leading ``x =`` where only one has it, or both have the same."""
+    """Remove a leading ``x =`` if only one side has it, or both have the same."""
     named = [re.match(r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])", t) for t in (gold, answer)]
     if named[0] and named[1] and named[0].group(1) != named[1].group(1):
         return gold, answer
@@ -147,7 +163,7 @@ def _unassigned(gold: str, answer: str) -> tuple[str, str]:
 
 
 def _letters(text: str) -> str:
-    """Text for comparison letter for letter; words without regard to case or surrounding brackets."""
+    """Normalize text for literal comparison; words lose case and surrounding brackets."""
     return text.casefold().strip("()[]\"' ") if _is_words(text) else re.sub(r"\s+", "", text)
 
 
@@ -157,13 +173,13 @@ def _is_words(text: str) -> bool:
 
 
 def _is_expression(text: str) -> bool:
-    """Whether a line is mathematics and nothing else, so that it can be the answer without being marked as such."""
+    """Return whether a line is nothing but mathematics, so that it is the answer without a mark."""
     bare = plain(tidy(text))
     return quantity(bare) is not None or not re.search(r"(?<!\\)\b[A-Za-z]{2,}", bare) or len(bare.split()) == 1
 
 
 def _expression(text: str) -> str:
-    """``tidy`` LaTeX in the forms that math-verify reads."""
+    """Rewrite ``tidy`` LaTeX to the forms that math-verify reads."""
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\s+(?:and|or)\s+", ", ", text)
     if re.fullmatch(r"\{[^{}]*,[^{}]*\}", text):
         text = "\\" + text[:-1] + "\\}"
@@ -177,11 +193,11 @@ def _expression(text: str) -> str:
 
 @lru_cache(maxsize=4096)
 def _parsed(latex: str) -> Any | None:
-    """The mathematical object that ``latex`` is, if it is one."""
+    """Parse ``latex`` to a mathematical object; ``None`` if it is none."""
     from math_verify import LatexExtractionConfig, parse
     from sympy import Basic, MatrixBase
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its clocks are off: ours is on
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off; the worker has one
     found = parse("\\boxed{" + latex + "}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=0)
     return next((f for f in found if isinstance(f, Basic | MatrixBase)), None)
 
@@ -204,7 +220,7 @@ def _verify(gold: str, answer: str) -> bool:
 
 
 def _depth(text: str) -> int:
-    """How deep brackets are nested; those that never close count too."""
+    """Return the depth of nested brackets, counting brackets that never close."""
     deepest = depth = 0
     for character in text:
         depth += (character in "([{") - (character in ")]}")
@@ -213,7 +229,7 @@ def _depth(text: str) -> int:
 
 
 def _terms(expression: Any) -> float:
-    """An upper bound of the terms of any power of a sum in ``expression`` once it is expanded."""
+    """Return an upper bound of the terms of an expanded power of a sum in ``expression``."""
     from sympy import Add, Integer, Pow
 
     parts = [_terms(a) for a in getattr(expression, "args", ())]
@@ -226,7 +242,10 @@ def _terms(expression: Any) -> float:
 
 
 def _digits(expression: Any) -> float:
-    """An upper bound, without computing it, of the digits of the largest number in ``expression``; symbols have none."""
+    """Return an upper bound of the digits of the largest number in ``expression``.
+
+    The number itself is not computed. Symbols have no digits.
+    """
     from sympy import Add, Integer, Mul, Pow, Rational, factorial
 
     if isinstance(expression, Rational):

@@ -1,4 +1,4 @@
-"""Which of the lettered choices an answer picks."""
+"""Reward a response that picks the correct one of several lettered choices."""
 
 from __future__ import annotations
 
@@ -11,10 +11,13 @@ from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 @REWARDS.register("multiple_choice", needs={"label"})
 def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
-    """1 when the answer picks the label's letter, else 0.
+    """Return 1 if the response picks the label's letter, else 0.
 
-    ``choices`` are the letters in order; a label may also be a position among them, from 0.
-    Raises ``ValueError`` when the label is not one of the choices.
+    Args:
+        choices: The letters in order. A label may also be an index into them, from 0.
+
+    Raises:
+        ValueError: If the label is not one of the choices.
     """
     gold = gold_of(rollout)
     if isinstance(gold, int) and not isinstance(gold, bool):
@@ -29,7 +32,7 @@ def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
 
 
 def picked(text: str, choices: str = "ABCD") -> str | None:
-    """The letter of ``choices`` that ``text`` picks in the end, if it picks exactly one."""
+    """Return the letter of ``choices`` that ``text`` finally picks; ``None`` unless exactly one."""
     text = after_thinking(text)
     tagged = in_tags(text)
     text = text if tagged is None else tagged
@@ -53,7 +56,10 @@ def picked(text: str, choices: str = "ABCD") -> str | None:
 
 
 def _only_letter(text: str, choices: str) -> str | None:
-    """The letter when ``text`` is one: ``B``, ``(B)``, ``B.``, ``**B**``, ``\\text{B}``, ``B) what it says``."""
+    r"""Return the letter if ``text`` is one, e.g. ``B``, ``(B)``, ``B.``, ``**B**``, ``\text{B}``.
+
+    ``B) text`` counts too.
+    """
     letters = re.escape(choices)
     dressed = rf"(?:\*\*|\$|\\(?:text|textbf|mathrm|mathbf)\{{|[(\[\"'\s{{])*([{letters}])(?:\*\*|\$|[)\]\"'\s}}.:])*"
     alone = re.fullmatch(dressed, text.strip())

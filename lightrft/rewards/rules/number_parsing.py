@@ -1,4 +1,4 @@
-"""Plain numbers as people and models write them: exact, fast, and without a computer-algebra system."""
+"""Parse plain numbers as people and models write them: exactly, fast, without computer algebra."""
 
 from __future__ import annotations
 
@@ -80,17 +80,24 @@ _ARTICLES = frozenset({"a", "an", "per", "of", "each", "the", "in", "at"})
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """``value`` as written (50 for ``50%``), whether it is a percentage, and its unit where that is a common one."""
+    """A number with its unit.
+
+    Attributes:
+        value: The number as written, e.g. 50 for ``50%``.
+        percent: The number is a percentage.
+        unit: A common unit, or empty.
+        exact: ``value`` is exact. False for a decimal, which may be a rounded fraction.
+    """
 
     value: Fraction
     percent: bool = False
     unit: str = ""
     exact: bool = True
-    """Whether ``value`` is all that was meant: a decimal may be a fraction rounded."""
+    """False for a decimal, which may be a rounded fraction."""
 
 
 def tidy(text: str) -> str:
-    """``text`` as bare LaTeX: no delimiters, sizes, spacing commands or full stop around it."""
+    """Reduce ``text`` to bare LaTeX, without delimiters, sizes, spacing and final full stop."""
     text = text.translate(_UNICODE).strip()
     before = None
     while before != text:
@@ -108,7 +115,7 @@ def tidy(text: str) -> str:
 
 
 def plain(text: str) -> str:
-    """``tidy`` text with the words of text commands written out, and outer braces and white space gone."""
+    """Expand the text commands of ``tidy`` text and remove outer braces and white space."""
     text = " ".join(_TEXT.sub(r" \1 ", text).split())
     text = re.sub(r"\s*\^\s*\{?\s*\\circ\s*\}?", " degrees ", text).strip()
     inner = re.fullmatch(r"\{([^{},]*)\}", text)
@@ -116,7 +123,7 @@ def plain(text: str) -> str:
 
 
 def quantity(text: str) -> Quantity | None:
-    """The number that ``plain`` text is, units and all; nothing when it is anything else."""
+    """Parse ``plain`` text as a number with an optional unit; ``None`` if it is anything else."""
     found = _NUMBER.fullmatch(text)
     if found is None:
         return None
@@ -138,7 +145,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
-    """The power of ten, percent sign and unit that follow a number; nothing when something else does."""
+    """Parse the power of ten, percent sign and unit after a number; ``None`` for other text."""
     percent = re.match(r"\s*(?:%|percent(?:age)?\b)(?:\s+points?\b)?", text, re.IGNORECASE)
     if percent:
         text, spaced = text[percent.end() :], True
@@ -160,7 +167,11 @@ def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
-    """Equal values, where 50% may stand for 0.5 or for 50, and a decimal for a fraction rounded to six digits or more."""
+    """Return whether two quantities are equal.
+
+    50% may stand for 0.5 or for 50. A decimal may stand for a fraction rounded to six digits or
+    more.
+    """
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     if gold.percent == answer.percent:
@@ -178,7 +189,7 @@ def _same(gold: Quantity, answer: Quantity, scale: Fraction) -> bool:
 
 
 def _ends(value: Fraction) -> bool:
-    """Whether the decimal expansion of ``value`` ends."""
+    """Return whether the decimal expansion of ``value`` is finite."""
     below = value.denominator
     for prime in (2, 5):
         while below % prime == 0:

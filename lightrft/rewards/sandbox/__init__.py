@@ -1,1 +1,1 @@
-"""Worker processes that call reward functions under limits."""
+"""Run reward functions in worker processes under limits."""

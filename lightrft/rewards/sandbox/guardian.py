@@ -1,7 +1,8 @@
-"""The process between a run and a reward worker. It ends every process that the worker started, also after the run was killed.
+"""Guard a reward worker: end every process that it started, also after the run was killed.
 
-A worker's children may leave its session, and their parents may end. The kernel gives such orphans to the guardian, which is a
-child subreaper (``man 2 prctl``). So all of them stay its descendants, and it can find and kill them.
+The guardian is a process between the run and a worker. Children of a worker may leave its session,
+and their parents may exit. The guardian is a child subreaper (``man 2 prctl``), so the kernel makes
+it the parent of such orphans. They stay its descendants, and it can find and kill them.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from pathlib import Path
 SUPPORTED = sys.platform == "linux"
 LOOK_SECONDS = 0.5
 MOST = 1000
-"""Processes below one worker, beyond which it is taken for a fork bomb."""
+"""Number of processes below one worker, beyond which it counts as a fork bomb."""
 BOMB_STATUS = 119
-"""Exit status of a guardian that found more than ``MOST``."""
+"""Exit status of a guardian that found more than ``MOST`` processes."""
 PATIENCE = 10.0
-"""Seconds after which processes that a SIGKILL does not end, such as those in a system call, are left alone."""
+"""Seconds after which processes that survive a SIGKILL, e.g. in a system call, are ignored."""
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 
 
 def become_guardian(parent: int, fd: int) -> None:
-    """Fork. Return in the child, which is the worker; the calling process guards it and never returns.
+    """Fork and return in the child, which is the worker; the caller becomes its guardian.
 
-    The guardian exits as the worker did. It also ends everything at SIGTERM and when process ``parent`` ends.
+    The guardian never returns and exits as the worker did. It also ends everything at SIGTERM and
+    when process ``parent`` ends.
 
-    On systems other than Linux it only returns.
+    On systems other than Linux this function only returns.
 
     Args:
-        parent: process id of the run.
-        fd: the worker's socket, which the guardian closes.
+        parent: Process id of the run.
+        fd: The worker's socket, which the guardian closes.
     """
     if not SUPPORTED:
         if os.getppid() != parent:
@@ -45,6 +47,7 @@ def become_guardian(parent: int, fd: int) -> None:
         return
     _prctl(_CHILD_SUBREAPER, 1)
     _prctl(_PDEATHSIG, signal.SIGTERM)
+    # Blocked before the fork, so that the guardian misses no signal.
     signals = {signal.SIGCHLD, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     guardian = os.getpid()
@@ -55,12 +58,13 @@ def become_guardian(parent: int, fd: int) -> None:
     os.setsid()  # a worker that signals its own process group must not reach the guardian
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     _prctl(_PDEATHSIG, signal.SIGKILL)
+    # The guardian may have ended before the worker asked to be killed with it.
     if os.getppid() != guardian:
         os._exit(0)
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield the children of ``pid``, theirs, and so on, each after its parent."""
+    """Yield all descendants of ``pid``, each after its parent."""
     todo = [pid]
     while todo:
         children = _children(todo.pop())
@@ -69,7 +73,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def has_more_descendants(pid: int, count: int) -> bool:
-    """Return whether ``pid`` has more than ``count`` descendants, without looking at all of them."""
+    """Return whether ``pid`` has more than ``count`` descendants, without visiting all of them."""
     return next(islice(descendants(pid), count, None), None) is not None
 
 
@@ -85,7 +89,7 @@ def end_descendants(pid: int, patience: float = PATIENCE) -> None:
             with suppress(ProcessLookupError, PermissionError):
                 group = os.getpgid(child)
                 if group not in (own, os.getpgid(pid)):
-                    os.killpg(group, signal.SIGKILL)  # at one stroke: a group that forks cannot outrun it
+                    os.killpg(group, signal.SIGKILL)  # the whole group at once, so that forking cannot outrun it
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(child, signal.SIGKILL)
         if not left or time.monotonic() > ends:
@@ -94,7 +98,7 @@ def end_descendants(pid: int, patience: float = PATIENCE) -> None:
 
 
 def _guard(parent: int, worker: int, signals: set[signal.Signals]) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a worker's end is repeated here, without a second core file
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the guardian exits with the worker's signal, without a second core file
     own = os.getpid()
     while True:
         got = signal.sigtimedwait(signals, LOOK_SECONDS)

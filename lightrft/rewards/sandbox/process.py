@@ -1,4 +1,4 @@
-"""The parent's end of a reward worker: start it, send it work, hear from it, end it."""
+"""Manage a reward worker from the parent: start it, send work, receive results, end it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ _PROGRAM = (
 )
 START_SECONDS = 300.0  # a user's file may import something large
 SEND_SECONDS = 60.0
-END_SECONDS = 15.0  # for a guardian to end everything, before it is killed itself
+END_SECONDS = 15.0  # for a guardian to end everything, before the guardian is killed
 LINE_BYTES = 16 << 20
-"""Longest line that a worker may send: far more than the terms of one call."""
+"""Longest line that a worker may send, far more than the terms of one call."""
 
 
 class WorkerGone(Exception):
-    """The process has ended, or does not read what it is sent."""
+    """The process has ended, or does not read its messages."""
 
 
 class Garbled(WorkerGone):
-    """The worker's socket brought something that the worker's own code never sends."""
+    """The worker's socket received something that the worker's own code never sends."""
 
 
 class WorkerProcess:
-    """A process of its own session: a fresh interpreter, so neither threads of the parent nor its ``__main__`` matter."""
+    """A worker in a fresh interpreter and session.
+
+    Neither the threads nor the ``__main__`` of the parent affect it.
+    """
 
     def __init__(self, folder: str) -> None:
         ours, theirs = socket.socketpair()
@@ -64,7 +67,13 @@ class WorkerProcess:
         self.reaping = threading.Lock()
 
     def begin(self, start: Start) -> str:
-        """Block until the worker can serve. Empty, or the worker's own word on why it cannot. Raises ``WorkerGone``."""
+        """Block until the worker is ready, and return an empty string.
+
+        Return the worker's own message if it cannot serve.
+
+        Raises:
+            WorkerGone: If the worker has ended, or is not ready after ``START_SECONDS``.
+        """
         self.send(start)
         ends = time.monotonic() + START_SECONDS
         while time.monotonic() < ends:
@@ -75,7 +84,11 @@ class WorkerProcess:
         raise WorkerGone(f"it was not ready after {START_SECONDS:g} s")
 
     def send(self, value: Start | Work) -> None:
-        """Raises ``WorkerGone``."""
+        """Send a message to the worker.
+
+        Raises:
+            WorkerGone: If the worker has ended, or does not read the message.
+        """
         frame = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         self.connection.settimeout(SEND_SECONDS)
         try:
@@ -84,11 +97,11 @@ class WorkerProcess:
             raise WorkerGone(str(error)) from None
 
     def receive(self, timeout: float) -> list[Message]:
-        """Return what the worker has sent, after waiting at most ``timeout`` seconds for something.
+        """Return the messages of the worker, waiting at most ``timeout`` seconds for the first.
 
         Raises:
-            WorkerGone: the worker has ended.
-            Garbled: a line is none of the worker's messages, or is too long.
+            WorkerGone: If the worker has ended.
+            Garbled: If a line is too long or is not one of the worker's messages.
         """
         if self.stray is not None:  # after the messages that came before it
             raise self.stray
@@ -114,7 +127,7 @@ class WorkerProcess:
         return found
 
     def interrupt(self) -> None:
-        """Have everything killed, from any thread, that the worker started. Return at once."""
+        """Kill everything that the worker started. Return at once; any thread may call it."""
         with self.reaping:
             if self.process.returncode is None:
                 if SUPPORTED:
@@ -123,7 +136,10 @@ class WorkerProcess:
                     self._kill_session()
 
     def status(self, patience: float) -> int | None:
-        """How a worker ended that ends by itself within ``patience`` seconds: its exit status, or minus the signal's number."""
+        """Return the exit status of a worker that ends within ``patience`` seconds, else ``None``.
+
+        A signal gives minus its number.
+        """
         ends = time.monotonic() + patience
         while True:
             with self.reaping:
@@ -137,7 +153,7 @@ class WorkerProcess:
             time.sleep(0.001)
 
     def end(self) -> None:
-        """Kill, wait and tidy up."""
+        """Kill the worker, wait for it and close the connection."""
         self.interrupt()
         with self.reaping:
             try:

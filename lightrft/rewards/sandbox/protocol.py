@@ -1,4 +1,7 @@
-"""The lines that a reward worker sends, checked: a reward function can reach the same socket and write anything there."""
+"""Parse and validate the lines that a reward worker sends.
+
+A reward function can reach the same socket and write anything to it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from lightrft.rewards.sandbox.results import VALUE
 
 KINDS = ("deadline", "memory", "raised", "value")
-"""Why a call can have no result, in a worker's words."""
+"""Kinds of failed calls that a worker reports."""
 
 
 class Unreadable(Exception):
@@ -20,9 +23,16 @@ class Unreadable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The end of call number ``index`` after ``seconds``: either ``terms``, or the ``kind`` of failure and its ``reason``.
+    """The result of one call: either ``terms``, or the ``kind`` and ``reason`` of a failure.
 
-    ``again`` is the kind of failure of a call shared with others, each of which is then called alone.
+    Attributes:
+        index: Number of the call within its group.
+        seconds: Duration of the call.
+        terms: Named numbers of a successful call.
+        kind: Kind of failure, one of ``KINDS``.
+        reason: Message of the failure.
+        again: Kind of failure of a call shared by several rollouts. Each rollout is then called
+            alone.
     """
 
     index: int
@@ -35,7 +45,7 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """One line: exactly one of its fields is set."""
+    """One line. Exactly one of its fields is set."""
 
     ready: bool = False
     begun: bool = False
@@ -45,7 +55,11 @@ class Message:
 
 
 def message_of(line: bytes) -> Message:
-    """Parse one line. Raises ``Unreadable``."""
+    """Parse one line.
+
+    Raises:
+        Unreadable: If it is not one of the worker's messages.
+    """
     try:
         tree = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""From what a reward function returns to named numbers, or to the reason why it is not a reward."""
+"""Convert the result of a reward function to named numbers, or to the reason why it is invalid."""
 
 from __future__ import annotations
 
@@ -8,23 +8,27 @@ from collections.abc import Mapping, Sequence, Sized
 from typing import Any
 
 VALUE = ""
-"""The key of the number that counts in ``terms_of``'s result; the others are only logged."""
+"""Key of the reward itself in the result of ``terms_of``. Other terms are only logged."""
 
 UNGRADED = "ungraded"
-"""The key of a term that is 1 where an answer could not be graded and therefore counts as wrong."""
+"""Key of a term that is 1 if a response could not be graded and therefore counts as wrong."""
 
 
 class NotAReward(Exception):
-    """What a function returned is no reward; the message says what it was."""
+    """A function returned something that is not a reward. The message describes it."""
 
 
 def wrong_and_ungraded() -> dict[str, float]:
-    """Return the terms of an answer that cannot be graded: reward 0, and counted."""
+    """Return the terms of a response that cannot be graded: reward 0 and ``ungraded`` 1."""
     return {VALUE: 0.0, UNGRADED: 1.0}
 
 
 def number_of(value: Any) -> float:
-    """``value`` as a finite float. Raises ``NotAReward``."""
+    """Convert ``value`` to a finite float.
+
+    Raises:
+        NotAReward: If that is not possible.
+    """
     shape = getattr(value, "shape", None)
     if shape is not None and tuple(shape) == () and hasattr(value, "item"):
         value = value.item()
@@ -41,9 +45,12 @@ def number_of(value: Any) -> float:
 
 
 def terms_of(result: Any) -> dict[str, float]:
-    """The value under ``VALUE`` and, for a dict, each other named term.
+    """Return the reward under ``VALUE`` and, for a dict, every other named term.
 
-    A dict's value is its ``"reward"`` where it has one, else the sum of its values. Raises ``NotAReward``.
+    The reward of a dict is its ``"reward"`` if present, else the sum of its values.
+
+    Raises:
+        NotAReward: If a value is not a finite number, or a key is not a name.
     """
     if not isinstance(result, Mapping):
         return {VALUE: number_of(result)}
@@ -62,7 +69,11 @@ def terms_of(result: Any) -> dict[str, float]:
 
 
 def rows_of(result: Any, count: int) -> list[Any]:
-    """A batched function's result as one result per rollout. Raises ``NotAReward`` when there are not ``count``."""
+    """Split the result of a batched function into one result per rollout.
+
+    Raises:
+        NotAReward: If there are not ``count`` results.
+    """
     if isinstance(result, Mapping):
         columns = {key: _row(column, count, f" for {key!r}") for key, column in result.items()}
         if not columns:

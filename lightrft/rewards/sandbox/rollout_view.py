@@ -1,7 +1,8 @@
-"""What a reward function sees: the attributes of ``Rollout`` and ``Prompt``, in classes that a worker loads in an instant.
+"""Define the view of a rollout that a reward function receives.
 
-Media stay behind (a reward that wants the original input finds it among ``prompt.columns``), and so do the fields that
-scoring fills.
+The classes have the attributes of ``Rollout`` and ``Prompt`` and load in an instant in a worker.
+Media are left out; a reward finds the original input in ``prompt.columns``. The fields that scoring
+fills in are left out too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class PromptView:
-    """See ``lightrft.types.Prompt``."""
+    """The prompt of a ``RolloutView``. See ``lightrft.types.Prompt``."""
 
     id: str
     token_ids: list[int]
@@ -29,7 +30,7 @@ class PromptView:
 
 @dataclass(slots=True)
 class RolloutView:
-    """See ``lightrft.types.Rollout``."""
+    """The response that a reward function scores. See ``lightrft.types.Rollout``."""
 
     prompt: PromptView
     token_ids: list[int]
@@ -46,7 +47,7 @@ class RolloutView:
 
 
 def view_of(rollout: Rollout) -> RolloutView:
-    """``rollout`` as its reward functions see it; the lists are shared."""
+    """Return the view of ``rollout`` for reward functions; it shares the lists of ``rollout``."""
     p = rollout.prompt
     prompt = PromptView(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source, dict(p.columns))
     r = rollout

@@ -1,7 +1,7 @@
-"""A trial of reward functions in a process of its own: what raises or hangs shows where, within seconds.
+"""Try reward functions in a separate process, to show within seconds where they raise or hang.
 
-``try_rewards`` starts the process and ends it. ``main`` is what runs in it. Every call has the deadline of the rewards; the first
-call that goes beyond it ends the trial, so a hanging reward costs one deadline.
+``try_rewards`` starts and ends the process. ``main`` runs in it. Every call has the deadline of the
+rewards. The first call beyond it ends the trial, so a hanging reward costs one deadline.
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ _PROGRAM = (
     "from lightrft.rewards.sandbox.trial import main; main({fd}, {parent})"
 )
 START_SECONDS = 300.0
-"""Time for a user's file to be imported."""
+"""Seconds for importing a user's file."""
 END_SECONDS = 5.0
-"""Time beyond the deadline after which a trial is ended from outside."""
+"""Seconds past the deadline after which a trial is ended from outside."""
 START_OF_BUILT_IN = 30.0
-"""More time for a reward of this package, which loads what it needs in its first call."""
+"""Additional seconds for a reward of this package.
+
+Its first call loads its dependencies.
+"""
 PACKAGE = str(Path(__file__).parents[2])
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One reward function on one or, where it is batched, several pickled rollout views."""
+    """A call of one reward function on one pickled rollout view, or on several if it is batched."""
 
     reward: int
     views: list[bytes]
@@ -53,7 +56,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call came to: its ``values``, or the ``problem`` with the user's own frames of the ``trace``."""
+    """The result of a call: its ``values``, or a ``problem``.
+
+    Attributes:
+        call: Index of the call.
+        values: One reward per rollout.
+        problem: Empty if the call succeeded.
+        trace: The user's own frames of the traceback.
+    """
 
     call: int
     values: tuple[float, ...] = ()
@@ -62,21 +72,21 @@ class Outcome:
 
 
 def calls_on(reward: Reward, rollouts: Sequence[Rollout]) -> list[Call]:
-    """Return one call for each of ``rollouts``, or one for all where ``reward`` is batched."""
+    """Return one call per rollout, or one for all if ``reward`` is batched."""
     views = [pickle.dumps(view_of(rollout), protocol=pickle.HIGHEST_PROTOCOL) for rollout in rollouts]
     return [Call(0, views)] if reward.batched else [Call(0, [view]) for view in views]
 
 
 def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[Call], deadline: float) -> list[Outcome]:
-    """Run ``calls`` in order in a process of their own.
+    """Run ``calls`` in order in a separate process.
 
     Args:
-        rewards: name and options of each function.
-        calls: what to call.
-        deadline: seconds for each call. No call begins after so many seconds in all.
+        rewards: Name and options of each function.
+        calls: The calls; ``Call.reward`` is an index into ``rewards``.
+        deadline: Seconds for each call. No call begins after this many seconds in total.
 
     Returns:
-        The outcomes of the calls that were made, in order. The last may be a problem that ended the process.
+        The outcomes of the calls made, in order. The last may be a problem that ended the process.
     """
     with tempfile.TemporaryFile("w+b") as told:
         path = json.dumps([str(Path(p).absolute()) if p else str(Path.cwd()) for p in sys.path])
@@ -102,7 +112,10 @@ def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[C
 
 
 def _outcomes(text: str, status: int, deadline: float) -> list[Outcome]:
-    """Read what the process wrote: a JSON line when a call begins and when it ends, then perhaps the frames of a hanging one."""
+    """Parse the output of the process: a JSON line when a call begins and when it ends.
+
+    The frames of a hanging call may follow.
+    """
     outcomes, begun, frames = [], -1, []
     for line in text.splitlines():
         message = _message(line)
@@ -129,13 +142,13 @@ def _message(line: str) -> dict[str, Any] | None:
 
 
 def _user_frames(lines: Sequence[str]) -> str:
-    """Return the frames of a dump by ``faulthandler`` that are the user's, the innermost last."""
+    """Return the user's own frames of a ``faulthandler`` dump, innermost last."""
     found = [line for line in lines if line.startswith("  File ") and PACKAGE not in line and "<string>" not in line]
     return "\n".join(reversed(found))
 
 
 def main(fd: int, parent: int) -> None:
-    """Serve ``try_rewards`` of process ``parent``, which reads what is written to ``fd``."""
+    """Run the calls of ``try_rewards`` of process ``parent`` and write the results to ``fd``."""
     os.dup2(2, 1)
     become_guardian(parent, fd)
     told = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
@@ -186,6 +199,6 @@ def _called(reward: Reward, rollouts: list[Any]) -> list[Any]:
 
 
 def _defined(reward: Reward) -> str:
-    """Return where a function is defined, as a line of a traceback."""
+    """Return the location of a function's definition, as a line of a traceback."""
     code = getattr(reward.function, "__code__", None)
     return "" if code is None else f'  File "{code.co_filename}", line {code.co_firstlineno}, in {code.co_name}'

@@ -1,8 +1,9 @@
-"""The process in which reward functions run. It loads neither torch nor the user's program, so it starts in an instant.
+"""Run reward functions in a process that loads neither torch nor the user's program.
 
-Its parent starts it on one end of a socket pair and sends frames: first a ``Start``, then one ``Work`` per group of calls. It
-answers in JSON lines: one when a group has begun and one per call, so that whoever waits knows which call a silent worker is
-in. What functions print goes to standard error.
+It therefore starts in an instant. Its parent starts it on one end of a socket pair and sends
+frames. The first frame is a ``Start``, then one ``Work`` follows per group of calls. The worker
+replies with JSON lines, one when a group has begun and one per call. The parent therefore knows
+which call a silent worker is in. Output printed by functions goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,13 +29,19 @@ from lightrft.rewards.sandbox.results import NotAReward, rows_of, terms_of, wron
 from lightrft.utils.errors import UserError
 
 HEADER = struct.Struct(">Q")
-KILL_FACTOR = 1.25  # of its CPU time, at which the kernel ends a call that does not return to Python
-LOOP_SLACK = 0.2  # an event loop that is not blocked ends its calls by their own timers before the alarm rings
+KILL_FACTOR = 1.25  # times the CPU limit, when the kernel ends a call that does not return to Python
+LOOP_SLACK = 0.2  # seconds, so that an event loop that is not blocked cancels its calls before the alarm fires
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a worker needs to know once: the functions, and the limits of each call."""
+    """Initial message to a worker: the functions, and the limits of each call.
+
+    Attributes:
+        rewards: Name and options of each function.
+        deadline: Seconds for each call.
+        memory_mb: MiB beyond the memory in use after loading the functions.
+    """
 
     rewards: list[tuple[str, dict[str, Any]]]
     deadline: float
@@ -43,18 +50,26 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Calls of function number ``reward``, one per pickled rollout view."""
+    """Calls of one function, one per pickled rollout view.
+
+    Attributes:
+        reward: Index of the function in ``Start.rewards``.
+        views: Pickled ``RolloutView`` objects.
+    """
 
     reward: int
     views: list[bytes]
 
 
 class Overdue(BaseException):
-    """Rings in a call that is past its deadline. Not an ``Exception``, so that a function's own handlers let it through."""
+    """Raised by the alarm in a call that is past its deadline.
+
+    Not an ``Exception``, so that handlers of the function do not catch it.
+    """
 
 
 def main(fd: int, parent: int) -> None:
-    """Serve process ``parent`` at the other end of ``fd`` until it hangs up."""
+    """Serve process ``parent`` at the other end of ``fd`` until it closes the connection."""
     os.dup2(2, 1)
     become_guardian(parent, fd)
     connection = socket.socket(fileno=fd)
@@ -100,12 +115,13 @@ class Worker:
         self.loop: asyncio.AbstractEventLoop | None = None
 
     def tell(self, **message: Any) -> None:
+        """Send ``message`` to the parent as one JSON line."""
         if os.getpid() != self.pid:  # a function forked and its child came back here
             os._exit(0)
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def serve(self, work: Work) -> None:
-        """Run the calls of ``work`` and tell the outcome of each."""
+        """Run the calls of ``work`` and send the outcome of each."""
         self.tell(begun=True)
         reward = self.rewards[work.reward]
         if not reward.grouped:
@@ -132,7 +148,7 @@ class Worker:
         self.tell(i=index, s=time.perf_counter() - began, **outcome)
 
     def _batch(self, reward: Reward, views: list[bytes]) -> None:
-        """One call for all. When it fails nobody knows whose fault it is: each is to be tried alone."""
+        """Run one call for all views; if it fails, each view is retried alone to find the cause."""
 
         def call() -> dict[str, Any]:
             result = reward.function([pickle.loads(v) for v in views], **reward.options)
@@ -151,7 +167,7 @@ class Worker:
                 self.tell(i=index, s=seconds, again=outcome["kind"])
 
     def _together(self, reward: Reward, views: list[bytes]) -> None:
-        """All calls in one event loop. If one blocks it, those that did not finish are to be tried alone."""
+        """Run all calls in one event loop. If one blocks it, unfinished calls are retried alone."""
         told: set[int] = set()
 
         async def one(index: int, view: bytes) -> None:
@@ -183,9 +199,9 @@ class Worker:
         return self.loop
 
     def _guarded(self, call: Callable[[], Any], seconds: float, cpu_seconds: float | None = None) -> dict[str, Any]:
-        """The result of ``call`` as ``{"terms": ...}``, or why there is none as ``{"kind": ..., "reason": ...}``."""
+        """Return the result of ``call`` under the key ``terms``, or ``kind`` and ``reason``."""
         self.rang = False
-        signal.signal(signal.SIGALRM, self._ring)  # again each time: functions may have put their own in its place
+        signal.signal(signal.SIGALRM, self._ring)  # for every call, since functions may install their own handler
         try:
             self.armed = True
             signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -201,14 +217,14 @@ class Worker:
         signal.setitimer(signal.ITIMER_REAL, 0)
         self._budget(0.0 if cpu_seconds else None)
         if self.rang:
-            self.loop = None  # it was cut in the middle of something
+            self.loop = None  # the loop was interrupted, so its state is unknown
         return outcome
 
     def _budget(self, cpu_seconds: float | None) -> None:
-        """Bound the CPU time of a call; 0 takes the bound away.
+        """Limit the CPU time of a call; 0 removes the limit.
 
-        First a handler raises ``OverBudget``. A call that is inside a C function does not see that, for instance one that
-        multiplies huge integers. SIGPROF then ends the process.
+        First a handler raises ``OverBudget``. A call inside a C function, e.g. a product of huge
+        integers, does not see it. SIGPROF then ends the process.
         """
         if cpu_seconds is not None:
             signal.signal(signal.SIGVTALRM, self._spend)
@@ -228,7 +244,7 @@ class Worker:
 
 
 def failure(error: BaseException) -> dict[str, str]:
-    """Why a call has no result, in the parent's words."""
+    """Return why a call has no result, in the words of the protocol."""
     if isinstance(error, Overdue):
         return {"kind": "deadline", "reason": ""}
     if isinstance(error, MemoryError):
@@ -239,16 +255,19 @@ def failure(error: BaseException) -> dict[str, str]:
 
 
 def describe(error: BaseException) -> str:
-    """The class and the message of ``error``, cut to a length that suits a log."""
+    """Format the class and the message of ``error``, cut to a length that suits a log."""
     try:
         text = str(error)
-    except Exception:  # a broken __str__ of a user's own class must not hide which class it was
+    except Exception:  # a broken __str__ of a user's class must not hide the class name
         text = "(its message cannot be shown)"
     return f"{type(error).__name__}: {text[:300]}"
 
 
 def _receive(connection: socket.socket) -> bytearray | None:
-    """The next frame, or nothing when the parent has gone. Raises ``MemoryError`` when it is too large, having read past it."""
+    """Return the next frame, or ``None`` when the parent has gone.
+
+    Raises ``MemoryError`` if the frame is too large, after reading past it.
+    """
     header = _exactly(connection, HEADER.size)
     return None if header is None else _exactly(connection, HEADER.unpack(header)[0])
 
@@ -282,12 +301,12 @@ def _warm_up(rewards: list[Reward]) -> None:
 
 
 def _limit_memory(memory_mb: int) -> None:
-    """Bound the private memory of this process to what it holds now plus ``memory_mb`` MiB."""
+    """Limit the private memory of this process to its current use plus ``memory_mb`` MiB."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     status = Path("/proc/self/status")
-    if not status.exists():  # only Linux both tells and bounds private memory
+    if not status.exists():  # only Linux both reports and limits private memory
         return
     held = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData:"))
     limit = held * 1024 + memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    Path("/proc/self/oom_score_adj").write_text("1000")  # should the machine run out, this goes first, not the trainer
+    Path("/proc/self/oom_score_adj").write_text("1000")  # on low memory the kernel kills this, not the trainer
