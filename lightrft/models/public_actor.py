@@ -64,7 +64,8 @@ class DocumentedModel(nn.Module):
         return self.backbone.model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Recompute layers in the backward pass, by default with ``{"use_reentrant": False}``; in training mode only."""
+        """Recompute layers in the backward pass, in training mode only. ``None`` stands for
+        ``{"use_reentrant": False}``."""
         self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
