@@ -1,4 +1,4 @@
-"""Qwen-VL models with towers of two layers and patches of 4 pixels."""
+"""Tiny Qwen-VL models, with towers of two layers and patches of 4 pixels."""
 
 from __future__ import annotations
 
