@@ -68,7 +68,7 @@ _SIZES: dict[str, Any] = {
     "state_size": 8,
     "time_step_rank": 4,
 }
-"""Fields that are set where a family's config has them."""
+"""Fields that are set if a family's config has them."""
 
 _GRANITE = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
 _SLIDING = ["sliding_attention", "full_attention"]
