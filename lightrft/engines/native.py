@@ -134,7 +134,13 @@ class NativeEngine:
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
         """Yield responses, see ``Engine.generate``. Raise ``ResourceError`` at once for a request
-        that exceeds ``token_budget``."""
+        that exceeds ``token_budget``.
+
+        Args:
+            requests: The prompts to respond to, with their seeds and token limits.
+            sampling: Temperature, filters, stop strings and default limits.
+            stopped: Called between tokens. ``True`` aborts unfinished responses.
+        """
         wanted = list(requests)
         check_requests(wanted, sampling, self.config)
         return self._answers(wanted, sampling, stopped)

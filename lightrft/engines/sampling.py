@@ -1,7 +1,7 @@
 """Sampling of the next token from logits: pure functions over ``[R, V]``, one row per response.
 
 Every filter sets the logits that it removes to ``-inf``. Tokens are then sampled from the remaining
-distribution, and their log-probs are those of exactly that distribution.
+distribution, which also gives their log-probs.
 """
 
 from __future__ import annotations

@@ -306,6 +306,14 @@ class Actor(Backbone):
 
         It is ``forward``, so that wrappers that act on a module's call (sharding, mixed precision)
         see it.
+
+        Args:
+            batch: Prompts and responses.
+            temperature: Divisor of the logits.
+            entropy: Also return the entropy of the softmax.
+            target: Also return the divergence from this teacher. ``None`` leaves it out.
+            energy: Also return the gradient norm, see ``logit_energy``.
+            states_alone: Return the hidden states instead of scores.
         """
         batch = batch.to(self.device)
         (states, part), _ = self.read(batch)
@@ -432,10 +440,12 @@ class Actor(Backbone):
         until they agree.
 
         Checks a few rows of ``batch``. If the config bounds how far attention reaches, also checks
-        one group of two longer rows: up to ``longest_row``, and at most ``LONG_ROW`` tokens.
-        Returns the reasons for the fall-back; an empty string if there was none. Raises
-        ``ModelError`` when even ``padded`` disagrees: the family's head then computes something
-        unknown here.
+        one group of two longer rows. These have up to ``longest_row`` tokens, and at most
+        ``LONG_ROW``. Returns the reasons for the fall-back; an empty string if there was none.
+
+        Raises:
+            ModelError: Even ``padded`` disagrees, so the family's head computes something unknown
+                here.
         """
         batch = batch.to(self.device)
         few = _few(batch, misread(self.base, self.family, batch))

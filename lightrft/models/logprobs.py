@@ -120,8 +120,8 @@ def rows_per_chunk(hidden: Tensor, vocabulary: int, chunk_mb: float) -> int:
 
 @dataclass(slots=True)
 class HeadGradient:
-    """Gradients in ``hidden [N, H]`` and in a linear head, summed over chunks of rows; ``None`` for
-    those not needed."""
+    """Gradients in ``hidden [N, H]`` and in a linear head, summed over chunks of rows; ``None`` if
+    not needed."""
 
     hidden: Tensor
     weight: Tensor
@@ -290,10 +290,9 @@ def logit_energy(
     scale: float | None = None,
     chunk_mb: float = 64,
 ) -> Tensor:
-    """Return ``[N]``, the squared norm of each log-prob's gradient in its logits: ``1 - 2 p(target)
-    + sum_v p(v)^2``.
+    """Return ``[N]``, the squared norm of each log-prob's gradient in its logits.
 
-    The arguments are those of ``token_logprobs``. Source: arXiv 2602.07078.
+    It is ``1 - 2 p(target) + sum_v p(v)^2`` (arXiv 2602.07078).
 
     Args:
         hidden: ``[N, H]`` states that predict the targets.

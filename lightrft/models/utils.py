@@ -87,8 +87,8 @@ def compute_approx_kl(
     """Return an estimate of KL(policy || base) at each token, from tokens sampled by the policy; 0
     where ``action_mask`` is 0.
 
-    With d = log_probs - log_probs_base: ``k1`` = d, ``k2`` = d^2 / 2, ``k3`` = exp(-d) - 1 + d
-    (Schulman, "Approximating KL divergence", 2020).
+    With d = log_probs - log_probs_base, ``k1`` = d, ``k2`` = d^2 / 2, ``k3`` = exp(-d) - 1 + d.
+    Source: Schulman, "Approximating KL divergence", 2020.
 
     Args:
         log_probs: Log-probs of the tokens under the policy.

@@ -128,7 +128,13 @@ class Strategy(Protocol):
         ...
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of ``loss``. ``last`` marks the last micro-batch before ``step``."""
+        """Add the gradient of ``loss``.
+
+        Args:
+            state: The model.
+            loss: This micro-batch's part of the global loss.
+            last: ``True`` for the last micro-batch before ``step``.
+        """
         ...
 
     def step(self, state: TrainState) -> StepInfo:

@@ -208,7 +208,7 @@ class CheckpointStore:
 
     def _by_name(self) -> list[Path]:
         """Return folders named as checkpoints, the newest first. A final folder comes before the
-        one that it replaces."""
+        folder that it replaces."""
         return sorted([*self._folders(FINAL), *self._folders(REPLACED)], key=lambda p: (-_step_of(p), p.name.startswith(".")))
 
     def _folders(self, prefix: str) -> list[Path]:

@@ -331,7 +331,7 @@ def _held(tensor: Tensor) -> Held:
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
-    """Return the reduce bucket size and the elements that one call of AdamW updates: those of the
+    """Return the settings of the reduce bucket and of AdamW's sub-groups, in elements of the
     largest block.
 
     DeepSpeed's defaults are for billions of weights. It would keep a full second copy of a smaller

@@ -2,9 +2,9 @@
 
 The plan is in transformers' config, the styles are PyTorch's. Activations between layers,
 embeddings, norms and the head are replicated in a tensor-parallel group, whose ranks all make the
-same calls. An adapter matrix is sharded with its layer if it has the sharded side: B of a
-column-wise layer, A of a row-wise layer. The other matrix is replicated, and so are the ``rank``
-numbers per token that A passes to B.
+same calls. An adapter matrix is sharded if it has its layer's sharded side: B of a column-wise
+layer, A of a row-wise layer. The other matrix is replicated, and so are the ``rank`` numbers per
+token that A passes to B.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Attention by plan: a keyword through the model's own forward says what each token attends to,
-without a T x T mask.
+"""Attention by plan, passed as a keyword through the model's own forward, without a T x T mask.
 
 ``register()`` registers one attention function with transformers under ``NAME``. A model whose text
 attention is set to ``NAME`` is called as ``model(..., attention_plan=plan)``. Each layer's

@@ -147,7 +147,7 @@ class Rows:
 def _runs(backbone: Backbone, tokens: Tensor, lengths: Tensor, media: dict[str, Tensor]) -> Segments:
     """Return samples with their media.
 
-    Media tensors do not say which rows belong to which sample, but they are in order, and exactly
+    Media tensors do not say which rows belong to which sample. But they are in order, and exactly
     the samples with placeholders have media. So each of these samples gets one row, and the last of
     them the rest.
     """

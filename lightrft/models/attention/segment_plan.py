@@ -1,12 +1,12 @@
 """Exact attention over concatenated runs of tokens, where a response attends to its prompt and to
 itself.
 
-Each query's softmax splits into parts. The parts are causal attention inside its run, full
-attention to the run before it, and, inside a span with attention in both directions, attention to
-later tokens. Every part yields an output and the log of its softmax denominator. The denominators
-weight the outputs of the parts (as in arXiv 2310.01889). The backward pass of a part is exact,
-given the joined output and denominator. So a prompt's keys are never copied per response, all
-responses of a group read them in one call, and no mask of the whole row exists.
+Each query's softmax splits into up to three parts: causal attention inside its run, full attention
+to the run before it, and attention to later tokens of a span. Every part yields an output and the
+log of its softmax denominator. The denominators weight the outputs of the parts (as in arXiv
+2310.01889). The backward pass of a part is exact, given the joined output and denominator. A
+prompt's keys are never copied per response; all responses of a group read them in one call. No mask
+of the full row exists.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a softmax. Each kind of part is joined to the result of those before it."""
+    """The parts of a softmax. ``before`` is joined to ``own``, then ``ahead`` to both."""
 
     own: list[Own]
     before: list[Before]

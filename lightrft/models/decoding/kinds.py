@@ -93,8 +93,8 @@ class LengthBound(NamedTuple):
 
 
 def length_bound(config: PreTrainedConfig) -> LengthBound | None:
-    """Return the length bound of a model of ``config``; ``None`` if rows of any length are scored
-    alike.
+    """Return the length bound of a model of ``config``; ``None`` if the score of a row does not
+    depend on its length.
 
     Beyond it a token's log-prob depends on other tokens of the row, or on the order of equal
     numbers. Token-by-token sampling then differs from training.

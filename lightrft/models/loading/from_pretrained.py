@@ -1,5 +1,4 @@
-"""Load a model and a tokenizer that fit each other from a folder or a hub name, or raise an error
-that names the fix."""
+"""Load a model and a tokenizer that fit each other. Errors name the setting and the fix."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model of ``config.path`` in evaluation mode, with ``config.freeze`` applied.
 
-    A folder of adapters gives its base model with those adapters, trainable.
+    A folder of adapters gives its base model with trainable adapters.
 
     Args:
         config: Path and settings of the model.
@@ -175,8 +174,8 @@ def where_of(config: ModelConfig) -> str:
 
 
 def model_settings(config: ModelConfig) -> PreTrainedConfig:
-    """Return the config of ``config.path``; for a folder of adapters, that of the base model.
-    Raises ``ModelError``.
+    """Return the config of ``config.path``, or of the base model for a folder of adapters. Raises
+    ``ModelError``.
 
     For a model that also speaks, return the config of its text-generating part, since only that
     part is loaded.
@@ -340,7 +339,7 @@ def save_model(
         tokenizer: Written too, unless ``None``.
         path: The folder.
         processor: Written too, unless ``None``.
-        merge: Add adapters into the written weights; those in memory stay unchanged. If ``False``,
+        merge: Add adapters into the written weights, not into the model in memory. If ``False``,
             write only the adapters.
     """
     inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model

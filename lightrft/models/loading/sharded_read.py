@@ -1,6 +1,6 @@
 """Models built on the meta device, whose weights are read once each rank knows its shards.
 
-Parameter names are those of transformers' own loading, with its renamings applied. Where
+Parameters have the names of transformers' own loading, with its renamings applied. Where
 transformers builds one weight from several (experts stored one by one), only that weight is
 assembled in full, cut, and released.
 """
@@ -239,8 +239,8 @@ def _settings(config: ModelConfig) -> PreTrainedConfig:
 
 
 def _stored_dtype(config: ModelConfig, settings: PreTrainedConfig, keys: Mapping[str, str]) -> torch.dtype:
-    """Return the dtype as transformers does: if neither setting nor model config names one, that of
-    the first float tensor."""
+    """Return the dtype as transformers does: of the setting, of the model's config, or of the first
+    float tensor."""
     if config.dtype != "auto" or settings.dtype is not None:
         return dtype_of(config, settings)
     for key, file in keys.items():
@@ -307,7 +307,7 @@ def _located(model: PreTrainedModel, unread: Unread, keys: Mapping[str, str]) ->
 
 
 def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
-    """Return the file of each tensor of a folder or of the hub; empty if there are no safetensors
+    """Return the file of each tensor of a folder or of the hub. It is empty without safetensors
     files of the usual names."""
     kind: Any = type(settings)
     if vars(settings).get("transformers_weights") or (hasattr(kind, "extra_files") and kind.extra_files):

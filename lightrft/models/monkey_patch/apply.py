@@ -17,11 +17,12 @@ __all__ = ["MONKEY_PATCH_FUNC", "apply_monkey_patch_to_llama", "apply_monkey_pat
 def apply_monkey_patch_to_llama(group: dist.ProcessGroup | None = None) -> None:
     """Make every Llama attention layer shard the tokens of a row over the ranks of ``group``.
 
-    Rank ``r`` of ``n`` calls the model with the ``r``-th of ``n`` equal slices of each row:
-    ``input_ids`` and ``position_ids`` ``[B, L / n]``. Attention exchanges tokens for heads, attends
-    over the whole row in ``1 / n`` of the heads, and exchanges back. Attention is causal within a
-    sample. A sample begins at each position 0, so packed rows need no mask, and masks are not read.
-    ``None`` stands for the default process group. With one rank, the layers compute as before.
+    Each of ``n`` ranks calls the model with an equal slice of each row, in the order of ranks.
+    ``input_ids`` and ``position_ids`` are ``[B, L / n]``. Attention exchanges tokens for heads,
+    attends over the full row in ``1 / n`` of the heads, and exchanges back. Attention is causal
+    within a sample. A sample begins at each position 0, so packed rows need no mask, and masks are
+    not read. ``None`` stands for the default process group. With one rank, the layers compute as
+    before.
 
     Logs a warning. The layers raise ``ModelError`` for a cache, for dropout and for head counts
     that the ranks do not divide.

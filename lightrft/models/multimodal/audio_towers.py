@@ -32,10 +32,11 @@ def frames_alone(frames: int, window: int = 0) -> int:
 
 
 def frames_to_silence(frames: int, window: int) -> int:
-    """Return the number of frames of a clip that differ, for a tower that reads the silence up to
-    the end of the last window.
+    """Return the number of frames that a clip's features depend on, for a tower that reads the
+    silence after it.
 
-    They end with one frame of silence, unless the window ends before.
+    Silence fills the last window, and all its frames are equal. So the count ends with one frame of
+    silence, unless the window ends before.
     """
     return min(frames + _SPILL + 1, -(-frames // window) * window)
 
@@ -58,7 +59,7 @@ def _window(tower: Any) -> int:
 
 
 def voxtral_features(frames: int, window: int, stacked: int) -> int:
-    """Return the number of features of a clip: those of all windows that it starts.
+    """Return the number of features of a clip, whose last window is padded to full length.
 
     Args:
         frames: Frames of the clip.

@@ -175,6 +175,11 @@ def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
 
     If the prompts have media, the model's own forward would take such a token for a placeholder of
     theirs.
+
+    Args:
+        model: The transformers model.
+        family: Row of the model's family.
+        batch: Prompts and responses.
     """
     if family.reader is None or not has_media(batch.prompts):
         return torch.zeros_like(batch.prompt_of, dtype=torch.bool)

@@ -14,8 +14,8 @@ from lightrft.utils.errors import ModelError
 
 
 def _clips(model: Any, inputs: dict[str, Tensor]) -> Features:
-    """Run all frames in one call of the model's own method, as if of one clip, and append an end
-    mark to each clip."""
+    """Run all frames as one clip through the model's own method, and append an end mark to each
+    clip."""
     frames, lengths = inputs["pixel_values_videos"], inputs["video_lengths"]
     vision = model.config.vision_config
     each = math.ceil(vision.image_size // vision.patch_size / 2) ** 2

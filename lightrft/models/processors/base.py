@@ -47,8 +47,11 @@ class Part(Protocol):
         ...
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
-        """Return the tower inputs of one item: a picture ``[H, W, 3]`` or frames ``[T, H, W, 3]``
-        uint8, audio ``[N]`` float32 in [-1, 1]."""
+        """Return the tower inputs of one item.
+
+        Pictures are ``[H, W, 3]`` and frames ``[T, H, W, 3]`` uint8. Audio is ``[N]`` float32 in
+        [-1, 1].
+        """
         ...
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:

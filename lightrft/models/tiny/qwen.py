@@ -103,8 +103,7 @@ def _qwen3_vl_moe(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, A
 
 
 def _qwen3_5_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the tower's config: those of Qwen3-VL without features for deeper
-    layers."""
+    """Return the fields of Qwen3-VL's tower config, without features for deeper layers."""
     return {name: value for name, value in _qwen3_vision(sizes, tower).items() if name != "deepstack_visual_indexes"}
 
 

@@ -2,8 +2,8 @@
 implementations.
 
 One table: each row holds the config fields that a family needs besides ``_SIZES``. A row also sets
-fields whose default would hide an error: a window shorter than the rows of a test, a logit scale
-other than 1, layers of every kind.
+fields whose default would hide an error. Examples are a window shorter than the rows of a test, a
+logit scale other than 1, and layers of every kind.
 """
 
 from __future__ import annotations
