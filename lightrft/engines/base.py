@@ -52,13 +52,17 @@ class Engine(Protocol):
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
-        """Use ``weights`` as policy ``version``. Responses generated from now on carry that
-        version."""
+        """Use ``weights`` as policy ``version``.
+
+        Responses generated from now on carry that version.
+        """
         ...
 
     def sleep(self, level: int) -> None:
-        """Free memory for other users of the device. Level 1 keeps the weights, level 2 does
-        not."""
+        """Free memory for other users of the device.
+
+        Level 1 keeps the weights, level 2 does not.
+        """
         ...
 
     def wake(self) -> None: ...

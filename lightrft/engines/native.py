@@ -1,5 +1,7 @@
-"""Continuous batching over the policy itself, without a copy of the weights. Each distinct prompt
-is computed once."""
+"""Continuous batching over the policy itself, without a copy of the weights.
+
+Each distinct prompt is computed once.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +43,26 @@ class Session(Protocol):
     def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int, /) -> None: ...
 
     def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
-        """Compute prompts. Return a handle for each, and the logits ``[P, V]`` of the first
-        response tokens.
+        """Compute prompts.
+
+        Return a handle for each, and the logits ``[P, V]`` of the first response tokens.
 
         The last ``begun[p]`` tokens of prompt ``p`` are a response that is resumed.
         """
         ...
 
     def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
-        """Append one row with an empty response for each handle. Prompts in ``sealed`` get no
-        further rows."""
+        """Append one row with an empty response for each handle.
+
+        Prompts in ``sealed`` get no further rows.
+        """
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed ``tokens [R]``, the last token of each row. Return the logits ``[R, V]`` of the
-        next."""
+        """Feed ``tokens [R]``, the last token of each row.
+
+        Return the logits ``[R, V]`` of the next.
+        """
         ...
 
     def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
@@ -133,8 +140,9 @@ class NativeEngine:
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
-        """Yield responses, see ``Engine.generate``. Raise ``ResourceError`` at once for a request
-        that exceeds ``token_budget``.
+        """Yield responses, see ``Engine.generate``.
+
+        Raise ``ResourceError`` at once for a request that exceeds ``token_budget``.
 
         Args:
             requests: The prompts to respond to, with their seeds and token limits.
@@ -159,16 +167,21 @@ class NativeEngine:
         return self._stops[stop]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
-        """Set the policy version, see ``Engine.load_weights``. Shared weights are current already:
-        then ``weights`` is not read."""
+        """Set the policy version, see ``Engine.load_weights``.
+
+        Shared weights are current already: then ``weights`` is not read.
+        """
         if not self.shared:
             self.decoder.load(weights)
         self.version = version
         return checksums(self.decoder.parameters())
 
     def sleep(self, level: int) -> None:
-        """Release gathered weights. No memory is kept between calls, at either level. Open
-        iterators raise ``RuntimeError`` at their next step."""
+        """Release gathered weights.
+
+        No memory is kept between calls, at either level. Open iterators raise ``RuntimeError`` at
+        their next step.
+        """
         self.awake = False
         self._held.close()
 
@@ -193,8 +206,10 @@ class Drawing:
         return self._run.unfinished
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue ``requests``. They share the computation of a prompt with one another, but not with
-        earlier requests."""
+        """Queue ``requests``.
+
+        They share the computation of a prompt with one another, but not with earlier requests.
+        """
         self._run.queue(requests)
 
     def advance(self, stopped: Callable[[], bool] = never) -> list[Rollout]:
@@ -279,8 +294,10 @@ def checksum(tensor: Tensor) -> str:
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
-    """Return the ``checksum`` of each of the named ``tensors``. The host waits once per device, not
-    once per tensor."""
+    """Return the ``checksum`` of each of the named ``tensors``.
+
+    The host waits once per device, not once per tensor.
+    """
     made: dict[torch.device, list[tuple[str, str, Tensor, Tensor]]] = {}
     for name, tensor in tensors:
         # A sharded tensor (DTensor) counts by this rank's shard alone.

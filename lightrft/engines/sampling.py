@@ -110,8 +110,9 @@ def process(logits: Tensor, sampling: SamplingConfig, seen: Tensor | None = None
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the most likely token of each row and its log-prob at temperature 1, both ``[R]``. NaN
-    stays NaN.
+    """Return the most likely token of each row and its log-prob at temperature 1, both ``[R]``.
+
+    NaN stays NaN.
 
     Under a point mass, the log-prob would be 0 for every token and carry no information. Training
     scores greedy responses at temperature 1 too.
@@ -121,8 +122,9 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample tokens ``[R]`` by inverse distribution function at ``u [R]`` in [0, 1). Return them
-    with their log-probs ``[R]`` float32.
+    """Sample tokens ``[R]`` by inverse distribution function at ``u [R]`` in [0, 1).
+
+    Return them with their log-probs ``[R]`` float32.
 
     A token of probability 0 is never sampled. Cumulative sums run over blocks of about sqrt(V)
     tokens, then inside the one block that was hit. So no ``[R, V]`` array is scanned in float64.

@@ -104,8 +104,9 @@ class Inbox:
         self._take(self._slots[slot], layout)
 
     def join(self, host: str, port: int, rank: int, size: int, bucket: int, device: str, seconds: float) -> None:
-        """Join the process group that ``host`` opens as ``rank``. Block until all members have
-        joined.
+        """Join the process group that ``host`` opens as ``rank``.
+
+        Block until all members have joined.
 
         Args:
             host: Address of the sender's TCP store.
@@ -281,8 +282,9 @@ def carrier_of(
 def group_of(
     store: dist.Store, rank: int, size: int, device: torch.device, seconds: float, look: Callable[[], object] = never
 ) -> Any:
-    """Build a process group outside of the default one. Block until its ``size`` members have
-    joined.
+    """Build a process group outside of the default one.
+
+    Block until its ``size`` members have joined.
 
     Args:
         store: Store that all members reach.

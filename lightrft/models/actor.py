@@ -44,8 +44,9 @@ _ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
 
 
 class Scores(NamedTuple):
-    """Scores of each response token, ``[N]`` each. A tuple, because sharding wrappers find tensors
-    only in tuples, lists and dicts.
+    """Scores of each response token, ``[N]`` each.
+
+    A tuple, because sharding wrappers find tensors only in tuples, lists and dicts.
 
     Attributes:
         logprobs: Log-prob under the softmax at the given temperature.
@@ -61,8 +62,11 @@ class Scores(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Final states ``[n, H]`` of this rank. ``part`` says which of all requested states they are,
-    since a sequence-parallel group shards them."""
+    """Final states ``[n, H]`` of this rank.
+
+    ``part`` says which of all requested states they are, since a sequence-parallel group shards
+    them.
+    """
 
     states: Tensor
     part: Part
@@ -128,8 +132,10 @@ class Backbone(nn.Module):
 
     @property
     def team(self) -> Team:
-        """The sequence-parallel group, which shards the tokens of each call. Its ranks must call
-        the model on the same batch."""
+        """The sequence-parallel group, which shards the tokens of each call.
+
+        Its ranks must call the model on the same batch.
+        """
         return self._team
 
     @team.setter
@@ -166,8 +172,10 @@ class Backbone(nn.Module):
         return Read(states.index_select(0, own), part)
 
     def states(self, packed: Packed, seen: Seen | None = None) -> Tensor:
-        """Return the last hidden states ``[S, T, H]`` of one model call. In a sequence-parallel
-        group, ``T`` counts this rank's tokens."""
+        """Return the last hidden states ``[S, T, H]`` of one model call.
+
+        In a sequence-parallel group, ``T`` counts this rank's tokens.
+        """
         self.use_attention("padded" if packed.plan is None else "flat")
         inputs, source = packed.inputs, packed.source
         if self._team.size > 1:
@@ -379,6 +387,7 @@ class Actor(Backbone):
     @contextmanager
     def reference(self) -> Generator[Actor, None, None]:
         """Turn adapters off inside the context: the model then equals its base bit for bit.
+
         Exceptions restore the adapters too.
 
         Raises ``ModelError`` if there are no adapters to turn off.
@@ -436,8 +445,9 @@ class Actor(Backbone):
 
     @torch.no_grad()
     def check_layout(self, batch: Batch) -> str:
-        """Compare the layout with the model's own padded forward. Fall back to the next layout
-        until they agree.
+        """Compare the layout with the model's own padded forward.
+
+        Fall back to the next layout until they agree.
 
         Checks a few rows of ``batch``. If the config bounds how far attention reaches, also checks
         one group of two longer rows. These have up to ``longest_row`` tokens, and at most

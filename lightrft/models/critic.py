@@ -62,8 +62,9 @@ class Critic(Backbone):
     def load(
         cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, seed: int = 0
     ) -> Critic:
-        """Load the model of ``config.path``, with its value head if the folder holds one. Raises as
-        ``load_model``.
+        """Load the model of ``config.path``, with its value head if the folder holds one.
+
+        Raises as ``load_model``.
 
         Args:
             config: Path and settings of the model.
@@ -106,8 +107,10 @@ class Critic(Backbone):
         return self(batch, final=final)
 
     def forward(self, batch: Batch, *, final: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return ``values``. It is ``forward``, so that wrappers that act on a module's call see
-        it."""
+        """Return ``values``.
+
+        It is ``forward``, so that wrappers that act on a module's call see it.
+        """
         states, after = self.read(batch, final)
         return self._whole(states), None if after is None else self._whole(after)
 

@@ -1,5 +1,7 @@
-"""Divergences of two next-token distributions, each with its gradient in the student's logits. Pure
-functions."""
+"""Divergences of two next-token distributions, each with its gradient in the student's logits.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,10 @@ def forward_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     paper="generalised Jensen-Shannon divergence: GKD, arXiv 2306.13649, eq. 1",
 )
 def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Interpolate between the two KL divergences. Divided by ``beta``, it approaches the forward KL
-    as ``beta`` goes to 0."""
+    """Interpolate between the two KL divergences.
+
+    Divided by ``beta``, it approaches the forward KL as ``beta`` goes to 0.
+    """
     mixture = _mixture(student, teacher, beta)
     return beta * _expected(teacher, teacher - mixture) + (1 - beta) * _expected(student, student - mixture)
 

@@ -1,5 +1,6 @@
-"""A table of model families: how to load, score and decode each one. A test on a tiny model proves
-each row.
+"""A table of model families: how to load, score and decode each one.
+
+A test on a tiny model proves each row.
 
 ``benchmarks/families.py`` and ``tests/unit/models/test_families.py`` prove the rows. A family
 without a row is refused at start.
@@ -160,8 +161,10 @@ def attention_reach(config: PreTrainedConfig, most: int) -> int:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the row of ``config.model_type``. A family without a row gets the model's own forward
-    in the ``padded`` layout."""
+    """Return the row of ``config.model_type``.
+
+    A family without a row gets the model's own forward in the ``padded`` layout.
+    """
     return FAMILIES.get(config.model_type, _UNPROVED)
 
 

@@ -53,8 +53,9 @@ class Bend:
 
 
 def bend_logits(x: Tensor, scale: float | None, softcap: float | None, temperature: float = 1.0) -> Tensor:
-    """Return a head's output ``x [..., V]`` as logits, by plain autograd. ``token_logprobs`` does
-    the same in place for each chunk.
+    """Return a head's output ``x [..., V]`` as logits, by plain autograd.
+
+    ``token_logprobs`` does the same in place for each chunk.
 
     Args:
         x: ``[..., V]``, output of the head.
@@ -147,8 +148,10 @@ class HeadGradient:
         return HeadGradient(hidden, weight, bias, d_hidden, d_weight, d_bias)
 
     def add(self, part: slice, d: Tensor) -> None:
-        """Add ``d [n, V]``, the gradient in the head's output for the rows of ``part``. Each row
-        must be added once."""
+        """Add ``d [n, V]``, the gradient in the head's output for the rows of ``part``.
+
+        Each row must be added once.
+        """
         if self.d_bias is not None:
             self.d_bias += d.sum(0)
         d = d.to(self.hidden.dtype)

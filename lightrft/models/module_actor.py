@@ -94,8 +94,9 @@ class ModuleActor(Actor):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor, options: dict[str, Any]) -> Tensor:
-        """Sample responses token by token, without a cache. Return rows ``[B, L]``, padded with
-        ``pad_token_id``.
+        """Sample responses token by token, without a cache.
+
+        Return rows ``[B, L]``, padded with ``pad_token_id``.
 
         Args:
             input_ids: ``[B, L_in]`` prompts, padded on the left.

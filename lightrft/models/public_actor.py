@@ -64,8 +64,10 @@ class DocumentedModel(nn.Module):
         return self.backbone.model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Recompute layers in the backward pass, in training mode only. ``None`` stands for
-        ``{"use_reentrant": False}``."""
+        """Recompute layers in the backward pass, in training mode only.
+
+        ``None`` stands for ``{"use_reentrant": False}``.
+        """
         self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
@@ -82,8 +84,9 @@ class DocumentedModel(nn.Module):
 
 
 class DocumentedActor(DocumentedModel):
-    """A policy with the public interface. ``actor`` is the policy that a loop over ``Batch`` uses;
-    both share weights.
+    """A policy with the public interface.
+
+    ``actor`` is the policy that a loop over ``Batch`` uses; both share weights.
 
     Args:
         pretrain_or_model: A folder, a hub name, a transformers or peft model, or a module. A model
@@ -192,8 +195,9 @@ class DocumentedActor(DocumentedModel):
 
     @torch.no_grad()
     def sample_rows(self, input_ids: Tensor, media: Given, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Generate responses by transformers' ``generate``. Every ``generate`` of an actor calls
-        it.
+        """Generate responses by transformers' ``generate``.
+
+        Every ``generate`` of an actor calls it.
 
         Args:
             input_ids: ``[B, L_in]`` prompts, padded on the left.

@@ -55,8 +55,10 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
 
 
 def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Tensor]:
-    """Split ``values [sum]`` or ``[1, sum]`` into pieces of lengths ``packed_seqlens``. Raises
-    ``ValueError`` if the lengths do not add up."""
+    """Split ``values [sum]`` or ``[1, sum]`` into pieces of lengths ``packed_seqlens``.
+
+    Raises ``ValueError`` if the lengths do not add up.
+    """
     flat = values.squeeze(0) if values.dim() > 1 else values
     if sum(packed_seqlens) != flat.shape[0]:
         raise ValueError(f"packed_seqlens add up to {sum(packed_seqlens)}, the values have {flat.shape[0]} places")
@@ -64,8 +66,9 @@ def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Ten
 
 
 def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) -> Tensor:
-    """Return ``tensor`` padded on the left of ``dim`` to ``length``. Longer tensors are returned as
-    they are.
+    """Return ``tensor`` padded on the left of ``dim`` to ``length``.
+
+    Longer tensors are returned as they are.
 
     Args:
         tensor: Any shape.

@@ -39,8 +39,10 @@ def stays(tensor: Tensor) -> bool:
 
 
 def to_host(tensor: Tensor) -> Any:
-    """Return a copy in CPU memory and the device to restore it to. If the tensor ``stays``,
-    return it."""
+    """Return a copy in CPU memory and the device to restore it to.
+
+    If the tensor ``stays``, return it.
+    """
     if stays(tensor):
         return tensor
     pinned = tensor.device.type != "cpu"

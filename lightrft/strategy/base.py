@@ -64,8 +64,9 @@ class Shared(Protocol):
 
 @runtime_checkable
 class Readable(Protocol):
-    """A model that may be built on the meta device. ``read_weights`` fills parameters that have
-    memory by now.
+    """A model that may be built on the meta device.
+
+    ``read_weights`` fills parameters that have memory by now.
 
     ``held`` selects the part of each parameter that this rank stores.
     """
@@ -75,8 +76,9 @@ class Readable(Protocol):
 
 @dataclass(slots=True)
 class TrainState:
-    """One trained model with its optimizer and schedule. Only the strategy that built it reads
-    ``inner``.
+    """One trained model with its optimizer and schedule.
+
+    Only the strategy that built it reads ``inner``.
 
     ``shapes`` are the full shapes of all parameters by name, since a strategy may leave only shards
     in the model.
@@ -138,8 +140,10 @@ class Strategy(Protocol):
         ...
 
     def step(self, state: TrainState) -> StepInfo:
-        """Clip, step, schedule and clear gradients. A gradient that is not finite skips the step,
-        on every rank alike."""
+        """Clip, step, schedule and clear gradients.
+
+        A gradient that is not finite skips the step, on every rank alike.
+        """
         ...
 
     def resting(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> AbstractContextManager[None]:
@@ -168,8 +172,10 @@ class Strategy(Protocol):
         ...
 
     def full(self, tensor: Tensor) -> Tensor:
-        """Gather ``tensor``, laid out as one of ``tensors``, to its full value. Every rank must
-        call it."""
+        """Gather ``tensor``, laid out as one of ``tensors``, to its full value.
+
+        Every rank must call it.
+        """
         ...
 
     def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
@@ -185,14 +191,17 @@ class Strategy(Protocol):
         ...
 
     def load(self, state: TrainState, path: Path) -> None:
-        """Restore the state that ``save`` wrote. Raises ``CheckpointError`` if it belongs to
-        another model."""
+        """Restore the state that ``save`` wrote.
+
+        Raises ``CheckpointError`` if it belongs to another model.
+        """
         ...
 
 
 def on_host(strategy: Strategy, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Gather ``tensors`` in CPU memory on rank 0, by name. Other ranks get an empty dictionary.
-    Every rank must call it.
+    """Gather ``tensors`` in CPU memory on rank 0, by name.
+
+    Other ranks get an empty dictionary. Every rank must call it.
 
     ``tensors`` are laid out as in ``Strategy.tensors``. They are gathered one by one, so a device
     holds at most one in full.

@@ -73,8 +73,10 @@ class CheckpointStore:
         metric: float | None = None,
         at_work: Callable[[], None] = lambda: None,
     ) -> Generator[Path]:
-        """Yield a temporary folder to fill. It becomes the checkpoint of ``step`` when the body
-        ends, and is removed when the body raises.
+        """Yield a temporary folder to fill.
+
+        It becomes the checkpoint of ``step`` when the body ends, and is removed when the body
+        raises.
 
         A folder of the same name that is not an intact checkpoint is moved aside.
 
@@ -129,8 +131,9 @@ class CheckpointStore:
     def newest_intact(
         self, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None
     ) -> tuple[Path, Manifest] | None:
-        """Find the newest checkpoint whose files all match their digests. Newer damaged checkpoints
-        are moved aside.
+        """Find the newest checkpoint whose files all match their digests.
+
+        Newer damaged checkpoints are moved aside.
 
         Args:
             about: Entries that the manifest must have, as in ``verify``.
@@ -162,18 +165,24 @@ class CheckpointStore:
         return None
 
     def best(self) -> Path | None:
-        """Return the complete checkpoint with the best metric, or ``None``. Of equals, return the
-        older."""
+        """Return the complete checkpoint with the best metric, or ``None``.
+
+        Of equals, return the older.
+        """
         return next(iter(self._ranked()), None)
 
     def best_intact(self, at_work: Callable[[], None] = lambda: None) -> Path | None:
-        """Return the checkpoint with the best metric whose files all match their digests. Skip
-        damaged ones with a warning."""
+        """Return the checkpoint with the best metric whose files all match their digests.
+
+        Skip damaged ones with a warning.
+        """
         return _first_intact(self._ranked(), at_work)
 
     def last_intact(self, at_work: Callable[[], None] = lambda: None) -> Path | None:
-        """Return the newest checkpoint whose files all match their digests. Skip damaged ones with
-        a warning; they stay."""
+        """Return the newest checkpoint whose files all match their digests.
+
+        Skip damaged ones with a warning; they stay.
+        """
         return _first_intact(self._by_name(), at_work)
 
     def improves(self, metric: float | None) -> bool:

@@ -107,8 +107,10 @@ class DeepSpeedStrategy(SingleStrategy):
         return nullcontext(torch.device("meta") if self.config.stage == 3 else self.device)
 
     def place(self, model: nn.Module) -> None:
-        """Move a frozen ``model`` to its device; in stage 3, shard it. Its forward must be called
-        as a module."""
+        """Move a frozen ``model`` to its device; in stage 3, shard it.
+
+        Its forward must be called as a module.
+        """
         self._spread(model)
         if self.config.stage == 3:
             if isinstance(model, Towered):

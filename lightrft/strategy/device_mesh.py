@@ -50,7 +50,9 @@ def mesh_of(
 
 
 def limit_groups(ranks: Ranks) -> None:
-    """Set the timeout of every process group to ``ranks.minutes``. Groups that libraries create
-    have torch's default timeout."""
+    """Set the timeout of every process group to ``ranks.minutes``.
+
+    Groups that libraries create have torch's default timeout.
+    """
     for group in list(_world.pg_map):
         _set_pg_timeout(timedelta(minutes=ranks.minutes), group)

@@ -53,8 +53,9 @@ class Fsdp2Strategy(SingleStrategy):
         return nullcontext(torch.device("meta"))
 
     def place(self, model: nn.Module) -> None:
-        """Shard ``model`` in place. Read this rank's shards of its weights if it was built on the
-        meta device.
+        """Shard ``model`` in place.
+
+        Read this rank's shards of its weights if it was built on the meta device.
 
         Its forward must be called as a module. Trained half-precision weights are kept in float32,
         and calls use them in half precision.

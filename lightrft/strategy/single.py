@@ -258,8 +258,10 @@ def write_state(ranks: Ranks, path: Path, tensors: Mapping[str, Tensor], step: i
 
 
 def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], int]:
-    """Return the tensors that ``write_state`` wrote, and the step. Raises ``CheckpointError``
-    unless ``shapes`` match."""
+    """Return the tensors that ``write_state`` wrote, and the step.
+
+    Raises ``CheckpointError`` unless ``shapes`` match.
+    """
     try:
         tensors = load_file(path / STATE_FILE)
         about = json.loads((path / ABOUT_FILE).read_text())

@@ -84,8 +84,9 @@ class _Flat:
 
 
 def pack(batch: Batch, layout: Layout, *, final: bool = False, pad: int = 0, axes: Tensor | None = None) -> Packed:
-    """Build one model call from ``batch``. Rows of length 0 and empty batches are allowed: nothing
-    is read from them.
+    """Build one model call from ``batch``.
+
+    Rows of length 0 and empty batches are allowed: nothing is read from them.
 
     Args:
         batch: Prompts and responses.

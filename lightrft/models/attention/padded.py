@@ -86,8 +86,10 @@ class Rows:
         return torch.cat(pieces)[None]
 
     def states(self, backbone: Backbone, media: Given) -> Tensor:
-        """Return the last hidden states ``[B, L, H]``. Raises ``ModelError`` for media that do not
-        fit the model or the placeholders."""
+        """Return the last hidden states ``[B, L, H]``.
+
+        Raises ``ModelError`` for media that do not fit the model or the placeholders.
+        """
         packed, lengths = self._rectangle() if self.lengths is None else self._packed(backbone)
         seen = self._see(backbone, lengths, {name: values for name, values in media.items() if values is not None})
         if seen is not None and seen.positions is not None:
@@ -96,7 +98,9 @@ class Rows:
 
     def keywords(self, backbone: Backbone, media: Given) -> dict[str, Any]:
         """Return the keyword arguments of the model's own forward and generation for ``media``.
-        Raises as ``states``."""
+
+        Raises as ``states``.
+        """
         rows = {name: Ragged(values, torch.tensor([len(values)])) for name, values in media.items() if values is not None}
         if not rows:
             return {}

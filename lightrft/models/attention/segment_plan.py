@@ -81,8 +81,10 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Queries that attend to later keys. Both are in reversed order, in which this is causal
-    attention."""
+    """Queries that attend to later keys.
+
+    Both are in reversed order, in which this is causal attention.
+    """
 
     query: Own
     key: Own
@@ -143,8 +145,10 @@ class SegmentPlan:
         return _Joined.apply(query, key, value, self.parts(window, layer == self.last_layer), scale, softcap)
 
     def parts(self, window: int | None, last: bool = False) -> Parts:
-        """Return the parts of the softmax under a sliding window of ``window`` keys. They are
-        cached, since layers share them."""
+        """Return the parts of the softmax under a sliding window of ``window`` keys.
+
+        They are cached, since layers share them.
+        """
         longest = max((length for _, length in self.runs), default=0)
         reach = max((length + max(n for _, n in queries) for (_, length), queries in self.shared), default=0)
         if window is not None and window >= max(longest, reach):

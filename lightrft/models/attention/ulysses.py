@@ -54,8 +54,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row of ``tokens`` tokens, of which rank ``i % size`` holds the i-th. It is padded so that
-    all ranks hold equally many."""
+    """A row of ``tokens`` tokens, of which rank ``i % size`` holds the i-th.
+
+    It is padded so that all ranks hold equally many.
+    """
 
     team: Team
     tokens: int
@@ -79,8 +81,10 @@ class Row:
 
 @dataclass(slots=True)
 class Exchanged:
-    """``AttentionPlan`` of one rank's tokens of ``row``. ``plan``, of the whole row, attends in
-    this rank's heads."""
+    """``AttentionPlan`` of one rank's tokens of ``row``.
+
+    ``plan``, of the whole row, attends in this rank's heads.
+    """
 
     plan: AttentionPlan
     row: Row
@@ -149,8 +153,10 @@ def _copies(heads: int, keys: int, team: Team) -> int:
 
 
 def exchange(x: Tensor, group: Any) -> Tensor:
-    """Send entry ``i`` of ``x [size, ...]`` to rank ``i`` of ``group``. Return one entry from each
-    rank. Differentiable."""
+    """Send entry ``i`` of ``x [size, ...]`` to rank ``i`` of ``group``.
+
+    Return one entry from each rank. Differentiable.
+    """
     return _Exchange.apply(x, group)
 
 

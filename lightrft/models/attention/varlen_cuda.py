@@ -1,5 +1,7 @@
-"""Variable-length attention kernels of CUDA devices. The keys that each run attends to are gathered
-per run."""
+"""Variable-length attention kernels of CUDA devices.
+
+The keys that each run attends to are gathered per run.
+"""
 
 from __future__ import annotations
 

@@ -113,8 +113,9 @@ class _Room:
 
 
 class CachedDecodeSession:
-    """Prompts by handle, responses in rows ``0 .. len(session) - 1``. Every call must be inside
-    ``Decoder.running()``.
+    """Prompts by handle, responses in rows ``0 .. len(session) - 1``.
+
+    Every call must be inside ``Decoder.running()``.
 
     It implements ``engines.native.Session``, and gives the same tokens as an attention plan for
     models that support both.
@@ -167,8 +168,9 @@ class CachedDecodeSession:
         self._room = _Room(budget, self.tokens(prompts, prompt_tokens, rows, response_tokens))
 
     def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
-        """Compute ``prompts``. Return a handle for each, and the logits ``[P, V]`` of their first
-        response tokens.
+        """Compute ``prompts``.
+
+        Return a handle for each, and the logits ``[P, V]`` of their first response tokens.
 
         The last ``begun[p]`` tokens of prompt ``p`` are a response that is resumed. Raises
         ``DataError`` for an empty prompt.
@@ -186,8 +188,10 @@ class CachedDecodeSession:
         return handles, torch.cat(logits)
 
     def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
-        """Append one row with an empty response for each of ``handles``. Prompts in ``sealed`` get
-        no further rows."""
+        """Append one row with an empty response for each of ``handles``.
+
+        Prompts in ``sealed`` get no further rows.
+        """
         first = self._count
         self._count += len(handles)
         for handle, count in Counter(handles).items():
@@ -204,8 +208,10 @@ class CachedDecodeSession:
                 self._place(_Block(cache.select([0] * count), rows))
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed ``tokens [R]``, the last token of each row. Return the logits ``[R, V]`` of the
-        next."""
+        """Feed ``tokens [R]``, the last token of each row.
+
+        Return the logits ``[R, V]`` of the next.
+        """
         parts = [self._advance(block, tokens) for block in self._blocks]
         order = torch.tensor([row for block in self._blocks for row in block.rows], device=self._device)
         logits = torch.cat(parts)

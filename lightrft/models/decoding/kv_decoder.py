@@ -77,8 +77,9 @@ class Decoder:
         return other
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Use the tensors of ``weights`` from now on. They are copied only if device or dtype
-        differ.
+        """Use the tensors of ``weights`` from now on.
+
+        They are copied only if device or dtype differ.
 
         Raises ``ModelError`` for a name or a shape that is not the model's.
         """
@@ -96,8 +97,10 @@ class Decoder:
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Set evaluation mode, no gradients, and the attention that the sessions need. All are
-        restored at the end."""
+        """Set evaluation mode, no gradients, and the attention that the sessions need.
+
+        All are restored at the end.
+        """
         training = [module for module in self.model.modules() if module.training]
         before, wanted = self._config._attn_implementation, interface.NAME if self.by_plan else self._own_attention
         for module in training:
@@ -149,8 +152,9 @@ class Session:
 
     @staticmethod
     def tokens(prompts: int, prompt_tokens: int, rows: int, answer_tokens: int) -> int:
-        """Return the number of cached tokens for such shapes. Both are rectangles, and a prompt is
-        stored once.
+        """Return the number of cached tokens for such shapes.
+
+        Both are rectangles, and a prompt is stored once.
 
         Args:
             prompts: Number of prompts.
@@ -182,8 +186,9 @@ class Session:
         self._answers.resize(rows, min(self._room, self._answers.columns), len(self), int(self._lengths.max(initial=0)))
 
     def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
-        """Compute ``prompts`` into new slots. Return a handle for each, and the logits ``[P, V]``
-        of their first response tokens.
+        """Compute ``prompts`` into new slots.
+
+        Return a handle for each, and the logits ``[P, V]`` of their first response tokens.
 
         The last ``begun[p]`` tokens of prompt ``p`` are a response that is resumed. Raises
         ``DataError`` for an empty prompt.
@@ -224,15 +229,19 @@ class Session:
         return logits
 
     def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
-        """Append one row with an empty response for each of ``handles``. ``sealed`` has no effect,
-        since rows share their prompt."""
+        """Append one row with an empty response for each of ``handles``.
+
+        ``sealed`` has no effect, since rows share their prompt.
+        """
         self._handle_of = np.concatenate([self._handle_of, np.array(handles, dtype=np.int64)])
         self._lengths = np.concatenate([self._lengths, np.zeros(len(handles), dtype=np.int64)])
         self._rows = None
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed ``tokens [R]``, the last token of each row. Return the logits ``[R, V]`` of the
-        next."""
+        """Feed ``tokens [R]``, the last token of each row.
+
+        Return the logits ``[R, V]`` of the next.
+        """
         needed = int(self._lengths.max()) + 1
         if needed > self._answers.columns:
             columns = max(needed, min(self._room, max(64, 2 * self._answers.columns)))

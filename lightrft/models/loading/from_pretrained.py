@@ -95,8 +95,10 @@ def load_model(
 
 
 def known_settings(config: ModelConfig) -> PreTrainedConfig:
-    """Return ``model_settings`` of a family that can be trained. Raises ``ModelError`` also as
-    ``check_family`` does."""
+    """Return ``model_settings`` of a family that can be trained.
+
+    Raises ``ModelError`` also as ``check_family`` does.
+    """
     settings = model_settings(config)
     check_family(settings, f"model.path = {config.path!r}", allow_unproved=config.unproved_family == "allow")
     return settings
@@ -126,8 +128,10 @@ def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
 
 
 def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:
-    """Return base model and folder of a folder of adapters; ``None`` for another folder. Raises
-    ``ModelError`` if it names no base."""
+    """Return base model and folder of a folder of adapters; ``None`` for another folder.
+
+    Raises ``ModelError`` if it names no base.
+    """
     file = Path(config.path).expanduser() / "adapter_config.json"
     if not file.is_file():
         return None
@@ -158,8 +162,10 @@ def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfi
 
 
 def where_of(config: ModelConfig) -> str:
-    """Return the folder or hub name of ``config.path``. Raises ``ModelError`` for a path that can
-    be neither."""
+    """Return the folder or hub name of ``config.path``.
+
+    Raises ``ModelError`` for a path that can be neither.
+    """
     path = config.path
     if not path:
         raise ModelError("model.path is not set: give a Hugging Face folder or name")
@@ -174,8 +180,9 @@ def where_of(config: ModelConfig) -> str:
 
 
 def model_settings(config: ModelConfig) -> PreTrainedConfig:
-    """Return the config of ``config.path``, or of the base model for a folder of adapters. Raises
-    ``ModelError``.
+    """Return the config of ``config.path``, or of the base model for a folder of adapters.
+
+    Raises ``ModelError``.
 
     For a model that also speaks, return the config of its text-generating part, since only that
     part is loaded.
@@ -236,8 +243,9 @@ def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of ``config.tokenizer`` or ``config.path``. It pads on the left, with a
-    separate pad token if one is free.
+    """Load the tokenizer of ``config.tokenizer`` or ``config.path``.
+
+    It pads on the left, with a separate pad token if one is free.
 
     A multimodal model's tokenizer gets the chat template of the model's processor if its own is for
     text alone. Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, or

@@ -48,8 +48,10 @@ def _with_saved_adapters(model: nn.Module, folder: Path) -> nn.Module:
 
 
 def dtype_of(config: ModelConfig, settings: Any = None) -> torch.dtype:
-    """Return the dtype of the weights. ``auto`` means the dtype in the model's config, or float32
-    if there is none."""
+    """Return the dtype of the weights.
+
+    ``auto`` means the dtype in the model's config, or float32 if there is none.
+    """
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     settings = model_settings(config) if settings is None else settings

@@ -62,8 +62,10 @@ class Stored:
 
     @contextmanager
     def opened(self) -> Generator[Any]:
-        """Yield an object that any part can be read from. Close it soon: an open file keeps
-        everything read from it in memory."""
+        """Yield an object that any part can be read from.
+
+        Close it soon: an open file keeps everything read from it in memory.
+        """
         with safe_open(self.file, framework="pt") as opened:
             yield opened.get_slice(self.key)
 
@@ -97,8 +99,10 @@ class Unread:
 
     @torch.no_grad()
     def read(self, model: nn.Module, held: Holding = held_of) -> None:
-        """Fill every parameter and stored buffer of ``model``. Each must have memory for the part
-        that ``held`` selects."""
+        """Fill every parameter and stored buffer of ``model``.
+
+        Each must have memory for the part that ``held`` selects.
+        """
         tensors = _by_plain_name(model)
         magnitudes = _magnitudes(model) if self.dora else {}
         filled: set[int] = set()
@@ -184,8 +188,9 @@ class Unread:
 
 
 def made(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | None) -> tuple[nn.Module, Unread | None]:
-    """Build the model of ``config.path`` with adapters on ``device``. On the meta device, also
-    return the sources of its weights.
+    """Build the model of ``config.path`` with adapters on ``device``.
+
+    On the meta device, also return the sources of its weights.
 
     Args:
         config: Path and settings of the model.

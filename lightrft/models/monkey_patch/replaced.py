@@ -11,8 +11,9 @@ _ORIGINALS: dict[tuple[type, str], Any] = {}
 
 
 def replace(owner: type, name: str, new: Callable[..., Any], effect: str) -> None:
-    """Set ``owner.name`` to ``new`` and log a warning that states the ``effect``. A second call
-    replaces the first patch.
+    """Set ``owner.name`` to ``new`` and log a warning that states the ``effect``.
+
+    A second call replaces the first patch.
 
     Args:
         owner: The class.

@@ -17,8 +17,10 @@ from lightrft.utils.errors import ModelError
 
 
 class Slices:
-    """The ranks of ``group`` and the attention plan of the row that they shard. Layers of one call
-    share the plan."""
+    """The ranks of ``group`` and the attention plan of the row that they shard.
+
+    Layers of one call share the plan.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -57,8 +59,9 @@ def attend(
     position_ids: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Compute ``layer``'s attention for this rank's slice. Return ``[B, t, H]``, and ``None`` for
-    the attention weights.
+    """Compute ``layer``'s attention for this rank's slice.
+
+    Return ``[B, t, H]``, and ``None`` for the attention weights.
 
     Args:
         layer: The attention layer.

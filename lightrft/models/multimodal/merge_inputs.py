@@ -115,8 +115,9 @@ def see(
     begun: Sequence[int] = (),
     every_tower: bool = False,
 ) -> Seen | None:
-    """Encode the media of ``prompts`` and ``responses``. Return their places among the concatenated
-    tokens; ``None`` without media.
+    """Encode the media of ``prompts`` and ``responses``.
+
+    Return their places among the concatenated tokens; ``None`` without media.
 
     Args:
         model: The transformers model.
@@ -294,8 +295,9 @@ def _rope(model: PreTrainedModel, reader: Reader, runs: Segments, inside: Tensor
 
 
 def own_inputs(model: PreTrainedModel, family: Family, batch: Batch, packed: Packed) -> dict[str, Any]:
-    """Return the keywords of the model's own forward for ``packed`` rows with media. It is slower,
-    and the reference for the layouts.
+    """Return the keywords of the model's own forward for ``packed`` rows with media.
+
+    It is slower, and the reference for the layouts.
 
     Args:
         model: The transformers model.

@@ -157,8 +157,10 @@ class Clip:
 
 
 class OmniClip(Clip):
-    """Clips of a model that also reads pictures. Its extractor's config shares one file with the
-    picture processor's."""
+    """Clips of a model that also reads pictures.
+
+    Its extractor's config shares one file with the picture processor's.
+    """
 
     def save(self, path: Path) -> None:
         save_beside_pictures(self.extractor, path)

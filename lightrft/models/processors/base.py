@@ -21,8 +21,10 @@ from lightrft.utils.errors import ModelError
 
 
 class Part(Protocol):
-    """One kind of media of one family. It gives the numbers of the family's transformers processor,
-    without torchvision."""
+    """One kind of media of one family.
+
+    It gives the numbers of the family's transformers processor, without torchvision.
+    """
 
     @property
     def written(self) -> str:
@@ -32,8 +34,10 @@ class Part(Protocol):
 
     @property
     def around(self) -> tuple[str, str]:
-        """The text that the family's chat template writes before and after ``written``. Prompts
-        without a template must contain it."""
+        """The text that the family's chat template writes before and after ``written``.
+
+        Prompts without a template must contain it.
+        """
         ...
 
     @property
@@ -42,8 +46,10 @@ class Part(Protocol):
         ...
 
     def expand(self, extent: Extent) -> str:
-        """Return the text, with placeholders, for one item of this size. Raises ``ValueError`` for
-        a size that cannot be read."""
+        """Return the text, with placeholders, for one item of this size.
+
+        Raises ``ValueError`` for a size that cannot be read.
+        """
         ...
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
@@ -55,8 +61,10 @@ class Part(Protocol):
         ...
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
-        """Return the number of features that the tower computes from ``inputs``. It must equal the
-        number of placeholders."""
+        """Return the number of features that the tower computes from ``inputs``.
+
+        It must equal the number of placeholders.
+        """
         ...
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Part:

@@ -40,8 +40,11 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
 
 @dataclass(frozen=True, slots=True)
 class GemmaImage:
-    """Pictures. ``written`` marks the start of one. ``whole`` is the text of one picture or crop,
-    which becomes ``features`` features."""
+    """Pictures.
+
+    ``written`` marks the start of one. ``whole`` is the text of one picture or crop, which becomes
+    ``features`` features.
+    """
 
     processor: Any
     written: str

@@ -23,8 +23,9 @@ from lightrft.types import Extent
 
 
 def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Build the parts of pictures and frames from the folder's processors. Without a video
-    processor, frames use the pictures'.
+    """Build the parts of pictures and frames from the folder's processors.
+
+    Without a video processor, frames use the pictures'.
 
     Args:
         config: Settings with the folder of the model.
@@ -50,8 +51,10 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
 
 @dataclass(frozen=True, slots=True)
 class QwenImage:
-    """Pictures. ``written`` is one placeholder. Only the vision marks ``around`` it show where a
-    picture begins."""
+    """Pictures.
+
+    ``written`` is one placeholder. Only the vision marks ``around`` it show where a picture begins.
+    """
 
     processor: Any
     written: str
@@ -82,8 +85,9 @@ class QwenImage:
 
 @dataclass(frozen=True)
 class QwenVideo:
-    """Frames, in pairs; the last frame is repeated to complete a pair. ``limited`` bounds each
-    frame.
+    """Frames, in pairs; the last frame is repeated to complete a pair.
+
+    ``limited`` bounds each frame.
 
     ``fields`` is the config of the folder's video processor. With ``timed``, positions along time
     follow the frame times.

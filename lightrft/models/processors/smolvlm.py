@@ -36,8 +36,11 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
 
 @dataclass(frozen=True, slots=True)
 class SmolImage:
-    """Pictures. ``written`` is one placeholder. A crop becomes ``features`` placeholders, between
-    marks with its row and column."""
+    """Pictures.
+
+    ``written`` is one placeholder. A crop becomes ``features`` placeholders, between marks with its
+    row and column.
+    """
 
     processor: Any
     written: str

@@ -25,8 +25,9 @@ from lightrft.types import Extent
 
 
 def internvl(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Build the part of pictures. A tile is a square of the tower's size. Its features are shuffled
-    into fewer, wider ones.
+    """Build the part of pictures.
+
+    A tile is a square of the tower's size. Its features are shuffled into fewer, wider ones.
 
     Args:
         config: Settings with the folder of the model.
@@ -81,8 +82,9 @@ class InternImage:
 
 
 def onevision(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Build the parts of pictures and frames. Without a video processor in the folder, frames use
-    the pictures'.
+    """Build the parts of pictures and frames.
+
+    Without a video processor in the folder, frames use the pictures'.
 
     Args:
         config: Settings with the folder of the model.

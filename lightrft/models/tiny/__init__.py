@@ -34,8 +34,9 @@ def tiny_media_model(
     tower: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """Build a model of ``family`` with random weights, in evaluation mode. The global random
-    generator is not changed.
+    """Build a model of ``family`` with random weights, in evaluation mode.
+
+    The global random generator is not changed.
 
     Args:
         family: One of ``MEDIA_FAMILIES``.
@@ -82,8 +83,9 @@ def save_tiny_media(
     processor: dict[str, Any] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Write a folder with a model of ``tiny_media_model``, its tokenizer and its processors. Return
-    the model.
+    """Write a folder with a model of ``tiny_media_model``, its tokenizer and its processors.
+
+    Return the model.
 
     Args:
         family: One of ``MEDIA_FAMILIES``.

@@ -1,5 +1,7 @@
-"""A tiny SmolVLM with a tower of two layers. Crops of 16 pixels become 4 tokens, and a picture has
-at most 2 x 2 crops."""
+"""A tiny SmolVLM with a tower of two layers.
+
+Crops of 16 pixels become 4 tokens, and a picture has at most 2 x 2 crops.
+"""
 
 from __future__ import annotations
 

@@ -147,8 +147,9 @@ def tiny_config(family: str, *, vocab_size: int, **overrides: Any) -> PreTrained
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """Build a model of ``family`` with random weights, in evaluation mode. The global random
-    generator is not changed.
+    """Build a model of ``family`` with random weights, in evaluation mode.
+
+    The global random generator is not changed.
 
     Args:
         family: One of ``FAMILIES``.
@@ -161,8 +162,10 @@ def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32
 
 
 def drawn_model(config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
-    """Build a language model of ``config`` in float32 with weights from ``seed``. The global random
-    generator is not changed."""
+    """Build a language model of ``config`` in float32 with weights from ``seed``.
+
+    The global random generator is not changed.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
