@@ -66,8 +66,7 @@ class Session(Protocol):
         ...
 
     def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
-        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``
-        rows."""
+        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
         ...
 
     def release(self, handle: int) -> None: ...
@@ -213,10 +212,10 @@ class Drawing:
         self._run.queue(requests)
 
     def advance(self, stopped: Callable[[], bool] = never) -> list[Rollout]:
-        """Return the next finished responses; none once ``stopped`` returns ``True``, which is
-        called between tokens.
+        """Return the next finished responses.
 
-        The policy is back in its training state whenever the caller has control.
+        Return none once ``stopped`` returns ``True``. It is called between tokens. The policy is
+        back in its training state whenever the caller has control.
         """
         engine, run = self._engine, self._run
         done: list[Rollout] = []
@@ -233,13 +232,16 @@ class Drawing:
 
 
 def check_requests(requests: Iterable[Request], sampling: SamplingConfig, config: EngineConfig) -> None:
-    """Raise ``ResourceError`` for a request that exceeds ``token_budget``, ``ValueError`` for one
-    without tokens to generate.
+    """Check that every request asks for tokens and fits the cache.
 
     Args:
         requests: The requests to check.
         sampling: Holds ``max_new_tokens`` for requests without a limit.
         config: Holds ``token_budget``, in tokens of one prompt with its response.
+
+    Raises:
+        ResourceError: A request exceeds ``token_budget``.
+        ValueError: A request has no tokens left to generate.
     """
     for request in requests:
         if _limit(request, sampling) < 1:

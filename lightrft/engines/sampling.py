@@ -23,8 +23,10 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def seed_keys(seeds: list[int]) -> np.ndarray:
-    """Return ``[R]`` uint64 keys of ``seeds`` (any integers), hashed so that neighbouring seeds
-    give unrelated keys."""
+    """Return uint64 keys ``[R]`` of integer ``seeds``.
+
+    Hashing gives neighbouring seeds unrelated keys.
+    """
     return _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64) + _GOLDEN)
 
 
@@ -40,8 +42,7 @@ def uniforms(keys: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Lower the logits of tokens in ``seen [R, V]`` by ``penalty`` (arXiv 1909.05858, equation in
-    section 4.1).
+    """Lower the logits of seen tokens by ``penalty`` (arXiv 1909.05858, section 4.1).
 
     Args:
         logits: ``[R, V]``. Positive logits are divided by ``penalty``, negative ones multiplied.
@@ -60,8 +61,7 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """Keep the smallest set of most likely tokens whose probability reaches ``p`` (arXiv
-    1904.09751).
+    """Keep the smallest set of likeliest tokens of probability ``p`` (arXiv 1904.09751).
 
     Among tokens of equal probability the lower id is kept.
     """

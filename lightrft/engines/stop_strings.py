@@ -24,8 +24,10 @@ class StopStrings:
         self._may_end: dict[int, bool] = {}
 
     def may_end(self, token: int) -> bool:
-        """Return ``False`` only if no response with this newest token can end in a stop string;
-        ``True`` may be a false alarm."""
+        """Return ``False`` only if this newest token cannot end a stop string.
+
+        ``True`` may be a false alarm.
+        """
         known = self._may_end.get(token)
         if known is None:
             piece = self._tokenizer.decode([token])
@@ -37,8 +39,10 @@ class StopStrings:
         return known
 
     def cut(self, tokens: np.ndarray) -> str | None:
-        """Return the text of the response ``tokens [T]`` before a stop string that ends within the
-        newest token, or ``None``."""
+        """Return the text of a response before its stop string, or ``None``.
+
+        The stop string must end within the newest token of ``tokens [T]``.
+        """
         tail = self._tail(tokens)
         text = self._decode(tail)
         before = len(self._decode(tail[:-1]).rstrip("\ufffd"))

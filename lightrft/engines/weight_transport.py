@@ -1,9 +1,9 @@
-"""Transport of weights to engines in other processes, as bytes in buckets of bounded size, by one
-of three ways.
+"""Transport of weights to engines in other processes.
 
-``broadcast`` reaches workers on any machine through a separate process group. ``shared`` reaches
-workers on the same machine or device through shared memory. ``message`` sends buckets as call
-arguments and reaches any worker.
+Weights are sent as bytes, in buckets of bounded size, by one of three ways. ``broadcast`` reaches
+workers on any machine through a separate process group. ``shared`` reaches workers on the same
+machine or device through shared memory. ``message`` sends buckets as call arguments and reaches any
+worker.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ ALIGNED = 16
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``count`` bytes of tensor ``name``, from byte ``first`` of the tensor, at byte ``at`` of a
-    bucket."""
+    """A part of a tensor inside a bucket.
+
+    ``count`` bytes of tensor ``name``, from byte ``first`` of the tensor, start at byte ``at`` of
+    the bucket.
+    """
 
     name: str
     dtype: torch.dtype
@@ -148,12 +151,11 @@ class Inbox:
 
 
 class Carrier(ABC):
-    """The sending end: two ``slots`` to fill, and ``workers`` whose ``weights`` method reaches
-    their ``Inbox``.
+    """The sending end: two ``slots`` to fill, and ``workers`` with an ``Inbox``.
 
-    Every method but ``close`` may raise a worker's exception, ``WorkerLost``, ``TimeoutError``
-    after ``seconds`` without a reply, or ``RuntimeError`` for a broken connection. All weights must
-    then be sent again.
+    The ``weights`` method of a worker reaches its ``Inbox``. Every method but ``close`` may raise a
+    worker's exception, ``WorkerLost``, ``TimeoutError`` after ``seconds`` without a reply, or
+    ``RuntimeError`` for a broken connection. All weights must then be sent again.
 
     Args:
         workers: The receivers.

@@ -46,7 +46,7 @@ _ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
 class Scores(NamedTuple):
     """Scores of each response token, ``[N]`` each.
 
-    A tuple, because sharding wrappers find tensors only in tuples, lists and dicts.
+    It is a tuple, because sharding wrappers search tuples for tensors.
 
     Attributes:
         logprobs: Log-prob under the softmax at the given temperature.
@@ -231,14 +231,18 @@ class Backbone(nn.Module):
         self._run_towers = always
 
     def use_attention(self, kind: str) -> None:
-        """Select the attention of the text layers: by plan (``flat``), or transformers' own
-        (``padded``). Towers keep theirs."""
+        """Select attention by plan (``flat``) or transformers' own (``padded``).
+
+        It applies to the text layers; towers keep theirs.
+        """
         own = self.config.attention or self.family.padded_attention or self._own_attention
         self.text_config._attn_implementation = interface.NAME if kind == "flat" else own
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Recompute layers in the backward pass. transformers does so only while the model is in
-        training mode."""
+        """Recompute layers in the backward pass.
+
+        transformers does so only while the model is in training mode.
+        """
         options = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
         if hasattr(self.base, "activation_checkpointing_enable"):  # newer transformers renamed the method
             self.base.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -257,8 +261,9 @@ class Actor(Backbone):
 
     @classmethod
     def load(cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Actor:
-        """Load the model of ``config.path`` with adapters, frozen parts and gradient checkpointing
-        as set in ``config``.
+        """Load the model of ``config.path``.
+
+        Adapters, frozen parts and gradient checkpointing are set up by ``config``.
 
         Args:
             config: Path and settings of the model.
@@ -345,8 +350,7 @@ class Actor(Backbone):
     def target(
         self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5, head: nn.Module | None = None
     ) -> Target:
-        """Return this model's distributions at the response tokens of ``batch``, as a target for a
-        student.
+        """Return this model's distributions at the response tokens, for a student to match.
 
         Args:
             batch: Prompts and responses.
@@ -375,8 +379,10 @@ class Actor(Backbone):
         return Scores(*token_logprobs(states, head, targets, temperature=temperature, **options))
 
     def logits(self, states: Tensor) -> Tensor:
-        """Return all logits ``[..., V]`` of ``states [..., H]`` at once, for callers that need the
-        full matrix."""
+        """Return all logits ``[..., V]`` of ``states [..., H]`` at once.
+
+        It serves callers that need the full matrix.
+        """
         softcap, scale = head_transform(self.base.config, self.family)
         return bend_logits(self.base.get_output_embeddings()(states), scale, softcap)
 
@@ -398,17 +404,18 @@ class Actor(Backbone):
             yield self
 
     def merge(self) -> dict[str, Tensor]:
-        """Return the weights with adapters added in, under the names of the model without adapters.
-        The actor is unchanged."""
+        """Return the weights with adapters added in; the actor is unchanged.
+
+        They have the names of the model without adapters.
+        """
         return merged_state(self.model) if self.has_adapters else dict(self.base.state_dict())
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Compare the head with the model's own forward on four tokens, which costs one call of the
-        model.
+        """Compare the head with the model's own forward on four tokens.
 
-        Raises ``ModelError`` if the model computes its logits in another way: scaled, capped or cut
-        by an unknown config field.
+        It costs one call of the model. Raises ``ModelError`` if the model computes its logits in
+        another way: scaled, capped or cut by an unknown config field.
         """
         # no setting selects float64, and the experts' fused kernels do not support it
         if self.base.dtype == torch.float64:
@@ -509,11 +516,10 @@ class Actor(Backbone):
         return "" if worst <= (1e-3 if self._exact else 0.03) else f"differs from the model's own log-probs by {worst:.2g}"
 
     def own_logprobs(self, batch: Batch, at: Tensor | None = None) -> Tensor:
-        """Return log-probs of the response tokens by the model's own forward, head included, on
-        padded rows.
+        """Return log-probs of the response tokens by the model's own forward.
 
-        ``at`` selects response tokens by index; ``None`` selects all. The head is called on the
-        selected states alone.
+        It runs on padded rows and includes the head. ``at`` selects response tokens by index;
+        ``None`` selects all. The head is called on the selected states alone.
         """
         reader = self.family.reader
         if reader is not None and reader.alone and len(batch) > 1:

@@ -83,8 +83,9 @@ class ActorAL(DocumentedActor):
         input_features: Clips | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sampled rows and their masks, see ``DocumentedActor.sample_rows``, and ``forward``
-        for pictures and videos.
+        """Return sampled rows and their masks, see ``DocumentedActor.sample_rows``.
+
+        Pictures and videos are as in ``forward``.
 
         Args:
             input_ids: ``[B, L]`` prompts, padded on the left.

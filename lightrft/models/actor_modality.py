@@ -1,5 +1,7 @@
-"""Input names of each kind of actor, so that a loop can pass its media without knowledge of the
-model."""
+"""Input names of each kind of actor.
+
+A loop uses them to pass its media without knowledge of the model.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,10 @@ MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
 
 
 def get_supported_parameters(modality: ActorModality) -> set[str]:
-    """Return the names of the inputs that an actor of ``modality`` takes besides tokens and masks;
-    empty for an unknown modality."""
+    """Return the input names that an actor of ``modality`` takes.
+
+    Tokens and masks are left out. It is empty for an unknown modality.
+    """
     return set(MODALITY_PARAMETERS.get(modality, frozenset()))
 
 

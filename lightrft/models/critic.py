@@ -20,8 +20,8 @@ VALUE_HEAD = "value_head.safetensors"
 
 
 class _Head(nn.Linear):
-    """A linear layer that computes in float32 at least, since eight bits of a half-precision value
-    are too few."""
+    """A linear layer that computes in float32 at least, since bfloat16 has eight significant
+    bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         kind = torch.promote_types(self.weight.dtype, torch.float32)
@@ -102,8 +102,10 @@ class Critic(Backbone):
     def values(self, batch: Batch, final: Literal[False] = False) -> tuple[Tensor, None]: ...
 
     def values(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Return V of the state before each response token ``[N]``, and with ``final`` of the state
-        after each last token ``[B]``."""
+        """Return V of the state before each response token, ``[N]``.
+
+        With ``final``, also return V of the state after each last token, ``[B]``.
+        """
         return self(batch, final=final)
 
     def forward(self, batch: Batch, *, final: bool = False) -> tuple[Tensor, Tensor | None]:

@@ -1,8 +1,7 @@
-"""Divergence of a student's next-token distribution from a teacher's, over the full vocabulary,
-without a matrix of all logits.
+"""Divergence of a student's next-token distribution from a teacher's.
 
-Logits of both models exist for a few rows at a time and are recomputed in the backward pass. Only
-the student gets a gradient.
+It covers the full vocabulary, without a matrix of all logits. Logits of both models exist for a few
+rows at a time and are recomputed in the backward pass. Only the student gets a gradient.
 """
 
 from __future__ import annotations
@@ -53,8 +52,9 @@ class Target:
 
     @torch.no_grad()
     def logprobs(self, part: slice, width: int, dtype: torch.dtype) -> Tensor:
-        """Return log-probs ``[n, width]`` of the first ``width`` tokens at the positions of
-        ``part``.
+        """Return log-probs ``[n, width]`` at the positions of ``part``.
+
+        The softmax is over the first ``width`` tokens.
 
         Args:
             part: Positions.
@@ -74,11 +74,11 @@ def token_divergence(
     scale: float | None = None,
     chunk_mb: float = 64,
 ) -> Tensor:
-    """Return ``[N]``, the divergence ``target.kind`` between the student of ``hidden`` and
-    ``head``, and ``target``.
+    """Return the divergence ``[N]`` between a student and ``target``.
 
-    Softmax and sums are in float32 (float64 for float64 states). Models may pad their vocabulary to
-    different widths. Tokens that only one head has are then left out of both distributions.
+    The student is given by ``hidden`` and ``head``, the divergence by ``target.kind``. Softmax and
+    sums are in float32 (float64 for float64 states). Models may pad their vocabulary to different
+    widths. Tokens that only one head has are then left out of both distributions.
 
     Args:
         hidden: ``[N, H]`` hidden states of the student.

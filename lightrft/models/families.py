@@ -130,8 +130,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Return the context length of ``config`` in tokens, including rotary scaling; ``None`` if it
-    sets no bound."""
+    """Return the context length of ``config`` in tokens, or ``None``.
+
+    It includes rotary scaling.
+    """
     fields = config.get_text_config(decoder=True).to_dict()
     bound = fields.get("max_position_embeddings")
     rope = fields.get("rope_parameters") or {}
@@ -147,11 +149,10 @@ _REACHES = re.compile(r"window|chunk|local_attention|block_size|topk|extent|floo
 
 
 def attention_reach(config: PreTrainedConfig, most: int) -> int:
-    """Return the longest length, up to ``most``, at which ``config`` says that attention changes; 0
-    if it names none.
+    """Return the longest length, up to ``most``, at which attention changes.
 
-    Such lengths are windows, chunks, the number of keys that an index keeps, and the context before
-    rotary scaling.
+    It is 0 if ``config`` names none. Such lengths are windows, chunks, the number of keys that an
+    index keeps, and the context before rotary scaling.
     """
     fields = config.to_dict()
     parts = [fields, *(part for part in fields.values() if isinstance(part, dict))]
@@ -211,8 +212,10 @@ _UNPROVED = Family(decoder="", layout="padded", padded_attention=None)
 
 
 def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | None, float | None]:
-    """Return the soft-cap of the logits and the factor on the head's output, as the config sets
-    them; ``None`` if unset."""
+    """Return soft-cap and scale of the logits, as the config sets them.
+
+    The scale is a factor on the head's output. Both are ``None`` if unset.
+    """
     multiplier = _field(config, family.multiplier)
     divisor = _field(config, family.divisor)
     scale = multiplier if divisor is None else 1.0 / divisor

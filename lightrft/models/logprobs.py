@@ -22,16 +22,20 @@ repeated passes over them are cheap."""
 
 @dataclass(frozen=True, slots=True)
 class Bend:
-    """The transform from a head's output to logits: ``softcap * tanh(scale * x / softcap) /
-    temperature``."""
+    """The transform from a head's output to logits.
+
+    It is ``softcap * tanh(scale * x / softcap) / temperature``.
+    """
 
     scale: float | None
     softcap: float | None
     temperature: float
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return ``x`` (changed in place) as logits, and their slope in ``x`` unless it is
-        constant."""
+        """Return ``x`` (changed in place) as logits, and their slope in ``x``.
+
+        The slope is ``None`` if it is constant.
+        """
         if self.scale is not None:
             x = x.mul_(self.scale)
         slope = None
@@ -44,8 +48,10 @@ class Bend:
         return x, slope
 
     def backward(self, grad: Tensor, slope: Tensor | None) -> Tensor:
-        """Return the gradient in the head's output, from ``grad`` in the logits (changed in
-        place)."""
+        """Return the gradient in the head's output.
+
+        ``grad``, the gradient in the logits, is changed in place.
+        """
         factor = (1.0 if self.scale is None else self.scale) / self.temperature
         if slope is not None:
             grad = grad.mul_(slope)
@@ -79,11 +85,10 @@ def token_logprobs(
     entropy: bool = False,
     chunk_mb: float = 64,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs ``[N]`` of ``targets`` under ``softmax(logits / temperature)``, and the
-    entropy ``[N]`` of that softmax.
+    """Return log-probs ``[N]`` of ``targets`` and the entropy ``[N]`` of the softmax.
 
-    Softmax and sums are in float32 (float64 for float64 states). Both results are differentiable.
-    The entropy is ``None`` unless requested.
+    The softmax is ``softmax(logits / temperature)``. Softmax and sums are in float32 (float64 for
+    float64 states). Both results are differentiable. The entropy is ``None`` unless requested.
 
     Args:
         hidden: ``[N, H]`` states that predict the targets.
@@ -121,8 +126,10 @@ def rows_per_chunk(hidden: Tensor, vocabulary: int, chunk_mb: float) -> int:
 
 @dataclass(slots=True)
 class HeadGradient:
-    """Gradients in ``hidden [N, H]`` and in a linear head, summed over chunks of rows; ``None`` if
-    not needed."""
+    """Gradients in ``hidden [N, H]`` and in a linear head, summed over chunks of rows.
+
+    A gradient that is not needed is ``None``.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -325,10 +332,10 @@ def head_width(head: nn.Module, hidden: Tensor) -> int:
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, disable_logprobs_flashattn: bool = False) -> Tensor:
-    """Return log-probs ``[...]`` of ``labels`` under the softmax of ``logits``, in float32 (float64
-    for float64 logits).
+    """Return log-probs of ``labels`` under the softmax of ``logits``.
 
-    Half-precision logits are processed row by row, so no float32 copy of all logits exists.
+    They are float32 (float64 for float64 logits). Half-precision logits are processed row by row,
+    so no float32 copy of all logits exists.
 
     Args:
         logits: ``[..., V]``.
@@ -356,7 +363,9 @@ def _fused_cross_entropy() -> Any:
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Return the entropy ``[...]`` in nats of the softmax of ``logits [..., V]``: ``logsumexp -
-    sum(p * logits)``."""
+    """Return the entropy ``[...]``, in nats, of the softmax of ``logits [..., V]``.
+
+    It is ``logsumexp - sum(p * logits)``.
+    """
     precise = logits.to(wide(logits.dtype))
     return precise.logsumexp(-1) - _expected_log(precise.softmax(-1), precise)

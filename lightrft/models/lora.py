@@ -87,8 +87,10 @@ def target_modules(model: PreTrainedModel, config: LoRAConfig, exclude: Iterable
 
 
 def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
-    """Return the full names of the linear layers that get adapters: not the output head, and none
-    below ``exclude``."""
+    """Return the full names of the linear layers that get adapters.
+
+    The output head and modules below ``exclude`` get none.
+    """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     skipped = {"lm_head", "output_layer", *exclude}
     return [
@@ -101,12 +103,12 @@ def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
 
 
 def find_all_linear_modules(model: nn.Module, freeze_vision_tower: bool = True) -> set[str]:
-    """Return the last components of the names of the linear layers that get adapters, such as
-    ``q_proj``.
+    """Return the last name components of the layers that get adapters.
 
-    The output head and the connectors of towers are left out; with ``freeze_vision_tower``, also
-    the towers. A layer of a tower may share its last component with a layer of the language model.
-    Pass the names to ``apply_lora_configuration``, which separates the two.
+    An example is ``q_proj``. The output head and the connectors of towers are left out; with
+    ``freeze_vision_tower``, also the towers. A layer of a tower may share its last component with a
+    layer of the language model. Pass the names to ``apply_lora_configuration``, which separates the
+    two.
     """
     return {name.rsplit(".", 1)[-1] for name in linear_modules(model, _excluded(freeze_vision_tower))}
 
@@ -164,8 +166,10 @@ def base_model(model: nn.Module) -> PreTrainedModel:
 
 
 def plain_name(name: str) -> str | None:
-    """Return a parameter's name in the model without adapters; ``None`` for a parameter of an
-    adapter."""
+    """Return a parameter's name in the model without adapters.
+
+    It is ``None`` for a parameter of an adapter.
+    """
     name = name.removeprefix("base_model.model.")
     if any(part in name for part in (".lora_", ".modules_to_save.")):
         return None

@@ -19,12 +19,13 @@ from lightrft.utils.errors import ModelError
 
 
 class ModuleActor(Actor):
-    """A policy over ``model(input_ids, attention_mask, position_ids)``, which returns logits ``[B,
-    L, V]`` or an object with them.
+    """A policy over any module with the forward of a causal language model.
 
-    ``attention_mask`` and ``position_ids`` are passed if the forward accepts them. The layout is
-    ``padded``, and the logits of a full rectangle exist at once, because only the module's forward
-    is known. Raises ``ModelError`` for a forward without ``input_ids``.
+    The call is ``model(input_ids, attention_mask, position_ids)``. It returns logits ``[B, L, V]``
+    or an object with them. ``attention_mask`` and ``position_ids`` are passed if the forward
+    accepts them. The layout is ``padded``, and the logits of a full rectangle exist at once,
+    because only the module's forward is known. Raises ``ModelError`` for a forward without
+    ``input_ids``.
     """
 
     def __init__(self, model: nn.Module) -> None:

@@ -1,5 +1,7 @@
-"""The public actors and critics, without their media inputs: thin wrappers around ``Actor`` and
-``Critic``."""
+"""The public actors and critics, without their media inputs.
+
+They are thin wrappers around ``Actor`` and ``Critic``.
+"""
 
 from __future__ import annotations
 
@@ -75,8 +77,10 @@ class DocumentedModel(nn.Module):
         self.backbone.gradient_checkpointing_disable()
 
     def print_trainable_parameters(self) -> None:
-        """Print the numbers of trainable and of all parameters to standard output, in peft's
-        format. A value head counts."""
+        """Print the numbers of trainable and of all parameters, in peft's format.
+
+        They go to standard output. A value head counts.
+        """
         counts = trainable_summary(self.backbone)
         share = 100 * counts["trainable"] / max(1, counts["all"])
         text = f"trainable params: {counts['trainable']:,} || all params: {counts['all']:,} || trainable%: {share:.4f}\n"
@@ -154,10 +158,10 @@ class DocumentedActor(DocumentedModel):
         packed_seq_lens: Sequence[int] | None,
         media: Given,
     ) -> Any:
-        """Return log-probs of the actions, or ``(log-probs, output)``; without ``num_actions``, the
-        model's output alone.
+        """Return log-probs of the actions, or ``(log-probs, output)``.
 
-        Every ``forward`` of an actor calls it.
+        Without ``num_actions``, return the model's output alone. Every ``forward`` of an actor
+        calls it.
 
         Args:
             sequences: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
@@ -241,10 +245,10 @@ class DocumentedActor(DocumentedModel):
     def process_sequences(
         self, sequences: Tensor, input_len: int, eos_token_id: int, pad_token_id: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ``(sequences, attention_mask [B, L], action_mask [B, L - input_len])`` of
-        generated rows.
+        """Return generated rows with their attention and action masks.
 
-        Note that a row cut by the length limit has its last token replaced by the end token.
+        The shapes are ``[B, L]``, ``[B, L]`` and ``[B, L - input_len]``. Note that a row cut by the
+        length limit has its last token replaced by the end token.
 
         Args:
             sequences: ``[B, L]`` prompts and responses.
@@ -331,11 +335,11 @@ class DocumentedCritic(DocumentedModel):
         packed_seq_lens: Sequence[int] | None,
         media: Given,
     ) -> Any:
-        """Return values of the states before the actions, in the shapes of
-        ``DocumentedActor.score_rows``.
+        """Return values of the states before the actions.
 
-        With ``return_output``, also return the values of all states ``[B, L]``; without
-        ``num_actions``, these alone. Raises as ``score_rows``.
+        They have the shapes of ``DocumentedActor.score_rows``. With ``return_output``, also return
+        the values of all states ``[B, L]``; without ``num_actions``, these alone. Raises as
+        ``score_rows``.
 
         Args:
             input_ids: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.

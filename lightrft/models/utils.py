@@ -87,11 +87,11 @@ def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) 
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_estimator: str = "k1"
 ) -> Tensor:
-    """Return an estimate of KL(policy || base) at each token, from tokens sampled by the policy; 0
-    where ``action_mask`` is 0.
+    """Return an estimate of KL(policy || base) at each token.
 
-    With d = log_probs - log_probs_base, ``k1`` = d, ``k2`` = d^2 / 2, ``k3`` = exp(-d) - 1 + d.
-    Source: Schulman, "Approximating KL divergence", 2020.
+    The tokens are sampled by the policy. The estimate is 0 where ``action_mask`` is 0. With d =
+    log_probs - log_probs_base, ``k1`` = d, ``k2`` = d^2 / 2, ``k3`` = exp(-d) - 1 + d. Source:
+    Schulman, "Approximating KL divergence", 2020.
 
     Args:
         log_probs: Log-probs of the tokens under the policy.
@@ -162,10 +162,10 @@ def compute_reward(
 
 
 def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_entropy_ratio: float = 0.2) -> Tensor:
-    """Return ``[B, L]``, a mask of the fraction of each row's actions with the highest entropy, at
-    least one (arXiv 2506.01939).
+    """Return a mask ``[B, L]`` of each row's actions with the highest entropy.
 
-    A row without actions keeps none.
+    It keeps a fraction of the actions, at least one (arXiv 2506.01939). A row without actions keeps
+    none.
 
     Args:
         entropy: ``[B, L]``.
@@ -185,14 +185,14 @@ def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_e
 
 
 def process_sequences(sequences: Tensor, input_len: int, eos_token_id: int, pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return generated rows with masks: ``(sequences, attention_mask [B, L], action_mask [B, L -
-    input_len])``.
+    """Return generated rows with their attention and action masks.
 
-    The row ends one place after its last token that is neither end nor pad, and an end token is
-    written there. A row cut by the length limit has a real token in its last place, which is
-    replaced by an end token. Ends and pads inside the text stay attended. An action counts if the
-    token before it is neither end nor pad, so the end token itself is trained. The first action
-    always counts. ``sequences`` is not changed in place.
+    The shapes are ``[B, L]``, ``[B, L]`` and ``[B, L - input_len]``. The row ends one place after
+    its last token that is neither end nor pad, and an end token is written there. A row cut by the
+    length limit has a real token in its last place, which is replaced by an end token. Ends and
+    pads inside the text stay attended. An action counts if the token before it is neither end nor
+    pad, so the end token itself is trained. The first action always counts. ``sequences`` is not
+    changed in place.
 
     Args:
         sequences: ``[B, L]`` prompts and responses.

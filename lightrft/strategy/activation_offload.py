@@ -1,5 +1,7 @@
-"""Offload of activations: tensors saved for the backward pass are kept in CPU memory until it needs
-them."""
+"""Offload of activations to CPU memory.
+
+Tensors saved for the backward pass are kept there until it needs them.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,10 @@ SMALL = 1024
 
 
 def keep_on_host(model: nn.Module) -> None:
-    """Make all later calls of ``model`` keep the tensors saved for backward in CPU memory until the
-    backward pass.
+    """Offload the activations of all later calls of ``model`` to CPU memory.
 
-    Weights are not copied, since their owner restores them. With recomputed layers, only the
-    layers' inputs are kept.
+    The backward pass restores them. Weights are not copied, since their owner restores them. With
+    recomputed layers, only the layers' inputs are kept.
     """
     calls: list[saved_tensors_hooks] = []
 

@@ -1,5 +1,7 @@
-"""The protocol of strategies: the calls that a training loop makes on weights, gradients and
-optimizer state."""
+"""The protocol of strategies.
+
+It has the calls that a training loop makes on weights, gradients and optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -53,10 +55,10 @@ class Towered(Protocol):
 
 @runtime_checkable
 class Shared(Protocol):
-    """A model that can shard the tokens of one call over ``team``, a sequence-parallel group whose
-    ranks all make that call.
+    """A model that can shard the tokens of one call over ``team``.
 
-    Setting ``team`` raises ``ModelError`` for a group that the model cannot serve.
+    ``team`` is a sequence-parallel group, whose ranks all make that call. Setting ``team`` raises
+    ``ModelError`` for a group that the model cannot serve.
     """
 
     team: Team
@@ -147,8 +149,9 @@ class Strategy(Protocol):
         ...
 
     def resting(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context manager inside which optimizers and frozen models are unused, and may be
-        offloaded.
+        """Return a context manager that may offload optimizers and frozen models.
+
+        They are unused inside.
 
         Args:
             states: Models whose optimizer state is unused.
@@ -164,10 +167,10 @@ class Strategy(Protocol):
         ...
 
     def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Return a context manager that yields this rank's tensors of the parameters of ``module``
-        by name, to read or change in place.
+        """Return a context manager that yields this rank's tensors of ``module``.
 
-        ``module`` must belong to a model placed by this strategy.
+        They are its parameters by name, to read or change in place. ``module`` must belong to a
+        model placed by this strategy.
         """
         ...
 

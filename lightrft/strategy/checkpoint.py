@@ -194,8 +194,10 @@ class CheckpointStore:
         return held is None or self._best_sign * metric > self._best_sign * held.metrics[self._best_name]
 
     def discard_after(self, step: int) -> None:
-        """Remove checkpoints newer than ``step``, and move aside newer damaged folders, since new
-        ones will be written."""
+        """Remove checkpoints newer than ``step``, since new ones will be written.
+
+        Newer damaged folders are moved aside.
+        """
         self._sweep()
         for path in self._folders(FINAL):
             if _step_of(path) <= step:

@@ -1,6 +1,6 @@
-"""ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and weights (3) in equal shards over
-the ranks.
+"""ZeRO by DeepSpeed: optimizer state, gradients and weights in equal shards.
 
+Stage 1 shards optimizer state over the ranks, stage 2 also gradients, stage 3 also weights.
 DeepSpeed divides gradients by the number of ranks, but the ranks' losses are parts of one sum. So
 each loss is first multiplied by the number of ranks. The trainer calls models in ways that
 DeepSpeed's engine does not support. So the engine only gets the loss, through ``_Shell``, which

@@ -19,8 +19,9 @@ along ``shard`` hold one copy of the weights between them, ranks along ``replica
 def mesh_of(
     device: torch.device, ranks: Ranks, shard: int | None = None, tensor: int = 1
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """Build the mesh over which weights are sharded, and the mesh over which layers are sharded
-    (``None`` without ``tensor``).
+    """Build the mesh that shards weights and the mesh that shards layers.
+
+    The latter is ``None`` without tensor parallelism.
 
     Args:
         device: Its type selects the backend.

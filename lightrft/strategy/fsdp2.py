@@ -1,10 +1,10 @@
-"""Fully sharded data parallelism: weights, gradients and optimizer state in equal shards, by
-PyTorch's ``fully_shard`` (FSDP2).
+"""Fully sharded data parallelism by PyTorch's ``fully_shard`` (FSDP2).
 
-The unit of sharding is the module that a model's class says not to split. Modules outside of these
-units are sharded with the root. Gradients are reduce-scattered with every micro-batch, so no full
-gradient is kept between micro-batches. Checkpoints have the format of a single process, so any
-number of ranks can resume from them.
+Weights, gradients and optimizer state are in equal shards over the ranks. The unit of sharding is
+the module that a model's class says not to split. Modules outside of these units are sharded with
+the root. Gradients are reduce-scattered with every micro-batch, so no full gradient is kept between
+micro-batches. Checkpoints have the format of a single process, so any number of ranks can resume
+from them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The manifest of a checkpoint: a list of its files with a digest of each, and a digest of the list
-itself."""
+"""The manifest of a checkpoint.
+
+It lists the files with a digest of each, and has a digest of the list itself.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""One process, one device: float32 master weights, global-norm clipping, a portable checkpoint by
-parameter name."""
+"""Training in one process, on one device.
+
+It has float32 master weights, global-norm clipping, and a portable checkpoint by parameter name.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,10 @@ STATE_FILE, ABOUT_FILE = "state.safetensors", "state.json"
 
 @dataclass(slots=True)
 class Masters:
-    """Trainable parameters by name, and the float32 tensor that the optimizer updates for each (the
-    parameter itself if float32)."""
+    """Trainable parameters by name, and their float32 masters.
+
+    The optimizer updates the masters. A float32 parameter is its own master.
+    """
 
     parameters: dict[str, nn.Parameter]
     masters: dict[str, Tensor]
@@ -272,10 +276,10 @@ def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Copy the trained weights that ``write_state`` wrote to ``path`` into ``model``, without the
-    optimizer state.
+    """Copy the trained weights of a checkpoint into ``model``.
 
-    Raises ``CheckpointError`` unless the file has exactly the trained parameters of ``model``.
+    ``write_state`` wrote them to ``path``. The optimizer state is not read. Raises
+    ``CheckpointError`` unless the file has exactly the trained parameters of ``model``.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     try:

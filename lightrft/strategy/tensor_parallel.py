@@ -54,15 +54,19 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """Return the style of each module of the layers, by patterns of names in the transformers model
-    inside ``model``."""
+    """Return the style of each module of the layers, by patterns of names.
+
+    The patterns match names in the transformers model inside ``model``.
+    """
     plan: Mapping[str, str] = getattr(_planned(model), "tp_plan", None) or {}
     return {pattern: style for pattern, style in plan.items() if ".layers." in f".{pattern}"}
 
 
 def partial_names(model: nn.Module) -> list[str]:
-    """Return the parameters of ``model`` whose gradient must be summed over the tensor-parallel
-    group, in the same order on all ranks."""
+    """Return the parameters whose gradient must be summed over the group.
+
+    The group is tensor-parallel. The order is the same on all ranks.
+    """
     inner = _planned(model)
     prefix = next(name for name, module in model.named_modules() if module is inner)
     patterns = [f"{prefix}.{pattern}.*".lstrip(".") for pattern, style in plan_of(model).items() if style == PARTIAL]

@@ -6,8 +6,10 @@ from torch import nn
 
 
 def blocks_of(model: nn.Module) -> set[str]:
-    """Return the names of the classes that are sharded as units: the classes that transformers'
-    models say not to split."""
+    """Return the names of the classes that are sharded as units.
+
+    transformers' models list them as classes not to split.
+    """
     named: set[str] = set()
     for module in model.modules():
         named |= set(getattr(module, "_no_split_modules", None) or ())
@@ -27,8 +29,10 @@ def outermost_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def largest_block(model: nn.Module) -> int:
-    """Return the number of trained weights of the largest block of ``model``; of the full model, if
-    no block is trained."""
+    """Return the number of trained weights of the largest block of ``model``.
+
+    If no block is trained, count the full model.
+    """
     return max(map(_trained, outermost_blocks(model)), default=0) or _trained(model)
 
 
@@ -37,8 +41,10 @@ BUCKET = 500_000_000
 
 
 def bucket_of(block: int) -> int:
-    """Return the number of elements that DeepSpeed collects before it reduces gradients, for a
-    largest block of this size."""
+    """Return the number of elements that DeepSpeed collects before it reduces gradients.
+
+    ``block`` is the size of the largest block.
+    """
     return max(1, min(BUCKET, block))
 
 

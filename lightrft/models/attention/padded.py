@@ -68,8 +68,10 @@ class Rows:
 
     @property
     def places(self) -> Tensor:
-        """Indices, in the flattened rows, of the states that predict actions: ``[B, num_actions]``,
-        or ``[1, sum]`` if packed."""
+        """Indices, in the flattened rows, of the states that predict actions.
+
+        They are ``[B, num_actions]``, or ``[1, sum]`` if packed.
+        """
         count, width = self.tokens.shape
         device, actions = self.tokens.device, self.num_actions
         if isinstance(actions, int):

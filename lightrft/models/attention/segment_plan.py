@@ -1,12 +1,11 @@
-"""Exact attention over concatenated runs of tokens, where a response attends to its prompt and to
-itself.
+"""Exact attention over concatenated runs, with shared prompts.
 
-Each query's softmax splits into up to three parts: causal attention inside its run, full attention
-to the run before it, and attention to later tokens of a span. Every part yields an output and the
-log of its softmax denominator. The denominators weight the outputs of the parts (as in arXiv
-2310.01889). The backward pass of a part is exact, given the joined output and denominator. A
-prompt's keys are never copied per response; all responses of a group read them in one call. No mask
-of the full row exists.
+A response attends to its prompt and to itself. Each query's softmax splits into up to three parts.
+These are causal attention inside its run, full attention to the run before it, and attention to
+later tokens of a span. Every part yields an output and the log of its softmax denominator. The
+denominators weight the outputs of the parts (as in arXiv 2310.01889). The backward pass of a part
+is exact, given the joined output and denominator. A prompt's keys are never copied per response;
+all responses of a group read them in one call. No mask of the full row exists.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Sequence parallelism by exchange of heads (Ulysses, arXiv 2309.14509): a group of ranks shards
-the tokens of one row.
+"""Sequence parallelism by exchange of heads (Ulysses, arXiv 2309.14509).
 
-Outside of attention each token is independent, so each rank holds only its tokens. For attention
-the ranks exchange tokens for heads. Each rank then attends over the whole row in its block of
-heads, by the unchanged plan of the row. A second exchange returns each output to the rank that
-holds its token. Rank ``i % size`` holds token ``i``, so prompts and responses are spread evenly.
+A group of ranks shards the tokens of one row. Outside of attention each token is independent, so
+each rank holds only its tokens. For attention the ranks exchange tokens for heads. Each rank then
+attends over the whole row in its block of heads, by the unchanged plan of the row. A second
+exchange returns each output to the rank that holds its token. Rank ``i % size`` holds token ``i``,
+so prompts and responses are spread evenly.
 
 Each rank computes the whole loss, and the gradient through its tokens only. The sum over ranks is
 the gradient.
@@ -29,8 +29,10 @@ from lightrft.utils.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """This rank's part of ``count`` items that a sequence-parallel group shards: the indices
-    ``which [n]``, ``None`` for all."""
+    """This rank's part of ``count`` items of a sequence-parallel group.
+
+    ``which [n]`` are its indices, ``None`` for all.
+    """
 
     team: Team
     count: int
@@ -73,8 +75,10 @@ class Row:
         return full[..., self.team.place :: self.team.size].contiguous()
 
     def reads(self, places: Tensor) -> tuple[Part, Tensor]:
-        """Return which of ``places [N]`` of the row this rank holds, and their indices ``[n]``
-        among its tokens."""
+        """Return the subset of ``places [N]`` that this rank holds.
+
+        Also return their indices ``[n]`` among its tokens.
+        """
         which = (places % self.team.size == self.team.place).nonzero()[:, 0]
         return Part(self.team, len(places), which), places[which] // self.team.size
 
@@ -123,10 +127,10 @@ class Exchanged:
 
 
 def check_heads(config: PreTrainedConfig, team: Team) -> int:
-    """Return the number of copies of each key head that the ranks of ``team`` need to shard the
-    heads of ``config``.
+    """Return the copies of each key head that sharding over ``team`` needs.
 
-    Raises ``ModelError`` if they cannot shard the heads that ``team.tensor`` leaves to each rank.
+    ``config`` is the config of the language model. Raises ``ModelError`` if they cannot shard the
+    heads that ``team.tensor`` leaves to each rank.
     """
     heads: Any = config.num_attention_heads if hasattr(config, "num_attention_heads") else None
     keys: Any = (config.num_key_value_heads if hasattr(config, "num_key_value_heads") else None) or heads

@@ -40,8 +40,10 @@ class Keys:
 
 @cache
 def kernel() -> Callable[..., Any] | None:
-    """Return ``torch.nn.attention.varlen.varlen_attn`` if this torch has one with a scale, a window
-    and grouped heads."""
+    """Return torch's variable-length attention, or ``None``.
+
+    It must support a scale, a window and grouped heads.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -51,8 +53,9 @@ def kernel() -> Callable[..., Any] | None:
 
 
 def usable(query: Tensor, value: Tensor, softcap: float | None) -> bool:
-    """Return ``True`` if the kernel supports these inputs: half precision on CUDA, no soft-cap,
-    equal head widths up to 256.
+    """Return ``True`` if the kernel supports these inputs.
+
+    It needs half precision on CUDA, no soft-cap, and equal head widths up to 256.
 
     Args:
         query: ``[1, H, T, d]``.
@@ -88,8 +91,7 @@ def gather_keys(runs: Sequence[Run], shared: Sequence[tuple[Run, Sequence[Run]]]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, keys: Keys, scale: float, window: int | None) -> Tensor:
-    """Return ``[1, T, H, d]``: attention that is causal from the lower right, at most ``window``
-    keys back.
+    """Return attention ``[1, T, H, d]``, causal from the lower right.
 
     Args:
         query: ``[1, H, T, d]``.

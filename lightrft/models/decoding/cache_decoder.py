@@ -1,10 +1,10 @@
-"""Token-by-token decoding through a model's own forward and cache, for models that cannot decode by
-an attention plan.
+"""Token-by-token decoding through a model's own forward and cache.
 
-The cache is the object that the model returns: keys and values, recurrent states, convolution
-states. Rows of equal length share one cache, so no row is ever padded: left padding would enter a
-recurrent state. A prompt is computed once, and its cache is copied for each of its responses. A
-model that returns no usable cache runs over the whole prefix for each token.
+It serves models that cannot decode by an attention plan. The cache is the object that the model
+returns: keys and values, recurrent states, convolution states. Rows of equal length share one
+cache, so no row is ever padded: left padding would enter a recurrent state. A prompt is computed
+once, and its cache is copied for each of its responses. A model that returns no usable cache runs
+over the whole prefix for each token.
 """
 
 from __future__ import annotations
@@ -218,8 +218,7 @@ class CachedDecodeSession:
         return torch.empty_like(logits).index_copy_(0, order, logits)
 
     def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
-        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``
-        rows."""
+        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
         new = {row: row for row in range(rows)} | {src: dst for dst, src in moves}
         for dst, _ in moves:
             del new[dst]

@@ -1,5 +1,7 @@
-"""The way to decode each model type, as tests prove it: by an attention plan, or with the model's
-own cache."""
+"""The way to decode each model type: by an attention plan, or with its own cache.
+
+Tests prove it for each type.
+"""
 
 from __future__ import annotations
 
@@ -63,11 +65,10 @@ def decodes_by_plan(config: PreTrainedConfig) -> bool:
 
 
 def rereads_prefix(config: PreTrainedConfig) -> bool:
-    """Return ``True`` if the cache of a model of ``config`` is unusable, or gives other log-probs
-    than its own forward.
+    """Return ``True`` if the cache of a model of ``config`` cannot be used.
 
-    transformers bounds the time step of mamba2's layers in a forward over many tokens, but not in a
-    step of one token.
+    It is unusable, or gives other log-probs than the model's own forward. transformers bounds the
+    time step of mamba2's layers in a forward over many tokens, but not in a step of one token.
     """
     text = config.get_text_config(decoder=True)
     if text.model_type in REREADING_FAMILIES:
@@ -85,16 +86,17 @@ def steps_alone(config: PreTrainedConfig) -> bool:
 
 
 class LengthBound(NamedTuple):
-    """The length up to which a token's log-prob depends only on the tokens before it, and the
-    ``reason`` for the bound."""
+    """The length up to which a token's log-prob depends only on earlier tokens.
+
+    ``reason`` is the reason for the bound.
+    """
 
     tokens: int
     reason: str
 
 
 def length_bound(config: PreTrainedConfig) -> LengthBound | None:
-    """Return the length bound of a model of ``config``; ``None`` if the score of a row does not
-    depend on its length.
+    """Return the length bound of a model of ``config``. It is ``None`` if there is none.
 
     Beyond it a token's log-prob depends on other tokens of the row, or on the order of equal
     numbers. Token-by-token sampling then differs from training.

@@ -1,10 +1,9 @@
-"""Token-by-token decoding through a model's own forward, with a key-value cache that stores each
-prompt once.
+"""Token-by-token decoding with a key-value cache that stores each prompt once.
 
-Prompts and responses are two rectangles per layer: ``[slots, H_kv, prompt tokens, d]`` and ``[rows,
-H_kv, answer tokens, d]``. A step is a constant number of tensor operations per layer for any number
-of rows. One batched product multiplies the queries of a prompt's rows with its keys, another each
-row with its response's keys. One softmax covers both.
+It runs through a model's own forward. Prompts and responses are two rectangles per layer: ``[slots,
+H_kv, prompt tokens, d]`` and ``[rows, H_kv, answer tokens, d]``. A step is a constant number of
+tensor operations per layer for any number of rows. One batched product multiplies the queries of a
+prompt's rows with its keys, another each row with its response's keys. One softmax covers both.
 """
 
 from __future__ import annotations
@@ -36,8 +35,10 @@ prefill."""
 
 
 class Decoder:
-    """Runs any transformers causal language model (adapters included) for sampling, on the model's
-    own weights."""
+    """Runs a transformers causal language model for sampling, on its own weights.
+
+    Adapters are supported.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         interface.register()
@@ -259,8 +260,7 @@ class Session:
         return logits
 
     def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
-        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``
-        rows."""
+        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
         if moves:
             dst, src = (np.array(side, dtype=np.int64) for side in zip(*moves))
             self._answers.move(dst, src, int(self._lengths.max()))

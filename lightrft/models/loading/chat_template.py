@@ -1,5 +1,7 @@
-"""Chat templates of multimodal models, whose processor may have a template that their tokenizer
-lacks."""
+"""Chat templates of multimodal models.
+
+Their processor may have a template that their tokenizer lacks.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ tokenizer's template, for text alone."""
 
 
 def fit_template(tokenizer: PreTrainedTokenizerBase, settings: PreTrainedConfig, where: str, revision: str | None) -> None:
-    """Give ``tokenizer`` the chat template of the processor in ``where``, if only that one accepts
-    all kinds that the model reads.
+    """Give ``tokenizer`` the processor's chat template if that accepts more kinds.
 
-    A tokenizer without any template gets one from a file, never from a class.
+    The kinds are the media that the model reads. A tokenizer without any template gets one from a
+    file, never from a class.
 
     Args:
         tokenizer: Changed in place.

@@ -113,8 +113,10 @@ def from_settings(settings: PreTrainedConfig, dtype: torch.dtype, **options: Any
 
 
 def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
-    """Raise ``ModelError`` if no model can be built from ``settings``, so that the weights are not
-    blamed."""
+    """Raise ``ModelError`` if no model can be built from ``settings``.
+
+    Otherwise the error would blame the weights.
+    """
     implementation = config.attention or family_of(settings).padded_attention
     options: dict[str, Any] = {"trust_remote_code": True} if config.trust_remote_code else {}
     try:
@@ -217,12 +219,11 @@ def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype
 
 
 def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
-    """Disable gradients of parameters selected by ``what``, and of parameters that no feature
-    depends on.
+    """Disable gradients of the parameters that ``what`` selects.
 
-    An entry of ``what`` is a part of the model, or a prefix of parameter names, with or without a
-    leading ``model.``. Raises ``ModelError`` for a part that the model lacks and for a prefix that
-    matches nothing.
+    Parameters that no feature depends on are frozen too. An entry of ``what`` is a part of the
+    model, or a prefix of parameter names, with or without a leading ``model.``. Raises
+    ``ModelError`` for a part that the model lacks and for a prefix that matches nothing.
     """
     names = dict(model.named_parameters())
     check_parts(model.config, "model.freeze", [part for part in what if part in PARTS])

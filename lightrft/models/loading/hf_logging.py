@@ -11,8 +11,10 @@ from transformers.utils import logging as transformers_logging
 
 @contextmanager
 def quiet(*, local: bool) -> Generator[None]:
-    """Suppress warnings about future library changes and, with ``local``, progress bars, since
-    nothing is downloaded then."""
+    """Suppress warnings about future library changes.
+
+    With ``local``, nothing is downloaded, so progress bars are suppressed too.
+    """
     hidden = local and transformers_logging.is_progress_bar_enabled()
     if hidden:
         transformers_logging.disable_progress_bar()

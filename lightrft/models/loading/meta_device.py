@@ -17,11 +17,11 @@ from lightrft.utils.errors import ModelError
 
 
 def meta_model(config: ModelConfig) -> nn.Module:
-    """Build the model of ``config.path`` on the meta device, with the adapters and frozen parts of
-    training. Only its config is read.
+    """Build the model of ``config.path`` on the meta device.
 
-    Raises ``ModelError`` as ``load_model`` does for errors that a config can show, and for a class
-    that cannot be built without weights.
+    It has the adapters and frozen parts of training. Only its config is read. Raises ``ModelError``
+    as ``load_model`` does for errors that a config can show, and for a class that cannot be built
+    without weights.
     """
     adapters = Path(config.path).expanduser() / "adapter_config.json"
     if adapters.is_file():

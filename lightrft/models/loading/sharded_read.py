@@ -206,11 +206,11 @@ def made(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | N
 
 
 def shell(config: ModelConfig, dtype: torch.dtype | None = None) -> tuple[nn.Module, Unread]:
-    """Build the model of ``config.path``, its weights on the meta device, with adapters and frozen
-    parts. Also return the weights' sources.
+    """Build the model of ``config.path`` with its weights on the meta device.
 
-    Adapters and computed buffers have memory and values. Raises ``ModelError`` as ``load_model``
-    does for errors visible without weights, and for quantised weights.
+    It has adapters and frozen parts. Also return the sources of the weights. Adapters and computed
+    buffers have memory and values. Raises ``ModelError`` as ``load_model`` does for errors visible
+    without weights, and for quantised weights.
     """
     found = saved_adapters(config)
     of_base = config if found is None else config.model_copy(update={"path": found[0]})
@@ -367,8 +367,7 @@ def _magnitudes(model: nn.Module) -> dict[int, list[Tensor]]:
 
 
 def put_together(model: PreTrainedModel) -> set[str]:
-    """Return the names of the parameters of ``model`` that transformers builds from several stored
-    tensors."""
+    """Return the parameters that transformers builds from several stored tensors."""
     converters = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)]
     made = [pattern for converter in converters for pattern in converter.target_patterns]
     return {name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in made)}

@@ -33,8 +33,10 @@ class Slices:
         return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
 
     def plan(self, positions: Tensor, rows: int) -> SegmentPlan:
-        """Build the attention plan of ``rows`` concatenated rows from this rank's ``positions [1 or
-        B, t]``."""
+        """Build the attention plan of ``rows`` concatenated rows.
+
+        ``positions [1 or B, t]`` belong to this rank's tokens.
+        """
         if self._plan is None or self._positions is not positions:
             own = positions.expand(rows, -1).contiguous()
             every = [torch.empty_like(own) for _ in range(self.size)]

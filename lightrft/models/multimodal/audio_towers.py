@@ -1,5 +1,7 @@
-"""Audio towers: they read concatenated log-mel frames of clips, and yield one feature for every few
-frames."""
+"""Audio towers: log-mel frames in, one feature for every few frames out.
+
+The frames of all clips are concatenated.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +22,23 @@ _SPILL = 2  # frames after a clip's last whose window of samples, up to four hop
 
 
 def frames_around(frames: int, window: int) -> int:
-    """Return the number of frames that a clip's features depend on, for a tower that masks the rest
-    of its window."""
+    """Return the frames that a clip's features depend on, if the tower masks the rest.
+
+    The rest is the part of the tower's window after the clip.
+    """
     return min(frames + _AROUND, window)
 
 
 def frames_alone(frames: int, window: int = 0) -> int:
-    """Return the number of frames that a clip's features depend on, for a tower without padding:
-    the clip's frames."""
+    """Return the frames that a clip's features depend on, for a tower without padding.
+
+    These are the frames of the clip itself.
+    """
     return frames
 
 
 def frames_to_silence(frames: int, window: int) -> int:
-    """Return the number of frames that a clip's features depend on, for a tower that reads the
-    silence after it.
+    """Return the frames that a clip's features depend on, if the tower reads silence.
 
     Silence fills the last window, and all its frames are equal. So the count ends with one frame of
     silence, unless the window ends before.
@@ -42,8 +47,10 @@ def frames_to_silence(frames: int, window: int) -> int:
 
 
 def qwen2_audio_features(frames: int) -> int:
-    """Return the number of features of a clip of ``frames``: a convolution of stride 2, then means
-    of two."""
+    """Return the number of features of a clip of ``frames``.
+
+    They come from a convolution of stride 2, then means of two.
+    """
     return ((frames - 1) // 2 + 1) // 2
 
 

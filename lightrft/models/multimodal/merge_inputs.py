@@ -1,5 +1,4 @@
-"""Merge media into a model call: features by tower, the tokens whose embeddings they replace, and
-positions on every axis.
+"""Merge media into a model call: features, their tokens, and their positions.
 
 The media of a batch go through their tower in one call, once per prompt, in every layout. Rows that
 repeat a prompt read the same features again.
@@ -69,8 +68,10 @@ class Seen:
         return made
 
     def spans(self, source: Tensor) -> list[Run]:
-        """Return start and length of each copy of a block, in a row of tokens with indices ``source
-        [T]``."""
+        """Return start and length of each copy of a block in a row of tokens.
+
+        ``source [T]`` are the indices of the row's tokens.
+        """
         if self.blocks is None:
             return []
         block = self._block_of(source)
@@ -81,8 +82,9 @@ class Seen:
         return [(s, n) for s, n, b in zip(starts.tolist(), lengths.tolist(), block[starts].tolist()) if b >= 0]
 
     def masks(self, config: PreTrainedConfig, embeddings: Tensor, source: Tensor, real: Tensor | None) -> dict[str, object]:
-        """Return the decoder's mask keywords for the ``padded`` layout, under the model's own
-        attention.
+        """Return the decoder's mask keywords for the ``padded`` layout.
+
+        They are for the model's own attention.
 
         Args:
             config: Config of the decoder.

@@ -1,5 +1,7 @@
-"""The parts of a model that can be trained separately: language model, towers, and projectors
-between the two."""
+"""The parts of a model that can be trained separately.
+
+These are the language model, towers, and projectors between the two.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,10 @@ def parts_of(family: Family) -> tuple[str, ...]:
 
 
 def part_of(family: Family, name: str) -> str:
-    """Return the part that a parameter belongs to: the part with the longest matching prefix,
-    ``language`` if none matches.
+    """Return the part that a parameter belongs to.
 
-    ``name`` is the name in the transformers model, in a peft model, or in a module that contains
-    one.
+    It is the part with the longest matching prefix, or ``language`` if none matches. ``name`` is
+    the name in the transformers model, in a peft model, or in a module that contains one.
     """
     name = name.removeprefix("base_model.model.")
     prefixes = {} if family.reader is None else family.reader.parts

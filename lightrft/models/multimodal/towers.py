@@ -1,5 +1,7 @@
-"""Towers of multimodal models: each turns one kind of input into features, which replace
-placeholder tokens."""
+"""Towers of multimodal models.
+
+Each turns one kind of input into features, which replace placeholder tokens.
+"""
 
 from __future__ import annotations
 
@@ -135,8 +137,9 @@ def _joined(values: Any) -> Tensor:
 
 
 def rope_index(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
-    """Return positions ``[3, P, L]`` by the model's own ``get_rope_index``, from the grids in
-    ``media``.
+    """Return positions ``[3, P, L]`` by the model's own ``get_rope_index``.
+
+    They depend on the grids in ``media``.
 
     Args:
         model: The transformers model.

@@ -1,5 +1,7 @@
-"""Audio parts: log-mel frames by the folder's feature extractor, limited to the frames that affect
-the features."""
+"""Audio parts: log-mel frames by the folder's feature extractor.
+
+Frames that do not affect the features are dropped.
+"""
 
 from __future__ import annotations
 
@@ -63,10 +65,10 @@ def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBa
 
 
 def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Build the parts of Qwen2.5-Omni: clips up to the extractor's window, and pictures and frames
-    as in Qwen2.5-VL.
+    """Build the parts of Qwen2.5-Omni: clips, pictures and frames.
 
-    The extractor's window is longer than the pieces of the tower.
+    Clips have up to the extractor's window. Pictures and frames are as in Qwen2.5-VL. The
+    extractor's window is longer than the pieces of the tower.
 
     Args:
         config: Settings with the folder of the model.

@@ -1,5 +1,7 @@
-"""The common part of all processors: a processor is a table of parts, one for each kind of
-media."""
+"""The common part of all processors.
+
+A processor is a table of parts, one for each kind of media.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,10 @@ class Part(Protocol):
 
     @property
     def written(self) -> str:
-        """The placeholder text that the chat template writes for one item of this kind, to be
-        replaced by ``expand``."""
+        """The placeholder text that the chat template writes for one item.
+
+        ``expand`` replaces it.
+        """
         ...
 
     @property
@@ -106,8 +110,7 @@ def known(tokenizer: PreTrainedTokenizerBase, token: str) -> str:
 
 
 def within(pixels: int, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Refuse pixel bounds for a family that resizes every picture to ``pixels``, unless ``pixels``
-    is within them.
+    """Refuse pixel bounds that exclude the only size of a family's pictures.
 
     Args:
         pixels: Pixels of every resized picture.

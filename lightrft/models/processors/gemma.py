@@ -1,5 +1,7 @@
-"""Gemma 3: every picture at one size, with crops of long pictures if the folder's settings enable
-them (pan and scan)."""
+"""Gemma 3: every picture at one size, with optional crops of long pictures.
+
+The folder's settings enable crops (pan and scan).
+"""
 
 from __future__ import annotations
 

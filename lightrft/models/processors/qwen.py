@@ -1,5 +1,7 @@
-"""The Qwen-VL families: patches of pictures and frames at their native size, on a grid of time,
-height and width."""
+"""The Qwen-VL families: patches of pictures and frames at their native size.
+
+The patches form a grid of time, height and width.
+"""
 
 from __future__ import annotations
 

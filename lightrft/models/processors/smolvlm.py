@@ -1,5 +1,7 @@
-"""SmolVLM: a picture becomes square crops of one size, row by row, followed by the full picture at
-that size."""
+"""SmolVLM: a picture becomes square crops of one size.
+
+Crops are ordered row by row, followed by the full picture at that size.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,10 @@ class SmolImage:
         return len(inputs["pixel_values"]) * self.features
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> SmolImage:
-        """Return the part with a lower size for the longest edge, to which pictures are resized
-        before they are cut."""
+        """Return the part with a lower size for the longest edge.
+
+        Pictures are resized to it before they are cut.
+        """
         within(self._side**2, min_pixels, max_pixels)
         longest = self.processor.size["longest_edge"]
         if max_pixels is None or longest**2 <= max_pixels:

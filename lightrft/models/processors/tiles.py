@@ -43,10 +43,9 @@ def internvl(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerB
 
 @dataclass(frozen=True, slots=True)
 class InternImage:
-    """Pictures, as the number of tiles that fits the aspect ratio best, and the full picture as one
-    more tile.
+    """Pictures, as tiles and the full picture as one more tile.
 
-    ``each`` is the number of features of a tile.
+    The number of tiles fits the aspect ratio best. ``each`` is the number of features of a tile.
     """
 
     processor: Any
@@ -184,8 +183,10 @@ class OnevisionImage:
 
 @dataclass(frozen=True, slots=True)
 class OnevisionVideo:
-    """Frames, each one tile whose features are halved along each side, and a mark at the end of the
-    clip."""
+    """Frames, each one tile, and a mark at the end of the clip.
+
+    The features of a tile are halved along each side.
+    """
 
     processor: Any
     written: str

@@ -1,5 +1,7 @@
-"""Small real multimodal models, built from the configs of their families, with tokenizer and
-processors."""
+"""Small real multimodal models, with tokenizer and processors.
+
+They are built from the configs of their families.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ from lightrft.utils.errors import ModelError
 
 
 def tiny_media_tokenizer(family: str, **options: Any) -> PreTrainedTokenizerFast:
-    """Build ``tiny_tokenizer`` with the tokens of ``family`` and a chat template for its kinds of
-    media."""
+    """Build ``tiny_tokenizer`` with the tokens of ``family``.
+
+    Its chat template accepts the family's kinds of media.
+    """
     tiny = _tiny(family)
     return tiny_tokenizer(special=tiny.special, chat_template=_chat_template(tiny.written), **options)
 

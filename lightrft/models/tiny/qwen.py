@@ -51,8 +51,10 @@ def _qwen2_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any])
 
 
 def vision_2_5(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of Qwen2.5's tower config: windows of 2 x 2 features, and one layer with
-    full attention."""
+    """Return the fields of Qwen2.5's tower config.
+
+    It has windows of 2 x 2 features, and one layer with full attention.
+    """
     return {
         "depth": 2,
         "hidden_size": 32,

@@ -1,5 +1,7 @@
-"""Small real transformers models and a tokenizer, built from configs: for tests, and for a first
-run without downloads."""
+"""Small real transformers models and a tokenizer, built from configs.
+
+They serve tests, and a first run without downloads.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +32,10 @@ def tiny_tokenizer(
     special: Sequence[str] = (),
     chat_template: str = CHAT_TEMPLATE,
 ) -> PreTrainedTokenizerFast:
-    """Build a tokenizer with one token per character of ``chars`` and ``extra_chars``; any other
-    character is ``<unk>``.
+    """Build a tokenizer with one token per character.
 
-    Token 0 pads, ``<|im_end|>`` ends a response, and the chat template takes system, user and
-    assistant messages.
+    Characters outside of ``chars`` and ``extra_chars`` are ``<unk>``. Token 0 pads, ``<|im_end|>``
+    ends a response, and the chat template takes system, user and assistant messages.
 
     Args:
         extra_chars: More characters.

@@ -1,9 +1,9 @@
-"""Tiny real models of every text family of transformers, to prove a family or to compare two
-implementations.
+"""Tiny real models of every text family of transformers.
 
-One table: each row holds the config fields that a family needs besides ``_SIZES``. A row also sets
-fields whose default would hide an error. Examples are a window shorter than the rows of a test, a
-logit scale other than 1, and layers of every kind.
+They serve to prove a family or to compare two implementations. One table: each row holds the config
+fields that a family needs besides ``_SIZES``. A row also sets fields whose default would hide an
+error. Examples are a window shorter than the rows of a test, a logit scale other than 1, and layers
+of every kind.
 """
 
 from __future__ import annotations
