@@ -23,10 +23,11 @@ _NO_PICTURES = "ActorAL reads text and hears; give sound as audio_values, and us
 class ActorAL(DocumentedActor):
     """A policy that reads text and audio.
 
-    ``audio_values`` are padded with zeros, or cut, to the tower's window. ``feature_attention_mask
-    [clips, frames]`` marks the valid frames of a clip. Without it all given frames are valid. If
-    these make more features than the clip has placeholders in ``sequences``, only as many count as
-    fit the placeholders. A batch without placeholders is text alone.
+    ``audio_values`` are padded with zeros, or cut, to the tower's window.
+    ``feature_attention_mask [clips, frames]`` marks the valid frames of a clip. Without it all
+    given frames are valid. If these make more features than the clip has placeholders in
+    ``sequences``, only as many count as fit the placeholders. A batch without placeholders is text
+    alone.
     """
 
     modality: ClassVar[ActorModality] = ActorModality.AUDIO_LANGUAGE

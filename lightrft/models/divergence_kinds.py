@@ -44,7 +44,13 @@ def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     paper="MiniLLM, arXiv 2306.08543; on the student's own answers: GKD, arXiv 2306.13649",
 )
 def reverse_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Seek a mode of the teacher."""
+    """Return KL(student || teacher), which seeks a mode of the teacher.
+
+    Args:
+        student: ``[n, V]`` log-probs.
+        teacher: ``[n, V]`` log-probs.
+        beta: Not used.
+    """
     return _expected(student, student - teacher)
 
 
@@ -55,7 +61,13 @@ def reverse_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     paper="Hinton et al., arXiv 1503.02531; on the student's own answers: GKD, arXiv 2306.13649",
 )
 def forward_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Cover all modes of the teacher."""
+    """Return KL(teacher || student), which covers all modes of the teacher.
+
+    Args:
+        student: ``[n, V]`` log-probs.
+        teacher: ``[n, V]`` log-probs.
+        beta: Not used.
+    """
     return _expected(teacher, teacher - student)
 
 
@@ -66,9 +78,14 @@ def forward_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     paper="generalised Jensen-Shannon divergence: GKD, arXiv 2306.13649, eq. 1",
 )
 def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Interpolate between the two KL divergences.
+    """Return the generalised Jensen-Shannon divergence, between the two KL divergences.
 
     Divided by ``beta``, it approaches the forward KL as ``beta`` goes to 0.
+
+    Args:
+        student: ``[n, V]`` log-probs.
+        teacher: ``[n, V]`` log-probs.
+        beta: Weight of the teacher in the mixture, in (0, 1).
     """
     mixture = _mixture(student, teacher, beta)
     return beta * _expected(teacher, teacher - mixture) + (1 - beta) * _expected(student, student - mixture)

@@ -239,8 +239,8 @@ def _reads(rows: _Rows, last: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
     """Return the indices of the states that predict response tokens, and of the states after the
     last tokens.
 
-    A prompt's ``last [B]`` token predicts the first token of a response; the states from ``start
-    [B]`` predict the others.
+    A prompt's ``last [B]`` token predicts the first token of a response; the states from
+    ``start [B]`` predict the others.
     """
     length = torch.tensor(rows.answers, dtype=torch.long)
     row = torch.repeat_interleave(torch.arange(len(length)), length)

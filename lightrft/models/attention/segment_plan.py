@@ -346,8 +346,8 @@ def _collect(x: Tensor, times: int) -> Tensor:
 
 
 def _fold(x: Tensor, times: int) -> Tensor:
-    """Concatenate the query heads ``[H, n, ...]`` that read one key head, as more queries: ``[1,
-    H_kv, times * n, ...]``."""
+    """Concatenate the query heads ``[H, n, ...]`` that read one key head, as more queries:
+    ``[1, H_kv, times * n, ...]``."""
     return x.unflatten(0, (-1, times)).flatten(1, 2).unsqueeze(0)
 
 

@@ -1,9 +1,10 @@
 """Token-by-token decoding with a key-value cache that stores each prompt once.
 
-It runs through a model's own forward. Prompts and responses are two rectangles per layer: ``[slots,
-H_kv, prompt tokens, d]`` and ``[rows, H_kv, answer tokens, d]``. A step is a constant number of
-tensor operations per layer for any number of rows. One batched product multiplies the queries of a
-prompt's rows with its keys, another each row with its response's keys. One softmax covers both.
+It runs through a model's own forward. Prompts and responses are two rectangles per layer:
+``[slots, H_kv, prompt tokens, d]`` and ``[rows, H_kv, answer tokens, d]``. A step is a constant
+number of tensor operations per layer for any number of rows. One batched product multiplies the
+queries of a prompt's rows with its keys, another each row with its response's keys. One softmax
+covers both.
 """
 
 from __future__ import annotations
@@ -317,8 +318,8 @@ class _Rectangle:
         return self.rows * self.columns
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return this layer's arrays of keys and values, shaped and typed like ``key``/``value [..,
-        H_kv, T, d]``."""
+        """Return this layer's arrays of keys and values, shaped and typed like
+        ``key``/``value [.., H_kv, T, d]``."""
         found = self._layers.get(index)
         if found is None:
             new_key, new_value = (x.new_zeros(self.rows, x.shape[-3], self.columns, x.shape[-1]) for x in (key, value))

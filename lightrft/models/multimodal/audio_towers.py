@@ -22,26 +22,26 @@ _SPILL = 2  # frames after a clip's last whose window of samples, up to four hop
 
 
 def frames_around(frames: int, window: int) -> int:
-    """Return the frames that a clip's features depend on, if the tower masks the rest.
+    """Return the number of frames that a clip's features depend on.
 
-    The rest is the part of the tower's window after the clip.
+    The tower masks the rest of its ``window``, so only its convolutions read past the clip.
     """
     return min(frames + _AROUND, window)
 
 
 def frames_alone(frames: int, window: int = 0) -> int:
-    """Return the frames that a clip's features depend on, for a tower without padding.
+    """Return the number of frames that a clip's features depend on.
 
-    These are the frames of the clip itself.
+    The tower adds no padding, so these are the clip's frames.
     """
     return frames
 
 
 def frames_to_silence(frames: int, window: int) -> int:
-    """Return the frames that a clip's features depend on, if the tower reads silence.
+    """Return the number of frames that a clip's features depend on.
 
-    Silence fills the last window, and all its frames are equal. So the count ends with one frame of
-    silence, unless the window ends before.
+    The tower reads silence up to the end of the last window, whose frames are all equal. So the
+    count ends with one frame of silence, unless the window ends before.
     """
     return min(frames + _SPILL + 1, -(-frames // window) * window)
 
