@@ -450,6 +450,8 @@ class _Run:
         groups: dict[Any, _Group] = {}
         for request in requests:
             read = _read(request)
+            # Equal tokens share a prefill. Placeholder tokens do not identify media, so those go by
+            # object.
             key = (id(request.prompt) if request.prompt.media else None, *read.token_ids)
             groups.setdefault(key, _Group(read, request.held)).waiting.append(request)
         self._waiting.extend(groups.values())
@@ -466,6 +468,7 @@ class _Run:
     def advance(self) -> list[Rollout]:
         """Generate one token for every row and every newly admitted request. Return the responses
         that this finished."""
+        # Step before admission: the prefill of admitted rows already yields their first logits.
         parts = [self._session.step(self._last)] if len(self._rows) else []
         admitted = self._admit()
         if admitted:

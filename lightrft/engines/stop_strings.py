@@ -45,6 +45,7 @@ class StopStrings:
         """
         tail = self._tail(tokens)
         text = self._decode(tail)
+        # U+FFFD at the end is part of a character that the newest token may complete.
         before = len(self._decode(tail[:-1]).rstrip("\ufffd"))
         ends = [i for i in (self._first(text, s, before) for s in self._stop) if i is not None]
         if not ends:

@@ -182,6 +182,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, bend: Bend, entropy: bool, rows: int
     ) -> tuple[Tensor, Tensor]:
+        # backward then gets None instead of zeros for an unused output, and skips its terms
         ctx.set_materialize_grads(False)
         n, dtype = hidden.shape[0], wide(hidden.dtype)
         logprobs = hidden.new_empty(n, dtype=dtype)

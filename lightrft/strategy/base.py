@@ -68,9 +68,8 @@ class Shared(Protocol):
 class Readable(Protocol):
     """A model that may be built on the meta device.
 
-    ``read_weights`` fills parameters that have memory by now.
-
-    ``held`` selects the part of each parameter that this rank stores.
+    ``read_weights`` fills parameters that have memory by now. ``held`` selects the part of each
+    parameter that this rank stores.
     """
 
     def read_weights(self, held: Holding = held_of) -> None: ...
@@ -80,10 +79,8 @@ class Readable(Protocol):
 class TrainState:
     """One trained model with its optimizer and schedule.
 
-    Only the strategy that built it reads ``inner``.
-
-    ``shapes`` are the full shapes of all parameters by name, since a strategy may leave only shards
-    in the model.
+    Only the strategy that built it reads ``inner``. ``shapes`` are the full shapes of all
+    parameters by name, since a strategy may leave only shards in the model.
     """
 
     model: nn.Module

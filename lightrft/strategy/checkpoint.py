@@ -252,6 +252,8 @@ class CheckpointStore:
 
     @staticmethod
     def _publish(temporary: Path, final: Path) -> None:
+        # The old folder stays readable as REPLACED until the new one is in place, so a kill loses
+        # neither.
         replaced = final.with_name(final.name.replace(FINAL, REPLACED, 1))
         if final.exists():
             final.rename(replaced)

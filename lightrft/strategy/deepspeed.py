@@ -283,8 +283,8 @@ class DeepSpeedStrategy(SingleStrategy):
         set_lr(state.optimizer, state.config, inner.step, inner.total)
 
     def _reset_moments(self, state: TrainState, step: Tensor | None) -> None:
-        """Set all moments to zero after ``step`` steps, in the place where DeepSpeed looks for
-        them."""
+        """Set all moments to zero and the step count to ``step``, in the tensors that DeepSpeed
+        reads."""
         zero = state.inner.engine.optimizer
         for flat in state.inner.flat:
             held = state.optimizer.state[flat]

@@ -30,7 +30,7 @@ def mesh_of(
         tensor: Ranks that shard each layer.
 
     Raises:
-        ConfigError: ``shard`` does not divide the number of ranks.
+        ConfigError: ``shard`` does not divide the number of ranks over ``tensor``.
     """
     rows = ranks.size // tensor
     if shard is not None and rows % shard:

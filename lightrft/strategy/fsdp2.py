@@ -125,6 +125,7 @@ class Fsdp2Strategy(SingleStrategy):
         after = [group.post_forward_mesh_info for group in groups]
         for module in modules:
             module.unshard()
+            # otherwise a call inside this context would reshard the module
             module.set_reshard_after_forward(False, recurse=False)
         try:
             yield
