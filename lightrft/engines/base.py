@@ -1,4 +1,4 @@
-"""The sampling seam: what a loop may ask of whatever draws answers."""
+"""The protocol of sampling engines: the calls that a training loop makes to generate responses."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ from lightrft.config.strategy import SamplingConfig
 from lightrft.types import Request, Rollout
 
 Fingerprint = dict[str, str]
-"""Parameter name to a checksum of what the engine holds."""
+"""A checksum of each parameter that the engine holds, by parameter name."""
 
 
 def never() -> bool:
-    """For whoever is not to be stopped."""
+    """Return ``False``: the ``stopped`` callback of a call that is never interrupted."""
     return False
 
 
 class Engine(Protocol):
-    """Sampling only: native, vllm, sglang, http.
+    """A sampling engine: native, vllm, sglang or http.
 
-    ``of_all``: one engine stands for all ranks of a run, and the first rank asks it on behalf of all; else each rank has its own.
-    ``together``: as many ranks side by side hold one model between them, and must all draw the same answers at one time.
-    ``shared``: it samples from the trainer's own weights, and has no copy of them.
+    Attributes:
+        of_all: One engine serves all ranks of a run, and rank 0 calls it for all of them. If
+            ``False``, each rank has an engine.
+        together: Number of consecutive ranks that shard one model. They must generate the same
+            responses in the same calls.
+        shared: The engine samples from the trainer's weights and holds no copy of them.
     """
 
     of_all: bool
@@ -34,20 +37,32 @@ class Engine(Protocol):
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
-        """One answer to each request, as it finishes, in no order. Requests whose prompts are one object share its computation.
+        """Yield one response to each request as it finishes, in no particular order.
 
-        Once ``stopped`` turns true, which is asked between tokens, those that are not finished come out as they are, with finish
-        reason ``abort``; those that were not begun are empty. A request goes on from what was begun of it, by the weights of now: what
-        they make of the tokens that are there is computed anew.
+        Requests that refer to the same prompt object share its computation. A request with a
+        partial response resumes it under the current weights, which recompute the existing tokens.
+
+        Args:
+            requests: The prompts to respond to, with their seeds and token limits.
+            sampling: Temperature, filters, stop strings and default limits.
+            stopped: Called between tokens. Once it returns ``True``, unfinished responses are
+                yielded as they are, with finish reason ``abort``. Responses to requests that have
+                not started are empty.
         """
         ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
-        """Take over ``weights`` as policy ``version``; answers drawn from now on carry that version."""
+        """Use ``weights`` as policy ``version``.
+
+        Responses generated from now on carry that version.
+        """
         ...
 
     def sleep(self, level: int) -> None:
-        """Free memory while others need it: 1 keeps weights, 2 does not."""
+        """Free memory for other users of the device.
+
+        Level 1 keeps the weights, level 2 does not.
+        """
         ...
 
     def wake(self) -> None: ...

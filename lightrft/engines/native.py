@@ -1,4 +1,7 @@
-"""Continuous batching over the policy itself: no copy of the weights, each distinct prompt computed once."""
+"""Continuous batching over the policy itself, without a copy of the weights.
+
+Each distinct prompt is computed once.
+"""
 
 from __future__ import annotations
 
@@ -24,27 +27,42 @@ from lightrft.utils.errors import ModelError, ResourceError
 
 
 class Session(Protocol):
-    """A cache over the policy: prompts by handle, answers in rows ``0 .. len - 1``."""
+    """A key-value cache over the policy: prompts by handle, responses in rows ``0 .. len - 1``."""
 
     def tokens(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, /) -> int:
-        """Return the tokens whose memory such shapes take."""
+        """Return the number of tokens whose memory a cache of these shapes takes.
+
+        Args:
+            prompts: Number of prompts.
+            prompt_tokens: Tokens of the longest prompt.
+            rows: Number of responses that grow.
+            answer_tokens: Tokens that the longest response may reach.
+        """
         ...
 
     def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int, /) -> None: ...
 
     def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
-        """Compute prompts: a handle for each, and the logits ``[P, V]`` of the first answer tokens.
+        """Compute prompts.
 
-        The last ``begun[p]`` tokens of prompt ``p`` are an answer that is resumed.
+        Return a handle for each, and the logits ``[P, V]`` of the first response tokens.
+
+        The last ``begun[p]`` tokens of prompt ``p`` are a response that is resumed.
         """
         ...
 
     def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
-        """Append one row with an empty answer for each handle. Prompts in ``sealed`` get no row after these."""
+        """Append one row with an empty response for each handle.
+
+        Prompts in ``sealed`` get no further rows.
+        """
         ...
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed ``tokens [R]``, the last of each row, and return the logits ``[R, V]`` of the next."""
+        """Feed ``tokens [R]``, the last token of each row.
+
+        Return the logits ``[R, V]`` of the next.
+        """
         ...
 
     def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
@@ -55,7 +73,7 @@ class Session(Protocol):
 
 
 class Decoder(Protocol):
-    """What the engine needs of a policy."""
+    """The interface between the engine and a policy."""
 
     @property
     def device(self) -> torch.device: ...
@@ -72,17 +90,26 @@ class Decoder(Protocol):
     def session(self) -> Session: ...
 
     def running(self) -> AbstractContextManager[None]:
-        """Context in which sessions may be called."""
+        """Return the context manager inside which sessions may be called."""
         ...
 
 
 class NativeEngine:
-    """The reference engine. An answer depends on its request alone, up to floating-point rounding.
+    """The reference engine. A response depends on its request alone, up to floating-point rounding.
 
-    ``version`` is that of the weights that ``decoder`` holds. With ``shared`` they are the policy's own, so that nothing has to
-    be handed over; without, they are those that ``load_weights`` brought last. ``whole`` is a context in which the policy's weights are
-    not spread over ranks: it is entered by ``wake``, and left by ``sleep``. Any number of ``generate`` iterators may be open, each with
-    caches of its own; one that is dropped early frees them.
+    Any number of ``generate`` iterators may be open, each with a separate cache. An iterator that
+    is dropped early frees its cache.
+
+    Args:
+        decoder: The policy to sample from.
+        tokenizer: Decodes responses and finds stop strings.
+        config: Row and token limits of the cache.
+        version: Version of the weights that ``decoder`` holds.
+        shared: ``decoder`` holds the policy's weights, so ``load_weights`` copies nothing. If
+            ``False``, it holds the weights of the last ``load_weights``.
+        whole: Context manager that gathers the policy's shards. ``wake`` enters it and ``sleep``
+            leaves it. ``None`` for weights that are never sharded: the engine then starts awake.
+        together: Number of ranks that shard the model, see ``Engine``.
     """
 
     of_all = False
@@ -112,7 +139,15 @@ class NativeEngine:
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
     ) -> Iterator[Rollout]:
-        """See ``Engine.generate``. Raises ``ResourceError`` at once for a request that ``token_budget`` can never hold."""
+        """Yield responses, see ``Engine.generate``.
+
+        Raise ``ResourceError`` at once for a request that exceeds ``token_budget``.
+
+        Args:
+            requests: The prompts to respond to, with their seeds and token limits.
+            sampling: Temperature, filters, stop strings and default limits.
+            stopped: Called between tokens. ``True`` aborts unfinished responses.
+        """
         wanted = list(requests)
         check_requests(wanted, sampling, self.config)
         return self._answers(wanted, sampling, stopped)
@@ -131,14 +166,21 @@ class NativeEngine:
         return self._stops[stop]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> Fingerprint:
-        """See ``Engine.load_weights``. Weights that are shared are in use already: then ``weights`` is not read."""
+        """Set the policy version, see ``Engine.load_weights``.
+
+        Shared weights are current already: then ``weights`` is not read.
+        """
         if not self.shared:
             self.decoder.load(weights)
         self.version = version
         return checksums(self.decoder.parameters())
 
     def sleep(self, level: int) -> None:
-        """Nothing is held between calls, at either level; open iterators raise ``RuntimeError`` when next asked."""
+        """Release gathered weights.
+
+        No memory is kept between calls, at either level. Open iterators raise ``RuntimeError`` at
+        their next step.
+        """
         self.awake = False
         self._held.close()
 
@@ -152,7 +194,7 @@ class NativeEngine:
 
 
 class Drawing:
-    """Answers under way, in the hands of whoever asks for the next tokens; more requests may join at any time."""
+    """Responses in progress, advanced by the caller. More requests may join at any time."""
 
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         self._engine = engine
@@ -163,12 +205,18 @@ class Drawing:
         return self._run.unfinished
 
     def add(self, requests: Sequence[Request]) -> None:
-        """Queue ``requests``, which share the computation of a prompt with one another, not with those that came before."""
+        """Queue ``requests``.
+
+        They share the computation of a prompt with one another, but not with earlier requests.
+        """
         self._run.queue(requests)
 
     def advance(self, stopped: Callable[[], bool] = never) -> list[Rollout]:
-        """The next answers that are finished; none once ``stopped``, which is asked between tokens. The policy is itself again
-        whenever the caller has control."""
+        """Return the next finished responses.
+
+        Return none once ``stopped`` returns ``True``. It is called between tokens. The policy is
+        back in its training state whenever the caller has control.
+        """
         engine, run = self._engine, self._run
         done: list[Rollout] = []
         if not engine.awake:
@@ -179,12 +227,22 @@ class Drawing:
         return done
 
     def abort(self) -> list[Rollout]:
-        """What is not finished, as it is."""
+        """Return the unfinished responses as they are."""
         return self._run.abort()
 
 
 def check_requests(requests: Iterable[Request], sampling: SamplingConfig, config: EngineConfig) -> None:
-    """Raises ``ResourceError`` for a request that ``token_budget`` can never hold, ``ValueError`` for one that asks for nothing."""
+    """Check that every request asks for tokens and fits the cache.
+
+    Args:
+        requests: The requests to check.
+        sampling: Holds ``max_new_tokens`` for requests without a limit.
+        config: Holds ``token_budget``, in tokens of one prompt with its response.
+
+    Raises:
+        ResourceError: A request exceeds ``token_budget``.
+        ValueError: A request has no tokens left to generate.
+    """
     for request in requests:
         if _limit(request, sampling) < 1:
             raise ValueError(f"max_new_tokens {request.max_new_tokens} of a request must be at least 1")
@@ -206,18 +264,19 @@ def _limit(request: Request, sampling: SamplingConfig) -> int:
 
 
 def _end(request: Request, sampling: SamplingConfig) -> int:
-    """Tokens of the answer at which it comes back, finished or not."""
+    """Return the response length at which a response is returned, finished or not."""
     limit = _limit(request, sampling)
     return limit if request.pause is None else min(limit, request.pause)
 
 
 def _room(request: Request, sampling: SamplingConfig) -> int:
-    """Tokens that the answer may grow by in this call."""
+    """Return the number of tokens that the response may grow by in this call."""
     return _end(request, sampling) - request.held
 
 
 def _read(request: Request) -> Prompt:
-    """What is computed before the first token that is drawn: the prompt, and after it what was begun of the answer."""
+    """Return the tokens to prefill: the prompt, followed by the partial response that is
+    resumed."""
     if request.begun is None or not request.held:
         return request.prompt
     return replace(request.prompt, token_ids=request.prompt.token_ids + request.begun.token_ids)
@@ -228,17 +287,26 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def checksum(tensor: Tensor) -> str:
-    """Type, shape and two sums over the raw bits, exact on any device: one over all, one over a sample weighted by place."""
+    """Return type, shape and two sums over the raw bits, exact on any device.
+
+    One sum covers all elements. The other is a CRC of about 4096 elements, so it depends on their
+    order.
+    """
     return checksums([("", tensor)])[""]
 
 
 def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
-    """The ``checksum`` of each of the named ``tensors``. The host waits once for each device, not once for each tensor."""
+    """Return the ``checksum`` of each of the named ``tensors``.
+
+    The host waits once per device, not once per tensor.
+    """
     made: dict[torch.device, list[tuple[str, str, Tensor, Tensor]]] = {}
     for name, tensor in tensors:
-        tensor = getattr(tensor, "to_local", lambda t=tensor: t)()  # of a tensor spread over ranks: this rank's shard
+        # A sharded tensor (DTensor) counts by this rank's shard alone.
+        tensor = getattr(tensor, "to_local", lambda t=tensor: t)()
         bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-        # In parts: a sum in another type first converts its input, which for a whole embedding is twice its size.
+        # In parts: a sum in another dtype first converts its input, which for a whole embedding is
+        # twice its size.
         sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(CHECKSUM_PART)])
         sampled = bits[:: max(1, bits.numel() // 4096)].contiguous()
         made.setdefault(tensor.device, []).append((name, f"{tensor.dtype}{list(tensor.shape)}", sums, sampled))
@@ -256,9 +324,10 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """The requests of one prompt. ``logits [V]`` of its first answer token are kept while some of them wait.
+    """The requests of one prompt. ``logits [V]`` of its first response token are kept while some
+    requests wait.
 
-    The last ``begun`` tokens of ``prompt`` are an answer that is resumed.
+    The last ``begun`` tokens of ``prompt`` are a response that is resumed.
     """
 
     prompt: Prompt
@@ -270,7 +339,8 @@ class _Group:
 
 
 class _Shape(NamedTuple):
-    """The rows and prompts that the cache holds, all as long as the longest of their kind."""
+    """Shape of the cache. Prompts are padded to the longest prompt, responses to the longest
+    response."""
 
     prompts: int
     prompt_tokens: int
@@ -278,14 +348,15 @@ class _Shape(NamedTuple):
     answer_tokens: int
 
     def with_row(self, limit: int, prompt: int | None) -> _Shape:
-        """One row more, with its prompt if that is new."""
+        """Return the shape with one more row of ``limit`` tokens, and its prompt of ``prompt``
+        tokens unless ``None``."""
         prompts = (self.prompts, self.prompt_tokens) if prompt is None else (self.prompts + 1, max(self.prompt_tokens, prompt))
         return _Shape(*prompts, self.rows + 1, max(self.answer_tokens, limit))
 
 
 @dataclass(slots=True)
 class _Rows:
-    """Answers that grow, by row: what the host must know of each."""
+    """The host's state of growing responses, by row."""
 
     requests: list[Request] = field(default_factory=list)
     groups: list[_Group] = field(default_factory=list)
@@ -316,7 +387,7 @@ class _Rows:
                     column[row, : request.held] = values
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """One more token in every row."""
+        """Append one token to every row."""
         if int(self.steps.max()) >= self.tokens.shape[1]:
             self._resize(len(self), max(64, 2 * self.tokens.shape[1]))
         at = np.arange(len(self)), self.steps
@@ -348,14 +419,16 @@ def _columns(rollout: Rollout) -> tuple[list[int], list[float], list[int]]:
 
 
 def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Copy ``tokens [R]`` and ``logprobs [R]`` to the host in one transfer: each transfer waits for the device."""
+    """Copy ``tokens [R]`` and ``logprobs [R]`` to the host in one transfer, since each transfer
+    waits for the device."""
     bits = logprobs.view(_INTEGERS[logprobs.element_size()])
     both = torch.stack([tokens, bits.long()]).cpu()
     return both[0].numpy(), both[1].to(bits.dtype).view(logprobs.dtype).numpy()
 
 
 class _Run:
-    """One ``generate`` call: who waits, who grows, and the cache. ``advance`` adds one token to every row."""
+    """State of one ``generate`` call: waiting requests, growing rows and the cache. ``advance``
+    adds one token to every row."""
 
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingConfig) -> None:
         self._engine, self._sampling, self._config = engine, sampling, engine.config
@@ -373,17 +446,19 @@ class _Run:
         self.queue(requests)
 
     def queue(self, requests: Sequence[Request]) -> None:
-        """Have ``requests`` wait for their turn."""
+        """Append ``requests`` to the waiting queue, grouped by prompt."""
         groups: dict[Any, _Group] = {}
         for request in requests:
             read = _read(request)
+            # Equal tokens share a prefill. Placeholder tokens do not identify media, so those go by
+            # object.
             key = (id(request.prompt) if request.prompt.media else None, *read.token_ids)
             groups.setdefault(key, _Group(read, request.held)).waiting.append(request)
         self._waiting.extend(groups.values())
 
     @property
     def width(self) -> int:
-        """Rows that grow together, now or once the first are let in."""
+        """Number of rows that grow, now or once the first requests are admitted."""
         return len(self._rows) or min(self._config.max_rows, sum(len(group.waiting) for group in self._waiting))
 
     @property
@@ -391,7 +466,9 @@ class _Run:
         return bool(self._waiting) or len(self._rows) > 0
 
     def advance(self) -> list[Rollout]:
-        """One token for every row and for whoever can be let in; the answers that this finished."""
+        """Generate one token for every row and every newly admitted request. Return the responses
+        that this finished."""
+        # Step before admission: the prefill of admitted rows already yields their first logits.
         parts = [self._session.step(self._last)] if len(self._rows) else []
         admitted = self._admit()
         if admitted:
@@ -408,7 +485,7 @@ class _Run:
         return self._finish(host_tokens)
 
     def abort(self) -> list[Rollout]:
-        """What is not finished, as it is."""
+        """Return the unfinished responses as they are."""
         begun = [self._rollout(row, "abort", None) for row in range(len(self._rows))]
         waiting = [r for group in self._waiting for r in group.waiting]
         return begun + [r.begun or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in waiting]
@@ -434,7 +511,8 @@ class _Run:
         return tokens, logprobs
 
     def _admit(self) -> list[Tensor]:
-        """Let in who fits, in order; the logits ``[V]`` of each new row's first token."""
+        """Admit the waiting requests that fit, in order. Return the logits ``[V]`` of each new
+        row's first token."""
         entering: list[tuple[_Group, Request]] = []
         fresh: list[_Group] = []
         shape = _Shape(
@@ -506,7 +584,8 @@ class _Run:
         return done
 
     def _cut(self, row: int) -> FinishReason:
-        """Why an answer that did not stop comes back: it is as long as it may be, or to go on later."""
+        """Return the finish reason of a row that did not stop: ``length`` at its limit, ``abort``
+        if it can be resumed later."""
         return "length" if self._rows.steps[row] >= _limit(self._rows.requests[row], self._sampling) else "abort"
 
     def _rollout(self, row: int, reason: FinishReason, text: str | None) -> Rollout:
@@ -528,7 +607,8 @@ class _Run:
         )
 
     def _evict(self, finished: np.ndarray) -> None:
-        """Free the rows; the last ones take their places."""
+        """Free the finished rows. The last rows move into their places, so that rows stay
+        contiguous."""
         groups = {id(g): g for g in (self._rows.groups[row] for row in finished.tolist())}
         for row in finished.tolist():
             self._rows.groups[row].rows -= 1

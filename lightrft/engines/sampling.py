@@ -1,6 +1,7 @@
-"""How the next token is drawn from logits: pure functions over ``[R, V]``, one row per answer.
+"""Sampling of the next token from logits: pure functions over ``[R, V]``, one row per response.
 
-Every filter sets what it removes to ``-inf``; ``draw`` then samples from, and reports log-probs of, exactly what is left.
+Every filter sets the logits that it removes to ``-inf``. Tokens are then sampled from the remaining
+distribution, which also gives their log-probs.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def seed_keys(seeds: list[int]) -> np.ndarray:
-    """``[R]`` uint64 keys of ``seeds``, any integers, well mixed so that neighbouring seeds share nothing."""
+    """Return uint64 keys ``[R]`` of integer ``seeds``.
+
+    Hashing gives neighbouring seeds unrelated keys.
+    """
     return _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64) + _GOLDEN)
 
 
 def uniforms(keys: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """``[R]`` float64 in [0, 1): one number per (key, step), whatever else is drawn.
+    """Return ``[R]`` float64 in [0, 1): one number per (key, step), independent of all other rows.
 
-    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) is a counter-based generator: the n-th number is a hash of the counter.
+    SplitMix64 (Steele, Lea and Flood, OOPSLA 2014) is a counter-based generator: the n-th number is
+    a hash of the counter.
     """
     bits = _mix(keys + (steps.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     # 52 bits, so that u * total < total for every float64 total.
@@ -37,12 +42,18 @@ def uniforms(keys: np.ndarray, steps: np.ndarray) -> np.ndarray:
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits of tokens in ``seen [R, V]`` pushed down by ``penalty`` (arXiv 1909.05858, equation in section 4.1)."""
+    """Lower the logits of seen tokens by ``penalty`` (arXiv 1909.05858, section 4.1).
+
+    Args:
+        logits: ``[R, V]``. Positive logits are divided by ``penalty``, negative ones multiplied.
+        seen: ``[R, V]`` bool, tokens of the prompt and of the response so far.
+        penalty: Factor; above 1 makes seen tokens less likely.
+    """
     return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """The ``k`` largest of each row; tokens that tie with the k-th stay."""
+    """Keep the ``k`` largest logits of each row, and tokens that tie with the k-th."""
     if k >= logits.shape[-1]:
         return logits
     kth = torch.topk(logits, k, dim=-1).values[:, -1:]
@@ -50,7 +61,10 @@ def keep_top_k(logits: Tensor, k: int) -> Tensor:
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:
-    """The smallest set of likeliest tokens whose probability reaches ``p`` (arXiv 1904.09751); of equals the lower id stays."""
+    """Keep the smallest set of likeliest tokens of probability ``p`` (arXiv 1904.09751).
+
+    Among tokens of equal probability the lower id is kept.
+    """
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     probability = torch.softmax(ordered, dim=-1, dtype=_wide(logits))
     before = torch.cumsum(probability, dim=-1) - probability
@@ -59,15 +73,23 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
-    """Tokens at least ``p`` times as likely as the likeliest (arXiv 2407.01082)."""
+    """Keep tokens at least ``p`` times as likely as the most likely token (arXiv 2407.01082)."""
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + float(np.log(p)), -torch.inf)
 
 
 def process(logits: Tensor, sampling: SamplingConfig, seen: Tensor | None = None, suppress: Tensor | None = None) -> Tensor:
-    """``logits [R, V]`` to those of the distribution to sample from, float32.
+    """Return the logits of the distribution to sample from, ``[R, V]`` float32.
 
-    ``seen [R, V]`` marks tokens of the prompt and of the answer so far, ``suppress [R, V]`` those that may not come now.
-    At temperature 0 only the repetition penalty and ``suppress`` apply: the rest does not move the maximum.
+    At temperature 0 only the repetition penalty and ``suppress`` apply, since the other filters do
+    not move the maximum.
+
+    Args:
+        logits: ``[R, V]``, as the model returns them.
+        sampling: Temperature, filters and repetition penalty.
+        seen: ``[R, V]`` bool, tokens of the prompt and of the response so far. ``None`` applies no
+            repetition penalty.
+        suppress: ``[R, V]`` bool, tokens that must not be sampled at this step. ``None`` suppresses
+            none.
     """
     logits = logits.float()
     if seen is not None:
@@ -88,20 +110,24 @@ def process(logits: Tensor, sampling: SamplingConfig, seen: Tensor | None = None
 
 
 def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the likeliest token of each row and its log-prob at temperature 1, both ``[R]``. NaN stays NaN.
+    """Return the most likely token of each row and its log-prob at temperature 1, both ``[R]``.
 
-    Under the point mass that it comes from, the log-prob would be 0 for every token, which says nothing. Training scores greedy
-    responses at temperature 1 too.
+    NaN stays NaN.
+
+    Under a point mass, the log-prob would be 0 for every token and carry no information. Training
+    scores greedy responses at temperature 1 too.
     """
     best, tokens = logits.max(-1)
     return tokens, best - torch.logsumexp(logits, -1)
 
 
 def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens ``[R]`` by inverse distribution function at ``u [R]`` in [0, 1), and their log-probs ``[R]`` float32.
+    """Sample tokens ``[R]`` by inverse distribution function at ``u [R]`` in [0, 1).
 
-    A token of probability 0 is never drawn. Cumulative sums are over blocks of about sqrt(V) tokens, then inside the one
-    block that was hit, so no ``[R, V]`` array is scanned in float64.
+    Return them with their log-probs ``[R]`` float32.
+
+    A token of probability 0 is never sampled. Cumulative sums run over blocks of about sqrt(V)
+    tokens, then inside the one block that was hit. So no ``[R, V]`` array is scanned in float64.
     """
     rows, vocabulary = logits.shape
     wide = _wide(logits)
@@ -112,7 +138,8 @@ def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     weights[:, vocabulary:] = 0
     torch.exp(logits - top, out=weights[:, :vocabulary])
     weights = weights.view(rows, blocks, size)
-    outer = torch.cumsum(weights.sum(-1).to(wide), dim=-1)  # a sum straight to float64 would first copy [R, V] to it
+    # Sum before the cast: a sum straight to float64 would first copy [R, V] to float64.
+    outer = torch.cumsum(weights.sum(-1).to(wide), dim=-1)
     target = u.to(wide).unsqueeze(-1) * outer[:, -1:]
     block = _first_above(outer, target)
     below = torch.where(block > 0, outer.gather(-1, (block - 1).clamp_(min=0)), 0)
@@ -123,9 +150,11 @@ def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """``[R, 1]`` index of the first of ``cumulative [R, n]`` above ``target [R, 1]``; never one that adds nothing.
+    """Return the ``[R, 1]`` index of the first of ``cumulative [R, n]`` above ``target [R, 1]``;
+    never one of weight 0.
 
-    Rounding can put the target at or past the end: then the last index that adds something. NaN gives some valid index.
+    Rounding can put the target at or past the end: then return the last index of positive weight.
+    NaN gives some valid index.
     """
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())
     found = torch.minimum(torch.searchsorted(cumulative, target, right=True), last)

@@ -1,4 +1,4 @@
-"""Stop strings, found in the decoded text although they may straddle tokens."""
+"""Stop strings, found in the decoded text, since a stop string may span several tokens."""
 
 from __future__ import annotations
 
@@ -8,32 +8,44 @@ import numpy as np
 
 
 class StopStrings:
-    """Finds the first of ``stop`` that an answer's newest token completes. Only what may end one is decoded, and only the tail."""
+    """Finds the first of ``stop`` that the newest token of a response completes.
+
+    Text is decoded only if the newest token can end a stop string, and only the last tokens.
+    """
 
     def __init__(self, tokenizer: Any, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._special = set(tokenizer.all_special_ids)
         self._ends = {s[-1] for s in stop}
-        # A token is at least one byte of text; a few more in front, since a piece may decode differently at the very start.
+        # A token is at least one byte of text. 8 more tokens: a tail may decode differently at its
+        # very start.
         self._window = max(len(s.encode()) for s in stop) + 8
         self._may_end: dict[int, bool] = {}
 
     def may_end(self, token: int) -> bool:
-        """Whether an answer whose newest token this is can end in a stop string. Wrong only on the cautious side."""
+        """Return ``False`` only if this newest token cannot end a stop string.
+
+        ``True`` may be a false alarm.
+        """
         known = self._may_end.get(token)
         if known is None:
             piece = self._tokenizer.decode([token])
-            # Blanks may be dropped from a lone piece, and part of a character shows as U+FFFD.
+            # Tokenizers may strip blanks from a lone token, and decode part of a character as
+            # U+FFFD.
             unsure = "\ufffd" in piece or any(e.isspace() for e in self._ends)
             known = token not in self._special and (unsure or any(e in piece for e in self._ends))
             self._may_end[token] = known
         return known
 
     def cut(self, tokens: np.ndarray) -> str | None:
-        """Text of the answer ``tokens [T]`` before a stop string that ends within the newest token, or ``None``."""
+        """Return the text of a response before its stop string, or ``None``.
+
+        The stop string must end within the newest token of ``tokens [T]``.
+        """
         tail = self._tail(tokens)
         text = self._decode(tail)
+        # U+FFFD at the end is part of a character that the newest token may complete.
         before = len(self._decode(tail[:-1]).rstrip("\ufffd"))
         ends = [i for i in (self._first(text, s, before) for s in self._stop) if i is not None]
         if not ends:
@@ -41,7 +53,8 @@ class StopStrings:
         return self._decode(tokens.tolist())[: min(ends) - len(text) or None]
 
     def _first(self, text: str, stop: str, before: int) -> int | None:
-        """Where the first ``stop`` that ends after character ``before`` begins."""
+        """Return the start of the first ``stop`` that ends after character ``before``, or
+        ``None``."""
         found = text.find(stop, max(0, before - len(stop) + 1))
         return None if found < 0 else found
 

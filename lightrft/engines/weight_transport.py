@@ -1,7 +1,9 @@
-"""Weights on their way to engines in other processes: as bytes, in buckets of a bounded size, by one of three ways.
+"""Transport of weights to engines in other processes.
 
-``broadcast`` reaches workers on any machine through a process group of its own, ``shared`` those of the same machine or device through
-memory that both see, and ``message`` anyone who can be called.
+Weights are sent as bytes, in buckets of bounded size, by one of three ways. ``broadcast`` reaches
+workers on any machine through a separate process group. ``shared`` reaches workers on the same
+machine or device through shared memory. ``message`` sends buckets as call arguments and reaches any
+worker.
 """
 
 from __future__ import annotations
@@ -29,14 +31,18 @@ from lightrft.engines.base import never
 Way = Literal["broadcast", "shared", "message"]
 
 LOOK_SECONDS = 0.05
-"""Between two looks at who has come."""
+"""Seconds between two checks for members that have joined."""
 ALIGNED = 16
-"""Pieces begin at multiples of this many bytes, so that each can be read as what it is."""
+"""Pieces start at multiples of this many bytes, so that each can be viewed as its dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """``count`` bytes, from byte ``first`` on, of the tensor ``name``; they stand at byte ``at`` of a bucket."""
+    """A part of a tensor inside a bucket.
+
+    ``count`` bytes of tensor ``name``, from byte ``first`` of the tensor, start at byte ``at`` of
+    the bucket.
+    """
 
     name: str
     dtype: torch.dtype
@@ -50,13 +56,16 @@ Layout = tuple[Piece, ...]
 
 
 def used(layout: Layout) -> int:
-    """Bytes of a bucket that ``layout`` fills."""
+    """Return the number of bytes of a bucket that ``layout`` fills."""
     return layout[-1].at + layout[-1].count
 
 
 def fill(weights: Iterable[tuple[str, Tensor]], slots: Sequence[Tensor]) -> Iterator[tuple[int, Layout]]:
-    """Put ``weights`` into ``slots`` (``[bytes]`` of uint8, equally large), one after another and round again; yields each that is full
-    with what is in it. The next one is written to as soon as the iterator goes on."""
+    """Copy ``weights`` into ``slots`` in turn. Yield the index of each full slot with its layout.
+
+    ``slots`` are uint8 buffers ``[bytes]`` of equal size. The next slot is overwritten as soon as
+    the iterator resumes.
+    """
     slot, at, layout = 0, 0, []
     size = slots[0].numel()
     for name, tensor in weights:
@@ -77,7 +86,7 @@ def fill(weights: Iterable[tuple[str, Tensor]], slots: Sequence[Tensor]) -> Iter
 
 
 class Inbox:
-    """The receiving end, in a worker. ``load`` takes over tensors by name."""
+    """The receiving end, in a worker. ``load`` is called with complete tensors by name."""
 
     def __init__(self, load: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
         self._load = load
@@ -86,31 +95,43 @@ class Inbox:
         self._group: Any = None
 
     def put(self, data: np.ndarray, layout: Layout) -> None:
-        """Take a bucket that came with the call."""
+        """Load a bucket that came as a call argument."""
         self._take(torch.from_numpy(data.copy()), layout)
 
     def attach(self, handles: Sequence[Any]) -> None:
-        """See the sender's ``slots``, by their ``handles``."""
+        """Map the sender's ``slots`` into this process, by their ``handles``."""
         self._slots = [opened(handle) for handle in handles]
 
     def put_shared(self, slot: int, layout: Layout) -> None:
-        """Take what stands in the sender's ``slot``."""
+        """Load the contents of the sender's ``slot``."""
         self._take(self._slots[slot], layout)
 
     def join(self, host: str, port: int, rank: int, size: int, bucket: int, device: str, seconds: float) -> None:
-        """Become ``rank`` of the group that ``host`` opens; blocks until all of it are there."""
+        """Join the process group that ``host`` opens as ``rank``.
+
+        Block until all members have joined.
+
+        Args:
+            host: Address of the sender's TCP store.
+            port: Port of the sender's TCP store.
+            rank: Rank of this worker in the group, from 1; the sender is rank 0.
+            size: Number of members, the sender included.
+            bucket: Bytes of a bucket.
+            device: Device of the receive buffer.
+            seconds: Timeout of the store and of the group.
+        """
         self._slots = [torch.empty(bucket, dtype=torch.uint8, device=device)]
         store = dist.TCPStore(host, port, size, is_master=False, timeout=timedelta(seconds=seconds))
         self._group = group_of(store, rank, size, self._slots[0].device, seconds)
 
     def put_broadcast(self, layout: Layout) -> None:
-        """Take the next bucket of the group."""
+        """Load the next bucket that is broadcast in the group."""
         part = self._slots[0][: used(layout)]
         self._group.broadcast(part, 0).wait()
         self._take(part, layout)
 
     def leave(self) -> None:
-        """Forget memory and group of the sender, and what it did not finish."""
+        """Drop the sender's memory and process group, and any incomplete tensors."""
         self._begun, self._slots, self._group = {}, [], None
 
     def _take(self, bucket: Tensor, layout: Layout) -> None:
@@ -124,14 +145,23 @@ class Inbox:
                 del self._begun[piece.name]
                 self._load([(piece.name, data.view(piece.dtype).view(piece.shape))])
         if bucket.is_cuda:
-            torch.cuda.synchronize(bucket.device)  # the sender writes the next one once this has returned
+            # The sender overwrites the bucket once this call returns, so the copies must be
+            # finished.
+            torch.cuda.synchronize(bucket.device)
 
 
 class Carrier(ABC):
-    """The sending end: ``slots`` to fill, on ``device``, and ``workers`` whose ``weights`` method reaches their ``Inbox``.
+    """The sending end: two ``slots`` to fill, and ``workers`` with an ``Inbox``.
 
-    Every method but ``close`` may raise what a worker raised, ``WorkerLost``, ``TimeoutError`` after ``seconds`` of silence, or
-    ``RuntimeError`` where a connection broke: what was sent must then be sent again.
+    The ``weights`` method of a worker reaches its ``Inbox``. Every method but ``close`` may raise a
+    worker's exception, ``WorkerLost``, ``TimeoutError`` after ``seconds`` without a reply, or
+    ``RuntimeError`` for a broken connection. All weights must then be sent again.
+
+    Args:
+        workers: The receivers.
+        size: Bytes of a slot, rounded up to ``ALIGNED``.
+        device: Device of the slots.
+        seconds: Timeout of one call.
     """
 
     def __init__(self, workers: Sequence[Worker], size: int, device: torch.device, seconds: float) -> None:
@@ -141,17 +171,17 @@ class Carrier(ABC):
         self._under_way: list[list[Future[Any]]] = [[] for _ in self.slots]
 
     def send(self, slot: int, layout: Layout) -> None:
-        """Send off what is in ``slot``; returns when the next one may be written to."""
+        """Send the contents of ``slot``. Return when the next slot may be overwritten."""
         self._under_way[slot] = self._send(slot, layout)
         self._wait((slot + 1) % len(self.slots))
 
     def flush(self) -> None:
-        """Wait until all of it has arrived."""
+        """Wait until every bucket has arrived."""
         for slot in range(len(self.slots)):
             self._wait(slot)
 
     def close(self) -> None:
-        """Let go of what the workers were given to see."""
+        """Make the workers release the memory that they share with this process."""
         for worker in self.workers:
             worker.call("weights", "leave")
 
@@ -168,7 +198,7 @@ class Carrier(ABC):
 
 
 class Message(Carrier):
-    """Buckets as arguments of calls."""
+    """Sends buckets as arguments of calls."""
 
     def __init__(self, workers: Sequence[Worker], size: int, seconds: float) -> None:
         super().__init__(workers, size, torch.device("cpu"), seconds)
@@ -178,7 +208,7 @@ class Message(Carrier):
 
 
 class Shared(Carrier):
-    """Buckets in memory of this machine, or of a device that the workers have too."""
+    """Sends buckets through memory of this machine, or of a device that the workers use too."""
 
     def __init__(self, workers: Sequence[Worker], size: int, device: torch.device, seconds: float) -> None:
         super().__init__(workers, size, device, seconds)
@@ -193,7 +223,10 @@ class Shared(Carrier):
 
 
 class Broadcast(Carrier):
-    """Buckets through a process group of this process and the workers, apart from the default one. ``host`` is where they find it."""
+    """Sends buckets through a separate process group of this process and the workers.
+
+    ``host`` is the address of this process, as the workers reach it.
+    """
 
     def __init__(self, workers: Sequence[Worker], size: int, device: torch.device, seconds: float, host: str) -> None:
         super().__init__(workers, size, device, seconds)
@@ -224,14 +257,23 @@ class Broadcast(Carrier):
         return futures
 
     def close(self) -> None:
-        self._group = None  # first: it is what a worker in the middle of a broadcast waits for
+        self._group = None  # Must come first: it ends the wait of a worker that is blocked in a broadcast.
         super().close()
 
 
 def carrier_of(
     way: Way, workers: Sequence[Worker], size: int, device: torch.device, seconds: float, host: str = "127.0.0.1"
 ) -> Carrier:
-    """Buckets of ``size`` bytes from ``device`` to ``workers``, by ``way``. ``host`` is this machine, as they know it."""
+    """Build the carrier that sends buckets to ``workers`` by ``way``.
+
+    Args:
+        way: ``broadcast``, ``shared`` or ``message``.
+        workers: The receivers.
+        size: Bytes of a bucket.
+        device: Device of the buckets. ``message`` keeps them on the CPU.
+        seconds: Timeout of one call.
+        host: Address of this machine, as the workers reach it. Only ``broadcast`` uses it.
+    """
     if way == "message":
         return Message(workers, size, seconds)
     if way == "shared":
@@ -242,12 +284,26 @@ def carrier_of(
 def group_of(
     store: dist.Store, rank: int, size: int, device: torch.device, seconds: float, look: Callable[[], object] = never
 ) -> Any:
-    """A process group that no other knows of; blocks until its ``size`` members are there, and calls ``look``, which may raise, while
-    they are not."""
+    """Build a process group outside of the default one.
+
+    Block until its ``size`` members have joined.
+
+    Args:
+        store: Store that all members reach.
+        rank: Rank of this process in the group.
+        size: Number of members.
+        device: A CUDA device selects NCCL, any other Gloo.
+        seconds: Timeout of joining and of each collective.
+        look: Called while members are missing; it may raise to end the wait.
+
+    Raises:
+        TimeoutError: Some member has not joined within ``seconds``.
+    """
     patience = timedelta(seconds=seconds)
     store.set(f"here/{rank}", "")
     until = time.monotonic() + seconds
-    while not store.check([f"here/{other}" for other in range(size)]):  # gloo waits for nobody who is late
+    # Wait here: Gloo does not wait for members that join late.
+    while not store.check([f"here/{other}" for other in range(size)]):
         look()
         if time.monotonic() > until:
             raise TimeoutError(f"a group of {size} was not complete within {seconds:g} s")
@@ -262,11 +318,12 @@ def group_of(
 
 
 def handle_of(slot: Tensor) -> Any:
-    """What another process of this machine needs to see ``slot [bytes]``."""
+    """Return a handle by which another process of this machine can open ``slot [bytes]``."""
     if slot.is_cuda:
         return str(torch.cuda.get_device_properties(slot.device).uuid), *reductions.reduce_tensor(slot)
     before = mp.get_sharing_strategy()
-    mp.set_sharing_strategy("file_system")  # by name: a descriptor would have to be handed over by a server of this process
+    # By file name: a file descriptor would have to be passed by a server in this process.
+    mp.set_sharing_strategy("file_system")
     try:
         return "", *reductions.reduce_storage(slot.untyped_storage())
     finally:
@@ -274,7 +331,7 @@ def handle_of(slot: Tensor) -> Any:
 
 
 def opened(handle: Any) -> Tensor:
-    """The ``[bytes]`` that ``handle_of`` spoke of."""
+    """Return the ``[bytes]`` tensor of a handle from ``handle_of``."""
     device, rebuild, arguments = handle
     if not device:
         return torch.empty(0, dtype=torch.uint8).set_(rebuild(*arguments))

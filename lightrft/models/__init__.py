@@ -1,4 +1,7 @@
-"""Models and what one call of them computes. Names are imported when first used, so importing this package loads no torch."""
+"""Models, and the functions that score with them.
+
+Names are imported on first use, so importing this package loads no torch.
+"""
 
 from __future__ import annotations
 

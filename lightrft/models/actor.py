@@ -1,4 +1,4 @@
-"""The policy: any transformers causal language model, asked for the log-probs of answers."""
+"""The policy: any transformers causal language model, scored for the log-probs of responses."""
 
 from __future__ import annotations
 
@@ -30,21 +30,30 @@ from lightrft.utils.errors import ModelError
 interface.register()
 
 LONG_ROW = 8192
-"""Tokens at most of a row that ``check_layout`` makes to reach beyond a window. A longer window is not checked in a run."""
+"""Upper bound, in tokens, of a row that ``check_layout`` builds to reach beyond a window. Longer
+windows are not checked in a run."""
 
 LONG_ROW_MARGIN = 64
 """Tokens of such a row beyond the window."""
 
 LONG_ROW_BYTES = 2 * 2**30
-"""Attention scores at most of such a row by an implementation that makes all of them. Larger models are not checked by it."""
+"""Upper bound, in bytes, of the attention scores of such a row under an eager implementation.
+Larger models are not checked under it."""
 
 _ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
 
 
 class Scores(NamedTuple):
-    """Of each response token ``[N]``: log-prob under the softmax at the given temperature, that softmax's entropy, the divergence of the
-    next-token distribution from a teacher's, and the squared norm of the log-prob's gradient in the logits. A tuple: whoever shards
-    modules looks for tensors in those."""
+    """Scores of each response token, ``[N]`` each.
+
+    It is a tuple, because sharding wrappers search tuples for tensors.
+
+    Attributes:
+        logprobs: Log-prob under the softmax at the given temperature.
+        entropy: Entropy of that softmax, in nats.
+        divergence: Divergence between the next-token distributions of this model and a teacher.
+        energy: Squared norm of the log-prob's gradient in the logits.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None = None
@@ -53,14 +62,24 @@ class Scores(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Final states ``[n, H]`` that are read, and which of all those asked for they are: a team of ranks may share them out."""
+    """Final states ``[n, H]`` of this rank.
+
+    ``part`` says which of all requested states they are, since a sequence-parallel group shards
+    them.
+    """
 
     states: Tensor
     part: Part
 
 
 class Backbone(nn.Module):
-    """A causal language model that turns a ``Batch`` into hidden states, in whichever layout is set."""
+    """A causal language model that turns a ``Batch`` into hidden states, in any of three layouts.
+
+    Args:
+        model: The transformers or peft model.
+        config: Layout, attention and memory settings. ``None`` uses the settings of an empty
+            ``ModelConfig``.
+    """
 
     def __init__(self, model: nn.Module, config: ModelConfig | None = None) -> None:
         super().__init__()
@@ -74,18 +93,22 @@ class Backbone(nn.Module):
         self._team = Team(0, 1)
         self.unread: Unread | None = None
         self.longest_row: int | None = None
-        """Tokens of the longest row that the run allows, if known. ``check_layout`` tries no longer row."""
+        """Tokens of the longest row that the run allows, if known. ``check_layout`` tries no longer
+        row."""
 
     def read_weights(self, held: Holding = held_of) -> None:
-        """Fill weights that were left on the meta device and have memory by now, each whole or what is ``held`` of it. Raises
-        ``ModelError`` on every rank alike."""
+        """Fill weights that were created on the meta device and have memory by now.
+
+        ``held`` selects the part of each weight that this rank stores. Raises ``ModelError`` on
+        every rank alike.
+        """
         if self.unread is not None:
             self.unread.read(self.model, held)
             self.unread = None
 
     @property
     def base(self) -> PreTrainedModel:
-        """The transformers model, adapters in place."""
+        """The transformers model, with adapters in place."""
         return base_model(self.model)
 
     @property
@@ -98,7 +121,7 @@ class Backbone(nn.Module):
 
     @property
     def layout(self) -> Layout:
-        """``prefix_shared``, ``packed`` or ``padded``: all give the same numbers."""
+        """``prefix_shared``, ``packed`` or ``padded``. All three give the same numbers."""
         return self._layout
 
     @layout.setter
@@ -109,7 +132,10 @@ class Backbone(nn.Module):
 
     @property
     def team(self) -> Team:
-        """The ranks that share the tokens of each call of this model; all of them make it, on the same batch."""
+        """The sequence-parallel group, which shards the tokens of each call.
+
+        Its ranks must call the model on the same batch.
+        """
         return self._team
 
     @team.setter
@@ -121,13 +147,16 @@ class Backbone(nn.Module):
         self._team = team
 
     def hidden(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
-        """States ``[N, H]`` that predict the response tokens, and with ``final`` those after each last token, ``[B, H]``: this rank's, of a
-        team."""
+        """Return the states ``[N, H]`` that predict the response tokens.
+
+        With ``final``, also return the states after each last token, ``[B, H]``. In a
+        sequence-parallel group, return this rank's states.
+        """
         found, after = self.read(batch, final)
         return found.states, None if after is None else after.states
 
     def read(self, batch: Batch, final: bool = False) -> tuple[Read, Read | None]:
-        """``hidden``, and which of the states they are."""
+        """Return the states of ``hidden``, and which of all requested states they are."""
         batch = batch.to(self.device)
         seen = see(self.base, self.family, batch.prompts, batch.responses, batch.prompt_of, every_tower=self.run_towers)
         packed = pack(batch, self._layout, final=final, axes=None if seen is None else seen.positions)
@@ -143,7 +172,10 @@ class Backbone(nn.Module):
         return Read(states.index_select(0, own), part)
 
     def states(self, packed: Packed, seen: Seen | None = None) -> Tensor:
-        """Last hidden states ``[S, T, H]`` of one model call; those of this rank's tokens, of a team."""
+        """Return the last hidden states ``[S, T, H]`` of one model call.
+
+        In a sequence-parallel group, ``T`` counts this rank's tokens.
+        """
         self.use_attention("padded" if packed.plan is None else "flat")
         inputs, source = packed.inputs, packed.source
         if self._team.size > 1:
@@ -158,7 +190,7 @@ class Backbone(nn.Module):
         return self.decoder(**inputs, use_cache=False).last_hidden_state
 
     def _own_tokens(self, packed: Packed) -> tuple[dict[str, Any], Tensor]:
-        """``packed.inputs`` and ``packed.source`` of the tokens that are this rank's."""
+        """Return ``packed.inputs`` and ``packed.source`` of this rank's tokens."""
         plan = packed.plan
         if plan is None:
             raise _rows_of_their_own(self._team)
@@ -169,22 +201,25 @@ class Backbone(nn.Module):
 
     @property
     def text_config(self) -> PreTrainedConfig:
-        """The config of the language model: of a model that reads media, a part of its own."""
+        """The config of the language model. In a multimodal model it is a part of the config."""
         return self.base.config.get_text_config(decoder=True)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What of it can be trained apart."""
+        """Names of the parts that can be trained or frozen separately."""
         return parts_of(self.family)
 
     def part_of(self, name: str) -> str:
-        """Which of ``parts`` the parameter called ``name`` belongs to."""
+        """Return the entry of ``parts`` that the parameter ``name`` belongs to."""
         return part_of(self.family, name.removeprefix("model."))
 
     @property
     def run_towers(self) -> bool:
-        """Whether towers run for batches without media too: unless it is set, where several processes train them together, since each
-        waits for the gradient of every parameter from all others."""
+        """``True`` if towers also run for batches without media.
+
+        Unless set, this is ``True`` where several processes train towers: each process waits for
+        the gradient of every parameter from all others.
+        """
         if self._run_towers is not None:
             return self._run_towers
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and torch.is_grad_enabled()):
@@ -196,14 +231,20 @@ class Backbone(nn.Module):
         self._run_towers = always
 
     def use_attention(self, kind: str) -> None:
-        """``flat``: attention by plan; ``padded``: transformers' own. Towers keep theirs."""
+        """Select attention by plan (``flat``) or transformers' own (``padded``).
+
+        It applies to the text layers; towers keep theirs.
+        """
         own = self.config.attention or self.family.padded_attention or self._own_attention
         self.text_config._attn_implementation = interface.NAME if kind == "flat" else own
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Recompute layers in the backward pass. transformers does so only while the model is in training mode."""
+        """Recompute layers in the backward pass.
+
+        transformers does so only while the model is in training mode.
+        """
         options = {"use_reentrant": False} if gradient_checkpointing_kwargs is None else gradient_checkpointing_kwargs
-        if hasattr(self.base, "activation_checkpointing_enable"):  # the newer name of the same
+        if hasattr(self.base, "activation_checkpointing_enable"):  # newer transformers renamed the method
             self.base.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:
             self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
@@ -216,14 +257,22 @@ class Backbone(nn.Module):
 
 
 class Actor(Backbone):
-    """The policy, and with adapters off, its reference."""
+    """The policy. With adapters off, it is its own reference."""
 
     @classmethod
     def load(cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Actor:
-        """The model of ``config.path`` with adapters, frozen parts and gradient checkpointing as ``config`` says. On the meta device its
-        weights have no memory until somebody gives them some and calls ``read``.
+        """Load the model of ``config.path``.
 
-        Raises ``ModelError`` when the folder cannot be used as asked.
+        Adapters, frozen parts and gradient checkpointing are set up by ``config``.
+
+        Args:
+            config: Path and settings of the model.
+            device: Device of the weights. On the meta device they have no memory; allocate it, then
+                call ``read_weights``.
+            dtype: Dtype of the weights. ``None`` uses ``config.dtype``.
+
+        Raises:
+            ModelError: The folder cannot be used as ``config`` asks.
         """
         model, unread = made(config, device, dtype)
         actor = cls(model, config)
@@ -243,8 +292,17 @@ class Actor(Backbone):
         target: Target | None = None,
         energy: bool = False,
     ) -> Scores:
-        """Log-probs (entropy, divergence from ``target``) of every response token, differentiable outside ``torch.no_grad()``; ``energy``,
-        see ``logit_energy``, never is."""
+        """Return log-probs of every response token, and the scores that are asked for.
+
+        All but ``energy`` are differentiable outside ``torch.no_grad()``.
+
+        Args:
+            batch: Prompts and responses.
+            temperature: Divisor of the logits.
+            entropy: Also return the entropy of the softmax.
+            target: Also return the divergence from this teacher. ``None`` leaves it out.
+            energy: Also return the gradient norm, see ``logit_energy``.
+        """
         return self(batch, temperature=temperature, entropy=entropy, target=target, energy=energy)
 
     def forward(
@@ -257,8 +315,19 @@ class Actor(Backbone):
         energy: bool = False,
         states_alone: bool = False,
     ) -> Scores | Tensor:
-        """``score``, or the states that it is made of; here so that wrappers which act on a module's call (sharding, mixed precision)
-        see it."""
+        """Return ``score``, or with ``states_alone`` the hidden states ``[N, H]`` that it reads.
+
+        It is ``forward``, so that wrappers that act on a module's call (sharding, mixed precision)
+        see it.
+
+        Args:
+            batch: Prompts and responses.
+            temperature: Divisor of the logits.
+            entropy: Also return the entropy of the softmax.
+            target: Also return the divergence from this teacher. ``None`` leaves it out.
+            energy: Also return the gradient norm, see ``logit_energy``.
+            states_alone: Return the hidden states instead of scores.
+        """
         batch = batch.to(self.device)
         (states, part), _ = self.read(batch)
         if states_alone:
@@ -281,21 +350,39 @@ class Actor(Backbone):
     def target(
         self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5, head: nn.Module | None = None
     ) -> Target:
-        """This model's distributions at the response tokens of ``batch``, for another to come near to. ``head`` is a copy of its own,
-        where that is not whole between calls."""
+        """Return this model's distributions at the response tokens, for a student to match.
+
+        Args:
+            batch: Prompts and responses.
+            kind: Name of the divergence.
+            temperature: Divisor of the logits of both models.
+            beta: Weight of the teacher in the mixture of ``jsd``.
+            head: A full copy of the head, for a model whose head is sharded between calls. ``None``
+                uses the model's head.
+        """
         softcap, scale = head_transform(self.base.config, self.family)
         head = self.base.get_output_embeddings() if head is None else head
         return Target(self(batch, states_alone=True), head, kind, temperature, beta, softcap, scale)
 
     def score_states(self, states: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
-        """Log-probs of ``targets [N]`` from the ``states [N, H]`` that predict them."""
+        """Return log-probs of ``targets [N]`` from the ``states [N, H]`` that predict them.
+
+        Args:
+            states: ``[N, H]`` hidden states.
+            targets: ``[N]`` token ids.
+            temperature: Divisor of the logits.
+            entropy: Also return the entropy of the softmax.
+        """
         softcap, scale = head_transform(self.base.config, self.family)
         head = self.base.get_output_embeddings()
         options = {"softcap": softcap, "scale": scale, "entropy": entropy, "chunk_mb": self.config.logits_mb}
         return Scores(*token_logprobs(states, head, targets, temperature=temperature, **options))
 
     def logits(self, states: Tensor) -> Tensor:
-        """All logits ``[..., V]`` of ``states [..., H]``, at once: for callers that ask for the whole matrix."""
+        """Return all logits ``[..., V]`` of ``states [..., H]`` at once.
+
+        It serves callers that need the full matrix.
+        """
         softcap, scale = head_transform(self.base.config, self.family)
         return bend_logits(self.base.get_output_embeddings()(states), scale, softcap)
 
@@ -305,9 +392,11 @@ class Actor(Backbone):
 
     @contextmanager
     def reference(self) -> Generator[Actor, None, None]:
-        """Adapters off: the model is bit for bit its base until the block is left, by an exception too.
+        """Turn adapters off inside the context: the model then equals its base bit for bit.
 
-        Raises ``ModelError`` when there are no adapters to turn off.
+        Exceptions restore the adapters too.
+
+        Raises ``ModelError`` if there are no adapters to turn off.
         """
         if not self.has_adapters:
             raise ModelError("the policy has no adapters (model.lora is not set), so it cannot be its own reference")
@@ -315,16 +404,21 @@ class Actor(Backbone):
             yield self
 
     def merge(self) -> dict[str, Tensor]:
-        """Weights with adapters added in, by the names of the model without adapters; the actor stays as it is."""
+        """Return the weights with adapters added in; the actor is unchanged.
+
+        They have the names of the model without adapters.
+        """
         return merged_state(self.model) if self.has_adapters else dict(self.base.state_dict())
 
     @torch.no_grad()
     def check_head(self) -> None:
-        """Compare the head with the model's own forward on four tokens, which costs one call of the model.
+        """Compare the head with the model's own forward on four tokens.
 
-        Raises ``ModelError`` when the model makes its logits in another way: scaled, capped or cut by a field that is not known.
+        It costs one call of the model. Raises ``ModelError`` if the model computes its logits in
+        another way: scaled, capped or cut by an unknown config field.
         """
-        if self.base.dtype == torch.float64:  # no setting asks for it, and the experts' fused kernels do not know it
+        # no setting selects float64, and the experts' fused kernels do not support it
+        if self.base.dtype == torch.float64:
             return
         ids = torch.arange(4, 8, device=self.device)[None] % self.text_config.vocab_size
         self.use_attention("padded")
@@ -334,7 +428,7 @@ class Actor(Backbone):
             expected = self.base(input_ids=ids, use_cache=False).logits
         finally:
             hook.remove()
-        if not expected.isfinite().all():  # such weights fail elsewhere, with a message of their own
+        if not expected.isfinite().all():  # such weights fail elsewhere, with a clearer message
             return
         kind = self.base.config.model_type
         if not states:
@@ -358,11 +452,17 @@ class Actor(Backbone):
 
     @torch.no_grad()
     def check_layout(self, batch: Batch) -> str:
-        """Compare the layout with the model's own padded forward, and fall back until they agree.
+        """Compare the layout with the model's own padded forward.
 
-        Checks a few rows of ``batch``. If the config bounds how far attention reaches, also checks one group of two rows that are
-        longer: up to ``longest_row``, and at most ``LONG_ROW`` tokens. Returns why it fell back, or nothing when it did not.
-        Raises ``ModelError`` when even ``padded`` disagrees: then this family's head does something that is not known here.
+        Fall back to the next layout until they agree.
+
+        Checks a few rows of ``batch``. If the config bounds how far attention reaches, also checks
+        one group of two longer rows. These have up to ``longest_row`` tokens, and at most
+        ``LONG_ROW``. Returns the reasons for the fall-back; an empty string if there was none.
+
+        Raises:
+            ModelError: Even ``padded`` disagrees, so the family's head computes something unknown
+                here.
         """
         batch = batch.to(self.device)
         few = _few(batch, misread(self.base, self.family, batch))
@@ -382,7 +482,8 @@ class Actor(Backbone):
         raise ModelError(f"model type {self.base.config.model_type!r} cannot be scored: {'; '.join(reasons)}")
 
     def _long_rows(self, batch: Batch) -> list[Batch]:
-        """A group of two rows that reach beyond every window of the model, made of tokens of ``batch``; none if there is no window."""
+        """Return one group of two rows that reach beyond every window, made of tokens of ``batch``;
+        empty if there is no window."""
         reach = attention_reach(self.text_config, LONG_ROW - LONG_ROW_MARGIN)
         tokens = batch.responses.tokens
         length = min(reach + LONG_ROW_MARGIN, self.longest_row or LONG_ROW, context_length(self.base.config) or LONG_ROW)
@@ -395,7 +496,8 @@ class Actor(Backbone):
         return [Batch(prompts, responses, torch.zeros(2, dtype=torch.long)).to(self.device)]
 
     def _compared(self, batch: Batch) -> Tensor:
-        """Places among the answers' tokens, from the first to the last, whose logits fit into ``logits_mb`` together."""
+        """Return evenly spaced indices of response tokens whose logits fit into ``logits_mb``
+        together."""
         tokens = batch.responses.tokens.numel()
         logits = self.text_config.vocab_size * torch.promote_types(self.base.dtype, torch.float32).itemsize
         count = min(tokens, max(2, self.config.logits_mb * 2**20 // logits))
@@ -414,8 +516,11 @@ class Actor(Backbone):
         return "" if worst <= (1e-3 if self._exact else 0.03) else f"differs from the model's own log-probs by {worst:.2g}"
 
     def own_logprobs(self, batch: Batch, at: Tensor | None = None) -> Tensor:
-        """By the model's own forward, head included, on padded rows: log-probs of the answers' tokens, or of those ``at`` places among
-        them. The head is handed the states of those alone."""
+        """Return log-probs of the response tokens by the model's own forward.
+
+        It runs on padded rows and includes the head. ``at`` selects response tokens by index;
+        ``None`` selects all. The head is called on the selected states alone.
+        """
         reader = self.family.reader
         if reader is not None and reader.alone and len(batch) > 1:
             rows = [batch.select(torch.tensor([b], device=batch.prompt_of.device)) for b, n in enumerate(batch.lengths) if n]
@@ -433,7 +538,8 @@ class Actor(Backbone):
 
 @contextmanager
 def _only(head: nn.Module, places: Tensor) -> Generator[None]:
-    """``head`` computes the logits ``[1, n, V]`` of the ``places [n]`` among all states that it is given, in the order of rows."""
+    """Make ``head`` compute the logits ``[1, n, V]`` of the ``places [n]`` alone among all states,
+    numbered row by row."""
 
     def cut(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         return (given[0].reshape(-1, given[0].shape[-1]).index_select(0, places).unsqueeze(0), *given[1:])
@@ -453,7 +559,10 @@ def _rows_of_their_own(team: Team) -> ModelError:
 
 
 def _few(batch: Batch, out: Tensor, rows: int = 4) -> Batch:
-    """A few short rows, none of ``out [B]``, those with media and of the largest group first, so that sharing a prompt is seen."""
+    """Return a few short rows, none of them in ``out [B]``.
+
+    Rows with media and of the largest group come first, so that the check covers a shared prompt.
+    """
     sizes = torch.bincount(batch.prompt_of, minlength=len(batch.prompts))
     media = sum((r.lengths for r in batch.prompts.media.values()), torch.zeros_like(sizes)) > 0
     groups = list(zip((~media[batch.prompt_of]).tolist(), (-sizes[batch.prompt_of]).tolist(), batch.prompt_of.tolist()))

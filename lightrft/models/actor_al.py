@@ -1,4 +1,4 @@
-"""The documented actor that hears besides reading text."""
+"""The public actor that reads text and audio."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from lightrft.models.public_actor import DocumentedActor, refuse
 from lightrft.utils.errors import ModelError
 
 Clips = Tensor | Sequence[Tensor]
-"""Log-mel frames ``[clips, mels, frames]`` of a batch's clips in order, or a list of ``[mels, frames]`` that differ in length."""
+"""Log-mel frames ``[clips, mels, frames]`` of a batch's clips in order, or a list of ``[mels,
+frames]`` of different lengths."""
 
 _NO_PICTURES = "ActorAL reads text and hears; give sound as audio_values, and use ActorVL for pictures and videos"
 
 
 class ActorAL(DocumentedActor):
-    """A policy that reads text and hears.
+    """A policy that reads text and audio.
 
-    ``audio_values`` are filled up with zeros, or cut, to the tower's window. What of a clip counts is told by
-    ``feature_attention_mask [clips, frames]``; without it, all frames that are given do, or where that makes more features than the
-    clip has placeholders in ``sequences``, as many as fit these. A batch without any placeholder is text alone.
+    ``audio_values`` are padded with zeros, or cut, to the tower's window.
+    ``feature_attention_mask [clips, frames]`` marks the valid frames of a clip. Without it all
+    given frames are valid. If these make more features than the clip has placeholders in
+    ``sequences``, only as many count as fit the placeholders. A batch without placeholders is text
+    alone.
     """
 
     modality: ClassVar[ActorModality] = ActorModality.AUDIO_LANGUAGE
@@ -43,10 +46,27 @@ class ActorAL(DocumentedActor):
         audio_values: Clips | None = None,
         feature_attention_mask: Tensor | None = None,
     ) -> Any:
-        """Log-probs of the actions: see ``DocumentedActor.score_rows``.
+        """Return the log-probs of the actions, see ``DocumentedActor.score_rows``.
 
-        Pictures and videos must be ``None``: they are parameters so that one loop can call every actor. A grid without pictures
-        has no effect. Raises ``ModelError`` for pictures and videos.
+        Pictures and videos must be ``None``: the parameters exist so that one loop can call every
+        actor. A grid without pictures has no effect.
+
+        Args:
+            sequences: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
+            num_actions: Actions at the end of each row, or one number per packed sample. ``None``
+                returns the model's output alone.
+            attention_mask: ``[B, L]``, 0 for padding. ``None`` means no padding.
+            pixel_values: Must be ``None``.
+            image_grid_thw: Ignored.
+            pixel_values_videos: Must be ``None``.
+            video_grid_thw: Must be ``None``.
+            return_output: Also return the model's output, with logits of every token.
+            packed_seq_lens: Lengths of the packed samples.
+            audio_values: Log-mel frames of the clips, in order. ``None`` for text alone.
+            feature_attention_mask: ``[clips, frames]``, 1 for valid frames.
+
+        Raises:
+            ModelError: Pictures or videos are given.
         """
         refuse(_NO_PICTURES, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, video_grid_thw=video_grid_thw)
         media = self._media(sequences, audio_values, feature_attention_mask)
@@ -64,9 +84,23 @@ class ActorAL(DocumentedActor):
         input_features: Clips | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sampled rows and their masks: see ``DocumentedActor.sample_rows``, and ``forward`` for pictures and videos.
+        """Return sampled rows and their masks, see ``DocumentedActor.sample_rows``.
 
-        ``input_features`` is another name of ``audio_values``. Raises ``ModelError`` where both are given.
+        Pictures and videos are as in ``forward``.
+
+        Args:
+            input_ids: ``[B, L]`` prompts, padded on the left.
+            audio_values: Log-mel frames of the clips, in order. ``None`` for text alone.
+            pixel_values: Must be ``None``.
+            image_grid_thw: Ignored.
+            pixel_values_videos: Must be ``None``.
+            video_grid_thw: Must be ``None``.
+            feature_attention_mask: ``[clips, frames]``, 1 for valid frames.
+            input_features: Another name of ``audio_values``.
+            **kwargs: Options of ``DocumentedActor.sample_rows``.
+
+        Raises:
+            ModelError: Both names of the audio input are given, or pictures or videos are.
         """
         refuse(_NO_PICTURES, pixel_values=pixel_values, pixel_values_videos=pixel_values_videos, video_grid_thw=video_grid_thw)
         if audio_values is None:
@@ -92,7 +126,7 @@ class ActorAL(DocumentedActor):
 
 
 def _blocks(placed: Tensor) -> list[int]:
-    """Lengths of the runs of ``True`` in rows ``[B, L]``."""
+    """Return the lengths of the runs of ``True`` in rows ``[B, L]``."""
     begins = placed.clone()
     begins[:, 1:] &= ~placed[:, :-1]
     return torch.bincount(begins.flatten().cumsum(0)[placed.flatten()])[1:].tolist()

@@ -1,4 +1,4 @@
-"""The documented text actor and critic."""
+"""The public text actor and critic."""
 
 from __future__ import annotations
 
@@ -24,16 +24,31 @@ class ActorLanguage(DocumentedActor):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Log-probs of the actions: see ``DocumentedActor.score_rows``."""
+        """Return the log-probs of the actions, see ``DocumentedActor.score_rows``.
+
+        Args:
+            sequences: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
+            num_actions: Actions at the end of each row, or one number per packed sample. ``None``
+                returns the model's output alone.
+            attention_mask: ``[B, L]``, 0 for padding. ``None`` means no padding.
+            return_output: Also return the model's output, with logits of every token.
+            packed_seq_lens: Lengths of the packed samples.
+        """
         return self.score_rows(sequences, num_actions, attention_mask, return_output, packed_seq_lens, {})
 
     def generate(
         self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: object = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sampled rows and their masks: see ``DocumentedActor.sample_rows``.
+        """Return sampled rows and their masks, see ``DocumentedActor.sample_rows``.
 
-        ``pixel_values`` and ``image_grid_thw`` must be ``None``: they are parameters so that one loop can call every actor. Raises
-        ``ModelError`` for pictures.
+        Args:
+            input_ids: ``[B, L]`` prompts, padded on the left.
+            pixel_values: Must be ``None``. It exists so that one loop can call every actor.
+            image_grid_thw: Must be ``None``, as ``pixel_values``.
+            **kwargs: Options of ``DocumentedActor.sample_rows``.
+
+        Raises:
+            ModelError: Pictures are given.
         """
         refuse("ActorLanguage reads text alone; use ActorVL", pixel_values=pixel_values, image_grid_thw=image_grid_thw)
         return self.sample_rows(input_ids, {}, kwargs)
@@ -55,5 +70,14 @@ class CriticLanguage(DocumentedCritic):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Values of the states before the actions: see ``DocumentedCritic.value_rows``."""
+        """Return the values of the states before the actions, see ``DocumentedCritic.value_rows``.
+
+        Args:
+            input_ids: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
+            num_actions: Actions at the end of each row, or one number per packed sample. ``None``
+                returns the values of all states.
+            attention_mask: ``[B, L]``, 0 for padding. ``None`` means no padding.
+            return_output: Also return the values of all states.
+            packed_seq_lens: Lengths of the packed samples.
+        """
         return self.value_rows(input_ids, num_actions, attention_mask, return_output, packed_seq_lens, {})

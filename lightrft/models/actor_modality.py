@@ -1,4 +1,7 @@
-"""Which inputs a kind of actor takes, so that a loop passes what it has and knows nothing of the model."""
+"""Input names of each kind of actor.
+
+A loop uses them to pass its media without knowledge of the model.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from enum import Enum
 
 
 class ActorModality(Enum):
-    """What a policy reads besides text."""
+    """The kinds of input that a policy reads besides text."""
 
     LANGUAGE_ONLY = "text"
     VISION_LANGUAGE = "vision"
@@ -25,10 +28,13 @@ MODALITY_PARAMETERS: dict[ActorModality, frozenset[str]] = {
 
 
 def get_supported_parameters(modality: ActorModality) -> set[str]:
-    """Names of the inputs that an actor of ``modality`` takes besides tokens and masks; none for what is not a modality."""
+    """Return the input names that an actor of ``modality`` takes.
+
+    Tokens and masks are left out. It is empty for an unknown modality.
+    """
     return set(MODALITY_PARAMETERS.get(modality, frozenset()))
 
 
 def supports_parameter(modality: ActorModality, parameter: str) -> bool:
-    """Whether an actor of ``modality`` takes the input ``parameter``."""
+    """Return ``True`` if an actor of ``modality`` takes the input ``parameter``."""
     return parameter in get_supported_parameters(modality)

@@ -1,4 +1,4 @@
-"""The documented actor and critic that read pictures and videos besides text."""
+"""The public actor and critic that read text, pictures and videos."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from lightrft.models.actor_modality import ActorModality
 from lightrft.models.public_actor import DocumentedActor, DocumentedCritic
 
 Grid = Tensor | Sequence[Tensor | None]
-"""``[n, 3]`` patches along time, height and width of each picture or video; or a list of what each sample has."""
+"""``[n, 3]`` patches along time, height and width of each picture or video, or a list with one
+entry per sample."""
 
 
 class ActorVL(DocumentedActor):
     """A policy that reads text, pictures and videos.
 
-    ``pixel_values`` and ``pixel_values_videos`` are those of the batch's samples laid end to end, as the family's processor makes
-    them; ``sequences`` hold one placeholder token for each feature that its tower makes of them.
+    ``pixel_values`` and ``pixel_values_videos`` concatenate the media of the batch's samples, in
+    the format of the family's processor. ``sequences`` hold one placeholder token for each feature
+    that the tower computes from them.
     """
 
     modality: ClassVar[ActorModality] = ActorModality.VISION_LANGUAGE
@@ -36,7 +38,20 @@ class ActorVL(DocumentedActor):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Log-probs of the actions: see ``DocumentedActor.score_rows``."""
+        """Return the log-probs of the actions, see ``DocumentedActor.score_rows``.
+
+        Args:
+            sequences: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
+            num_actions: Actions at the end of each row, or one number per packed sample. ``None``
+                returns the model's output alone.
+            attention_mask: ``[B, L]``, 0 for padding. ``None`` means no padding.
+            pixel_values: Patches of all pictures. ``None`` for none.
+            image_grid_thw: ``[pictures, 3]`` patches along time, height and width.
+            pixel_values_videos: Patches of all videos. ``None`` for none.
+            video_grid_thw: ``[videos, 3]`` patches along time, height and width.
+            return_output: Also return the model's output, with logits of every token.
+            packed_seq_lens: Lengths of the packed samples.
+        """
         media = _media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         return self.score_rows(sequences, num_actions, attention_mask, return_output, packed_seq_lens, media)
 
@@ -49,7 +64,16 @@ class ActorVL(DocumentedActor):
         video_grid_thw: Grid | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sampled rows and their masks: see ``DocumentedActor.sample_rows``."""
+        """Return sampled rows and their masks, see ``DocumentedActor.sample_rows``.
+
+        Args:
+            input_ids: ``[B, L]`` prompts, padded on the left.
+            pixel_values: Patches of all pictures. ``None`` for none.
+            image_grid_thw: ``[pictures, 3]`` patches along time, height and width.
+            pixel_values_videos: Patches of all videos. ``None`` for none.
+            video_grid_thw: ``[videos, 3]`` patches along time, height and width.
+            **kwargs: Options of ``DocumentedActor.sample_rows``.
+        """
         return self.sample_rows(input_ids, _media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw), kwargs)
 
 
@@ -70,7 +94,20 @@ class CriticVL(DocumentedCritic):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Values of the states before the actions: see ``DocumentedCritic.value_rows``."""
+        """Return the values of the states before the actions, see ``DocumentedCritic.value_rows``.
+
+        Args:
+            input_ids: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
+            num_actions: Actions at the end of each row, or one number per packed sample. ``None``
+                returns the values of all states.
+            attention_mask: ``[B, L]``, 0 for padding. ``None`` means no padding.
+            pixel_values: Patches of all pictures. ``None`` for none.
+            image_grid_thw: ``[pictures, 3]`` patches along time, height and width.
+            pixel_values_videos: Patches of all videos. ``None`` for none.
+            video_grid_thw: ``[videos, 3]`` patches along time, height and width.
+            return_output: Also return the values of all states.
+            packed_seq_lens: Lengths of the packed samples.
+        """
         media = _media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         return self.value_rows(input_ids, num_actions, attention_mask, return_output, packed_seq_lens, media)
 

@@ -1,4 +1,4 @@
-"""The value function: a language model's hidden states through one linear layer."""
+"""The value function: one linear layer on a language model's hidden states."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ VALUE_HEAD = "value_head.safetensors"
 
 
 class _Head(nn.Linear):
-    """Values have more than eight bits whatever the weights are kept in."""
+    """A linear layer that computes in float32 at least, since bfloat16 has eight significant
+    bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         kind = torch.promote_types(self.weight.dtype, torch.float32)
@@ -28,8 +29,17 @@ class _Head(nn.Linear):
 
 
 class Critic(Backbone):
-    """V(state), in the unit of what it is trained on. The head has no bias; its weights start normal, with standard deviation 1 / (H + 1),
-    drawn from ``seed``."""
+    """A value function V(state), in the unit of its training targets.
+
+    The head has no bias. Its initial weights are normal with standard deviation 1 / (H + 1),
+    sampled from ``seed``.
+
+    Args:
+        model: The transformers or peft model.
+        config: Layout, attention and memory settings. ``None`` uses the settings of an empty
+            ``ModelConfig``.
+        seed: Seed of the head's initial weights.
+    """
 
     def __init__(self, model: nn.Module, config: ModelConfig | None = None, *, seed: int = 0) -> None:
         super().__init__(model, config)
@@ -40,7 +50,7 @@ class Critic(Backbone):
             self.value_head.double()
         head = self.base.get_output_embeddings()
         if head is not None and head.weight is not self.base.get_input_embeddings().weight:
-            head.requires_grad_(False)  # logits are not used: no optimizer state for them
+            head.requires_grad_(False)  # logits are not used, so an optimizer needs no state for them
 
     @torch.no_grad()
     def _draw_head(self, seed: int) -> None:
@@ -52,11 +62,21 @@ class Critic(Backbone):
     def load(
         cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None, seed: int = 0
     ) -> Critic:
-        """The model of ``config.path``, with its value head where the folder holds one. Raises as ``load_model``."""
+        """Load the model of ``config.path``, with its value head if the folder holds one.
+
+        Raises as ``load_model``.
+
+        Args:
+            config: Path and settings of the model.
+            device: Device of the weights. On the meta device they have no memory until
+                ``read_weights``.
+            dtype: Dtype of the weights. ``None`` uses ``config.dtype``.
+            seed: Seed of the head's initial weights.
+        """
         model, unread = made(config, device, dtype)
         critic = cls(model, config, seed=seed)
         critic.unread = unread
-        if unread is not None:  # the head is drawn, not read
+        if unread is not None:  # the head is initialised here, not read with the other weights
             critic.value_head.to_empty(device="cpu")
             critic._draw_head(seed)
         critic.load_value_head(config.path)
@@ -65,7 +85,7 @@ class Critic(Backbone):
         return critic
 
     def load_value_head(self, path: str | Path) -> None:
-        """Take over the value head of folder ``path``, if it holds one."""
+        """Load the value head of folder ``path``, if it holds one."""
         saved = Path(path).expanduser() / VALUE_HEAD
         if saved.is_file():
             self.value_head.load_state_dict(load_file(saved))
@@ -82,17 +102,24 @@ class Critic(Backbone):
     def values(self, batch: Batch, final: Literal[False] = False) -> tuple[Tensor, None]: ...
 
     def values(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]:
-        """V of the state before each response token ``[N]``, and with ``final`` of the state after each last token ``[B]``."""
+        """Return V of the state before each response token, ``[N]``.
+
+        With ``final``, also return V of the state after each last token, ``[B]``.
+        """
         return self(batch, final=final)
 
     def forward(self, batch: Batch, *, final: bool = False) -> tuple[Tensor, Tensor | None]:
-        """``values``; here so that wrappers which act on a module's call see it."""
+        """Return ``values``.
+
+        It is ``forward``, so that wrappers that act on a module's call see it.
+        """
         states, after = self.read(batch, final)
         return self._whole(states), None if after is None else self._whole(after)
 
     def _whole(self, read: Read) -> Tensor:
-        return read.part.whole(self.value(read.states)).clone()  # a view would not do for whoever acts on results
+        # clone: hooks that wrap the output (FSDP) must not get a view
+        return read.part.whole(self.value(read.states)).clone()
 
     def value(self, states: Tensor) -> Tensor:
-        """V ``[...]`` of hidden ``states [..., H]``."""
+        """Return V ``[...]`` of hidden ``states [..., H]``."""
         return self.value_head(states).squeeze(-1)

@@ -1,6 +1,7 @@
-"""How far a student's next-token distribution is from a teacher's, over the whole vocabulary and without a matrix of all logits.
+"""Divergence of a student's next-token distribution from a teacher's.
 
-Logits of both exist for a few rows at a time and are computed again in the backward pass. Only the student gets gradient.
+It covers the full vocabulary, without a matrix of all logits. Logits of both models exist for a few
+rows at a time and are recomputed in the backward pass. Only the student gets a gradient.
 """
 
 from __future__ import annotations
@@ -20,8 +21,17 @@ from lightrft.models.logprobs import Bend, HeadGradient, bend_logits, head_width
 
 @dataclass(slots=True)
 class Target:
-    """The teacher's distributions at N places: its ``states [N, H]`` there, and how its ``head`` makes logits of them. Both
-    distributions are taken at ``temperature``; ``beta`` is the teacher's share in the mixture of ``jsd``."""
+    """The teacher's distributions at N positions.
+
+    Attributes:
+        states: ``[N, H]`` hidden states of the teacher.
+        head: Maps the states to logits.
+        kind: Name of the divergence.
+        temperature: Divisor of the logits of both models.
+        beta: Weight of the teacher in the mixture of ``jsd``.
+        softcap: Soft-cap of the teacher's logits. ``None`` for none.
+        scale: Factor of the head's output. ``None`` for 1.
+    """
 
     states: Tensor
     head: nn.Module
@@ -33,16 +43,24 @@ class Target:
 
     @property
     def width(self) -> int:
-        """The number of logits at a place."""
+        """Number of logits per position."""
         return head_width(self.head, self.states)
 
     def of(self, part: Part) -> Target:
-        """The distributions at the places of ``part``."""
+        """Return the distributions at the positions of ``part``."""
         return replace(self, states=part.of(self.states))
 
     @torch.no_grad()
     def logprobs(self, part: slice, width: int, dtype: torch.dtype) -> Tensor:
-        """Log-probs ``[n, width]`` of the first ``width`` tokens at the places of ``part``."""
+        """Return log-probs ``[n, width]`` at the positions of ``part``.
+
+        The softmax is over the first ``width`` tokens.
+
+        Args:
+            part: Positions.
+            width: Number of vocabulary entries.
+            dtype: Dtype of the softmax.
+        """
         logits, _ = Bend(self.scale, self.softcap, self.temperature).forward(self.head(self.states[part])[:, :width].to(dtype))
         return logits.sub_(logits.logsumexp(-1, keepdim=True))
 
@@ -56,11 +74,19 @@ def token_divergence(
     scale: float | None = None,
     chunk_mb: float = 64,
 ) -> Tensor:
-    """``[N]``: the divergence ``target.kind`` between the student of ``hidden [N, H]`` and ``head``, and ``target``.
+    """Return the divergence ``[N]`` between a student and ``target``.
 
-    Softmax and sums are in float32 (float64 for float64 states); at most ``chunk_mb`` MiB of logits, those of both, exist at a
-    time. Where the heads are not equally wide, as for models that pad their vocabulary differently, what only one of them has
-    is left out of both distributions.
+    The student is given by ``hidden`` and ``head``, the divergence by ``target.kind``. Softmax and
+    sums are in float32 (float64 for float64 states). Models may pad their vocabulary to different
+    widths. Tokens that only one head has are then left out of both distributions.
+
+    Args:
+        hidden: ``[N, H]`` hidden states of the student.
+        head: Maps the states to logits.
+        target: The teacher's distributions at the same positions.
+        softcap: Soft-cap of the student's logits. ``None`` for none.
+        scale: Factor of the head's output. ``None`` for 1.
+        chunk_mb: Upper bound, in MiB, of the logits of both models that exist at a time.
     """
     bend = Bend(scale, softcap, target.temperature)
     own = head_width(head, hidden)
@@ -97,7 +123,8 @@ class _TokenDivergence(torch.autograd.Function):
             student, slope = _logprobs(hidden[part], weight, bias, ctx.bend)
             teacher = target.logprobs(part, weight.shape[0], grad.dtype)
             d = GRADIENTS[target.kind](student, teacher, target.beta).mul_(grad[part, None])
-            # Where nothing comes in nothing goes out, not even from a divergence that is infinite.
+            # A zero incoming gradient must give zero, even where the divergence is infinite (0 *
+            # inf = nan).
             d = d.masked_fill_(grad[part, None] == 0, 0.0)
             sums.add(part, ctx.bend.backward(d, slope))
         return *sums.inputs(), None, None, None
@@ -109,7 +136,8 @@ def _logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, bend: Bend) -
 
 
 def _generic(hidden: Tensor, head: nn.Module, target: Target, bend: Bend, width: int, rows: int) -> Tensor:
-    """Any other head (with adapters, quantised): plain autograd, chunk by chunk, recomputed in the backward pass."""
+    """Apply any other head (with adapters, quantised) by plain autograd in chunks, recomputed in
+    the backward pass."""
 
     def chunk(states: Tensor, part: slice) -> Tensor:
         logits = bend_logits(head(states)[:, :width].to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature)

@@ -1,4 +1,7 @@
-"""Divergences of two next-token distributions, each with its gradient in the student's logits. Pure functions."""
+"""Divergences of two next-token distributions, each with its gradient in the student's logits.
+
+Pure functions.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ from lightrft.utils.registry import Registry
 Divergence = Callable[[Tensor, Tensor, float], Tensor]
 DIVERGENCES: Registry[Divergence] = Registry("divergence")
 GRADIENTS: dict[str, Divergence] = {}
-"""``DIVERGENCES[kind](student, teacher, beta) -> [n]`` from log-probs ``[n, V]``, and ``GRADIENTS[kind]`` of the same arguments
-its gradient ``[n, V]`` in the student's logits."""
+"""``GRADIENTS[kind]`` takes the arguments of ``DIVERGENCES[kind](student, teacher, beta) -> [n]``,
+log-probs ``[n, V]``. It returns the gradient ``[n, V]`` of the divergence in the student's logits.
+"""
 
 
 def _expected(weights: Tensor, x: Tensor) -> Tensor:
-    """``[n]``: the sum of ``x`` under the distribution whose log-probs are ``weights``; what is impossible counts nothing."""
+    """Return ``[n]``, the expectation of ``x`` under the distribution of log-probs ``weights``.
+    Impossible tokens count as 0."""
     return (weights.exp() * x.masked_fill(weights == -torch.inf, 0.0)).sum(-1)
 
 
 def _centred(student: Tensor, x: Tensor) -> Tensor:
-    """``q (x - E_q x)``: the gradient in the logits of ``E_q x``, up to what ``x`` itself changes by."""
+    """Return ``q (x - E_q x)``, the gradient of ``E_q x`` in the logits with ``x`` held
+    constant."""
     x = x.masked_fill(student == -torch.inf, 0.0)
     q = student.exp()
     return q * (x - (q * x).sum(-1, keepdim=True))
@@ -38,7 +44,13 @@ def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     paper="MiniLLM, arXiv 2306.08543; on the student's own answers: GKD, arXiv 2306.13649",
 )
 def reverse_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Seeks a mode of the teacher."""
+    """Return KL(student || teacher), which seeks a mode of the teacher.
+
+    Args:
+        student: ``[n, V]`` log-probs.
+        teacher: ``[n, V]`` log-probs.
+        beta: Not used.
+    """
     return _expected(student, student - teacher)
 
 
@@ -49,7 +61,13 @@ def reverse_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     paper="Hinton et al., arXiv 1503.02531; on the student's own answers: GKD, arXiv 2306.13649",
 )
 def forward_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Covers all of the teacher."""
+    """Return KL(teacher || student), which covers all modes of the teacher.
+
+    Args:
+        student: ``[n, V]`` log-probs.
+        teacher: ``[n, V]`` log-probs.
+        beta: Not used.
+    """
     return _expected(teacher, teacher - student)
 
 
@@ -60,7 +78,15 @@ def forward_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     paper="generalised Jensen-Shannon divergence: GKD, arXiv 2306.13649, eq. 1",
 )
 def jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
-    """Between the two: over ``beta``, it nears the forward KL as ``beta`` goes to 0."""
+    """Return the generalised Jensen-Shannon divergence, between the two KL divergences.
+
+    Divided by ``beta``, it approaches the forward KL as ``beta`` goes to 0.
+
+    Args:
+        student: ``[n, V]`` log-probs.
+        teacher: ``[n, V]`` log-probs.
+        beta: Weight of the teacher in the mixture, in (0, 1).
+    """
     mixture = _mixture(student, teacher, beta)
     return beta * _expected(teacher, teacher - mixture) + (1 - beta) * _expected(student, student - mixture)
 

@@ -1,6 +1,9 @@
-"""How each model family is loaded, scored and decoded: one row each, proved by a test over a tiny model of the family.
+"""A table of model families: how to load, score and decode each one.
 
-``benchmarks/families.py`` and ``tests/unit/models/test_families.py`` prove the rows. A family without a row is refused at start.
+A test on a tiny model proves each row.
+
+``benchmarks/families.py`` and ``tests/unit/models/test_families.py`` prove the rows. A family
+without a row is refused at start.
 """
 
 from __future__ import annotations
@@ -19,8 +22,9 @@ from lightrft.utils.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How one family differs from a plain transformer decoder.
+    """The differences of one family from a plain transformer decoder.
 
+<<<<<<< HEAD
     ``decoder``: path of the module that yields last hidden states; empty for the one that the model
     names. ``softcap``, ``multiplier``, ``divisor``: config fields that cap and scale the output of
     the head. ``layout``: the leanest layout that is right. ``padded_attention``: the transformers
@@ -28,6 +32,22 @@ class Family:
     ``loader``: the transformers class, if it is not the one for causal language models. ``reader``:
     how the family reads media.
     ``refused``: why no model of the family can be trained."""
+=======
+    Attributes:
+        decoder: Path of the module that yields last hidden states. Empty uses the model's
+            ``get_decoder``.
+        softcap: Config field with the soft-cap of the logits.
+        multiplier: Config field by which the head's output is multiplied.
+        divisor: Config field by which the head's output is divided.
+        layout: The most efficient layout that is exact.
+        padded_attention: The transformers implementation that supports all of the family's
+            attention. ``None`` leaves the choice to transformers.
+        loader: The transformers class that loads the model.
+        reader: The towers and inputs of a multimodal family. ``None`` for text alone.
+        refused: The reason why no model of the family can be trained. ``None`` for families that
+            can.
+    """
+>>>>>>> p-models
 
     decoder: str = "model"
     softcap: str = "final_logit_softcapping"
@@ -53,7 +73,8 @@ _PLAIN = (
     *("olmo2", "olmo3", "olmoe", "persimmon", "phi", "phi3", "qwen2", "qwen2_moe", "qwen3"),
     *("qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2"),
 )
-"""Every layer attends through transformers' attention interface, with at most a sliding window or a soft-cap."""
+"""Every layer attends through transformers' attention interface, with at most a sliding window or a
+soft-cap."""
 
 _OWN_ATTENTION = (
     *("axk2", "bailing_hybrid", "bamba", "deepseek_v32", "doge", "dots3_note_text", "falcon"),
@@ -61,10 +82,12 @@ _OWN_ATTENTION = (
     *("minimax", "nemotron", "nemotron_h", "olmo_hybrid", "phimoe", "qwen3_5_moe_text"),
     *("qwen3_5_text", "qwen3_next", "qwen4_exp_text", "stablelm", "zamba", "zamba2", "zaya"),
 )
-"""Some layer carries a state, selects keys, or attends past the interface: only rows of their own are right."""
+"""Some layer carries a recurrent state, selects keys, or bypasses the attention interface. Only the
+``padded`` layout is exact."""
 
 _OWN_EAGER_ATTENTION = (*("deepseek_v4", "flint", "gpt_oss", "hy_v4", "mimo_v2_flash"),)
-"""As ``_OWN_ATTENTION``, where only the eager implementation is right: learned sinks, biases of positions."""
+"""As ``_OWN_ATTENTION``, where only the eager implementation is exact: learned sinks or position
+biases."""
 
 _PADDED = Family(layout="padded")
 _EAGER = Family(layout="padded", padded_attention="eager")
@@ -117,7 +140,10 @@ FAMILIES: dict[str, Family] = {
 
 
 def context_length(config: PreTrainedConfig) -> int | None:
-    """Tokens that a model of ``config`` was made for, with rotary scaling; ``None`` where it sets no bound."""
+    """Return the context length of ``config`` in tokens, or ``None``.
+
+    It includes rotary scaling.
+    """
     fields = config.get_text_config(decoder=True).to_dict()
     bound = fields.get("max_position_embeddings")
     rope = fields.get("rope_parameters") or {}
@@ -133,9 +159,10 @@ _REACHES = re.compile(r"window|chunk|local_attention|block_size|topk|extent|floo
 
 
 def attention_reach(config: PreTrainedConfig, most: int) -> int:
-    """Return the longest length, up to ``most``, at which ``config`` says that attention changes; 0 where it names none.
+    """Return the longest length, up to ``most``, at which attention changes.
 
-    Such lengths are windows, chunks, the number of keys that an index keeps, and the context before rotary scaling.
+    It is 0 if ``config`` names none. Such lengths are windows, chunks, the number of keys that an
+    index keeps, and the context before rotary scaling.
     """
     fields = config.to_dict()
     parts = [fields, *(part for part in fields.values() if isinstance(part, dict))]
@@ -145,15 +172,23 @@ def attention_reach(config: PreTrainedConfig, most: int) -> int:
 
 
 def family_of(config: PreTrainedConfig) -> Family:
-    """Return the row of ``config.model_type``, or for a family without a row the model's own forward in rows of their own."""
+    """Return the row of ``config.model_type``.
+
+    A family without a row gets the model's own forward in the ``padded`` layout.
+    """
     return FAMILIES.get(config.model_type, _UNPROVED)
 
 
 def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) -> None:
-    """Refuse a family that no test proves. ``where`` is the beginning of the message, such as ``model.path = 'x'``.
+    """Refuse a family that no test proves.
 
-    ``allow_unproved`` lets language models without a row pass.
-    Raises ``ModelError``: a family without a row, one that reads media without a row, one whose models cannot be trained.
+    Args:
+        config: Config of the model.
+        where: Beginning of the error message, such as ``model.path = 'x'``.
+        allow_unproved: Accept language models without a row.
+
+    Raises:
+        ModelError: The family has no row, reads media without a row, or cannot be trained.
     """
     kind, row = config.model_type, FAMILIES.get(config.model_type)
     if row is not None and row.refused is not None:
@@ -176,10 +211,10 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
 
 
 def decoder_of(model: nn.Module, family: Family) -> nn.Module:
-    """The module of ``model`` that yields last hidden states."""
+    """Return the module of ``model`` that yields last hidden states."""
     try:
         return model.get_submodule(family.decoder) if family.decoder else model.get_decoder()  # ty: ignore[not-callable]
-    except AttributeError:  # another class of the family calls it otherwise
+    except AttributeError:  # another class of the family names it differently
         return model.get_decoder()  # ty: ignore[not-callable]
 
 
@@ -187,7 +222,10 @@ _UNPROVED = Family(decoder="", layout="padded", padded_attention=None)
 
 
 def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | None, float | None]:
-    """Soft-cap of the logits, and the factor from the head's output to them, as the config sets them."""
+    """Return soft-cap and scale of the logits, as the config sets them.
+
+    The scale is a factor on the head's output. Both are ``None`` if unset.
+    """
     multiplier = _field(config, family.multiplier)
     divisor = _field(config, family.divisor)
     scale = multiplier if divisor is None else 1.0 / divisor
@@ -195,5 +233,5 @@ def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | No
 
 
 def _field(config: PreTrainedConfig, name: str | None) -> Any:
-    """The value of a field or property of ``config``. A family without it has nothing to cap or to scale."""
+    """Return the value of a field or property of ``config``; ``None`` for a family without it."""
     return getattr(config, name) if name and hasattr(config, name) else None

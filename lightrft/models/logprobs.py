@@ -1,7 +1,7 @@
 """Log-probabilities and entropy of tokens from hidden states, without the matrix of all logits.
 
-Logits exist for a few rows at a time and are computed again in the backward pass, unless all of them fit in the bound: then
-they are kept instead.
+Logits exist for a few rows at a time and are recomputed in the backward pass. If all logits fit in
+the bound, they are kept instead.
 """
 
 from __future__ import annotations
@@ -16,19 +16,26 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 BLOCK_BYTES = 2 * 2**20
-"""Of logits that go through softmax at a time on a CPU: what a cache near its cores holds, so that passes over them cost little."""
+"""Bytes of logits that go through softmax at a time on a CPU. They fit in a core's cache, so
+repeated passes over them are cheap."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bend:
-    """From a head's output to logits: times ``scale``, bent by ``softcap * tanh(x / softcap)``, over ``temperature``."""
+    """The transform from a head's output to logits.
+
+    It is ``softcap * tanh(scale * x / softcap) / temperature``.
+    """
 
     scale: float | None
     softcap: float | None
     temperature: float
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``x`` (changed in place) as logits, and their slope in ``x`` where it is not constant."""
+        """Return ``x`` (changed in place) as logits, and their slope in ``x``.
+
+        The slope is ``None`` if it is constant.
+        """
         if self.scale is not None:
             x = x.mul_(self.scale)
         slope = None
@@ -41,7 +48,10 @@ class Bend:
         return x, slope
 
     def backward(self, grad: Tensor, slope: Tensor | None) -> Tensor:
-        """The gradient (changed in place) in the head's output."""
+        """Return the gradient in the head's output.
+
+        ``grad``, the gradient in the logits, is changed in place.
+        """
         factor = (1.0 if self.scale is None else self.scale) / self.temperature
         if slope is not None:
             grad = grad.mul_(slope)
@@ -49,7 +59,16 @@ class Bend:
 
 
 def bend_logits(x: Tensor, scale: float | None, softcap: float | None, temperature: float = 1.0) -> Tensor:
-    """A head's output ``x [..., V]`` as logits, by plain autograd: what ``token_logprobs`` does to each chunk in place."""
+    """Return a head's output ``x [..., V]`` as logits, by plain autograd.
+
+    ``token_logprobs`` does the same in place for each chunk.
+
+    Args:
+        x: ``[..., V]``, output of the head.
+        scale: Factor of ``x``. ``None`` for 1.
+        softcap: Bound of the logits, by ``softcap * tanh(x / softcap)``. ``None`` for none.
+        temperature: Divisor of the result.
+    """
     x = x if scale is None else x * scale
     x = x if softcap is None else softcap * (x / softcap).tanh()
     return x if temperature == 1.0 else x / temperature
@@ -66,10 +85,20 @@ def token_logprobs(
     entropy: bool = False,
     chunk_mb: float = 64,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probs ``[N]`` of ``targets [N]`` under ``softmax(logits / temperature)``, and the entropy ``[N]`` of that softmax.
+    """Return log-probs ``[N]`` of ``targets`` and the entropy ``[N]`` of the softmax.
 
-    ``hidden [N, H]`` are the states that predict the targets; ``head`` maps them to logits. Softmax and sums are in float32
-    (float64 for float64 states). At most ``chunk_mb`` MiB of logits exist at a time. Both results carry gradient.
+    The softmax is ``softmax(logits / temperature)``. Softmax and sums are in float32 (float64 for
+    float64 states). Both results are differentiable. The entropy is ``None`` unless requested.
+
+    Args:
+        hidden: ``[N, H]`` states that predict the targets.
+        head: Maps the states to logits.
+        targets: ``[N]`` token ids.
+        temperature: Divisor of the logits.
+        softcap: Soft-cap of the logits. ``None`` for none.
+        scale: Factor of the head's output. ``None`` for 1.
+        entropy: Also compute the entropy, in nats.
+        chunk_mb: Upper bound, in MiB, of the logits that exist at a time.
     """
     bend = Bend(scale, softcap, temperature)
     if type(head) is nn.Linear:
@@ -80,18 +109,27 @@ def token_logprobs(
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which softmax and sums of ``dtype`` are taken."""
+    """Return the dtype in which softmax and sums of ``dtype`` are computed."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rows_per_chunk(hidden: Tensor, vocabulary: int, chunk_mb: float) -> int:
-    """Rows whose logits fit into ``chunk_mb`` MiB; at least one."""
+    """Return the number of rows whose logits fit into ``chunk_mb`` MiB, at least one.
+
+    Args:
+        hidden: Gives the dtype of the logits.
+        vocabulary: Logits per row.
+        chunk_mb: Size in MiB.
+    """
     return max(1, int(chunk_mb * 2**20) // (vocabulary * wide(hidden.dtype).itemsize))
 
 
 @dataclass(slots=True)
 class HeadGradient:
-    """The gradient in ``hidden [N, H]`` and in a linear head, added up over chunks of rows; ``None`` where it is not asked for."""
+    """Gradients in ``hidden [N, H]`` and in a linear head, summed over chunks of rows.
+
+    A gradient that is not needed is ``None``.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -102,14 +140,25 @@ class HeadGradient:
 
     @staticmethod
     def of(needed: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadGradient:
-        """Zero so far. ``needed`` says which of hidden, weight and bias want one; those of the head are summed in ``dtype``."""
+        """Return zero gradients.
+
+        Args:
+            needed: For hidden, weight and bias: ``True`` if its gradient is needed.
+            hidden: ``[N, H]`` states.
+            weight: ``[V, H]`` weight of the head.
+            bias: ``[V]`` bias of the head, or ``None``.
+            dtype: Dtype of the head's sums.
+        """
         d_hidden = torch.empty_like(hidden) if needed[0] else None
         d_weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
         d_bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
         return HeadGradient(hidden, weight, bias, d_hidden, d_weight, d_bias)
 
     def add(self, part: slice, d: Tensor) -> None:
-        """Take in ``d [n, V]``, the gradient in the head's output for the rows of ``part``. Each row comes once."""
+        """Add ``d [n, V]``, the gradient in the head's output for the rows of ``part``.
+
+        Each row must be added once.
+        """
         if self.d_bias is not None:
             self.d_bias += d.sum(0)
         d = d.to(self.hidden.dtype)
@@ -122,7 +171,7 @@ class HeadGradient:
                 self.d_weight += d.T @ self.hidden[part]
 
     def inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Of hidden, weight and bias, in their own types."""
+        """Return the gradients in hidden, weight and bias, each in its input's dtype."""
         d_weight = None if self.d_weight is None else self.d_weight.to(self.weight.dtype)
         d_bias = None if self.d_bias is None or self.bias is None else self.d_bias.to(self.bias.dtype)
         return self.d_hidden, d_weight, d_bias
@@ -133,6 +182,7 @@ class _TokenLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, bend: Bend, entropy: bool, rows: int
     ) -> tuple[Tensor, Tensor]:
+        # backward then gets None instead of zeros for an unused output, and skips its terms
         ctx.set_materialize_grads(False)
         n, dtype = hidden.shape[0], wide(hidden.dtype)
         logprobs = hidden.new_empty(n, dtype=dtype)
@@ -167,7 +217,8 @@ class _TokenLogprobs(torch.autograd.Function):
             if kept is None:
                 d, slope = ctx.bend.forward(F.linear(hidden[part], weight, bias).to(log_sums.dtype))
             else:
-                d, slope = torch.empty_like(kept), None  # a graph that is kept may be walked again
+                # a retained graph may be walked again, so `kept` must not change
+                d, slope = torch.empty_like(kept), None
             for block, few in _blocks(d, start):
                 _logit_gradient(
                     few.sub_(log_sums[block, None]) if kept is None else few.copy_(kept[block]),
@@ -180,7 +231,8 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
-    """Views of a few rows of ``logits``, with the place of each where the first row of all is number ``start``."""
+    """Yield views of a few rows of ``logits``, each with its slice of all rows; ``start`` is the
+    first row's index."""
     n, width = logits.shape
     rows = max(1, n if logits.device.type != "cpu" else BLOCK_BYTES // max(1, width * logits.itemsize))
     for at in range(0, n, rows):
@@ -188,7 +240,10 @@ def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _logit_gradient(x: Tensor, targets: Tensor, on_logprob: Tensor | None, on_entropy: tuple[Tensor, Tensor] | None) -> None:
-    """Log-probs ``x [n, V]`` become their gradient: ``d logprob = onehot - p``, ``d entropy = -p (log p + H)``, times what comes in."""
+    """Turn log-probs ``x [n, V]`` in place into the gradient in the logits.
+
+    ``d logprob = onehot - p`` and ``d entropy = -p (log p + H)``, each times the incoming gradient.
+    """
     if on_entropy is not None:
         grad, entropy = on_entropy
         p = x.exp()
@@ -205,7 +260,7 @@ def _logit_gradient(x: Tensor, targets: Tensor, on_logprob: Tensor | None, on_en
 
 
 def _times_probability(x: Tensor, p: Tensor) -> Tensor:
-    """``x *= p``, where an impossible token (log-prob of minus infinity) counts as 0."""
+    """Compute ``x *= p``, where an impossible token (log-prob of minus infinity) counts as 0."""
     return x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).mul_(p)
 
 
@@ -214,14 +269,16 @@ def _expected(p: Tensor, logp: Tensor) -> Tensor:
 
 
 def _expected_log(p: Tensor, x: Tensor) -> Tensor:
-    """``[...]``: the sum of ``p x`` over the last axis, differentiable. An impossible token (``x`` of minus infinity) counts as 0."""
+    """Return ``[...]``, the sum of ``p x`` over the last axis, differentiable. An impossible token
+    (``x`` of minus infinity) counts as 0."""
     return (p * x.masked_fill(x == -torch.inf, 0.0)).sum(-1)
 
 
 def _generic(
     hidden: Tensor, head: nn.Module, targets: Tensor, bend: Bend, entropy: bool, chunk_mb: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Any other head (with adapters, quantised): plain autograd, chunk by chunk, recomputed in the backward pass."""
+    """Apply any other head (with adapters, quantised) by plain autograd in chunks, recomputed in
+    the backward pass."""
 
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
         logp = bend_logits(head(h).to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
@@ -244,9 +301,18 @@ def logit_energy(
     scale: float | None = None,
     chunk_mb: float = 64,
 ) -> Tensor:
-    """Return ``[N]``: the squared norm of the gradient of each log-prob in its logits, ``1 - 2 p(target) + sum_v p(v)^2``.
+    """Return ``[N]``, the squared norm of each log-prob's gradient in its logits.
 
-    Args are those of ``token_logprobs``. At most ``chunk_mb`` MiB of logits exist at a time. Source: arXiv 2602.07078.
+    It is ``1 - 2 p(target) + sum_v p(v)^2`` (arXiv 2602.07078).
+
+    Args:
+        hidden: ``[N, H]`` states that predict the targets.
+        head: Maps the states to logits.
+        targets: ``[N]`` token ids.
+        temperature: Divisor of the logits.
+        softcap: Soft-cap of the logits. ``None`` for none.
+        scale: Factor of the head's output. ``None`` for 1.
+        chunk_mb: Upper bound, in MiB, of the logits that exist at a time.
     """
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     parts = [hidden.new_empty(0, dtype=wide(hidden.dtype))]
@@ -258,7 +324,7 @@ def logit_energy(
 
 
 def head_width(head: nn.Module, hidden: Tensor) -> int:
-    """Logits that ``head`` gives for one state."""
+    """Return the number of logits that ``head`` computes for one state."""
     known = getattr(head, "out_features", None)
     if isinstance(known, int):
         return known
@@ -267,10 +333,16 @@ def head_width(head: nn.Module, hidden: Tensor) -> int:
 
 
 def log_probs_from_logits(logits: Tensor, labels: Tensor, disable_logprobs_flashattn: bool = False) -> Tensor:
-    """Log-probs ``[...]`` of ``labels [...]`` under the softmax of ``logits [..., V]``, in float32 (float64 for float64 logits).
+    """Return log-probs of ``labels`` under the softmax of ``logits``.
 
-    Half-precision logits go row by row, so that no float32 copy of all of them exists. ``disable_logprobs_flashattn`` keeps
-    to PyTorch where flash-attn's fused cross entropy would be used: CUDA, with flash-attn installed.
+    They are float32 (float64 for float64 logits). Half-precision logits are processed row by row,
+    so no float32 copy of all logits exists.
+
+    Args:
+        logits: ``[..., V]``.
+        labels: ``[...]`` token ids.
+        disable_logprobs_flashattn: Use PyTorch where flash-attn's fused cross entropy would run: on
+            CUDA, with flash-attn installed.
     """
     flat, picks = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
     if flat.is_cuda and not disable_logprobs_flashattn:
@@ -292,6 +364,9 @@ def _fused_cross_entropy() -> Any:
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    """Entropy ``[...]`` in nats of the softmax of ``logits [..., V]``: ``logsumexp - sum(p * logits)``."""
+    """Return the entropy ``[...]``, in nats, of the softmax of ``logits [..., V]``.
+
+    It is ``logsumexp - sum(p * logits)``.
+    """
     precise = logits.to(wide(logits.dtype))
     return precise.logsumexp(-1) - _expected_log(precise.softmax(-1), precise)

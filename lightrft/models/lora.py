@@ -1,4 +1,4 @@
-"""Low-rank adapters by peft, and the sum of adapters and weights without touching either."""
+"""Low-rank adapters by peft, and merged weights that leave model and adapters unchanged."""
 
 from __future__ import annotations
 
@@ -16,15 +16,23 @@ from lightrft.models.loading.hf_logging import quiet
 from lightrft.models.multimodal.submodules import LANGUAGE, TOWER, check_parts, part_of, parts_of
 from lightrft.utils.errors import ModelError
 
-# Projections between a tower and the language model, and towers themselves: trained only when asked for.
+# Projections between a tower and the language model, and towers themselves: trained only on
+# request.
 _TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
 _CONNECTORS = ("multi_modal_projector", "merger", "embed_vision", "embed_audio")
 
 
 def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterable[str] = ()) -> nn.Module:
-    """``model`` with trainable adapters and everything else frozen. Module paths that contain a name of ``exclude`` get none.
+    """Add trainable adapters to ``model`` and freeze everything else. Return the peft model.
 
-    Raises ``ModelError`` for a part that the model lacks, and for one of which ``config.targets`` names no module.
+    Args:
+        model: A transformers model.
+        config: Rank, scale, dropout, targets and parts of the adapters.
+        exclude: Path components. Modules below them get no adapters.
+
+    Raises:
+        ModelError: The model lacks one of ``config.parts``, or ``config.targets`` names no module
+            of one.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -49,8 +57,19 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterabl
 
 
 def target_modules(model: PreTrainedModel, config: LoRAConfig, exclude: Iterable[str] = ()) -> list[str]:
-    """Full names of the modules that ``config.targets`` means (``all-linear``, a pattern of whole names, or last parts of names) in
-    ``config.parts``: a last part alone would find modules of other parts too. Raises ``ModelError`` when some part has none."""
+    """Return the full names of the modules that ``config.targets`` selects inside ``config.parts``.
+
+    Full names, because a last component alone would match modules of other parts too.
+
+    Args:
+        model: A transformers model.
+        config: ``targets`` is ``all-linear``, a regular expression of full names, or last
+            components of names.
+        exclude: Path components to skip.
+
+    Raises:
+        ModelError: Some part has no such module.
+    """
     targets = config.targets
     if targets == "all-linear":
         named = linear_modules(model, exclude)
@@ -68,7 +87,10 @@ def target_modules(model: PreTrainedModel, config: LoRAConfig, exclude: Iterable
 
 
 def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
-    """Full names of the linear layers that adapters go on: not the output head, and none below a path of ``exclude``."""
+    """Return the full names of the linear layers that get adapters.
+
+    The output head and modules below ``exclude`` get none.
+    """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     skipped = {"lm_head", "output_layer", *exclude}
     return [
@@ -81,10 +103,12 @@ def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
 
 
 def find_all_linear_modules(model: nn.Module, freeze_vision_tower: bool = True) -> set[str]:
-    """Return the last parts of the names of the linear layers that adapters go on, such as ``q_proj``.
+    """Return the last name components of the layers that get adapters.
 
-    The output head and the connectors of towers are left out, and with ``freeze_vision_tower`` the towers. A layer of a tower may
-    share its last name with one of the language model: pass the names to ``apply_lora_configuration``, which tells them apart.
+    An example is ``q_proj``. The output head and the connectors of towers are left out; with
+    ``freeze_vision_tower``, also the towers. A layer of a tower may share its last component with a
+    layer of the language model. Pass the names to ``apply_lora_configuration``, which separates the
+    two.
     """
     return {name.rsplit(".", 1)[-1] for name in linear_modules(model, _excluded(freeze_vision_tower))}
 
@@ -101,11 +125,20 @@ def apply_lora_configuration(
     target_modules: str | list[str] | None = None,
     freeze_vision_tower: bool = True,
 ) -> nn.Module:
-    """``model`` with LoRA adapters of rank ``lora_rank``, scaled by ``lora_alpha / lora_rank``, as a peft model.
+    """Add LoRA adapters to ``model``, scaled by ``lora_alpha / lora_rank``. Return the peft model.
 
-    Never on the connectors of towers, and on towers only without ``freeze_vision_tower``; ``target_modules`` of ``None`` means every
-    other linear layer but the output head. Raises ``ModelError`` for a rank or an alpha below which adapters could not learn, and
-    for targets that name no module.
+    Connectors of towers get no adapters.
+
+    Args:
+        model: A transformers model.
+        lora_rank: Rank of the adapters.
+        lora_alpha: Numerator of their scale.
+        lora_dropout: Dropout probability of their input.
+        target_modules: Names or a pattern. ``None`` selects every linear layer but the output head.
+        freeze_vision_tower: Put no adapters on towers.
+
+    Raises:
+        ModelError: The rank is below 1, alpha is not positive, or the targets name no module.
     """
     if lora_rank < 1 or lora_alpha <= 0:
         raise ModelError(f"lora_rank = {lora_rank} and lora_alpha = {lora_alpha}: both must be positive for adapters to learn")
@@ -123,17 +156,20 @@ def apply_lora_configuration(
 
 
 def is_adapted(model: nn.Module) -> bool:
-    """Whether ``model`` is a peft model."""
+    """Return ``True`` if ``model`` is a peft model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def base_model(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside; its layers keep the adapters that were put into them."""
+    """Return the transformers model inside. Its layers keep their adapters."""
     return model.get_base_model() if is_adapted(model) else model  # ty: ignore[not-callable, invalid-explicit-return]
 
 
 def plain_name(name: str) -> str | None:
-    """A parameter's name in the model without adapters; ``None`` for a parameter of the adapters themselves."""
+    """Return a parameter's name in the model without adapters.
+
+    It is ``None`` for a parameter of an adapter.
+    """
     name = name.removeprefix("base_model.model.")
     if any(part in name for part in (".lora_", ".modules_to_save.")):
         return None
@@ -142,7 +178,10 @@ def plain_name(name: str) -> str | None:
 
 @torch.no_grad()
 def merged_state(model: nn.Module) -> dict[str, Tensor]:
-    """Weights with adapters added in, under the names of the model without adapters. ``model`` is left bit for bit as it was."""
+    """Return the weights with adapters added in, under the names of the model without adapters.
+
+    ``model`` is left bit for bit as it was. Raises ``ModelError`` for quantised layers.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     state = {plain: value for name, value in model.state_dict().items() if (plain := plain_name(name)) is not None}
@@ -160,6 +199,6 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trainable_summary(model: nn.Module) -> dict[str, Any]:
-    """Counts of trainable and of all parameters."""
+    """Return the numbers of trainable and of all parameters."""
     parameters = list(model.parameters())
     return {"trainable": sum(p.numel() for p in parameters if p.requires_grad), "all": sum(p.numel() for p in parameters)}

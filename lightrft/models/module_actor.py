@@ -1,4 +1,4 @@
-"""An actor over any ``nn.Module`` that has the forward of a causal language model."""
+"""An actor over any ``nn.Module`` with the forward of a causal language model."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from lightrft.utils.errors import ModelError
 
 
 class ModuleActor(Actor):
-    """A policy over ``model(input_ids, attention_mask, position_ids)``, which returns logits ``[B, L, V]`` or an object with them.
+    """A policy over any module with the forward of a causal language model.
 
-    ``attention_mask`` and ``position_ids`` are passed where the forward takes them. The layout is ``padded``, and the logits of
-    a whole rectangle exist at once: nothing is known of the module but its forward. Raises ``ModelError`` for another forward.
+    The call is ``model(input_ids, attention_mask, position_ids)``. It returns logits ``[B, L, V]``
+    or an object with them. ``attention_mask`` and ``position_ids`` are passed if the forward
+    accepts them. The layout is ``padded``, and the logits of a full rectangle exist at once,
+    because only the module's forward is known. Raises ``ModelError`` for a forward without
+    ``input_ids``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -42,7 +45,7 @@ class ModuleActor(Actor):
         self._layout = "padded"
 
     def use_attention(self, kind: str) -> None:
-        """Do nothing: the module's attention is its own."""
+        """Do nothing: the module selects its attention."""
 
     def states(self, packed: Packed, seen: Seen | None = None) -> Tensor:
         """Return the logits ``[B, L, V]``, which take the place of hidden states here."""
@@ -61,7 +64,14 @@ class ModuleActor(Actor):
         return logits
 
     def score_states(self, states: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
-        """Return log-probs of ``targets [N]`` from their logits ``[N, V]``."""
+        """Return log-probs of ``targets [N]`` from their logits ``[N, V]``.
+
+        Args:
+            states: ``[N, V]`` logits, which take the place of hidden states here.
+            targets: ``[N]`` token ids.
+            temperature: Divisor of the logits.
+            entropy: Also return the entropy of the softmax.
+        """
         wide = states.to(torch.promote_types(states.dtype, torch.float32)) / temperature
         logprobs = wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
         return Scores(logprobs, entropy_from_logits(wide) if entropy else None)
@@ -71,11 +81,11 @@ class ModuleActor(Actor):
         return states
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Call the module's own method of that name. Raises ``ModelError`` where it has none."""
+        """Call the module's method of the same name. Raises ``ModelError`` if it has none."""
         self._call("gradient_checkpointing_enable", gradient_checkpointing_kwargs or {"use_reentrant": False})
 
     def gradient_checkpointing_disable(self) -> None:
-        """Call the module's own method of that name. Raises ``ModelError`` where it has none."""
+        """Call the module's method of the same name. Raises ``ModelError`` if it has none."""
         self._call("gradient_checkpointing_disable")
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -85,9 +95,17 @@ class ModuleActor(Actor):
 
     @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor, options: dict[str, Any]) -> Tensor:
-        """Sample responses token by token, without a cache. ``options`` are those of ``DocumentedActor.sample_rows``.
+        """Sample responses token by token, without a cache.
 
-        Returns rows ``[B, L]``, filled up with ``pad_token_id``. Raises ``ModelError`` for beams.
+        Return rows ``[B, L]``, padded with ``pad_token_id``.
+
+        Args:
+            input_ids: ``[B, L_in]`` prompts, padded on the left.
+            attention_mask: ``[B, L_in]``, 0 for padding.
+            options: The options of ``DocumentedActor.sample_rows``.
+
+        Raises:
+            ModelError: ``num_beams`` is not 1.
         """
         if options["num_beams"] != 1:
             raise ModelError(f"num_beams = {options['num_beams']}: a plain module generates one beam; set it to 1")
@@ -108,7 +126,7 @@ class ModuleActor(Actor):
 
 
 def _limit(options: dict[str, Any], width: int) -> int:
-    """Number of new tokens at most. Raises ``ModelError`` where no option bounds them."""
+    """Return the largest number of new tokens. Raises ``ModelError`` if no option bounds it."""
     if "max_new_tokens" in options:
         return options["max_new_tokens"]
     if "max_length" not in options:
@@ -117,7 +135,8 @@ def _limit(options: dict[str, Any], width: int) -> int:
 
 
 def _pick(rows: Tensor, logits: Tensor, options: dict[str, Any]) -> Tensor:
-    """One token ``[B]`` per row of ``logits [B, V]``, with the filters of transformers' ``generate``."""
+    """Sample one token ``[B]`` per row of ``logits [B, V]``, with the filters of transformers'
+    ``generate``."""
     if not options["do_sample"]:
         return logits.argmax(-1)
     filters: list[Any] = [TemperatureLogitsWarper(float(options["temperature"]))]

@@ -1,4 +1,7 @@
-"""The documented actors and critics, but for what each reads besides text: thin edges over ``Actor`` and ``Critic``."""
+"""The public actors and critics, without their media inputs.
+
+They are thin wrappers around ``Actor`` and ``Critic``.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +47,13 @@ _GENERATE: dict[str, Any] = {
 
 
 def refuse(why: str, **given: object) -> None:
-    """Raise ``ModelError`` with ``why`` where one of the ``given`` inputs is not ``None``."""
+    """Raise ``ModelError`` with ``why`` if one of the ``given`` inputs is not ``None``."""
     if found := [name for name, value in given.items() if value is not None]:
         raise ModelError(f"{', '.join(found)}: {why}")
 
 
 class DocumentedModel(nn.Module):
-    """The methods that documented actors and critics share."""
+    """The methods that public actors and critics share."""
 
     @property
     def backbone(self) -> Backbone:
@@ -59,11 +62,14 @@ class DocumentedModel(nn.Module):
 
     @property
     def model(self) -> nn.Module:
-        """The model inside: one of transformers or peft, or the module that was given."""
+        """The model inside: a transformers or peft model, or the module that was given."""
         return self.backbone.model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
-        """Recompute layers in the backward pass, by default with ``{"use_reentrant": False}``; in training mode only."""
+        """Recompute layers in the backward pass, in training mode only.
+
+        ``None`` stands for ``{"use_reentrant": False}``.
+        """
         self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
@@ -71,7 +77,10 @@ class DocumentedModel(nn.Module):
         self.backbone.gradient_checkpointing_disable()
 
     def print_trainable_parameters(self) -> None:
-        """Write the counts of trainable and of all parameters to standard output, in peft's format. A value head counts."""
+        """Print the numbers of trainable and of all parameters, in peft's format.
+
+        They go to standard output. A value head counts.
+        """
         counts = trainable_summary(self.backbone)
         share = 100 * counts["trainable"] / max(1, counts["all"])
         text = f"trainable params: {counts['trainable']:,} || all params: {counts['all']:,} || trainable%: {share:.4f}\n"
@@ -79,13 +88,30 @@ class DocumentedModel(nn.Module):
 
 
 class DocumentedActor(DocumentedModel):
-    """A policy with the documented surface. ``actor`` is the policy that a loop over ``Batch`` uses; both share weights.
+    """A policy with the public interface.
 
-    ``pretrain_or_model``: a folder, a hub name, a transformers (or peft) model, which keeps its device, dtype and attention, or
-    any module with the forward of a causal language model (see ``ModuleActor``), which gets no adapters and is not packed.
-    ``use_flash_attention_2`` falls back to the model's default attention, with a warning, where flash-attn cannot run.
-    ``packing_samples``: ``forward`` takes rows of several samples. ``high_entropy_token_ratio`` above 0 makes its output carry
-    ``action_entropy``. Raises ``ModelError`` for what cannot be loaded or adapted.
+    ``actor`` is the policy that a loop over ``Batch`` uses; both share weights.
+
+    Args:
+        pretrain_or_model: A folder, a hub name, a transformers or peft model, or a module. A model
+            keeps its device, dtype and attention. A module (see ``ModuleActor``) gets no adapters
+            and is not packed.
+        use_flash_attention_2: Use flash-attn. Falls back to the model's default attention, with a
+            warning, where flash-attn cannot run.
+        bf16: Load the weights in bfloat16. Otherwise keep the dtype of the files.
+        lora_rank: Rank of new adapters. 0 adds none.
+        lora_alpha: Numerator of the adapters' scale.
+        lora_dropout: Dropout probability of the adapters' input.
+        target_modules: Layers that get adapters. ``None`` selects every linear layer but the output
+            head.
+        ds_config: DeepSpeed's settings. With ZeRO stage 3, the model is loaded in shards.
+        device_map: Placement of the weights, passed to transformers.
+        packing_samples: ``forward`` takes rows of several samples.
+        high_entropy_token_ratio: Above 0, the output of ``forward`` carries ``action_entropy``.
+        load_in_4bit: Load the weights quantised to 4 bits.
+
+    Raises:
+        ModelError: The model cannot be loaded or adapted.
     """
 
     modality: ClassVar[ActorModality]
@@ -113,7 +139,7 @@ class DocumentedActor(DocumentedModel):
             model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
         if packing_samples and not _is_known(model):
             raise ModelError(f"packing_samples: a {type(model).__name__} is called on rectangles alone; leave it off")
-        self._loader = loader  # DeepSpeed's settings act only while their object lives
+        self._loader = loader  # DeepSpeed's settings apply only while their object exists
         self.actor = Actor(model, config) if _is_known(model) else ModuleActor(model)
         self.pretrain_or_model: str = config.path or _type_of(model)
         self.packing_samples = packing_samples
@@ -132,13 +158,27 @@ class DocumentedActor(DocumentedModel):
         packed_seq_lens: Sequence[int] | None,
         media: Given,
     ) -> Any:
-        """What ``forward`` of every kind of actor gives.
+        """Return log-probs of the actions, or ``(log-probs, output)``.
 
-        Log-probs of the actions, or ``(log-probs, output)``; without ``num_actions``, the model's output alone.
-        Rectangles: ``sequences``/``attention_mask [B, L]``, log-probs ``[B, num_actions]`` of the last columns. Packed:
-        ``[1, sum L]``, the mask holding 1..n for the samples, ``num_actions`` one number per sample, log-probs laid end to end
-        ``[1, sum]``. Raises ``ValueError`` when there is nothing to return, or packed lengths are missing; ``ModelError`` for
-        media that the model cannot read, or that do not fit the placeholders.
+        Without ``num_actions``, return the model's output alone. Every ``forward`` of an actor
+        calls it.
+
+        Args:
+            sequences: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
+            num_actions: Columns at the end of each row that are actions, or one number per packed
+                sample.
+            attention_mask: ``[B, L]``, 0 for padding. A packed row holds 1..n for its samples.
+            return_output: Also return the model's output, with logits of every token.
+            packed_seq_lens: Lengths of the packed samples.
+            media: Media by input name.
+
+        Returns:
+            Log-probs ``[B, num_actions]`` of the last columns; of packed samples ``[1, sum]``,
+                concatenated.
+
+        Raises:
+            ValueError: There is nothing to return, or packed lengths are missing.
+            ModelError: The model cannot read the media, or they do not fit the placeholders.
         """
         if num_actions is None and not return_output:
             raise ValueError(NOTHING)
@@ -159,12 +199,24 @@ class DocumentedActor(DocumentedModel):
 
     @torch.no_grad()
     def sample_rows(self, input_ids: Tensor, media: Given, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """What ``generate`` of every kind of actor gives: answers by transformers' ``generate``, as
-        ``(sequences [B, L], attention_mask [B, L], action_mask [B, L - L_in])``.
+        """Generate responses by transformers' ``generate``.
 
-        Takes ``attention_mask``, ``do_sample``, ``early_stopping``, ``eos_token_id``, ``max_length``, ``max_new_tokens``,
-        ``min_new_tokens``, ``num_beams``, ``pad_token_id``, ``temperature``, ``top_k``, ``top_p``, ``use_cache``; raises
-        ``TypeError`` for another name. See ``process_sequences`` for what becomes of a row that was cut.
+        Every ``generate`` of an actor calls it.
+
+        Args:
+            input_ids: ``[B, L_in]`` prompts, padded on the left.
+            media: Media by input name.
+            given: Options of ``generate``: ``attention_mask``, ``do_sample``, ``early_stopping``,
+                ``eos_token_id``, ``max_length``, ``max_new_tokens``, ``min_new_tokens``,
+                ``num_beams``, ``pad_token_id``, ``temperature``, ``top_k``, ``top_p``,
+                ``use_cache``.
+
+        Returns:
+            ``(sequences [B, L], attention_mask [B, L], action_mask [B, L - L_in])``. See
+                ``process_sequences`` for rows that were cut.
+
+        Raises:
+            TypeError: An option has another name.
         """
         unknown = sorted(set(given) - set(_GENERATE))
         if unknown:
@@ -193,18 +245,38 @@ class DocumentedActor(DocumentedModel):
     def process_sequences(
         self, sequences: Tensor, input_len: int, eos_token_id: int, pad_token_id: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``(sequences, attention_mask [B, L], action_mask [B, L - input_len])`` of generated rows ``[B, L]``.
+        """Return generated rows with their attention and action masks.
 
-        Note that a row cut by the length limit has its last token replaced by the end token.
+        The shapes are ``[B, L]``, ``[B, L]`` and ``[B, L - input_len]``. Note that a row cut by the
+        length limit has its last token replaced by the end token.
+
+        Args:
+            sequences: ``[B, L]`` prompts and responses.
+            input_len: Columns of the prompts.
+            eos_token_id: The end token.
+            pad_token_id: The padding token.
         """
         return utils.process_sequences(sequences, input_len, eos_token_id, pad_token_id)
 
 
 class DocumentedCritic(DocumentedModel):
-    """A value function with the documented surface, over ``Critic``.
+    """A value function with the public interface, around ``Critic``.
 
-    ``normalize_reward`` shifts and scales values by ``mean`` and ``std`` of the model's config. ``init_value_head`` draws a fresh
-    head even where the folder holds one; ``value_head_prefix`` is the name under which the head is found on this module.
+    Args:
+        pretrain_or_model: A folder, a hub name, or a transformers or peft model.
+        use_flash_attention_2: Use flash-attn, see ``DocumentedActor``.
+        bf16: Load the weights in bfloat16. Otherwise keep the dtype of the files.
+        lora_rank: Rank of new adapters. 0 adds none.
+        lora_alpha: Numerator of the adapters' scale.
+        lora_dropout: Dropout probability of the adapters' input.
+        target_modules: Layers that get adapters. ``None`` selects every linear layer but the output
+            head.
+        ds_config: DeepSpeed's settings. With ZeRO stage 3, the model is loaded in shards.
+        device_map: Placement of the weights, passed to transformers.
+        packing_samples: ``forward`` takes rows of several samples.
+        normalize_reward: Shift and scale values by ``mean`` and ``std`` of the model's config.
+        init_value_head: Initialise the head even if the folder holds one.
+        value_head_prefix: Attribute name of the head on this module.
     """
 
     modality: ClassVar[ActorModality]
@@ -263,8 +335,21 @@ class DocumentedCritic(DocumentedModel):
         packed_seq_lens: Sequence[int] | None,
         media: Given,
     ) -> Any:
-        """What ``forward`` of every kind of critic gives: values of the states before the actions, laid out as an actor's
-        log-probs; with ``return_output``, also the values of all states ``[B, L]``. Raises as an actor's forward."""
+        """Return values of the states before the actions.
+
+        They have the shapes of ``DocumentedActor.score_rows``. With ``return_output``, also return
+        the values of all states ``[B, L]``; without ``num_actions``, these alone. Raises as
+        ``score_rows``.
+
+        Args:
+            input_ids: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
+            num_actions: Columns at the end of each row that are actions, or one number per packed
+                sample.
+            attention_mask: ``[B, L]``, 0 for padding. A packed row holds 1..n for its samples.
+            return_output: Also return the values of all states.
+            packed_seq_lens: Lengths of the packed samples.
+            media: Media by input name.
+        """
         if num_actions is None and not return_output:
             raise ValueError(NOTHING)
         rows = Rows.of(input_ids, attention_mask, num_actions, packed_seq_lens, self.packing_samples)
@@ -279,7 +364,7 @@ class DocumentedCritic(DocumentedModel):
 
 
 class _Loader:
-    """How a path or a module becomes the model inside."""
+    """Loads the model of a path, or passes a module through."""
 
     def __init__(
         self,
@@ -310,7 +395,8 @@ class _Loader:
 
 
 def _is_known(model: nn.Module) -> bool:
-    """Return whether ``model`` is one of transformers or peft, whose hidden states can be read."""
+    """Return ``True`` if ``model`` is a transformers or peft model, whose hidden states can be
+    read."""
     return isinstance(model, PreTrainedModel) or is_adapted(model)
 
 
@@ -319,7 +405,7 @@ def _type_of(model: nn.Module) -> str:
 
 
 def _has_flash_attention() -> bool:
-    """Return whether flash-attn can run here. Log a warning where it cannot."""
+    """Return ``True`` if flash-attn can run here. Log a warning if it cannot."""
     if is_flash_attn_2_available():
         return True
     _log.warning(

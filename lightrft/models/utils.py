@@ -1,4 +1,4 @@
-"""Public helpers over rectangles ``[B, L]`` and packed rows, for code that keeps tensors of its own."""
+"""Public helpers over rectangles ``[B, L]`` and packed rows, for code outside the training loop."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ __all__ = [
 
 
 def reset_position_ids(attention_mask: Tensor) -> Tensor:
-    """Positions ``[B, L]`` of packed rows, from 0 in each sample.
+    """Return positions ``[B, L]`` of packed rows, from 0 in each sample.
 
-    ``attention_mask [B, L]`` holds 1..n for the samples of a row and 0 for padding, whose position is 0.
+    ``attention_mask [B, L]`` holds 1..n for the samples of a row and 0 for padding, whose position
+    is 0.
     """
     steps = torch.arange(attention_mask.shape[1], device=attention_mask.device).expand_as(attention_mask)
     starts = torch.ones_like(attention_mask, dtype=torch.bool)
@@ -39,7 +40,13 @@ def reset_position_ids(attention_mask: Tensor) -> Tensor:
 
 
 def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> Tensor:
-    """Mean of ``tensor`` where ``mask`` is set, over ``dim`` or all of it; 0 where nothing is set."""
+    """Return the mean of ``tensor`` where ``mask`` is set; 0 where nothing is set.
+
+    Args:
+        tensor: Any shape.
+        mask: Same shape. ``None`` averages all elements.
+        dim: The axis to reduce. ``None`` reduces all.
+    """
     if mask is None:
         return tensor.mean() if dim is None else tensor.mean(dim)
     kept = torch.where(mask.bool(), tensor, 0)
@@ -48,7 +55,10 @@ def masked_mean(tensor: Tensor, mask: Tensor | None, dim: int | None = None) -> 
 
 
 def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Tensor]:
-    """``values [sum]`` or ``[1, sum]`` in pieces of ``packed_seqlens``. Raises ``ValueError`` when these do not add up to it."""
+    """Split ``values [sum]`` or ``[1, sum]`` into pieces of lengths ``packed_seqlens``.
+
+    Raises ``ValueError`` if the lengths do not add up.
+    """
     flat = values.squeeze(0) if values.dim() > 1 else values
     if sum(packed_seqlens) != flat.shape[0]:
         raise ValueError(f"packed_seqlens add up to {sum(packed_seqlens)}, the values have {flat.shape[0]} places")
@@ -56,7 +66,16 @@ def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Ten
 
 
 def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) -> Tensor:
-    """``tensor`` filled up on the left of ``dim`` to ``length`` places; longer ones stay."""
+    """Return ``tensor`` padded on the left of ``dim`` to ``length``.
+
+    Longer tensors are returned as they are.
+
+    Args:
+        tensor: Any shape.
+        length: Size of ``dim`` in the result.
+        pad_value: Value of the new elements.
+        dim: The axis to pad.
+    """
     missing = length - tensor.shape[dim]
     if missing <= 0:
         return tensor
@@ -68,10 +87,20 @@ def pad_to_length(tensor: Tensor, length: int, pad_value: float, dim: int = -1) 
 def compute_approx_kl(
     log_probs: Tensor, log_probs_base: Tensor, action_mask: Tensor | None = None, kl_estimator: str = "k1"
 ) -> Tensor:
-    """Estimate of KL(policy || base) at each token, from the tokens sampled by the policy; 0 where ``action_mask`` is not set.
+    """Return an estimate of KL(policy || base) at each token.
 
-    With d = log_probs - log_probs_base: ``k1`` = d, ``k2`` = d^2 / 2, ``k3`` = exp(-d) - 1 + d (Schulman, "Approximating KL
-    divergence", 2020). Raises ``ValueError`` for another name.
+    The tokens are sampled by the policy. The estimate is 0 where ``action_mask`` is 0. With d =
+    log_probs - log_probs_base, ``k1`` = d, ``k2`` = d^2 / 2, ``k3`` = exp(-d) - 1 + d. Source:
+    Schulman, "Approximating KL divergence", 2020.
+
+    Args:
+        log_probs: Log-probs of the tokens under the policy.
+        log_probs_base: Log-probs of the same tokens under the base model.
+        action_mask: 1 for actions. ``None`` means all.
+        kl_estimator: ``k1``, ``k2`` or ``k3``.
+
+    Raises:
+        ValueError: ``kl_estimator`` is another name.
     """
     d = log_probs.float() - log_probs_base.float() if log_probs.dtype != torch.float64 else log_probs - log_probs_base
     if action_mask is not None:
@@ -93,10 +122,22 @@ def compute_reward(
     num_actions: Sequence[int] | None = None,
     reward_clip_range: tuple[float, float] | None = None,
 ) -> Tensor | list[Tensor]:
-    """Token rewards: ``-kl_coef * kl``, plus ``r [B]`` (clipped) at each row's last action. A ``kl_coef`` below 0 counts as 0.
+    """Return token rewards: ``-kl_coef * kl``, plus the outcome reward at each row's last action.
 
-    With ``action_mask [B, L]``, ``kl`` and the result are ``[B, L]``; a row without actions gets nothing. Without it they are
-    lists, one tensor per sample, of ``num_actions`` places. Raises ``ValueError`` when those lengths do not fit.
+    With ``action_mask``, ``kl`` and the result are ``[B, L]``, and a row without actions gets 0.
+    Otherwise they are lists with one tensor per sample.
+
+    Args:
+        r: ``[B]`` outcome rewards, or one number for all.
+        kl_coef: Weight of the KL penalty. Negative values count as 0.
+        kl: KL estimates per token.
+        action_mask: ``[B, L]``, 1 for actions. ``None`` for packed samples.
+        num_actions: Actions of each packed sample, to check ``kl`` against. ``None`` skips the
+            check.
+        reward_clip_range: Bounds of ``r``. ``None`` for none.
+
+    Raises:
+        ValueError: ``num_actions`` does not match the lengths of ``kl``.
     """
     kl_coef = max(kl_coef, 0.0)
     rows = action_mask.shape[0] if action_mask is not None else len(kl)
@@ -121,9 +162,15 @@ def compute_reward(
 
 
 def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_entropy_ratio: float = 0.2) -> Tensor:
-    """``[B, L]``: of each row's actions, the fraction of highest entropy, at least one (arXiv 2506.01939).
+    """Return a mask ``[B, L]`` of each row's actions with the highest entropy.
 
-    Without ``action_mask``, every token is an action. A ratio outside (0, 1) keeps all actions; a row without actions keeps none.
+    It keeps a fraction of the actions, at least one (arXiv 2506.01939). A row without actions keeps
+    none.
+
+    Args:
+        entropy: ``[B, L]``.
+        action_mask: ``[B, L]``, 1 for actions. ``None`` means every token.
+        high_entropy_ratio: Fraction to keep. A ratio outside (0, 1) keeps all actions.
     """
     if action_mask is None:
         action_mask = torch.ones_like(entropy, dtype=torch.long)
@@ -138,12 +185,20 @@ def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_e
 
 
 def process_sequences(sequences: Tensor, input_len: int, eos_token_id: int, pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Masks of generated rows: ``(sequences, attention_mask [B, L], action_mask [B, L - input_len])``.
+    """Return generated rows with their attention and action masks.
 
-    The row ends one place after its last token that is neither end nor pad, and an end token is put there. So a row cut by the
-    length limit, whose last place is a real token, has that token replaced by an end token. Ends and pads inside the text stay
-    attended. An action counts when the token before it is neither end nor pad; the first action always counts. So the end token
-    itself is trained. ``sequences`` is not changed in place.
+    The shapes are ``[B, L]``, ``[B, L]`` and ``[B, L - input_len]``. The row ends one place after
+    its last token that is neither end nor pad, and an end token is written there. A row cut by the
+    length limit has a real token in its last place, which is replaced by an end token. Ends and
+    pads inside the text stay attended. An action counts if the token before it is neither end nor
+    pad, so the end token itself is trained. The first action always counts. ``sequences`` is not
+    changed in place.
+
+    Args:
+        sequences: ``[B, L]`` prompts and responses.
+        input_len: Columns of the prompts.
+        eos_token_id: The end token.
+        pad_token_id: The padding token.
     """
     length = sequences.shape[1]
     real = (sequences != eos_token_id) & (sequences != pad_token_id)

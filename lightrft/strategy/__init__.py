@@ -1,1 +1,1 @@
-"""How models are trained, saved and sampled from on one or many devices."""
+"""Strategies that train, shard and save models on one or many devices."""

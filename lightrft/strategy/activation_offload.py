@@ -1,4 +1,7 @@
-"""What a forward pass keeps for the backward pass, in the host's memory until then."""
+"""Offload of activations to CPU memory.
+
+Tensors saved for the backward pass are kept there until it needs them.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 SMALL = 1024
-"""Elements up to which a tensor stays where it is."""
+"""Elements up to which a tensor stays on the device."""
 
 
 def keep_on_host(model: nn.Module) -> None:
-    """From now on, have what calls of ``model`` save for their backward pass lie in the host's memory until that needs it. Weights are
-    not copied: whoever holds them brings them back himself. With layers that are recomputed it is their inputs that are kept."""
+    """Offload the activations of all later calls of ``model`` to CPU memory.
+
+    The backward pass restores them. Weights are not copied, since their owner restores them. With
+    recomputed layers, only the layers' inputs are kept.
+    """
     calls: list[saved_tensors_hooks] = []
 
     def begin(*_: Any) -> None:
@@ -29,22 +35,25 @@ def keep_on_host(model: nn.Module) -> None:
 
 
 def stays(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is small, or a weight."""
+    """Return ``True`` if ``tensor`` is small, or a weight."""
     return tensor.numel() <= SMALL or isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def to_host(tensor: Tensor) -> Any:
-    """A copy in the host's memory and the device to bring it back to; the tensor itself where it ``stays``."""
+    """Return a copy in CPU memory and the device to restore it to.
+
+    If the tensor ``stays``, return it.
+    """
     if stays(tensor):
         return tensor
     pinned = tensor.device.type != "cpu"
     host = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
-    # Into pinned memory without waiting: only the device reads it again, after this copy, since both are in one stream.
+    # Copy to pinned memory without waiting: only the device reads it, later in the same stream.
     return tensor.device, host.copy_(tensor, non_blocking=pinned)
 
 
 def from_host(kept: Any) -> Tensor:
-    """What ``to_host`` was given."""
+    """Return the tensor that ``to_host`` was given."""
     if isinstance(kept, Tensor):
         return kept
     device, host = kept

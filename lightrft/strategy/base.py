@@ -1,4 +1,7 @@
-"""The training seam: what a loop may ask of whatever holds weights, gradients and optimizer state."""
+"""The protocol of strategies.
+
+It has the calls that a training loop makes on weights, gradients and optimizer state.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,14 @@ from lightrft.distributed.shards import Holding, held_of
 
 @dataclass(slots=True)
 class StepInfo:
-    """What one optimizer step did. ``skipped`` is empty, or why no step was taken (e.g. a gradient that is not finite)."""
+    """The result of one optimizer step.
+
+    Attributes:
+        grad_norm: Global norm of the gradient before clipping.
+        lr: Learning rate of the step.
+        skipped: The reason why no step was taken, such as a gradient that is not finite. Empty
+            after a step.
+    """
 
     grad_norm: float
     lr: float
@@ -28,7 +38,7 @@ class StepInfo:
 
 @runtime_checkable
 class Parted(Protocol):
-    """A model that says which part of it a parameter belongs to, for learning rates by part."""
+    """A model that assigns each parameter to a part, for learning rates by part."""
 
     @property
     def parts(self) -> tuple[str, ...]: ...
@@ -45,24 +55,33 @@ class Towered(Protocol):
 
 @runtime_checkable
 class Shared(Protocol):
-    """A model that can share the tokens of one call out to a ``team``, whose ranks all make that call. Raises ``ModelError`` when it
-    is given one that it cannot serve."""
+    """A model that can shard the tokens of one call over ``team``.
+
+    ``team`` is a sequence-parallel group, whose ranks all make that call. Setting ``team`` raises
+    ``ModelError`` for a group that the model cannot serve.
+    """
 
     team: Team
 
 
 @runtime_checkable
 class Readable(Protocol):
-    """A model that may have been made without its weights: ``read_weights`` fills what has memory by now, each whole or what is
-    ``held`` of it."""
+    """A model that may be built on the meta device.
+
+    ``read_weights`` fills parameters that have memory by now. ``held`` selects the part of each
+    parameter that this rank stores.
+    """
 
     def read_weights(self, held: Holding = held_of) -> None: ...
 
 
 @dataclass(slots=True)
 class TrainState:
-    """One trained model with what its steps need. Only the strategy that made it looks inside ``inner``. ``shapes`` are those of all
-    parameters, whole, by name: a strategy may leave a model with less of them."""
+    """One trained model with its optimizer and schedule.
+
+    Only the strategy that built it reads ``inner``. ``shapes`` are the full shapes of all
+    parameters by name, since a strategy may leave only shards in the model.
+    """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -73,7 +92,10 @@ class TrainState:
 
 
 class Strategy(Protocol):
-    """Training only: single, fsdp2, deepspeed. ``ranks`` are all processes; rows are shared out to ``teams``, of one or more ranks each."""
+    """A training backend: single, fsdp2 or deepspeed.
+
+    ``ranks`` are all processes. Batches are split over ``teams``, the data-parallel group.
+    """
 
     device: torch.device
     ranks: Ranks
@@ -82,70 +104,112 @@ class Strategy(Protocol):
     def teams(self) -> Ranks: ...
 
     def loading(self) -> AbstractContextManager[torch.device]:
-        """Context in which a model is made, and the device to make it on. On the meta device it is made without weights: ``place`` reads
-        them then."""
+        """Return a context manager in which to build a model. It yields the device to build it on.
+
+        On the meta device the model has no weights until ``place`` reads them.
+        """
         ...
 
     def place(self, model: nn.Module) -> None:
-        """Bring a model that is not trained to where its calls run, in place."""
+        """Move a model that is not trained to its device, in place."""
         ...
 
     def prepare(self, model: nn.Module, optimizer: OptimizerConfig, total_steps: int) -> TrainState:
-        """Place ``model`` and make its optimizer and learning-rate schedule over ``total_steps`` steps.
+        """Place ``model``. Build its optimizer and learning-rate schedule.
 
-        Raises ``ConfigError`` when nothing of it is trained, and for a rate of a part that it lacks or does not train.
+        Args:
+            model: The model to train, changed in place.
+            optimizer: Learning rates, AdamW and clipping.
+            total_steps: Optimizer steps of the schedule.
+
+        Raises:
+            ConfigError: No parameter is trained, or a learning rate names a part that the model
+                lacks or does not train.
         """
         ...
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
-        """Add the gradient of ``loss``; ``last`` marks the micro-batch before ``step``."""
+        """Add the gradient of ``loss``.
+
+        Args:
+            state: The model.
+            loss: This micro-batch's part of the global loss.
+            last: ``True`` for the last micro-batch before ``step``.
+        """
         ...
 
     def step(self, state: TrainState) -> StepInfo:
-        """Clip, step, schedule and clear gradients. A gradient that is not finite skips the step, on every rank alike."""
+        """Clip, step, schedule and clear gradients.
+
+        A gradient that is not finite skips the step, on every rank alike.
+        """
         ...
 
     def resting(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> AbstractContextManager[None]:
-        """Context in which the optimizers of ``states`` and the models ``frozen`` are not used, and may lie elsewhere."""
+        """Return a context manager that may offload optimizers and frozen models.
+
+        They are unused inside.
+
+        Args:
+            states: Models whose optimizer state is unused.
+            frozen: Models that are unused.
+        """
         ...
 
     def whole(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which ``model``, placed by this strategy, holds every weight whole: for whoever calls it in a way of his own."""
+        """Return a context manager that gathers all shards of ``model`` on every rank.
+
+        It serves code that does not call the model through the strategy, such as generation.
+        """
         ...
 
     def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
-        """Context in which the parameters of ``module``, of a model placed by this strategy, can be read and changed in place: by name,
-        as they lie on this rank."""
+        """Return a context manager that yields this rank's tensors of ``module``.
+
+        They are its parameters by name, to read or change in place. ``module`` must belong to a
+        model placed by this strategy.
+        """
         ...
 
     def full(self, tensor: Tensor) -> Tensor:
-        """``tensor``, which lies as one of ``tensors`` does, whole. A call of all ranks."""
+        """Gather ``tensor``, laid out as one of ``tensors``, to its full value.
+
+        Every rank must call it.
+        """
         ...
 
     def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
-        """``whole``, laid out as ``tensor`` is."""
+        """Return the full tensor ``whole``, laid out as ``tensor`` is."""
         ...
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter, whole, by name."""
+        """Yield every parameter in full, by name."""
         ...
 
     def save(self, state: TrainState, path: Path) -> None:
-        """Write weights, optimizer and schedule under the folder ``path``."""
+        """Write weights, optimizer and schedule to the folder ``path``."""
         ...
 
     def load(self, state: TrainState, path: Path) -> None:
-        """Restore what ``save`` wrote. Raises ``CheckpointError`` when it is not of this model."""
+        """Restore the state that ``save`` wrote.
+
+        Raises ``CheckpointError`` if it belongs to another model.
+        """
         ...
 
 
 def on_host(strategy: Strategy, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    """Named ``tensors``, which lie as those of ``Strategy.tensors`` do, in the host's memory, whole: by name on the first rank, and none of
-    them on the others. One after another, so that a device has never to hold more than one of them. A call of all ranks."""
+    """Gather ``tensors`` in CPU memory on rank 0, by name.
+
+    Other ranks get an empty dictionary. Every rank must call it.
+
+    ``tensors`` are laid out as in ``Strategy.tensors``. They are gathered one by one, so a device
+    holds at most one in full.
+    """
 
     def whole(tensor: Tensor) -> Tensor | None:
         found = strategy.full(tensor.detach())
-        # What was put together may lie in memory that is larger than it.
+        # A gathered tensor may be a view of a larger buffer, so copy it.
         return found.to("cpu", copy=isinstance(tensor, DTensor)).contiguous() if strategy.ranks.rank == 0 else None
 
     found = ((name, whole(tensor)) for name, tensor in tensors)

@@ -1,4 +1,4 @@
-"""Checkpoints that are whole or not there, kept by number and by merit, and checked before they are trusted."""
+"""Checkpoints that are written atomically, kept by step and by metric, and verified before use."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ __all__ = ["CheckpointStore", "DiskFullError", "Manifest", "load_state", "read_m
 
 log = logging.getLogger(__name__)
 
-WRITING = ".writing"  # marks a folder as ours from its first moment until its manifest is there
+WRITING = ".writing"  # marks a folder as ours from its creation until its manifest exists
 FINAL, TEMPORARY, REPLACED = "step_", ".writing_step_", ".replaced_step_"
 DAMAGED = "damaged_"
-"""Put before the name of a folder that is moved aside."""
+"""Prefix of the name of a folder that is moved aside."""
 
 
 class DiskFullError(ResourceError):
-    """A checkpoint did not fit; nothing of it is left and earlier ones are intact. Sizes in bytes, where they are known."""
+    """A failed save: the checkpoint did not fit on the disk.
+
+    Nothing of it remains, and earlier checkpoints are intact. ``needed`` and ``free`` are in bytes,
+    0 if unknown.
+    """
 
     shared_by_ranks = True
 
@@ -40,10 +44,16 @@ class DiskFullError(ResourceError):
 
 
 class CheckpointStore:
-    """``step_000120`` folders under ``folder``: the newest ``keep`` of them and the best one.
+    """The folders ``step_000120`` under ``folder``: the newest ``keep`` of them and the best one.
 
-    ``best`` names the metric that the best has the largest value of, or, with a minus in front, the smallest.
-    Folders that this class did not write are never touched. ``failures`` counts saves that did not fit on the disk.
+    Folders that this class did not write are never touched. ``failures`` counts saves that did not
+    fit on the disk.
+
+    Args:
+        folder: The parent of all checkpoints.
+        keep: Number of newest checkpoints to keep, at least 1.
+        best: Metric of the best checkpoint: the largest value, or with a leading minus the
+            smallest. ``None`` keeps none for its metric.
     """
 
     def __init__(self, folder: Path, keep: int, best: str | None = None) -> None:
@@ -63,11 +73,21 @@ class CheckpointStore:
         metric: float | None = None,
         at_work: Callable[[], None] = lambda: None,
     ) -> Generator[Path]:
-        """A temporary folder to fill; it becomes the checkpoint of ``step`` when the body ends, and vanishes when it raises.
+        """Yield a temporary folder to fill.
 
-        ``about``: JSON values that ``verify`` will compare; ``metric``: the value of the store's ``best``; ``at_work`` is called between
-        parts of the files, which are read once more at the end.
-        A folder of that name that is not an intact checkpoint is moved aside. Raises ``DiskFullError`` when it does not fit.
+        It becomes the checkpoint of ``step`` when the body ends, and is removed when the body
+        raises.
+
+        A folder of the same name that is not an intact checkpoint is moved aside.
+
+        Args:
+            step: Step of the checkpoint.
+            about: JSON values that ``verify`` will compare.
+            metric: Value of the store's ``best``. ``None`` if unknown.
+            at_work: Called between parts of the files while their digests are computed.
+
+        Raises:
+            DiskFullError: The checkpoint does not fit.
         """
         final = self.folder / f"{FINAL}{step:06d}"
         temporary = self.folder / f"{TEMPORARY}{step:06d}"
@@ -95,9 +115,9 @@ class CheckpointStore:
         self._rotate()
 
     def steps(self) -> dict[int, Path]:
-        """Complete checkpoints by step, oldest first."""
+        """Return complete checkpoints by step, oldest first."""
         found: dict[int, Path] = {}
-        for prefix in (REPLACED, FINAL):  # a final one counts before the one that it was to replace
+        for prefix in (REPLACED, FINAL):  # FINAL last: a final folder takes precedence over the one that it replaces
             for path in self._folders(prefix):
                 manifest = read_manifest(path)
                 if manifest is not None:
@@ -105,23 +125,26 @@ class CheckpointStore:
         return dict(sorted(found.items()))
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint."""
+        """Return the newest complete checkpoint, or ``None``."""
         return next(reversed(self.steps().values()), None)
 
     def newest_intact(
         self, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None
     ) -> tuple[Path, Manifest] | None:
-        """Find the newest checkpoint whose every file is what was saved. Damaged ones that are newer are moved aside.
+        """Find the newest checkpoint whose files all match their digests.
+
+        Newer damaged checkpoints are moved aside.
 
         Args:
             about: Entries that the manifest must have, as in ``verify``.
             at_work: Called between parts of files.
 
         Returns:
-            The folder and its manifest, or ``None`` when there is no checkpoint at all.
+            The folder and its manifest, or ``None`` if there is no checkpoint.
 
         Raises:
-            CheckpointError: The newest intact one has another ``about``, or there are some and none is intact.
+            CheckpointError: The newest intact one has another ``about``, or there are some and none
+                is intact.
         """
         damaged: list[tuple[Path, DamagedError]] = []
         for path in self._by_name():
@@ -142,19 +165,28 @@ class CheckpointStore:
         return None
 
     def best(self) -> Path | None:
-        """The complete checkpoint with the best metric; the older of equals."""
+        """Return the complete checkpoint with the best metric, or ``None``.
+
+        Of equals, return the older.
+        """
         return next(iter(self._ranked()), None)
 
     def best_intact(self, at_work: Callable[[], None] = lambda: None) -> Path | None:
-        """The checkpoint with the best metric whose every file is what was saved. Damaged ones are skipped with a warning."""
+        """Return the checkpoint with the best metric whose files all match their digests.
+
+        Skip damaged ones with a warning.
+        """
         return _first_intact(self._ranked(), at_work)
 
     def last_intact(self, at_work: Callable[[], None] = lambda: None) -> Path | None:
-        """The newest checkpoint whose every file is what was saved. Damaged ones are skipped with a warning, and stay."""
+        """Return the newest checkpoint whose files all match their digests.
+
+        Skip damaged ones with a warning; they stay.
+        """
         return _first_intact(self._by_name(), at_work)
 
     def improves(self, metric: float | None) -> bool:
-        """Tell if ``metric`` is better than that of every checkpoint here."""
+        """Return ``True`` if ``metric`` is better than the metric of every checkpoint here."""
         if self._best_name is None or metric is None or not math.isfinite(metric):
             return False
         best = self.best()
@@ -162,7 +194,10 @@ class CheckpointStore:
         return held is None or self._best_sign * metric > self._best_sign * held.metrics[self._best_name]
 
     def discard_after(self, step: int) -> None:
-        """Remove checkpoints newer than ``step``, and move aside newer folders that are not intact: other ones will be written."""
+        """Remove checkpoints newer than ``step``, since new ones will be written.
+
+        Newer damaged folders are moved aside.
+        """
         self._sweep()
         for path in self._folders(FINAL):
             if _step_of(path) <= step:
@@ -173,7 +208,7 @@ class CheckpointStore:
                 log.warning("%s is not an intact checkpoint: it is moved to %s", path, _move_aside(path))
 
     def _ranked(self) -> list[Path]:
-        """Complete checkpoints that have the metric, the best first."""
+        """Return complete checkpoints that have the metric, the best first."""
         scored = []
         for step, path in self.steps().items():
             manifest = read_manifest(path)
@@ -183,7 +218,8 @@ class CheckpointStore:
         return [path for *_, path in sorted(scored)]
 
     def _by_name(self) -> list[Path]:
-        """Folders that should be checkpoints, the newest first; a final one before the one that it was to replace."""
+        """Return folders named as checkpoints, the newest first. A final folder comes before the
+        folder that it replaces."""
         return sorted([*self._folders(FINAL), *self._folders(REPLACED)], key=lambda p: (-_step_of(p), p.name.startswith(".")))
 
     def _folders(self, prefix: str) -> list[Path]:
@@ -193,7 +229,7 @@ class CheckpointStore:
         return sorted(p for p in self.folder.iterdir() if pattern.fullmatch(p.name) and p.is_dir() and not p.is_symlink())
 
     def _sweep(self) -> None:
-        """Clear away what a killed process left."""
+        """Clean up after a killed process."""
         for path in self._folders(REPLACED):
             final = path.with_name(path.name.replace(REPLACED, FINAL))
             if read_manifest(path) is not None and not final.exists():
@@ -204,7 +240,7 @@ class CheckpointStore:
 
     @staticmethod
     def _seal(temporary: Path, manifest: Manifest, at_work: Callable[[], None]) -> None:
-        """Bring every file to disk, and write the manifest that makes the folder a checkpoint."""
+        """Sync every file to disk, and write the manifest that makes the folder a checkpoint."""
         files = {}
         for path in sorted(p for p in temporary.rglob("*") if p.is_file() and p.name != WRITING):
             _sync(path)
@@ -216,6 +252,8 @@ class CheckpointStore:
 
     @staticmethod
     def _publish(temporary: Path, final: Path) -> None:
+        # The old folder stays readable as REPLACED until the new one is in place, so a kill loses
+        # neither.
         replaced = final.with_name(final.name.replace(FINAL, REPLACED, 1))
         if final.exists():
             final.rename(replaced)
@@ -232,7 +270,8 @@ class CheckpointStore:
                 _remove(path)
 
     def _is_full(self, error: Exception) -> bool:
-        """Some writers (``torch.save``) fail on a full disk with an error that does not say so."""
+        """Return ``True`` if the disk is full. Some writers (``torch.save``) fail on a full disk
+        with an unspecific error."""
         vague = isinstance(error, OSError | RuntimeError) and self.folder.exists()
         return is_disk_full(error) or (vague and shutil.disk_usage(self.folder).free < 64 * 1024)
 
@@ -263,12 +302,12 @@ def _first_intact(paths: Iterable[Path], at_work: Callable[[], None]) -> Path | 
 
 
 def _step_of(path: Path) -> int:
-    """The step in the name of a folder."""
+    """Return the step in a folder's name."""
     return int(path.name.rpartition("_")[2].partition(".")[0])
 
 
 def _move_aside(path: Path) -> Path:
-    """Rename a folder, or a link, out of the way of checkpoints. Nothing of it is removed."""
+    """Rename a folder, or a link, so that it is no checkpoint any more. Nothing is removed."""
     return path.rename(_free_name(path.with_name(DAMAGED + path.name.lstrip("."))))
 
 
@@ -282,21 +321,25 @@ def _folder_bytes(path: Path) -> int:
 
 
 def _free_name(path: Path) -> Path:
-    """``path``, or the first of ``path.1``, ``path.2`` ... that nobody has."""
+    """Return ``path``, or the first unused name of ``path.1``, ``path.2`` ..."""
     names = itertools.chain([path], (path.with_name(f"{path.name}.{i}") for i in itertools.count(1)))
     return next(name for name in names if not name.exists())
 
 
 def _empty(path: Path) -> None:
-    """Give the space back at once: a writer that failed may keep its file open for as long as its error lives."""
+    """Free the space at once: a failed writer may keep its file open for as long as its error
+    exists."""
     for file in path.rglob("*"):
         if file.is_file() and not file.is_symlink() and file.name not in (MANIFEST, WRITING):
             os.truncate(file, 0)
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder of ours: first from sight, under a temporary name, and the file that says it is ours last, so that what
-    a kill leaves is neither taken for complete nor for somebody else's."""
+    """Remove a folder of ours.
+
+    It first gets a temporary name. The file that marks it as ours goes last. So after a kill, the
+    rest is taken neither for a complete checkpoint nor for another program's folder.
+    """
     if not path.name.startswith(TEMPORARY):
         path = path.rename(_free_name(path.with_name(TEMPORARY + path.name.rpartition("_")[2])))
     for entry in path.iterdir():

@@ -1,8 +1,10 @@
-"""ZeRO by DeepSpeed: optimizer state (stage 1), gradients (2) and weights (3) in equal shards over the ranks.
+"""ZeRO by DeepSpeed: optimizer state, gradients and weights in equal shards.
 
-DeepSpeed divides the gradient by the number of ranks, and losses here are shares that add up, so each is multiplied by it first.
-Models are called in ways that DeepSpeed's engine knows nothing of; what it is handed is therefore the loss alone, through ``_Shell``,
-which has the model inside. A checkpoint has the form that one process writes.
+Stage 1 shards optimizer state over the ranks, stage 2 also gradients, stage 3 also weights.
+DeepSpeed divides gradients by the number of ranks, but the ranks' losses are parts of one sum. So
+each loss is first multiplied by the number of ranks. The trainer calls models in ways that
+DeepSpeed's engine does not support. So the engine only gets the loss, through ``_Shell``, which
+contains the model. Checkpoints have the format of a single process.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ OURS = (
     *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
     *("optimizer", "scheduler", "fp16", "bf16", "data_types"),
 )
-"""Keys of DeepSpeed's configuration for which this program has settings of its own."""
+"""Keys of DeepSpeed's configuration that settings of this program replace."""
 
 MASTERS = ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition", "single_partition_of_fp32_groups")
-"""Where DeepSpeed keeps its float32 masters: in stage 3, in stage 1 of bfloat16 weights, and else."""
+"""Attributes with DeepSpeed's float32 masters: in stage 3, in stage 1 of bfloat16 weights, and
+otherwise."""
 
 
 @dataclass(slots=True)
@@ -55,13 +58,14 @@ class Zero:
 
     @property
     def flat(self) -> list[Tensor]:
-        """This rank's shards of the masters, each of many parameters: what AdamW moves."""
+        """This rank's shards of the masters, each of many parameters. AdamW updates them."""
         zero = self.engine.optimizer
         return list(next(getattr(zero, name) for name in MASTERS if hasattr(zero, name)))
 
 
 class _Shell(nn.Module):
-    """What the engine calls: ``forward`` gives back the loss that the model, called by others, has led to."""
+    """The module that the engine calls. Its ``forward`` returns the loss that was computed by calls
+    of the inner model."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -72,8 +76,10 @@ class _Shell(nn.Module):
 
 
 class DeepSpeedStrategy(SingleStrategy):
-    """``Strategy`` over the ranks of torch's default process group. Models that are not trained are sharded in stage 3, and whole on each
-    rank in the others."""
+    """``Strategy`` over the ranks of torch's default process group.
+
+    Frozen models are sharded in stage 3, and replicated on each rank in the other stages.
+    """
 
     def __init__(self, config: StrategyConfig, ranks: Ranks) -> None:
         super().__init__(config)
@@ -101,15 +107,19 @@ class DeepSpeedStrategy(SingleStrategy):
         return nullcontext(torch.device("meta") if self.config.stage == 3 else self.device)
 
     def place(self, model: nn.Module) -> None:
-        """Bring ``model``, which is not trained, to where its calls run; in stage 3, in shards. Its forward must be called as a module."""
+        """Move a frozen ``model`` to its device; in stage 3, shard it.
+
+        Its forward must be called as a module.
+        """
         self._spread(model)
         if self.config.stage == 3:
             if isinstance(model, Towered):
-                model.run_towers = True  # a call of a sharded module is a call on every rank
+                model.run_towers = True  # a call of a sharded module is collective, so every rank must make it
             self._fetch_by_blocks(model, self._engine(model, None, {}).optimizer)
 
     def _spread(self, model: nn.Module) -> None:
-        """Have ``model`` on this device; where it was made without weights, in shards, of which this rank reads its own."""
+        """Move ``model`` to this device. If it was built on the meta device, shard it and read this
+        rank's shards."""
         unread = any(parameter.is_meta for parameter in model.parameters())
         if unread:
             self._partition(model)
@@ -118,25 +128,27 @@ class DeepSpeedStrategy(SingleStrategy):
             model.read_weights(_held)
 
     def _partition(self, model: nn.Module) -> None:
-        """Give parameters on the meta device a shard each, still to be filled, with one whole at a time; buffers there, memory."""
+        """Allocate a shard for each parameter on the meta device, one full parameter at a time, and
+        memory for its buffers."""
         zero, groups = self.deepspeed.zero, self.deepspeed.utils.groups
         settings = self._configuration()["zero_optimization"]
-        # It makes these groups of ranks anew for each model, which fails for the second.
+        # Pass the existing groups: DeepSpeed would create them again for each model, which fails
+        # for the second.
         near = groups._get_zero_param_intra_parallel_group() if settings.get("zero_hpz_partition_size") else None
         with self._refusing():
             init = zero.Init(config_dict_or_path=self._configuration(), zero_param_parallel_group=near)
-        if init.mem_efficient_linear:  # else what is saved for the backward pass would be whole weights
+        if init.mem_efficient_linear:  # otherwise full weights would be saved for the backward pass
             init._enable_mem_efficient_linear()
-        # Frozen shards come into being quantised by this, and what is read could not be written there.
+        # Quantised frozen shards could not be filled with the weights that are read later.
         init.quantized_nontrainable_weights = False
         unread = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-        # A parameter cannot leave the meta device in place: each first becomes one number, seen many times.
+        # A parameter cannot leave the meta device in place: each first becomes one expanded number.
         exchange(model, partial(_memory, device=self.device), buffers=True)
         parameters: dict[str, Any] = dict(model.named_parameters())
         for name, parameter in parameters.items():
             if name in unread:
                 parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=self.device)
-                # What converts a parameter by itself also sends it whole from the first rank.
+                # The public way to convert a parameter would also broadcast it in full from rank 0.
                 init._convert_to_deepspeed_param(parameter)
                 parameter.partition()
 
@@ -147,7 +159,7 @@ class DeepSpeedStrategy(SingleStrategy):
         groups = parameter_groups(model, shapes, parameters, optimizer)
         precision = _precision(parameters.values())
         if isinstance(model, Towered):
-            model.run_towers = True  # every rank waits for the gradient of every parameter
+            model.run_towers = True  # every rank waits for the gradient of every parameter, so towers must always run
         adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         engine = self._engine(model, adamw, {"gradient_clipping": optimizer.max_grad_norm or 0.0, **precision})
         if self.config.stage == 3:
@@ -155,12 +167,13 @@ class DeepSpeedStrategy(SingleStrategy):
             _share_masters(engine.optimizer)
         state = TrainState(model, adamw, None, optimizer, Zero(engine, parameters, 0, total_steps), shapes)
         set_lr(adamw, optimizer, 0, total_steps)
-        # DeepSpeed's own first step would tell the parameters of its first group alone where their moments are.
+        # DeepSpeed's own first step would link moments only to the parameters of its first group.
         self._reset_moments(state, None)
         return state
 
     def _engine(self, model: nn.Module, adamw: torch.optim.Optimizer | None, more: dict[str, Any]) -> Any:
-        """DeepSpeed's engine over ``model``. Raises ``ConfigError`` for settings that it refuses."""
+        """Build DeepSpeed's engine over ``model``. Raises ``ConfigError`` for settings that
+        DeepSpeed refuses."""
         config = deep_merge({"zero_optimization": _sizes(model)}, self._configuration()) | more
         with self._refusing():
             engine = self.deepspeed.initialize(model=_Shell(model), optimizer=adamw, config=config)[0]
@@ -171,7 +184,7 @@ class DeepSpeedStrategy(SingleStrategy):
     def _refusing(self) -> Generator[None]:
         try:
             yield
-        except ValueError as error:  # pydantic's too
+        except ValueError as error:  # includes pydantic's errors
             raise ConfigError(f"strategy.deepspeed = {self.config.deepspeed} is refused by DeepSpeed: {error}") from error
 
     def _configuration(self) -> dict[str, Any]:
@@ -187,8 +200,10 @@ class DeepSpeedStrategy(SingleStrategy):
         return deep_merge(ours, self.config.deepspeed)
 
     def _fetch_by_blocks(self, model: nn.Module, offload: Any) -> None:
-        """Have weights fetched by whole blocks, and what lies outside of those with the model as a whole: heads and position tables
-        are read by other modules than their own."""
+        """Fetch weights by full blocks, and weights outside of blocks with the model as a whole.
+
+        Heads and position tables are read by other modules than the ones that hold them.
+        """
         self._hooked[model] = offload
         register = self.deepspeed.zero.register_external_parameter
         kept = blocks_of(model)
@@ -200,7 +215,7 @@ class DeepSpeedStrategy(SingleStrategy):
         for parameter in model.parameters():
             if parameter not in inside:
                 register(model, parameter)
-        # It would fetch ahead by the order of earlier calls, which here is that of no other call.
+        # It prefetches in the order of earlier calls, but no two calls have the same order here.
         offload.fwd_pre_hook.remove()
 
     def backward(self, state: TrainState, loss: Tensor, *, last: bool) -> None:
@@ -227,7 +242,7 @@ class DeepSpeedStrategy(SingleStrategy):
             yield
             return
         with self.deepspeed.zero.GatheredParameters(list(model.parameters())):
-            offload._remove_module_hooks()  # they would let go of the weights after each call, and cost time in each
+            offload._remove_module_hooks()  # the hooks would release the weights after each call, and cost time in each
             try:
                 yield
             finally:
@@ -236,7 +251,7 @@ class DeepSpeedStrategy(SingleStrategy):
 
     @contextmanager
     def tensors(self, module: nn.Module) -> Generator[Mapping[str, Tensor]]:
-        """Whole, in stage 3 too; of what is changed, what the first rank makes of it holds."""
+        """Yield full parameters, in stage 3 too. Changes by rank 0 take effect on all ranks."""
         with self.deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
             yield dict(module.named_parameters())
 
@@ -268,7 +283,8 @@ class DeepSpeedStrategy(SingleStrategy):
         set_lr(state.optimizer, state.config, inner.step, inner.total)
 
     def _reset_moments(self, state: TrainState, step: Tensor | None) -> None:
-        """Moments of zero after ``step`` steps, where DeepSpeed finds them."""
+        """Set all moments to zero and the step count to ``step``, in the tensors that DeepSpeed
+        reads."""
         zero = state.inner.engine.optimizer
         for flat in state.inner.flat:
             held = state.optimizer.state[flat]
@@ -280,10 +296,10 @@ class DeepSpeedStrategy(SingleStrategy):
             zero._lazy_init_hp_params_optimizer_state()
 
     def _write(self, parameter: nn.Parameter, whole: dict[str, Tensor]) -> None:
-        """Take over the ``weights`` and moments of ``parameter``, given whole."""
+        """Set the ``weights`` and moments of ``parameter`` from full tensors."""
         utils, sharded = self.deepspeed.utils, getattr(parameter, "ds_tensor", None)
         for key, tensor in whole.items():
-            # What DeepSpeed has for this in stage 3 fails for sizes that the ranks do not divide.
+            # DeepSpeed's full setters of stage 3 fail for sizes that the ranks do not divide.
             mine = tensor if sharded is None else _shard(tensor, sharded.numel(), self.ranks)
             if key == "weights":
                 (utils.safe_set_full_fp32_param if sharded is None else utils.safe_set_local_fp32_param)(parameter, mine)
@@ -303,7 +319,8 @@ def _memory(tensor: Tensor, device: torch.device) -> Tensor | None:
 
 
 def _held(tensor: Tensor) -> Held:
-    """What of a parameter in shards lies here: its own part, and that which ranks near by have once more."""
+    """Return the parts of a sharded parameter on this rank: its shard, and its shard of the
+    secondary copy (hpZ)."""
     parameter: Any = tensor
     if not hasattr(parameter, "ds_id"):
         return held_of(tensor)
@@ -316,22 +333,30 @@ def _held(tensor: Tensor) -> Held:
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:
-    """Elements that DeepSpeed collects before it sums gradients, and those of a shard that one call of AdamW moves: one block's. Its own
-    numbers are for models of billions of weights: any smaller one it would hold whole once more on each rank."""
+    """Return the settings of the reduce bucket and of AdamW's sub-groups, in elements of the
+    largest block.
+
+    DeepSpeed's defaults are for billions of weights. It would keep a full second copy of a smaller
+    model on each rank.
+    """
     size = bucket_of(largest_block(model))
     return {"reduce_bucket_size": size, "sub_group_size": size}
 
 
 def _share_masters(zero: Any) -> None:
-    """Have float32 shards of stage 3 be their own masters. DeepSpeed means it so, but compares a device with its name, and copies."""
+    """Make float32 shards of stage 3 their own masters. DeepSpeed intends this, but compares a
+    device with its name, and copies."""
     for master, shard in zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat):
         if shard is not None and (master.dtype, master.device, master.shape) == (shard.dtype, shard.device, shard.shape):
             master.data = shard.data
 
 
 def _precision(parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """What DeepSpeed must be told of the kind of numbers that trained ``parameters`` are. It takes one kind: where some are bfloat16, all
-    become it, with float32 masters. Raises ``ConfigError``."""
+    """Return DeepSpeed's precision settings for trained ``parameters``.
+
+    DeepSpeed supports one dtype. If some parameters are bfloat16, all are converted to it, with
+    float32 masters. Raises ``ConfigError`` for other dtypes.
+    """
     parameters = list(parameters)
     kinds = {p.dtype for p in parameters}
     if odd := kinds - {torch.float32, torch.bfloat16}:
@@ -348,13 +373,13 @@ def _precision(parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
 
 
 def _shard(whole: Tensor, size: int, ranks: Ranks) -> Tensor:
-    """The part of ``whole`` that is this rank's, ``[size]``, filled up with zeros at the end."""
+    """Return this rank's part ``[size]`` of ``whole``, padded with zeros at the end."""
     flat = whole.flatten()
     return nn.functional.pad(flat, (0, size * ranks.size - flat.numel()))[size * ranks.rank :][:size]
 
 
 def _deepspeed() -> Any:
-    """The package. Raises ``ConfigError`` when it is not installed."""
+    """Return the package deepspeed. Raises ``ConfigError`` if it is not installed."""
     try:
         deepspeed = import_module("deepspeed")
     except ImportError as error:
@@ -362,9 +387,9 @@ def _deepspeed() -> Any:
             f"strategy.kind = 'deepspeed' needs the package deepspeed ({error}): pip install 'lightrft[deepspeed]', or set "
             "strategy.kind=fsdp2"
         ) from None
-    # Compiled when first met, for calls that are not made here.
+    # DeepSpeed would compile this op on first use, for calls that are not made here.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.utils.logger.setLevel("WARNING")
-    # It uses names that torch has newer ones for.
+    # DeepSpeed uses deprecated names of torch.
     warnings.filterwarnings("ignore", r".*torch\.distributed\..* is deprecated", FutureWarning)
     return deepspeed

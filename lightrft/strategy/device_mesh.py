@@ -1,4 +1,4 @@
-"""Where each rank stands in the grid of ranks."""
+"""The position of each rank in the grid of ranks."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from lightrft.distributed.process_group import Ranks
 from lightrft.utils.errors import ConfigError
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
-"""Axes of the grid, neighbours last: ranks along ``tensor`` share out each layer; those along ``shard`` hold one copy of the weights
-between them, and those along ``replicate`` a copy each."""
+"""Axes of the grid; the last one varies fastest. Ranks along ``tensor`` shard each layer. Ranks
+along ``shard`` hold one copy of the weights between them, ranks along ``replicate`` one each."""
 
 
 def mesh_of(
     device: torch.device, ranks: Ranks, shard: int | None = None, tensor: int = 1
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
-    """The ranks that weights are spread over, in groups of ``shard`` that hold one copy between them (without it, all hold one); and those
-    that share out layers, if any do.
+    """Build the mesh that shards weights and the mesh that shards layers.
 
-    Raises ``ConfigError`` when ``shard`` does not divide what there is.
+    The latter is ``None`` without tensor parallelism.
+
+    Args:
+        device: Its type selects the backend.
+        ranks: All ranks of the run.
+        shard: Ranks that hold one copy of the weights between them. ``None`` means all.
+        tensor: Ranks that shard each layer.
+
+    Raises:
+        ConfigError: ``shard`` does not divide the number of ranks over ``tensor``.
     """
     rows = ranks.size // tensor
     if shard is not None and rows % shard:
@@ -43,6 +51,9 @@ def mesh_of(
 
 
 def limit_groups(ranks: Ranks) -> None:
-    """Have every group of processes wait as long as ``ranks`` do: those that libraries make come with a limit of torch's own."""
+    """Set the timeout of every process group to ``ranks.minutes``.
+
+    Groups that libraries create have torch's default timeout.
+    """
     for group in list(_world.pg_map):
         _set_pg_timeout(timedelta(minutes=ranks.minutes), group)

@@ -1,4 +1,4 @@
-"""The tensor-parallel style of a module that holds the weights of many experts, stacked."""
+"""The tensor-parallel style of a module that stacks the weights of many experts."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ WIDTHS: dict[str, tuple[int, int]] = {
     "packed_colwise": (-2, 2),
     "packed_rowwise": (-1, 2),
 }
-"""By the style that transformers' plans have for such weights: the dimension that is cut, and how many matrices lie side by side in it."""
+"""The sharded dimension, and the number of matrices concatenated along it, by the style that
+transformers' plans have for such weights."""
 
 
 class Experts(ParallelStyle):
-    """Each rank has its part of the width of each expert. What it gives for a token is a part of the sum, and so are the gradients of what
-    it is given. ``cuts`` are placements by the names of parameters."""
+    """Shards the width of each expert over the ranks. ``cuts`` are placements by parameter name.
+
+    A rank's output for a token is a partial sum, and so are the gradients of its inputs.
+    """
 
     def __init__(self, cuts: Mapping[str, Placement]) -> None:
         self.cuts = cuts
@@ -47,7 +50,13 @@ class Experts(ParallelStyle):
 
 
 def cut_of(weight: Tensor, style: str, size: int) -> Placement | None:
-    """How ``weight`` is cut over ``size`` ranks; None where they do not divide it."""
+    """Return the placement of ``weight`` over ``size`` ranks; ``None`` if they do not divide it.
+
+    Args:
+        weight: The stacked weights.
+        style: A key of ``WIDTHS``.
+        size: Number of ranks.
+    """
     dim, side_by_side = WIDTHS[style]
     if weight.shape[dim] % (side_by_side * size):
         return None
@@ -56,5 +65,5 @@ def cut_of(weight: Tensor, style: str, size: int) -> Placement | None:
 
 
 def _summed_gradient(x: Tensor, mesh: DeviceMesh) -> Tensor:
-    """``x``, whole on each rank; its gradient is the sum of those of all."""
+    """Return ``x``, which is replicated. Its gradient is summed over the ranks."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])

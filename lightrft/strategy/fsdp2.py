@@ -1,8 +1,10 @@
-"""Weights, gradients and optimizer state in equal shards over the ranks, by PyTorch's ``fully_shard`` (FSDP2).
+"""Fully sharded data parallelism by PyTorch's ``fully_shard`` (FSDP2).
 
-The unit of sharding is the module that a model's class says not to split; what lies outside of those is sharded with the model as
-a whole. Gradients are summed into their shards with every micro-batch, so that none is held whole from one to the next. A checkpoint
-has the form that one process writes, so that any number of ranks can take it up.
+Weights, gradients and optimizer state are in equal shards over the ranks. The unit of sharding is
+the module that a model's class says not to split. Modules outside of these units are sharded with
+the root. Gradients are reduce-scattered with every micro-batch, so no full gradient is kept between
+micro-batches. Checkpoints have the format of a single process, so any number of ranks can resume
+from them.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class Fsdp2Strategy(SingleStrategy):
         self.team, self._teams = in_teams(ranks, config.sequence, config.tensor)
         self.mesh, self.across = mesh_of(self.device, ranks, config.shard, config.tensor)
         self.home = torch.device("cpu") if config.offload else self.device
-        """Where shards lie between calls."""
+        """Device of the shards between calls."""
         self._types: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
 
     @property
@@ -51,8 +53,13 @@ class Fsdp2Strategy(SingleStrategy):
         return nullcontext(torch.device("meta"))
 
     def place(self, model: nn.Module) -> None:
-        """Shard ``model`` in place, and have this rank's part of its weights read where it was made without. Its forward must be called
-        as a module. Half-precision weights that are trained lie here in float32, and calls see them as they were."""
+        """Shard ``model`` in place.
+
+        Read this rank's shards of its weights if it was built on the meta device.
+
+        Its forward must be called as a module. Trained half-precision weights are kept in float32,
+        and calls use them in half precision.
+        """
         unread = any(parameter.is_meta for parameter in model.parameters())
         if not unread:
             model.to(self.device)
@@ -61,16 +68,17 @@ class Fsdp2Strategy(SingleStrategy):
         if isinstance(model, Shared):
             model.team = self.team
         if isinstance(model, Towered):
-            model.run_towers = True  # a call of a sharded module is a call on every rank
+            model.run_towers = True  # a call of a sharded module is collective, so every rank must make it
         self._types[model] = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._shard(model)
         _fetch_ahead(model)
         for module in _sharded(model):
-            module.set_gradient_divide_factor(1.0)  # losses are shares of the global one: they add up
-            module.set_force_sum_reduction_for_comms(True)  # gloo knows no other reduction
+            # each rank's loss is a part of the global loss, so gradients are summed, not averaged
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo supports no other reduction
         if unread:
             exchange(model, self._memory, buffers=True)
-        # Else whoever calls a part of the model first, such as an engine, finds modules that do not know their root.
+        # Initialise now: an engine may call a submodule first, which would then become the root.
         model._get_fsdp_state()._lazy_init()  # ty: ignore[not-callable]
         if unread and isinstance(model, Readable):
             model.read_weights()
@@ -81,12 +89,12 @@ class Fsdp2Strategy(SingleStrategy):
         trained = any(parameter.requires_grad for parameter in model.parameters())
         half = next((p.dtype for p in model.parameters() if p.requires_grad and p.dtype in HALF), None)
         alone = [] if half is None else [module for module in model.modules() if _full_precision(module)]
-        half = half if self.across is None else None  # else optimizers keep the float32 copy
+        half = half if self.across is None else None  # with tensor parallelism, the optimizer keeps the float32 copy
         if half is not None:
             exchange(model, lambda p: p.detach().float() if p.requires_grad and p.dtype in HALF else None)
         options: dict[str, Any] = {
             "mesh": self.mesh,
-            # Of a model that nobody trains no backward pass would ever let go.
+            # A frozen model has no backward pass to reshard it, so it must reshard after forward.
             "reshard_after_forward": self.config.reshard if trained else True,
             "offload_policy": CPUOffloadPolicy(pin_memory=self.device.type != "cpu") if self.config.offload else OffloadPolicy(),
         }
@@ -96,7 +104,7 @@ class Fsdp2Strategy(SingleStrategy):
             fully_shard(module, mp_policy=policy, **options)
 
     def _memory(self, tensor: Tensor) -> Tensor | None:
-        """Memory for a parameter or buffer that has none."""
+        """Allocate memory for a parameter or buffer on the meta device; ``None`` for another."""
         if not tensor.is_meta:
             return None
         return torch.empty_like(tensor, device=self.home if isinstance(tensor, nn.Parameter) else self.device)
@@ -117,6 +125,7 @@ class Fsdp2Strategy(SingleStrategy):
         after = [group.post_forward_mesh_info for group in groups]
         for module in modules:
             module.unshard()
+            # otherwise a call inside this context would reshard the module
             module.set_reshard_after_forward(False, recurse=False)
         try:
             yield
@@ -128,7 +137,7 @@ class Fsdp2Strategy(SingleStrategy):
 
     def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
         for sharded in _sharded(module):
-            sharded.reshard()  # what a call has left whole is a copy
+            sharded.reshard()  # a module left unsharded by a call holds a copy, and changes to it would be lost
         return super().tensors(module)
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
@@ -142,15 +151,18 @@ class Fsdp2Strategy(SingleStrategy):
     def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
             return super().like(whole, tensor)
-        own = torch.empty_like(tensor, dtype=whole.dtype)  # of what is offloaded, not where its mesh is
+        own = torch.empty_like(tensor, dtype=whole.dtype)  # empty_like: an offloaded tensor is not on its mesh's device
         for index, part in held_of(own).blocks:
             part.copy_(whole[index])
         return own
 
 
 def _fetch_ahead(model: nn.Module) -> None:
-    """Have each block of a stack fetched while the backward pass is in the one after it. Left alone, FSDP2 goes by the order of all
-    calls since the last backward pass, which differs between ranks once they have drawn answers of different lengths."""
+    """Prefetch each block of a stack while the backward pass runs in the block after it.
+
+    By default, FSDP2 prefetches in the order of all calls since the last backward pass. That order
+    differs between ranks once they have generated responses of different lengths.
+    """
     before: dict[str, FSDPModule] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
@@ -164,6 +176,7 @@ def _sharded(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def _full_precision(module: nn.Module) -> bool:
-    """Whether ``module`` has weights, and all of them in full precision, and no module inside."""
+    """Return ``True`` if ``module`` has no submodules and all of its weights are trained in
+    float32."""
     own = list(module.parameters(recurse=False))
     return bool(own) and not any(module.children()) and all(p.dtype == torch.float32 and p.requires_grad for p in own)

@@ -9,11 +9,18 @@ from lightrft.config.strategy import OptimizerConfig
 
 
 def lr_factor(step: int, total: int, config: OptimizerConfig) -> float:
-    """The share of ``config.lr`` in force at optimizer step ``step`` (from 0) of ``total``.
+    """Return the factor of ``config.lr`` at optimizer step ``step`` (from 0) of ``total``.
 
-    Linear warm-up reaches 1 at the step after the last warm-up step; cosine and linear then fall to ``min_lr`` at ``total``.
+    Linear warm-up reaches 1 at the step after the last warm-up step. The schedules cosine and
+    linear then fall to ``min_lr`` at ``total``.
+
+    Args:
+        step: Optimizer step, from 0.
+        total: Optimizer steps of the run.
+        config: ``warmup`` below 1 is a fraction of ``total``, else a number of steps. ``min_lr`` is
+            a fraction of ``lr``.
     """
-    # the share as written: 0.07 * 100 is 7.000000000000001 in binary, which would round up to 8
+    # Use the decimal as written: in binary, 0.07 * 100 is 7.000000000000001, which rounds up to 8.
     warmup = math.ceil(Fraction(str(config.warmup)) * total) if config.warmup < 1 else int(config.warmup)
     if step < warmup:
         return (step + 1) / (warmup + 1)

@@ -1,4 +1,7 @@
-"""The manifest of a checkpoint: the list of its files with a digest of each, and a digest of the list itself."""
+"""The manifest of a checkpoint.
+
+It lists the files with a digest of each, and has a digest of the list itself.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from lightrft.utils.errors import CheckpointError, DamagedError
 
 FORMAT = "lightrft-checkpoint/2"
 WITHOUT_DIGEST = "lightrft-checkpoint/1"
-"""The format of earlier versions, whose manifest has no digest of its own."""
+"""The format of earlier versions, whose manifest has no digest."""
 MANIFEST = "manifest.json"
 FIELDS = frozenset({"format", "step", "about", "metrics", "files"})
 PART = 2**24
@@ -26,8 +29,11 @@ PART = 2**24
 class Manifest:
     """The content of a manifest.
 
-    ``files`` maps a relative path to ``{"bytes", "sha256"}``. ``metrics`` has the value by which a checkpoint may be the best.
-    ``about`` names the run and the model that the checkpoint belongs to.
+    Attributes:
+        step: Step of the checkpoint.
+        files: ``{"bytes", "sha256"}`` by relative path.
+        about: Identifies the run and the model that the checkpoint belongs to.
+        metrics: The value by which a checkpoint may be the best.
     """
 
     step: int
@@ -41,7 +47,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write ``manifest.json`` with its own digest: ``folder`` is a checkpoint from then on."""
+    """Write ``manifest.json`` with its digest. From then on ``folder`` is a checkpoint."""
     document: dict[str, Any] = {
         "format": FORMAT,
         "step": manifest.step,
@@ -53,9 +59,10 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """Read the manifest of ``folder``, and compare it with its digest and with the step in the name of the folder.
+    """Read the manifest of ``folder``. Check its digest, and the step in the folder's name.
 
-    Raises ``DamagedError`` for a folder without an intact manifest of this program.
+    Raises ``DamagedError`` for a folder without an intact manifest of this program,
+    ``CheckpointError`` for an unreadable file.
     """
     try:
         document = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
@@ -78,7 +85,7 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a complete checkpoint; ``None`` for any other folder."""
+    """Return the manifest of a complete checkpoint; ``None`` for any other folder."""
     try:
         return load_manifest(folder)
     except CheckpointError:
@@ -86,7 +93,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def verify(path: Path, about: Mapping[str, Any] | None = None, at_work: Callable[[], None] = lambda: None) -> Manifest:
-    """Read every file of the checkpoint ``path``, and compare it with the manifest.
+    """Compare every file of the checkpoint ``path`` with the manifest.
 
     Args:
         path: The folder of the checkpoint.
@@ -97,7 +104,7 @@ def verify(path: Path, about: Mapping[str, Any] | None = None, at_work: Callable
         The manifest.
 
     Raises:
-        CheckpointError: ``about`` differs from what was saved, or a file may not be read.
+        CheckpointError: ``about`` differs from the saved values, or a file may not be read.
         DamagedError: The manifest or a file is missing, truncated or changed.
     """
     manifest = load_manifest(path)
@@ -120,7 +127,7 @@ def verify(path: Path, about: Mapping[str, Any] | None = None, at_work: Callable
 
 
 def digest_file(path: Path, at_work: Callable[[], None]) -> str:
-    """The SHA-256 of a file. ``at_work`` is called between its parts."""
+    """Return the SHA-256 of a file. ``at_work`` is called between its parts."""
     found = hashlib.sha256()
     with path.open("rb") as file:
         while part := file.read(PART):
@@ -144,5 +151,6 @@ def _check_about(path: Path, manifest: Manifest, about: Mapping[str, Any]) -> No
 
 
 def _digest_of(document: Mapping[str, Any]) -> str:
-    """The SHA-256 of a manifest without its digest, whatever the spaces and the order of its keys."""
+    """Return the SHA-256 of a manifest without its digest, independent of white space and of the
+    order of keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()

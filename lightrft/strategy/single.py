@@ -1,4 +1,7 @@
-"""One process, one device: float32 master weights, global-norm clipping, a portable checkpoint by parameter name."""
+"""Training in one process, on one device.
+
+It has float32 master weights, global-norm clipping, and a portable checkpoint by parameter name.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,16 @@ from lightrft.utils.onednn_cache import bound_products
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 HOST = torch.device("cpu")
 WEIGHTS = "weights/"
-"""Put before the name of a parameter in ``STATE_FILE``."""
+"""Prefix of a parameter's name in ``STATE_FILE``."""
 STATE_FILE, ABOUT_FILE = "state.safetensors", "state.json"
 
 
 @dataclass(slots=True)
 class Masters:
-    """Trainable parameters by name, and the float32 tensor that the optimizer moves for each (the parameter itself if float32)."""
+    """Trainable parameters by name, and their float32 masters.
+
+    The optimizer updates the masters. A float32 parameter is its own master.
+    """
 
     parameters: dict[str, nn.Parameter]
     masters: dict[str, Tensor]
@@ -59,7 +65,7 @@ class SingleStrategy:
         return nullcontext(self.device)
 
     def place(self, model: nn.Module) -> None:
-        """Bring ``model`` to where its calls run."""
+        """Move ``model`` to the device of its calls."""
         model.to(self.device)
         if self.config.offload_activations:
             keep_on_host(model)
@@ -111,7 +117,7 @@ class SingleStrategy:
 
     @contextmanager
     def resting(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> Generator[None]:
-        if not self.config.sleep or self.config.offload:  # what is offloaded is there all the time
+        if not self.config.sleep or self.config.offload:  # offloaded state stays on the host all the time
             yield
             return
         states, frozen = list(states), list(frozen)
@@ -123,12 +129,12 @@ class SingleStrategy:
 
     @staticmethod
     def _bring(states: Iterable[TrainState], frozen: Iterable[nn.Module], device: torch.device) -> None:
-        """Optimizer state and models to ``device``."""
+        """Move optimizer state and models to ``device``."""
         for state in states:
             inner: Masters = state.inner
             for name, master in inner.masters.items():
                 if master is not inner.parameters[name] and (other := moved(master, device)) is not master:
-                    torch.utils.swap_tensors(master, other)  # to set the data of a DTensor would leave its shard behind
+                    torch.utils.swap_tensors(master, other)  # setting the data of a DTensor would not move its shard
                 held = state.optimizer.state.get(master, {})
                 for key in MOMENTS[:2]:
                     if key in held:
@@ -143,7 +149,7 @@ class SingleStrategy:
         return nullcontext(dict(module.named_parameters()))
 
     def alike(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """``tensors`` in parts, each of which can be worked on in one call."""
+        """Split ``tensors`` into groups, each of which one call can process."""
         return [list(tensors)]
 
     def full(self, tensor: Tensor) -> Tensor:
@@ -185,17 +191,27 @@ class SingleStrategy:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``; of one that is spread over ranks, the shard. Made anew of its shard it would go where its mesh is."""
+    """Return ``tensor`` on ``device``; of a DTensor, move the shard.
+
+    A DTensor rebuilt from its shard would move to its mesh's device instead.
+    """
     return tensor.to(device)
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter, by name."""
+    """Return the shape of each parameter, by name."""
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 def set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, step: int, total: int) -> None:
-    """Give each group the rate that it has after ``step`` of ``total`` steps."""
+    """Set the learning rate of each group after ``step`` of ``total`` steps.
+
+    Args:
+        adamw: Its groups have their base rate in ``rate``.
+        config: Schedule and warm-up.
+        step: Optimizer steps taken.
+        total: Optimizer steps of the run.
+    """
     for group in adamw.param_groups:
         group["lr"] = group["rate"] * lr_factor(step, total, config)
 
@@ -203,7 +219,18 @@ def set_lr(adamw: torch.optim.Optimizer, config: OptimizerConfig, step: int, tot
 def parameter_groups(
     model: nn.Module, shapes: Mapping[str, tuple[int, ...]], masters: Mapping[str, Tensor], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """AdamW's groups: ``masters`` by learning rate, and weight decay for matrices only. Raises ``ConfigError``."""
+    """Build AdamW's groups: one set per learning rate, with weight decay for matrices only.
+
+    Args:
+        model: Assigns parameters to parts.
+        shapes: Full shapes by name. Parameters of at least two dimensions are decayed.
+        masters: The tensors that AdamW updates, by name.
+        config: Learning rates and weight decay.
+
+    Raises:
+        ConfigError: No parameter is trained, or a learning rate names a part that the model lacks
+            or does not train.
+    """
     rates = rates_of(model, masters, config)
     groups: list[dict[str, Any]] = []
     for rate in dict.fromkeys(rates.values()):
@@ -215,7 +242,15 @@ def parameter_groups(
 
 
 def write_state(ranks: Ranks, path: Path, tensors: Mapping[str, Tensor], step: int, total: int) -> None:
-    """Write whole ``tensors`` by ``<weights | exp_avg | ..>/<name>`` under the folder ``path``, on the first rank."""
+    """Write full tensors to the folder ``path``, on rank 0. Every rank must call it.
+
+    Args:
+        ranks: All ranks of the run.
+        path: The folder.
+        tensors: Tensors by ``<weights | exp_avg | ..>/<name>``.
+        step: Optimizer steps taken.
+        total: Optimizer steps of the run.
+    """
 
     def write() -> None:
         if ranks.rank == 0:
@@ -227,7 +262,10 @@ def write_state(ranks: Ranks, path: Path, tensors: Mapping[str, Tensor], step: i
 
 
 def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], int]:
-    """What ``write_state`` wrote, and the step. Raises ``CheckpointError`` unless it is of parameters of these ``shapes``."""
+    """Return the tensors that ``write_state`` wrote, and the step.
+
+    Raises ``CheckpointError`` unless ``shapes`` match.
+    """
     try:
         tensors = load_file(path / STATE_FILE)
         about = json.loads((path / ABOUT_FILE).read_text())
@@ -238,9 +276,10 @@ def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Copy the trained weights that ``write_state`` wrote under ``path`` into ``model``, and nothing of the optimizer.
+    """Copy the trained weights of a checkpoint into ``model``.
 
-    Raises ``CheckpointError`` unless they are those of all parameters of ``model`` that are trained.
+    ``write_state`` wrote them to ``path``. The optimizer state is not read. Raises
+    ``CheckpointError`` unless the file has exactly the trained parameters of ``model``.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     try:
@@ -256,7 +295,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 
 def check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], there: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises ``CheckpointError`` unless the parameters ``there``, under ``path``, have these ``shapes`` by name."""
+    """Raise ``CheckpointError`` unless the shapes of a checkpoint match by name.
+
+    Args:
+        path: The checkpoint, for the message.
+        shapes: Expected shapes by name.
+        there: Shapes of the checkpoint by name.
+    """
     if shapes != there:
         odd = sorted(set(shapes.items()) ^ set(there.items()))[:3]
         raise CheckpointError(
@@ -266,7 +311,17 @@ def check_shapes(path: Path, shapes: Mapping[str, tuple[int, ...]], there: Mappi
 
 
 def rates_of(model: nn.Module, names: Iterable[str], config: OptimizerConfig) -> dict[str, float]:
-    """The learning rate of each of ``names``, parameters of ``model``, before the schedule. Raises ``ConfigError``."""
+    """Return the learning rate of each parameter before the schedule.
+
+    Args:
+        model: Assigns parameters to parts.
+        names: Trained parameters.
+        config: Learning rates.
+
+    Raises:
+        ConfigError: No parameter is trained, or a learning rate names a part that the model lacks
+            or does not train.
+    """
     names = list(names)
     if not names:
         raise ConfigError(
@@ -292,10 +347,10 @@ def _pick_device() -> torch.device:
 
 
 def _device(name: str) -> torch.device:
-    """Raises ``ConfigError`` for a device that is not there."""
+    """Return the device ``name``. Raises ``ConfigError`` if it does not exist."""
     try:
         return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for a device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built for the device
         raise ConfigError(
             f"strategy.device = {name!r} cannot be used ({first_line(error)}); set it to auto, cpu or one that is there"
         ) from None

@@ -1,9 +1,10 @@
-"""Tensor parallelism: a team of ranks shares out the heads and the inner width of each layer, by the plan in transformers' config and
-PyTorch's own styles.
+"""Tensor parallelism: a group of ranks shards the heads and the inner width of each layer.
 
-Activations between layers, embeddings, norms and the head are whole on each rank of a team, which all make the same calls. Of adapters,
-what lies along the shared side of a layer is shared out with it: B of one that is cut by its outputs, A of one that is cut by its
-inputs. The other of the two is whole, and so are the ``rank`` numbers per token that A hands to B.
+The plan is in transformers' config, the styles are PyTorch's. Activations between layers,
+embeddings, norms and the head are replicated in a tensor-parallel group, whose ranks all make the
+same calls. An adapter matrix is sharded if it has its layer's sharded side: B of a column-wise
+layer, A of a row-wise layer. The other matrix is replicated, and so are the ``rank`` numbers per
+token that A passes to B.
 """
 
 from __future__ import annotations
@@ -27,15 +28,19 @@ from lightrft.utils.errors import ConfigError
 
 STYLES: dict[str, type[ParallelStyle]] = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
 PARTIAL = "replicated_with_grad_allreduce"
-"""Style of a module that is whole on each rank and sees only its heads: its gradient is a part of the sum."""
+"""Style of a replicated module that reads only this rank's heads, so its gradient is a partial
+sum."""
 EXPERTS = "moe_tp_experts"
 ADAPTERS = {"colwise": "lora_B", "rowwise": "lora_A"}
-"""Of the adapters on a layer, those with the side that is shared out."""
+"""The adapter matrix with the sharded side of its layer, by the layer's style."""
 
 
 def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Share out the layers of ``model``, in place, over the 1-D ``mesh``. Raises ``ConfigError`` for one that has no plan, a style that is
-    not known here, or sizes that do not divide."""
+    """Shard the layers of ``model``, in place, over the 1-D ``mesh``.
+
+    Raises ``ConfigError`` for a model without a plan, an unknown style, or sizes that the mesh does
+    not divide.
+    """
     plan = plan_of(model)
     size = mesh.size()
     if not plan:
@@ -49,13 +54,19 @@ def shard_layers(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def plan_of(model: nn.Module) -> dict[str, str]:
-    """The style of each module of the layers, by patterns of names in the transformers model inside ``model``."""
+    """Return the style of each module of the layers, by patterns of names.
+
+    The patterns match names in the transformers model inside ``model``.
+    """
     plan: Mapping[str, str] = getattr(_planned(model), "tp_plan", None) or {}
     return {pattern: style for pattern, style in plan.items() if ".layers." in f".{pattern}"}
 
 
 def partial_names(model: nn.Module) -> list[str]:
-    """Parameters of ``model`` whose gradient is to be summed over a team, in the order that all ranks know."""
+    """Return the parameters whose gradient must be summed over the group.
+
+    The group is tensor-parallel. The order is the same on all ranks.
+    """
     inner = _planned(model)
     prefix = next(name for name, module in model.named_modules() if module is inner)
     patterns = [f"{prefix}.{pattern}.*".lstrip(".") for pattern, style in plan_of(model).items() if style == PARTIAL]
@@ -63,7 +74,7 @@ def partial_names(model: nn.Module) -> list[str]:
 
 
 def cut_names(model: nn.Module) -> frozenset[str]:
-    """Parameters of ``model`` that its plan shares out."""
+    """Return the parameters of ``model`` that its plan shards."""
     plan, cut = plan_of(model), set[nn.Parameter]()
     for name, module in _planned(model).named_modules():
         style = _style(plan, name)
@@ -76,14 +87,14 @@ def cut_names(model: nn.Module) -> frozenset[str]:
 
 
 def sum_partial(gradients: Iterable[Tensor | None], mesh: DeviceMesh) -> None:
-    """Add up, in place, ``gradients`` of which each rank of a team has its part."""
+    """All-reduce, in place, ``gradients`` of which each rank of ``mesh`` has a partial sum."""
     for gradient in gradients:
         if gradient is not None:
             dist.all_reduce(gradient.to_local() if isinstance(gradient, DTensor) else gradient, group=mesh.get_group())
 
 
 def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
-    """``tensors`` by the mesh that they lie on: only those can be worked on in one call."""
+    """Group ``tensors`` by their mesh, since one call can only process tensors of one mesh."""
     found: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         found.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
@@ -91,25 +102,32 @@ def by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _planned(model: nn.Module) -> Any:
-    """The transformers model inside. One with adapters around it passes on attributes that its own class has not."""
+    """Return the transformers model inside. A wrapper with adapters forwards attributes, so look at
+    classes."""
     return next((module for module in model.modules() if hasattr(type(module), "tp_plan")), model)
 
 
 def _known(plan: Mapping[str, str], pattern: str) -> bool:
-    """Whether the style of ``pattern`` is. Weights that lie in a module of experts have styles of their own."""
+    """Return ``True`` if the style of ``pattern`` is known. Weights inside a module of experts need
+    a style of ``WIDTHS``."""
     if plan.get(pattern.rpartition(".")[0]) == EXPERTS:
         return plan[pattern] in WIDTHS
     return plan[pattern] in (*STYLES, PARTIAL, EXPERTS)
 
 
 def _style(plan: Mapping[str, str], name: str) -> str:
-    """What ``plan`` has for ``name``. Each star of a pattern stands for one part of a name."""
+    """Return the style of ``name`` in ``plan``, or an empty string. Each star of a pattern matches
+    one component of a name."""
     matching = (style for pattern, style in plan.items() if re.fullmatch(re.escape(pattern).replace(r"\*", "[^.]+"), name))
     return next(matching, "")
 
 
 def _parts(name: str, module: Any, plan: Mapping[str, str], size: int) -> Iterator[tuple[nn.Module, ParallelStyle]]:
-    """What is cut of a module, and how: all of a layer, or, where it has adapters (peft's), the layer below them and its side of them."""
+    """Yield the sharded submodules of a module, with their styles.
+
+    This is the layer itself. If it has adapters (peft's), it is the layer below them and the
+    sharded adapter matrices.
+    """
     style = _style(plan, name)
     if style == EXPERTS:
         yield module, Experts(_cuts(name, module, plan, size))

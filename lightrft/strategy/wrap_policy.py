@@ -1,4 +1,4 @@
-"""The units in which a model is spread over ranks."""
+"""The units in which a model is sharded over ranks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from torch import nn
 
 
 def blocks_of(model: nn.Module) -> set[str]:
-    """Names of the classes that are sharded as units: those that transformers' models say not to split."""
+    """Return the names of the classes that are sharded as units.
+
+    transformers' models list them as classes not to split.
+    """
     named: set[str] = set()
     for module in model.modules():
         named |= set(getattr(module, "_no_split_modules", None) or ())
@@ -14,11 +17,11 @@ def blocks_of(model: nn.Module) -> set[str]:
 
 
 def outermost_blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules of those classes, but for those that lie in another of them."""
+    """Return the modules of these classes that are not inside another one."""
     kept = blocks_of(model)
     found: list[nn.Module] = []
     inside: set[int] = set()
-    for module in model.modules():  # a module comes before what is in it
+    for module in model.modules():  # ``modules()`` yields a module before its submodules
         if type(module).__name__ in kept and id(module) not in inside:
             found.append(module)
             inside |= {id(each) for each in module.modules()}
@@ -26,19 +29,26 @@ def outermost_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def largest_block(model: nn.Module) -> int:
-    """Trained weights of the largest block of ``model``; of all of it, where no block is trained."""
+    """Return the number of trained weights of the largest block of ``model``.
+
+    If no block is trained, count the full model.
+    """
     return max(map(_trained, outermost_blocks(model)), default=0) or _trained(model)
 
 
 BUCKET = 500_000_000
-"""Most elements to collect, however large a block is: DeepSpeed's own number."""
+"""Upper bound of elements to collect, for any block size: DeepSpeed's default."""
 
 
 def bucket_of(block: int) -> int:
-    """Elements that DeepSpeed collects before it sums gradients, where the largest block has so many."""
+    """Return the number of elements that DeepSpeed collects before it reduces gradients.
+
+    ``block`` is the size of the largest block.
+    """
     return max(1, min(BUCKET, block))
 
 
 def _trained(module: nn.Module) -> int:
-    """How many, whole: DeepSpeed has parameters without elements where it holds them in shards."""
+    """Count trained weights in full: DeepSpeed's sharded parameters have no elements, but keep
+    their count in ``ds_numel``."""
     return sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters() if p.requires_grad)

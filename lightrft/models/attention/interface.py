@@ -1,7 +1,8 @@
-"""Attention by plan: what each token may see travels as a keyword through the model's own forward, never as a T x T mask.
+"""Attention by plan, passed as a keyword through the model's own forward, without a T x T mask.
 
-``register()`` files one attention function with transformers under ``NAME``. A model whose text attention is set to ``NAME``
-is called as ``model(..., attention_plan=plan)``, and each layer's attention becomes ``plan.attend(...)``.
+``register()`` registers one attention function with transformers under ``NAME``. A model whose text
+attention is set to ``NAME`` is called as ``model(..., attention_plan=plan)``. Each layer's
+attention is then ``plan.attend(...)``.
 """
 
 from __future__ import annotations
@@ -15,14 +16,21 @@ NAME = "lightrft"
 
 
 class AttentionPlan(Protocol):
-    """What one call of the model attends to."""
+    """The attention pattern of one model call."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
     ) -> Tensor:
-        """``query [S, H, T, d]``, ``key``/``value [S, H_kv, T, d]`` (after rotary) to ``[S, T, H, d]``.
+        """Return the attention output ``[S, T, H, d]`` of one layer.
 
-        ``window`` counts the keys that a query sees, itself included; ``None`` is unlimited.
+        Args:
+            layer: Index of the layer.
+            query: ``[S, H, T, d]``, after rotary embedding.
+            key: ``[S, H_kv, T, d]``, after rotary embedding.
+            value: ``[S, H_kv, T, d]``.
+            scale: Factor of the scores.
+            softcap: Soft-cap of the scores. ``None`` for none.
+            window: Number of keys that a query attends to, itself included. ``None`` is unlimited.
         """
         ...
 
@@ -40,7 +48,22 @@ def attention(
     attention_plan: AttentionPlan | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The function that transformers calls in every text attention layer."""
+    """Call the plan's ``attend``. transformers calls this function in every text attention layer.
+
+    Args:
+        module: The attention layer.
+        query: ``[S, H, T, d]``.
+        key: ``[S, H_kv, T, d]``.
+        value: ``[S, H_kv, T, d]``.
+        attention_mask: Not read; transformers passes it.
+        scaling: Factor of the scores. ``None`` for ``d ** -0.5``.
+        sliding_window: Number of keys that a query attends to. ``None`` is unlimited.
+        softcap: Soft-cap of the scores. ``None`` for none.
+        attention_plan: The plan of this model call.
+
+    Raises:
+        RuntimeError: The model was called without a plan.
+    """
     if attention_plan is None:
         raise RuntimeError("the model was called without attention_plan while its attention is set to 'lightrft'")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -53,13 +76,14 @@ def attention(
         softcap=softcap,
         window=sliding_window,
     )
-    return out.contiguous(), None  # some families view the result in another shape
+    return out.contiguous(), None  # contiguous: some families view the result in another shape
 
 
 def register() -> None:
-    """Make ``NAME`` known to transformers.
+    """Register ``NAME`` with transformers.
 
-    It has no mask function, so transformers makes no mask for it. With one, transformers would first read the positions for
-    packed samples, and the host would wait for the device in every call of the model.
+    It has no mask function, so transformers builds no mask for it. With one, transformers would
+    first search the positions for packed samples, and the host would wait for the device in every
+    call.
     """
     AttentionInterface.register(NAME, attention)

@@ -1,6 +1,7 @@
-"""How a batch becomes one model call, in three layouts that give the same numbers.
+"""Layouts that turn a batch into one model call. All three give the same numbers.
 
-The last token of an answer is not run unless ``final`` asks for it: nobody reads the state after it.
+The last token of a response is not computed unless ``final`` requests it, since no loss reads the
+state after it.
 """
 
 from __future__ import annotations
@@ -20,12 +21,19 @@ from lightrft.utils.device_transfer import to_device
 
 @dataclass(slots=True)
 class Packed:
-    """One model call: ``input_ids``/``position_ids [S, T]`` (``[axes, S, T]``), and where its ``[S * T]`` hidden states are read.
+    """One model call, and the positions in its ``[S * T]`` hidden states that are read.
 
-    ``gather [N]``: the state that predicts each response token; ``final [B]``: the state after each answer's last token
-    (only when asked for). ``plan`` is what the flat layouts attend to; ``None`` means rows of their own (``padded``).
-    ``source [S * T]`` is each token's place among the prompts' tokens followed by the answers', -1 where rows were filled up.
-    ``mask [S, T]`` is 0 there, where rows are not filled up on the right alone.
+    Attributes:
+        input_ids: ``[S, T]``.
+        position_ids: ``[S, T]``, or ``[axes, S, T]`` for rotary embeddings of several axes.
+        plan: Attention of the flat layouts. ``None`` for one sample per row (``padded``).
+        gather: ``[N]`` index of the state that predicts each response token.
+        final: ``[B]`` index of the state after each response's last token. ``None`` unless
+            requested.
+        source: ``[S * T]`` index of each token among the prompts' tokens followed by the
+            responses', -1 for padding.
+        mask: ``[S, T]``, 0 for padding. ``None`` if rows are padded on the right only, where causal
+            attention needs no mask.
     """
 
     input_ids: Tensor
@@ -38,7 +46,7 @@ class Packed:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """Keywords of the model's forward."""
+        """Keyword arguments of the model's forward."""
         plan = {} if self.plan is None else {"attention_plan": self.plan}
         mask = {} if self.mask is None else {"attention_mask": self.mask}
         return {"input_ids": self.input_ids, "position_ids": self.position_ids, **plan, **mask}
@@ -46,7 +54,8 @@ class Packed:
 
 @dataclass(slots=True)
 class _Rows:
-    """Lengths as lists: prompts' and answers', tokens of each answer that are run, and the rows that are run at all."""
+    """Lengths as lists: of prompts, of responses, of the computed part of each response, and the
+    rows that are computed at all."""
 
     prompts: list[int]
     answers: list[int]
@@ -57,7 +66,8 @@ class _Rows:
 
 @dataclass(slots=True)
 class _Flat:
-    """Runs of tokens copied into a flat row: from ``source``, ``length`` long, at position ``first`` of their sequence."""
+    """Runs of tokens copied into a flat row: from ``source``, ``length`` long, at position
+    ``first`` of their sequence."""
 
     source: list[int] = field(default_factory=list)
     length: list[int] = field(default_factory=list)
@@ -65,7 +75,7 @@ class _Flat:
     end: int = 0
 
     def add(self, source: int, length: int, first: int) -> Run:
-        """The run's place in the row."""
+        """Append a run. Return its start and length in the row."""
         self.source.append(source)
         self.length.append(length)
         self.first.append(first)
@@ -74,11 +84,20 @@ class _Flat:
 
 
 def pack(batch: Batch, layout: Layout, *, final: bool = False, pad: int = 0, axes: Tensor | None = None) -> Packed:
-    """``batch`` as one model call. Rows of length 0 and empty batches are fine: nothing is read from them.
+    """Build one model call from ``batch``.
 
-    ``axes [axes, N]`` are positions of the prompts' tokens followed by the answers', where they are not places in the sequence.
+    Rows of length 0 and empty batches are allowed: nothing is read from them.
 
-    Raises ``ValueError`` for a prompt of length 0: nothing would predict the first token of its answers.
+    Args:
+        batch: Prompts and responses.
+        layout: ``prefix_shared``, ``packed`` or ``padded``.
+        final: Also compute each response's last token.
+        pad: Token id of padding.
+        axes: ``[axes, N]`` positions of the prompts' tokens followed by the responses'. ``None``
+            uses the index in the sequence.
+
+    Raises:
+        ValueError: A prompt has length 0, so nothing predicts the first token of its responses.
     """
     rows = _rows(batch, final)
     empty = [rows.prompt_of[b] for b in rows.needed if rows.prompts[rows.prompt_of[b]] == 0]
@@ -109,7 +128,8 @@ def _starts(lengths: Sequence[int]) -> list[int]:
 
 
 def _nothing(batch: Batch, layout: Layout, final: bool) -> Packed:
-    """One token that nobody reads: every rank of a job makes its model call, and gradients of zero flow."""
+    """Build a call of one token that is not read, so that every rank makes its model call and zero
+    gradients flow."""
     device = batch.responses.tokens.device
     one = torch.zeros(1, 1, dtype=torch.long, device=device)
     none = torch.zeros(0, dtype=torch.long, device=device)
@@ -118,7 +138,8 @@ def _nothing(batch: Batch, layout: Layout, final: bool) -> Packed:
 
 
 def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
-    """Per group: the prompt once, then each answer; an answer's positions go on from its prompt's."""
+    """Lay out each group as its prompt once, then each response. A response's positions continue
+    its prompt's."""
     groups: dict[int, list[int]] = {}
     for b in rows.needed:
         groups.setdefault(rows.prompt_of[b], []).append(b)
@@ -127,7 +148,7 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
     last, start = [0] * len(rows.answers), [0] * len(rows.answers)
     for p, members in groups.items():
         head = flat.add(prompt_at[p], rows.prompts[p], 0)
-        if len(members) == 1:  # nothing to share: prompt and answer are one run
+        if len(members) == 1:  # nothing to share: prompt and response are one run
             (b,) = members
             last[b], start[b] = flat.end - 1, flat.end
             if rows.run[b]:
@@ -148,7 +169,8 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
 
 
 def _packed(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
-    """Prompt and answer of every sample end to end; positions restart with each."""
+    """Lay out prompt and response of every sample one after another. Positions restart with each
+    sample."""
     prompt_at, answer_at = _starts(rows.prompts), _sources(batch, rows)
     flat, runs = _Flat(), []
     last, start = [0] * len(rows.answers), [0] * len(rows.answers)
@@ -163,7 +185,7 @@ def _packed(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
 
 
 def _sources(batch: Batch, rows: _Rows) -> list[int]:
-    """Where each answer starts among the prompts' tokens followed by the answers'."""
+    """Return the start of each response among the prompts' tokens followed by the responses'."""
     offset = batch.prompts.tokens.numel()
     return [offset + s for s in _starts(rows.answers)]
 
@@ -193,7 +215,8 @@ def _flat_row(
 
 
 def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
-    """A rectangle, filled up on the right: no real token sees what comes after it, so no mask is needed."""
+    """Build a rectangle padded on the right. Causal attention never reads later tokens, so no mask
+    is needed."""
     device = batch.responses.tokens.device
     of, prompt_at, answer_at = rows.prompt_of, _starts(rows.prompts), _sources(batch, rows)
     width = max(rows.prompts[of[b]] + rows.run[b] for b in rows.needed)
@@ -213,9 +236,11 @@ def _padded(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
 
 
 def _reads(rows: _Rows, last: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the states that predict response tokens lie, and the states after the last tokens.
+    """Return the indices of the states that predict response tokens, and of the states after the
+    last tokens.
 
-    The first token of an answer is predicted by its prompt's ``last [B]`` token, the next ones from ``start [B]`` on.
+    A prompt's ``last [B]`` token predicts the first token of a response; the states from
+    ``start [B]`` predict the others.
     """
     length = torch.tensor(rows.answers, dtype=torch.long)
     row = torch.repeat_interleave(torch.arange(len(length)), length)

@@ -1,4 +1,4 @@
-"""Rectangles ``[B, L]`` and packed rows ``[1, sum L]``, media and all, as one model call."""
+"""Rectangles ``[B, L]`` and packed rows ``[1, sum L]``, with their media, as one model call."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from lightrft.types import Ragged, Segments
 from lightrft.utils.errors import ModelError
 
 Given = Mapping[str, Tensor | None]
-"""Media by input name, those of all samples laid end to end; ``None`` is nothing."""
+"""Media by input name, concatenated over all samples; ``None`` for no media."""
 
 
 @dataclass(slots=True)
 class Rows:
-    """What a caller holds. ``lengths`` are those of the samples of a packed row; ``None`` where each row is a sample.
+    """A caller's rows of tokens.
 
-    ``mask [B, L]`` is 0 where a rectangle is filled up, and holds 1..n for the samples of a packed row, 0 after the last.
-    ``num_actions`` are the tokens at the end of each sample that were sampled: a column count, or one number per packed sample.
+    Attributes:
+        tokens: ``[B, L]``, or ``[1, sum L]`` for packed samples.
+        mask: ``[B, L]``, 0 for padding. A packed row holds 1..n for its samples, 0 after the last.
+        lengths: Lengths of the samples of a packed row. ``None`` if each row is one sample.
+        num_actions: Sampled tokens at the end of each sample: a column count, or one number per
+            packed sample.
     """
 
     tokens: Tensor
@@ -42,7 +46,18 @@ class Rows:
         lengths: Sequence[int] | None,
         packing: bool,
     ) -> Rows:
-        """Raises ``ValueError`` when packed rows come without lengths or mask, or do not fit them."""
+        """Build rows.
+
+        Args:
+            tokens: ``[B, L]``, or ``[1, sum L]`` for packed samples.
+            mask: As in ``Rows``. ``None`` means no padding.
+            num_actions: As in ``Rows``.
+            lengths: Lengths of the packed samples.
+            packing: The rows hold several samples.
+
+        Raises:
+            ValueError: Packed rows come without lengths or mask, or do not fit them.
+        """
         if not packing:
             return Rows(tokens, torch.ones_like(tokens) if mask is None else mask.long(), None, num_actions)
         if lengths is None or mask is None:
@@ -53,7 +68,10 @@ class Rows:
 
     @property
     def places(self) -> Tensor:
-        """Where, in the flattened rows, the states that predict actions lie: ``[B, num_actions]``, or ``[1, sum]`` when packed."""
+        """Indices, in the flattened rows, of the states that predict actions.
+
+        They are ``[B, num_actions]``, or ``[1, sum]`` if packed.
+        """
         count, width = self.tokens.shape
         device, actions = self.tokens.device, self.num_actions
         if isinstance(actions, int):
@@ -70,7 +88,10 @@ class Rows:
         return torch.cat(pieces)[None]
 
     def states(self, backbone: Backbone, media: Given) -> Tensor:
-        """Last hidden states ``[B, L, H]``. Raises ``ModelError`` for media that do not fit the model or the placeholders."""
+        """Return the last hidden states ``[B, L, H]``.
+
+        Raises ``ModelError`` for media that do not fit the model or the placeholders.
+        """
         packed, lengths = self._rectangle() if self.lengths is None else self._packed(backbone)
         seen = self._see(backbone, lengths, {name: values for name, values in media.items() if values is not None})
         if seen is not None and seen.positions is not None:
@@ -78,7 +99,10 @@ class Rows:
         return backbone.states(packed, seen)
 
     def keywords(self, backbone: Backbone, media: Given) -> dict[str, Any]:
-        """Keywords of the model's own forward and generation for ``media``. Raises as ``states``."""
+        """Return the keyword arguments of the model's own forward and generation for ``media``.
+
+        Raises as ``states``.
+        """
         rows = {name: Ragged(values, torch.tensor([len(values)])) for name, values in media.items() if values is not None}
         if not rows:
             return {}
@@ -94,7 +118,8 @@ class Rows:
         return Packed(self.tokens, positions, None, none, None, source, real.long()), real.sum(1).tolist()
 
     def _packed(self, backbone: Backbone) -> tuple[Packed, list[int]]:
-        """One flat row of samples that do not see one another. Places after the last sample belong to none."""
+        """Build one flat row of samples that do not attend to each other. Positions after the last
+        sample belong to none."""
         if backbone.family.layout == "padded":
             raise ModelError(f"packing_samples: model type {backbone.base.config.model_type!r} cannot be packed")
         assert self.lengths is not None
@@ -113,11 +138,11 @@ class Rows:
         runs = _runs(backbone, tokens, torch.tensor(lengths, device=tokens.device), media)
         try:
             return see(backbone.base, backbone.family, runs)
-        except ModelError:  # a placeholder that was sampled stands for nothing
+        except ModelError:  # a placeholder that was sampled stands for no media
             return see(backbone.base, backbone.family, runs, begun=self._sampled())
 
     def _sampled(self) -> list[int]:
-        """Of each sample, how many of its last tokens are actions."""
+        """Return the number of actions at the end of each sample."""
         if self.num_actions is None:
             return []
         if isinstance(self.num_actions, int):
@@ -126,8 +151,12 @@ class Rows:
 
 
 def _runs(backbone: Backbone, tokens: Tensor, lengths: Tensor, media: dict[str, Tensor]) -> Segments:
-    """Samples with their media. Which of a tensor's rows belong to which sample is not told, nor needed: they are in order, and the
-    samples that have some are those with placeholders. So each of these gets one row, and the last of them the rest."""
+    """Return samples with their media.
+
+    Media tensors do not say which rows belong to which sample. But they are in order, and exactly
+    the samples with placeholders have media. So each of these samples gets one row, and the last of
+    them the rest.
+    """
     of = torch.repeat_interleave(torch.arange(len(lengths), device=tokens.device), lengths)
     reader = backbone.family.reader
     ragged = {}

@@ -1,10 +1,11 @@
-"""Exact attention over runs of tokens laid end to end, where an answer sees its prompt and itself.
+"""Exact attention over concatenated runs, with shared prompts.
 
-Each query's softmax is taken apart into parts: causal attention inside its own run, full attention to the run before it, and,
-inside a span whose tokens all see one another, attention to what comes after it.
-Every part yields an output and the log of its softmax denominator; the parts are joined by those denominators (as in
-arXiv 2310.01889), and the backward pass of a part is exact when it is given the joined output and denominator. So a prompt's
-keys are never copied per answer, all answers of a group read them in one call, and no mask of the whole row exists.
+A response attends to its prompt and to itself. Each query's softmax splits into up to three parts.
+These are causal attention inside its run, full attention to the run before it, and attention to
+later tokens of a span. Every part yields an output and the log of its softmax denominator. The
+denominators weight the outputs of the parts (as in arXiv 2310.01889). The backward pass of a part
+is exact, given the joined output and denominator. A prompt's keys are never copied per response;
+all responses of a group read them in one call. No mask of the full row exists.
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ from lightrft.models.attention import varlen_cuda
 from lightrft.utils.device_transfer import to_device
 
 Run = tuple[int, int]
-"""Start and length of tokens that lie side by side in the row."""
+"""Start and length of consecutive tokens of the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Own:
     """Runs of nearly equal length that each attend to themselves, causally, in one call.
 
-    ``index [G * L]`` are their positions, filled up to the longest by repeating position 0; ``real [G, L]`` tells them apart
-    and is ``None`` when nothing was filled up. ``index`` is ``None`` for a single run, ``start`` long ``length``.
-    ``kept [n]`` are the places of ``real`` in ``index``, and ``places [n]`` the positions there: to select by ``real`` itself
-    would make the host wait for the device, which alone knows how many there are.
+    Attributes:
+        start: Start of the single run, if ``index`` is ``None``.
+        length: Length of the longest run.
+        index: ``[G * L]`` positions of the runs, padded to the longest by position 0. ``None`` for
+            a single run.
+        real: ``[G, L]``, ``False`` for padding. ``None`` without padding.
+        kept: ``[n]`` indices of ``real`` in ``index``. To index by ``real`` itself would make the
+            host wait for the device to count them.
+        places: ``[n]`` positions at ``kept``.
     """
 
     start: int
@@ -43,7 +49,13 @@ class Own:
 
     @staticmethod
     def filled(index: Tensor, real: Tensor | None, device: torch.device) -> Own:
-        """Runs whose positions on the host are ``index [G, L]``, with ``real [G, L]``, on ``device``."""
+        """Build runs from positions on the host.
+
+        Args:
+            index: ``[G, L]`` positions.
+            real: ``[G, L]``, ``False`` for padding. ``None`` without padding.
+            device: Device of the result.
+        """
         flat, length = index.reshape(-1), index.shape[1]
         if real is None:
             return Own(0, length, to_device(flat, device), None)
@@ -53,7 +65,13 @@ class Own:
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """Queries that see keys of an earlier run: a slice of the row, or ``index [n]``; ``mask [n, m]`` where not all of them."""
+    """Queries that attend to keys of an earlier run.
+
+    Attributes:
+        query: A slice of the row, or an index ``[n]``.
+        key: A slice of the row.
+        mask: ``[n, m]``, ``True`` where a query attends to a key. ``None`` for all.
+    """
 
     query: slice | Tensor
     key: slice
@@ -62,7 +80,10 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Queries that see keys after them: both lie in the order in which that is causal attention, from the last to the first."""
+    """Queries that attend to later keys.
+
+    Both are in reversed order, in which this is causal attention.
+    """
 
     query: Own
     key: Own
@@ -70,7 +91,7 @@ class Ahead:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A softmax taken apart; each kind of part is joined to those before it."""
+    """The parts of a softmax. ``before`` is joined to ``own``, then ``ahead`` to both."""
 
     own: list[Own]
     before: list[Before]
@@ -79,12 +100,17 @@ class Parts:
 
 @dataclass(slots=True)
 class SegmentPlan:
-    """``runs`` attend to themselves; in ``shared``, several runs (side by side) also see all of an earlier one.
+    """Attention where each run attends to itself and, in ``shared``, also to an earlier run.
 
-    ``shared`` holds pairs of the key run and the query runs. ``positions [T]`` are the tokens' places in their own sequence;
-    ``places`` are the same numbers on the host, where they are known there.
-    Of the runs in ``heads`` only the last token's final state is read: in ``last_layer`` no other of their queries is computed.
-    Tokens of one of ``spans``, each inside a run, also see those that come after them in it, however far.
+    Attributes:
+        runs: Start and length of each run.
+        shared: Pairs of a key run and the consecutive query runs that attend to all of it.
+        positions: ``[T]`` positions of the tokens in their sequence.
+        heads: Runs of which only the last token's final state is read. In ``last_layer`` their
+            other queries are not computed.
+        last_layer: Index of the last layer. ``None`` computes every query of every layer.
+        spans: Spans, each inside a run, whose tokens also attend to all later tokens of the span.
+        places: ``positions`` on the host, if known there.
     """
 
     runs: Sequence[Run]
@@ -100,7 +126,17 @@ class SegmentPlan:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
     ) -> Tensor:
-        """``query [1, H, T, d]``, ``key``/``value [1, H_kv, T, d]`` to ``[1, T, H, d]``."""
+        """Return the attention output ``[1, T, H, d]`` of one layer.
+
+        Args:
+            layer: Index of the layer.
+            query: ``[1, H, T, d]``.
+            key: ``[1, H_kv, T, d]``.
+            value: ``[1, H_kv, T, d]``.
+            scale: Factor of the scores.
+            softcap: Soft-cap of the scores. ``None`` for none.
+            window: Number of keys that a query attends to, itself included. ``None`` is unlimited.
+        """
         if not self.spans and varlen_cuda.usable(query, value, softcap):
             if "keys" not in self._varlen:
                 self._varlen["keys"] = varlen_cuda.gather_keys(self.runs, self.shared, query.device)
@@ -108,7 +144,10 @@ class SegmentPlan:
         return _Joined.apply(query, key, value, self.parts(window, layer == self.last_layer), scale, softcap)
 
     def parts(self, window: int | None, last: bool = False) -> Parts:
-        """The parts of the softmax under a sliding window of ``window`` keys; made once, since layers share them."""
+        """Return the parts of the softmax under a sliding window of ``window`` keys.
+
+        They are cached, since layers share them.
+        """
         longest = max((length for _, length in self.runs), default=0)
         reach = max((length + max(n for _, n in queries) for (_, length), queries in self.shared), default=0)
         if window is not None and window >= max(longest, reach):
@@ -132,7 +171,7 @@ class SegmentPlan:
             whole = [(slice(runs[0][0], runs[-1][0] + runs[-1][1]), slice(k, k + m)) for (k, m), runs in self.shared]
             whole += [(slice(k + m - 1, k + m), slice(k, k + m)) for k, m in self.runs if (k, m) in heads]
             return [Before(query, key, None) for query, key in whole]
-        reach = window - 1  # how far before itself a query sees
+        reach = window - 1  # number of earlier keys that a query attends to
         before = []
         for run in self.runs:
             pieces = list(_chunks(run, window))
@@ -153,7 +192,7 @@ class SegmentPlan:
 
 
 def _chunks(run: Run, window: int | None) -> Iterator[Run]:
-    """``run`` in pieces within which a window of ``window`` hides nothing that is not in the future."""
+    """Yield pieces of ``run`` inside which a window of ``window`` hides only future tokens."""
     start, length = run
     step = window or max(length, 1)
     for offset in range(0, length, step):
@@ -161,7 +200,7 @@ def _chunks(run: Run, window: int | None) -> Iterator[Run]:
 
 
 def _buckets(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs grouped so that filling each up to its group's longest adds little."""
+    """Group runs so that padding each run to the longest of its group adds little."""
     buckets: list[list[Run]] = []
     for run in sorted(runs, key=lambda r: (r[1], r[0])):
         if buckets and run[1] <= 8 + buckets[-1][0][1] * 5 // 4:
@@ -183,7 +222,8 @@ def _own(runs: Sequence[Run], device: torch.device) -> Own:
 
 
 def _ahead(spans: Sequence[Run], device: torch.device) -> Ahead:
-    """All but the last token of each span as queries, all but the first as keys."""
+    """Build the part of later keys: all but the last token of each span as queries, all but the
+    first as keys."""
     longest = spans[-1][1] - 1
     starts, lengths = torch.tensor([(s, n - 1) for s, n in spans]).unbind(1)
     steps = torch.arange(longest)
@@ -194,7 +234,8 @@ def _ahead(spans: Sequence[Run], device: torch.device) -> Ahead:
 
 
 class _Joined(torch.autograd.Function):
-    """Attention from parts, all with their own kernel call, joined by the logs of their denominators."""
+    """Attention in parts, each with a separate kernel call, joined by the logs of their
+    denominators."""
 
     @staticmethod
     def forward(
@@ -208,7 +249,7 @@ class _Joined(torch.autograd.Function):
     ) -> Tensor:
         q, k, v = query[0], key[0], value[0]  # [H, T, d], [H_kv, T, d]
         heads, tokens, repeat = q.shape[0], q.shape[1], q.shape[0] // k.shape[0]
-        out = q.new_zeros(heads, tokens, v.shape[-1])  # stays 0 where nobody asks
+        out = q.new_zeros(heads, tokens, v.shape[-1])  # stays 0 for queries that are not computed
         lse = q.new_full((heads, tokens), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
         for part in parts.own:
             o, log = _forward(
@@ -244,7 +285,7 @@ class _Joined(torch.autograd.Function):
         for at, keys in [*((part, part) for part in parts.own), *((part.query, part.key) for part in parts.ahead)]:
             inputs = _take(q, at), _repeat(_take(k, keys), repeat), _repeat(_take(v, keys), repeat)
             log, g = _take(lse.unsqueeze(-1), at).squeeze(-1), _take(grad, at)
-            if at.real is not None:  # a filled-up place has no gradient and must not overflow: its probabilities become 0
+            if at.real is not None:  # padding has no gradient and must not overflow: its probabilities become 0
                 log, g = log.masked_fill(~at.real[:, None], 1e30), g * at.real[:, None, :, None]
             a, b, c = _backward(g, *inputs, _take(out, at), log, None, True, scale, softcap)
             _add(dq, at, a)
@@ -262,14 +303,15 @@ class _Joined(torch.autograd.Function):
 
 
 def _join(out: Tensor, log: Tensor, more: Tensor, more_log: Tensor) -> tuple[Tensor, Tensor]:
-    """One softmax ``[..., n, d]`` and its log denominators ``[..., n]`` from those of two disjoint sets of keys."""
+    """Return the softmax output ``[..., n, d]`` and log denominators ``[..., n]`` over two disjoint
+    sets of keys."""
     joined = torch.logaddexp(log, more_log)
     sums = out * (log - joined).exp().unsqueeze(-1) + more * (more_log - joined).exp().unsqueeze(-1)
     return sums.to(out.dtype), joined
 
 
 def _take(x: Tensor, part: Own) -> Tensor:
-    """The runs of ``part`` from ``x [H, T, d]`` as ``[G, H, L, d]``."""
+    """Return the runs of ``part`` from ``x [H, T, d]`` as ``[G, H, L, d]``."""
     if part.index is None:
         return x[None, :, part.start : part.start + part.length]
     rows = x.index_select(1, part.index)
@@ -277,7 +319,8 @@ def _take(x: Tensor, part: Own) -> Tensor:
 
 
 def _put(x: Tensor, part: Own, rows: Tensor) -> None:
-    """Write ``rows [G, H, L, d]`` at the places of ``part`` in ``x [H, T, d]``; what filled up is dropped."""
+    """Write ``rows [G, H, L, d]`` at the positions of ``part`` in ``x [H, T, d]``. Padding is
+    dropped."""
     if part.index is None:
         x[:, part.start : part.start + part.length] = rows[0]
     else:
@@ -286,7 +329,7 @@ def _put(x: Tensor, part: Own, rows: Tensor) -> None:
 
 
 def _add(x: Tensor, part: Own, rows: Tensor) -> None:
-    """Add ``rows [G, H, L, d]`` at the places of ``part``; what filled up is exactly zero."""
+    """Add ``rows [G, H, L, d]`` at the positions of ``part``. Padding must be exactly zero."""
     if part.index is None:
         x[:, part.start : part.start + part.length] += rows[0]
     else:
@@ -294,7 +337,7 @@ def _add(x: Tensor, part: Own, rows: Tensor) -> None:
 
 
 def _repeat(x: Tensor, times: int) -> Tensor:
-    """Key heads ``[G, H_kv, L, d]`` once for every query head that reads them."""
+    """Repeat key heads ``[G, H_kv, L, d]`` once for every query head that reads them."""
     return x if times == 1 else x.repeat_interleave(times, dim=1)
 
 
@@ -303,7 +346,8 @@ def _collect(x: Tensor, times: int) -> Tensor:
 
 
 def _fold(x: Tensor, times: int) -> Tensor:
-    """Query heads ``[H, n, ...]`` that read one key head, laid end to end as more queries: ``[1, H_kv, times * n, ...]``."""
+    """Concatenate the query heads ``[H, n, ...]`` that read one key head, as more queries:
+    ``[1, H_kv, times * n, ...]``."""
     return x.unflatten(0, (-1, times)).flatten(1, 2).unsqueeze(0)
 
 
@@ -316,14 +360,14 @@ def _tile(mask: Tensor | None, times: int) -> Tensor | None:
 
 
 def _fused(q: Tensor, v: Tensor, softcap: float | None) -> bool:
-    """Return whether the CPU's fused kernel computes a part."""
+    """Return ``True`` if the CPU's fused kernel computes a part."""
     return softcap is None and q.device.type == "cpu" and q.shape[-1] == v.shape[-1]
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Output ``[G, H, n, d]`` and log denominators ``[G, H, n]`` of one part."""
+    """Return output ``[G, H, n, d]`` and log denominators ``[G, H, n]`` of one part."""
     if _fused(q, v, softcap):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
@@ -345,7 +389,7 @@ def _backward(
     scale: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of one part, given the joined output and log denominators."""
+    """Return the gradients of one part, given the joined output and log denominators."""
     if _fused(q, v, softcap):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k, v, out, log, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
@@ -364,7 +408,7 @@ def _backward(
 def _scores(
     q: Tensor, k: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scaled, capped and masked scores ``[G, H, n, m]``, and the slope of the cap."""
+    """Return scaled, capped and masked scores ``[G, H, n, m]``, and the slope of the cap."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores, slope = (q @ k.transpose(-1, -2)).to(wide) * scale, None
     if softcap is not None:

@@ -1,10 +1,13 @@
-"""Sequence parallelism by exchange of heads (Ulysses, arXiv 2309.14509): a team of ranks shares out the tokens of one row.
+"""Sequence parallelism by exchange of heads (Ulysses, arXiv 2309.14509).
 
-Outside of attention a token needs nothing of the others, so that each rank holds its own tokens alone. For attention tokens are
-exchanged for heads: each rank sees the whole row in its part of the heads, by the plan of the row as it is, and what it finds goes
-back to whose tokens they are. Tokens are dealt out like cards, so that prompts and answers are spread evenly.
+A group of ranks shards the tokens of one row. Outside of attention each token is independent, so
+each rank holds only its tokens. For attention the ranks exchange tokens for heads. Each rank then
+attends over the whole row in its block of heads, by the unchanged plan of the row. A second
+exchange returns each output to the rank that holds its token. Rank ``i % size`` holds token ``i``,
+so prompts and responses are spread evenly.
 
-Each rank computes the whole loss and the gradient of what its own tokens contribute to it: summed over ranks, that is the gradient.
+Each rank computes the whole loss, and the gradient through its tokens only. The sum over ranks is
+the gradient.
 """
 
 from __future__ import annotations
@@ -26,19 +29,25 @@ from lightrft.utils.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a rank has of ``count`` things that a team shares out: those at ``which [n]``; all where that is ``None``."""
+    """This rank's part of ``count`` items of a sequence-parallel group.
+
+    ``which [n]`` are its indices, ``None`` for all.
+    """
 
     team: Team
     count: int
     which: Tensor | None = None
 
     def of(self, column: Tensor) -> Tensor:
-        """Rows ``[n, ...]`` of this rank, of ``column [count, ...]``."""
+        """Return this rank's rows ``[n, ...]`` of ``column [count, ...]``."""
         return column if self.which is None else column.index_select(0, self.which)
 
     def whole(self, own: Tensor) -> Tensor:
-        """The column ``[count, ...]`` of which each rank has its ``own [n, ...]``, on all of them. Gradient comes back to ``own`` alone:
-        whoever reads the column computes the same loss on every rank."""
+        """Gather the column ``[count, ...]`` from each rank's ``own [n, ...]``, on every rank.
+
+        The gradient flows to ``own`` alone, since every rank computes the same loss from the
+        column.
+        """
         if self.which is None:
             return own
         column = own.new_zeros(self.count, *own.shape[1:]).index_copy(0, self.which, own)
@@ -47,30 +56,39 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """``tokens`` tokens of which rank ``i % size`` has the i-th. The row is filled up so that each has equally many."""
+    """A row of ``tokens`` tokens, of which rank ``i % size`` holds the i-th.
+
+    It is padded so that all ranks hold equally many.
+    """
 
     team: Team
     tokens: int
 
     @property
     def each(self) -> int:
-        """Tokens that a rank has, with those that fill up."""
+        """Tokens per rank, including padding."""
         return -(-self.tokens // self.team.size)
 
     def own(self, x: Tensor, fill: int = 0) -> Tensor:
-        """This rank's places ``[..., each]`` of ``x [..., tokens]``."""
+        """Return this rank's columns ``[..., each]`` of ``x [..., tokens]``."""
         full = F.pad(x, (0, self.each * self.team.size - self.tokens), value=fill)
         return full[..., self.team.place :: self.team.size].contiguous()
 
     def reads(self, places: Tensor) -> tuple[Part, Tensor]:
-        """Which of ``places [N]`` of the row are this rank's, and where they lie among its own tokens ``[n]``."""
+        """Return the subset of ``places [N]`` that this rank holds.
+
+        Also return their indices ``[n]`` among its tokens.
+        """
         which = (places % self.team.size == self.team.place).nonzero()[:, 0]
         return Part(self.team, len(places), which), places[which] // self.team.size
 
 
 @dataclass(slots=True)
 class Exchanged:
-    """``AttentionPlan`` of one rank's tokens of ``row``: ``plan``, that of the whole row, attends in this rank's heads."""
+    """``AttentionPlan`` of one rank's tokens of ``row``.
+
+    ``plan``, of the whole row, attends in this rank's heads.
+    """
 
     plan: AttentionPlan
     row: Row
@@ -78,7 +96,17 @@ class Exchanged:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
     ) -> Tensor:
-        """``query [1, H, t, d]``, ``key``/``value [1, H_kv, t, d]`` of own tokens to ``[1, t, H, d]``."""
+        """Return ``[1, t, H, d]`` for this rank's tokens: see ``AttentionPlan.attend``.
+
+        Args:
+            layer: Index of the layer.
+            query: ``[1, H, t, d]`` of this rank's tokens.
+            key: ``[1, H_kv, t, d]`` of this rank's tokens.
+            value: ``[1, H_kv, t, d]`` of this rank's tokens.
+            scale: Factor of the scores.
+            softcap: Soft-cap of the scores. ``None`` for none.
+            window: Number of keys that a query attends to, itself included. ``None`` is unlimited.
+        """
         size = self.row.team.size
         copies = _copies(query.shape[1], key.shape[1], self.row.team)
         if copies > 1:
@@ -94,14 +122,15 @@ class Exchanged:
         return back.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 
     def _row_of(self, x: Tensor) -> Tensor:
-        """``[1, h, tokens, d]`` of ``x [size, h, t, d]``, tokens of each rank."""
+        """Return ``[1, h, tokens, d]`` from the tokens of each rank, ``x [size, h, t, d]``."""
         return x.permute(1, 2, 0, 3).flatten(1, 2)[None, :, : self.row.tokens]
 
 
 def check_heads(config: PreTrainedConfig, team: Team) -> int:
-    """Return how many copies of each key head the ranks of ``team`` need to share the heads of a language model of ``config``.
+    """Return the copies of each key head that sharding over ``team`` needs.
 
-    Raises ``ModelError`` where they cannot share the heads that ``team.tensor`` leaves to each rank.
+    ``config`` is the config of the language model. Raises ``ModelError`` if they cannot shard the
+    heads that ``team.tensor`` leaves to each rank.
     """
     heads: Any = config.num_attention_heads if hasattr(config, "num_attention_heads") else None
     keys: Any = (config.num_key_value_heads if hasattr(config, "num_key_value_heads") else None) or heads
@@ -113,7 +142,8 @@ def check_heads(config: PreTrainedConfig, team: Team) -> int:
 
 
 def _copies(heads: int, keys: int, team: Team) -> int:
-    """How often each key head must be there so that the ranks of ``team`` get equally many of both, which belong together."""
+    """Return the number of copies of each key head with which every rank gets equally many query
+    heads and their key heads."""
     size = team.size
     copies = size // math.gcd(keys, size)
     if heads % size or heads % (keys * copies):
@@ -127,12 +157,15 @@ def _copies(heads: int, keys: int, team: Team) -> int:
 
 
 def exchange(x: Tensor, group: Any) -> Tensor:
-    """Send entry ``i`` of ``x [size, ...]`` to rank ``i`` of ``group``; return one entry from each rank. Differentiable."""
+    """Send entry ``i`` of ``x [size, ...]`` to rank ``i`` of ``group``.
+
+    Return one entry from each rank. Differentiable.
+    """
     return _Exchange.apply(x, group)
 
 
 class _Exchange(torch.autograd.Function):
-    """``x [size, ...]``, one entry for each rank, to one from each. The way back is the same."""
+    """All-to-all of ``x [size, ...]``, one entry per rank. Its gradient is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:

@@ -1,4 +1,7 @@
-"""Variable-length attention kernels of CUDA devices: each run's queries against the keys that it sees, gathered per run."""
+"""Variable-length attention kernels of CUDA devices.
+
+The keys that each run attends to are gathered per run.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,16 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """``index [K]`` of the keys of every run, one run after another; where runs start among queries and keys; the longest."""
+    """Gathered queries and keys of all runs, in order.
+
+    Attributes:
+        query_index: ``[Q]`` row index of each query.
+        key_index: ``[K]`` row index of each key.
+        query_starts: ``[runs + 1]`` start of each run among the queries.
+        key_starts: ``[runs + 1]`` start of each run among the keys.
+        longest_query: Queries of the longest run.
+        longest_key: Keys of the longest run.
+    """
 
     query_index: Tensor
     key_index: Tensor
@@ -28,7 +40,10 @@ class Keys:
 
 @cache
 def kernel() -> Callable[..., Any] | None:
-    """``torch.nn.attention.varlen.varlen_attn`` if this torch has one that takes a scale, a window and grouped heads."""
+    """Return torch's variable-length attention, or ``None``.
+
+    It must support a scale, a window and grouped heads.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -38,14 +53,28 @@ def kernel() -> Callable[..., Any] | None:
 
 
 def usable(query: Tensor, value: Tensor, softcap: float | None) -> bool:
-    """Whether the kernel takes these inputs: half precision on CUDA, no soft-cap, one width of heads that it knows."""
+    """Return ``True`` if the kernel supports these inputs.
+
+    It needs half precision on CUDA, no soft-cap, and equal head widths up to 256.
+
+    Args:
+        query: ``[1, H, T, d]``.
+        value: ``[1, H_kv, T, d]``.
+        softcap: Soft-cap of the scores. ``None`` for none.
+    """
     half = query.dtype in (torch.bfloat16, torch.float16)
     fits = query.shape[-1] == value.shape[-1] <= 256
     return query.is_cuda and half and softcap is None and fits and kernel() is not None
 
 
 def gather_keys(runs: Sequence[Run], shared: Sequence[tuple[Run, Sequence[Run]]], device: torch.device) -> Keys:
-    """Each run of ``runs`` with the run before it that it sees, if any."""
+    """Gather each run of ``runs`` with the earlier run that it attends to, if any.
+
+    Args:
+        runs: Start and length of each run.
+        shared: Pairs of a key run and the runs that also attend to it.
+        device: Device of the result.
+    """
     earlier = {run: key for key, queries in shared for run in queries}
     pieces = [((earlier[run], run) if run in earlier else (run,)) for run in runs]
     queries = [n for _, n in runs]
@@ -62,7 +91,16 @@ def gather_keys(runs: Sequence[Run], shared: Sequence[tuple[Run, Sequence[Run]]]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, keys: Keys, scale: float, window: int | None) -> Tensor:
-    """``query [1, H, T, d]`` to ``[1, T, H, d]``: causal from the lower right, at most ``window`` keys back."""
+    """Return attention ``[1, T, H, d]``, causal from the lower right.
+
+    Args:
+        query: ``[1, H, T, d]``.
+        key: ``[1, H_kv, T, d]``.
+        value: ``[1, H_kv, T, d]``.
+        keys: Queries and keys of each run.
+        scale: Factor of the scores.
+        window: Number of keys that a query attends to, itself included. ``None`` is unlimited.
+    """
     run = kernel()
     assert run is not None
     q = query[0].transpose(0, 1).index_select(0, keys.query_index)

@@ -1,8 +1,10 @@
-"""Token-by-token decoding through a model's own forward and its own cache, for models that cannot decode by an attention plan.
+"""Token-by-token decoding through a model's own forward and cache.
 
-The cache is whatever the model returns: keys and values, recurrent states, convolution states. Rows of equal length share one
-cache, so no row is ever padded: padding on the left would enter a recurrent state. A prompt is computed once, and its cache is
-copied for each of its responses. A model that returns no usable cache runs over the whole prefix for each token.
+It serves models that cannot decode by an attention plan. The cache is the object that the model
+returns: keys and values, recurrent states, convolution states. Rows of equal length share one
+cache, so no row is ever padded: left padding would enter a recurrent state. A prompt is computed
+once, and its cache is copied for each of its responses. A model that returns no usable cache runs
+over the whole prefix for each token.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ from lightrft.types import Prompt, Segments
 from lightrft.utils.errors import DataError, ModelError
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
-"""Names under which transformers' models return their cache, and take it back."""
+"""Names under which transformers' models return their cache and accept it."""
 
 
 @dataclass(slots=True)
 class _Cache:
-    """What a model remembers of ``rows`` sequences of ``length`` tokens each.
+    """The cache of ``rows`` sequences of ``length`` tokens each.
 
-    ``name`` is the keyword of the model's forward that takes ``state``. ``state`` is ``None`` for a model without a usable
-    cache; ``tokens [rows, length]`` are then kept instead. ``shift`` leads from a token's index to its rotary position.
+    ``name`` is the keyword of the model's forward that takes ``state``. ``state`` is ``None`` for a
+    model without a usable cache; ``tokens [rows, length]`` are then kept instead. ``shift`` is the
+    offset from a token's index to its rotary position.
     """
 
     rows: int
@@ -47,11 +50,11 @@ class _Cache:
     tokens: Tensor | None = None
 
     def joins(self, other: _Cache) -> bool:
-        """Return whether the rows of both can be run in one call."""
+        """Return ``True`` if the rows of both can run in one call."""
         return (self.length, self.shift, self.name) == (other.length, other.shift, other.name)
 
     def select(self, index: Sequence[int]) -> _Cache:
-        """Copy the rows ``index``, each as often as it is named."""
+        """Copy the rows ``index``, each as often as it occurs."""
 
         def pick(tensor: Tensor) -> Tensor:
             self._check(tensor)
@@ -61,7 +64,7 @@ class _Cache:
         return _Cache(len(index), self.length, self.shift, self.name, _mapped(pick, self.state), tokens)
 
     def join(self, other: _Cache) -> _Cache:
-        """Put the rows of ``other`` after these."""
+        """Append the rows of ``other``."""
 
         def cat(*parts: Tensor) -> Tensor:
             self._check(parts[0])
@@ -81,7 +84,8 @@ class _Cache:
 
 @dataclass(slots=True)
 class _Block:
-    """Rows of the session that share one cache. ``rows[i]`` is the session's row at place ``i`` of the cache."""
+    """Rows of the session that share one cache. ``rows[i]`` is the session's row at index ``i`` of
+    the cache."""
 
     cache: _Cache
     rows: list[int]
@@ -89,7 +93,8 @@ class _Block:
 
 @dataclass(slots=True)
 class _Prompt:
-    """A prompt of the session. ``cache`` is ``None`` once no further row needs it, or where there is no room to keep it."""
+    """A prompt of the session. ``cache`` is ``None`` once no further row needs it, or if the budget
+    cannot hold it."""
 
     prompt: Prompt
     begun: int
@@ -98,7 +103,7 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Room:
-    """Tokens that the session may hold, and those that the rows admitted so far can grow to."""
+    """The session's token budget, and the tokens that the admitted rows can grow to."""
 
     budget: int = 0
     rows: int = 0
@@ -108,9 +113,12 @@ class _Room:
 
 
 class CachedDecodeSession:
-    """Prompts by handle, responses in rows ``0 .. len(session) - 1``. Every call must be inside ``Decoder.running()``.
+    """Prompts by handle, responses in rows ``0 .. len(session) - 1``.
 
-    It has the methods of ``decoding.Session``, and gives the same tokens wherever both are right.
+    Every call must be inside ``Decoder.running()``.
+
+    It implements ``engines.native.Session``, and gives the same tokens as an attention plan for
+    models that support both.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -131,23 +139,41 @@ class CachedDecodeSession:
 
     @property
     def held(self) -> int:
-        """Tokens that the caches of prompts and rows stand for."""
+        """Number of tokens in the caches of prompts and rows."""
         kept = sum(p.cache.length for p in self._prompts.values() if p.cache is not None)
         return kept + sum(b.cache.rows * b.cache.length for b in self._blocks)
 
     @staticmethod
     def tokens(prompts: int, prompt_tokens: int, rows: int, response_tokens: int) -> int:
-        """Return the tokens held for such shapes: each row has its own copy of its prompt."""
+        """Return the number of cached tokens for such shapes. Each row has a copy of its prompt.
+
+        Args:
+            prompts: Number of prompts.
+            prompt_tokens: Tokens of the longest prompt.
+            rows: Number of responses.
+            response_tokens: Tokens that the longest response may reach.
+        """
         return rows * (prompt_tokens + response_tokens)
 
     def reserve(self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int, budget: int) -> None:
-        """Allow these shapes within ``budget`` held tokens. Caches take their memory as they grow."""
+        """Allow these shapes within a budget. Caches allocate memory as they grow.
+
+        Args:
+            prompts: Number of prompts.
+            prompt_tokens: Tokens of the longest prompt.
+            rows: Number of responses.
+            response_tokens: Tokens that the longest response may reach.
+            budget: Upper bound of cached tokens.
+        """
         self._room = _Room(budget, self.tokens(prompts, prompt_tokens, rows, response_tokens))
 
     def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
-        """Compute ``prompts``, and return a handle for each and the logits ``[P, V]`` of their first response tokens.
+        """Compute ``prompts``.
 
-        The last ``begun[p]`` tokens of prompt ``p`` are a response that is resumed.
+        Return a handle for each, and the logits ``[P, V]`` of their first response tokens.
+
+        The last ``begun[p]`` tokens of prompt ``p`` are a response that is resumed. Raises
+        ``DataError`` for an empty prompt.
         """
         handles, logits = [], []
         for number, prompt in enumerate(prompts):
@@ -162,7 +188,10 @@ class CachedDecodeSession:
         return handles, torch.cat(logits)
 
     def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
-        """Append one row with an empty response for each of ``handles``. Prompts in ``sealed`` get no row after these."""
+        """Append one row with an empty response for each of ``handles``.
+
+        Prompts in ``sealed`` get no further rows.
+        """
         first = self._count
         self._count += len(handles)
         for handle, count in Counter(handles).items():
@@ -172,13 +201,17 @@ class CachedDecodeSession:
             entry.cache = cache if handle not in sealed and self._room.keeps(cache.length) else None
             if self._alone:
                 self._blocks += [_Block(cache.select([0]), [row]) for row in rows]
-            elif count == 1 and entry.cache is None:  # nobody else reads it, so the row takes it as it is
+            # no other row reads this cache, so the row takes it without a copy
+            elif count == 1 and entry.cache is None:
                 self._place(_Block(cache, rows))
             else:
                 self._place(_Block(cache.select([0] * count), rows))
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed ``tokens [R]``, the last of each row, and return the logits ``[R, V]`` of the next."""
+        """Feed ``tokens [R]``, the last token of each row.
+
+        Return the logits ``[R, V]`` of the next.
+        """
         parts = [self._advance(block, tokens) for block in self._blocks]
         order = torch.tensor([row for block in self._blocks for row in block.rows], device=self._device)
         logits = torch.cat(parts)
@@ -198,11 +231,12 @@ class CachedDecodeSession:
         self._blocks = [block for block in self._blocks if block.rows]
 
     def release(self, handle: int) -> None:
-        """Forget a prompt that no row uses any more."""
+        """Drop a prompt that no row uses any more."""
         del self._prompts[handle]
 
     def _place(self, block: _Block) -> None:
-        """Add ``block``, to one of the same length where there is one: the two then run in one call."""
+        """Add ``block``, merged into a block of equal length if there is one, so that both run in
+        one call."""
         for other in self._blocks:
             if other.cache.joins(block.cache):
                 other.cache, other.rows = other.cache.join(block.cache), other.rows + block.rows
@@ -210,7 +244,7 @@ class CachedDecodeSession:
         self._blocks.append(block)
 
     def _advance(self, block: _Block, tokens: Tensor) -> Tensor:
-        """One token for each row of ``block``; the logits ``[n, V]`` of the next."""
+        """Feed one token to each row of ``block``. Return the logits ``[n, V]`` of the next."""
         cache = block.cache
         ids = tokens[torch.tensor(block.rows, device=self._device)][:, None]
         if cache.tokens is not None:
@@ -223,7 +257,8 @@ class CachedDecodeSession:
         return logits
 
     def _read(self, entry: _Prompt) -> tuple[_Cache, Tensor]:
-        """Run the model over a prompt; its cache and the logits ``[1, V]`` after its last token."""
+        """Run the model over a prompt. Return its cache and the logits ``[1, V]`` after its last
+        token."""
         ids = torch.tensor([entry.prompt.token_ids], device=self._device)
         runs = Segments.of_prompts([entry.prompt]).to(self._device)
         seen = see(self._model, self._family, runs, begun=[entry.begun])
@@ -238,7 +273,7 @@ class CachedDecodeSession:
         return _Cache(1, length, 0, tokens=ids), logits
 
     def _read_media(self, ids: Tensor, seen: Any) -> tuple[_Cache, Tensor]:
-        """As ``_read``, for a prompt whose placeholders stand for features of media."""
+        """Run ``_read`` for a prompt whose placeholders stand for features of media."""
         length = ids.shape[1]
         source = torch.arange(length, device=self._device)
         inputs = seen.inputs(self._model, ids, source)
@@ -258,10 +293,13 @@ class CachedDecodeSession:
         return _Cache(1, length, shift, "past_key_values", state), logits
 
     def _call(self, inputs: dict[str, Any], first: int, width: int, use_cache: bool = True) -> tuple[Tensor, Any]:
-        """The model's own forward over ``width`` tokens from position ``first``: logits ``[n, V]`` after the last, and all it
-        returned."""
+        """Run the model's own forward over ``width`` tokens from position ``first``.
+
+        Return the logits ``[n, V]`` after the last token, and the full output.
+        """
         if self._takes_positions:
-            # Given, since models whose first layer keeps no keys take a cache's length, hence the position, for 0.
+            # Pass positions: models whose first layer keeps no keys take the cache's length, hence
+            # the position, for 0.
             positions = torch.arange(first, first + width, device=self._device)
             inputs["position_ids"] = positions.expand(len(inputs["input_ids"]), -1)
         with _last_alone(self._model.get_output_embeddings()):
@@ -271,7 +309,7 @@ class CachedDecodeSession:
 
 @contextmanager
 def _last_alone(head: Any) -> Generator[None]:
-    """``head`` computes the logits of each row's last state alone."""
+    """Make ``head`` compute the logits of each row's last state alone."""
 
     def cut(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
         return (given[0][:, -1:], *given[1:])
@@ -284,9 +322,11 @@ def _last_alone(head: Any) -> Generator[None]:
 
 
 def _mapped(change: Callable[..., Tensor], *trees: Any) -> Any:
-    """``change`` of the tensors at each place of ``trees``, which are of one form; the first is not changed.
+    """Apply ``change`` to the tensors at each place of ``trees``, which have the same structure.
+    The first tree is not changed.
 
-    Tensors of fewer than two axes are settings of a layer, not states of rows, and are kept, as is all that is no tensor.
+    Tensors of fewer than two axes are settings of a layer, not states of rows. They are kept, as
+    are all other objects.
     """
     first = trees[0]
     if isinstance(first, Tensor):
@@ -304,7 +344,7 @@ def _mapped(change: Callable[..., Tensor], *trees: Any) -> Any:
 
 
 def _is_state(value: Any) -> bool:
-    """Whether ``value`` is a cache of transformers, or a layer of one."""
+    """Return ``True`` if ``value`` is a cache of transformers, or a layer of one."""
     kind = type(value)
     ours = kind.__module__.partition(".")[0] == "transformers" and not isinstance(value, type | PreTrainedConfig)
     return ours and hasattr(value, "__dict__")

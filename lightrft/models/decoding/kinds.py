@@ -1,4 +1,7 @@
-"""How a model can be decoded, decided by what is proved: by an attention plan, or with the model's own cache."""
+"""The way to decode each model type: by an attention plan, or with its own cache.
+
+Tests prove it for each type.
+"""
 
 from __future__ import annotations
 
@@ -28,28 +31,33 @@ PLAN_FAMILIES: frozenset[str] = frozenset(
 )
 """Model types that decode by an attention plan.
 
-``tests/unit/engines/test_engine_families.py`` compares each with the model's own forward. A type that is not listed
-decodes with its own cache, which is slower: a recurrent state, a sink, ALiBi or a chunk is not in the plan.
+``tests/unit/engines/test_engine_families.py`` compares each with the model's own forward. Other
+types decode with their own cache, which is slower: a plan has no recurrent state, sink, ALiBi or
+chunk.
 """
 
 PLAN_LAYERS = {"full_attention", "sliding_attention"}
-"""Kinds of attention that a plan knows. A config of a listed type that names another kind decodes with its own cache."""
+"""Kinds of attention that a plan supports. A config of a listed type with another kind decodes with
+its own cache."""
 
 REREADING_FAMILIES = frozenset({"qwen4_exp_text", "recurrent_gemma"})
-"""Model types whose cache cannot be copied for each response: they run over the whole prefix for each token.
+"""Model types whose cache cannot be copied for each response. They run over the whole prefix for
+each token.
 
-recurrent_gemma keeps its state in its modules, and the cache of qwen4_exp_text has tensors without an axis of rows.
+recurrent_gemma keeps its state in its modules, and the cache of qwen4_exp_text has tensors without
+a row axis.
 """
 
 LONE_FAMILIES = frozenset({"rwkv"})
-"""Model types that run a step of one row at a time: transformers 5.23 mixes the rows of rwkv in a step of several."""
+"""Model types that step one row at a time. transformers 5.23 mixes the rows of rwkv in a step of
+several."""
 
 _STEP_FLOOR_FAMILIES = frozenset({"nemotron_h", "zamba2"})
-"""Model types that take the floor of a recurrent layer's time step from ``time_step_min``."""
+"""Model types that read the lower bound of a recurrent layer's time step from ``time_step_min``."""
 
 
 def decodes_by_plan(config: PreTrainedConfig) -> bool:
-    """Return whether a model of ``config`` is proved to decode by an attention plan."""
+    """Return ``True`` if tests prove that a model of ``config`` decodes by an attention plan."""
     text = config.get_text_config(decoder=True)
     if not {config.model_type, text.model_type} <= PLAN_FAMILIES:
         return False
@@ -57,9 +65,10 @@ def decodes_by_plan(config: PreTrainedConfig) -> bool:
 
 
 def rereads_prefix(config: PreTrainedConfig) -> bool:
-    """Return whether the cache of a model of ``config`` is unusable, or gives other log-probs than its own forward.
+    """Return ``True`` if the cache of a model of ``config`` cannot be used.
 
-    transformers bounds the time step of mamba2's layers in a forward over many tokens, and not in a step of one token.
+    It is unusable, or gives other log-probs than the model's own forward. transformers bounds the
+    time step of mamba2's layers in a forward over many tokens, but not in a step of one token.
     """
     text = config.get_text_config(decoder=True)
     if text.model_type in REREADING_FAMILIES:
@@ -72,22 +81,25 @@ def rereads_prefix(config: PreTrainedConfig) -> bool:
 
 
 def steps_alone(config: PreTrainedConfig) -> bool:
-    """Return whether a step of a model of ``config`` takes one row at a time."""
+    """Return ``True`` if a model of ``config`` must step one row at a time."""
     return config.get_text_config(decoder=True).model_type in LONE_FAMILIES
 
 
 class LengthBound(NamedTuple):
-    """``tokens`` within which a token's log-prob depends on the tokens before it alone, and the ``reason`` for the bound."""
+    """The length up to which a token's log-prob depends only on earlier tokens.
+
+    ``reason`` is the reason for the bound.
+    """
 
     tokens: int
     reason: str
 
 
 def length_bound(config: PreTrainedConfig) -> LengthBound | None:
-    """Return the bound of a model of ``config``; ``None`` where rows of any length are scored alike.
+    """Return the length bound of a model of ``config``. It is ``None`` if there is none.
 
-    Beyond it a token's log-prob depends on what else is in the row, or on the order of equal numbers. So what is sampled
-    token by token is not what is trained.
+    Beyond it a token's log-prob depends on other tokens of the row, or on the order of equal
+    numbers. Token-by-token sampling then differs from training.
     """
     text = config.get_text_config(decoder=True)
     fields = text.to_dict()

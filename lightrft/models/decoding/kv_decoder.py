@@ -1,8 +1,10 @@
-"""Token-by-token decoding through a model's own forward, with a key/value cache that stores each prompt once.
+"""Token-by-token decoding with a key-value cache that stores each prompt once.
 
-Prompts and answers are two rectangles per layer: ``[slots, H_kv, prompt tokens, d]`` and ``[rows, H_kv, answer tokens, d]``.
-A step is a constant number of tensor operations per layer, whatever the number of rows: the queries of a prompt's rows meet
-its keys in one batched product, then each row its own keys, and one softmax covers both.
+It runs through a model's own forward. Prompts and responses are two rectangles per layer:
+``[slots, H_kv, prompt tokens, d]`` and ``[rows, H_kv, answer tokens, d]``. A step is a constant
+number of tensor operations per layer for any number of rows. One batched product multiplies the
+queries of a prompt's rows with its keys, another each row with its response's keys. One softmax
+covers both.
 """
 
 from __future__ import annotations
@@ -29,11 +31,15 @@ from lightrft.utils.device_transfer import to_device
 from lightrft.utils.errors import DataError, ModelError
 
 PREFILL_TOKENS = 8192
-"""Prompt tokens (padded) that go through the model in one call; bounds the activations of a prefill."""
+"""Upper bound of prompt tokens (padded) in one model call, which bounds the activations of a
+prefill."""
 
 
 class Decoder:
-    """Runs any transformers causal language model (adapters included) for sampling; the weights stay the model's own."""
+    """Runs a transformers causal language model for sampling, on its own weights.
+
+    Adapters are supported.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         interface.register()
@@ -50,7 +56,7 @@ class Decoder:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an answer, of the generation config and of the model's."""
+        """Tokens that end a response, from the generation config and from the model's config."""
         sources = (getattr(self.model, "generation_config", None), self._config)
         found: list[int] = []
         for eos in (source.eos_token_id for source in sources if source is not None):
@@ -61,8 +67,11 @@ class Decoder:
         return self.model.named_parameters()
 
     def apart(self) -> Decoder:
-        """A decoder whose weights can be replaced by ``load`` without a trace in this one's. Until then, and for frozen ones for
-        good, the two share memory; nothing else is shared, so that each may be used in a thread of its own."""
+        """Return a decoder whose weights ``load`` can replace without any effect on this one.
+
+        The two share the memory of frozen weights, and of all others until ``load``. They share
+        nothing else, so each may run in a separate thread.
+        """
         frozen: dict[int, Any] = {id(p): p for p in self.model.parameters() if not p.requires_grad}
         mine = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self.model.parameters() if p.requires_grad}
         other = Decoder(copy.deepcopy(self.model, frozen | mine))
@@ -70,7 +79,9 @@ class Decoder:
         return other
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Use the tensors of ``weights`` from now on, as they are: a copy is made only where device or type differ.
+        """Use the tensors of ``weights`` from now on.
+
+        They are copied only if device or dtype differ.
 
         Raises ``ModelError`` for a name or a shape that is not the model's.
         """
@@ -83,14 +94,14 @@ class Decoder:
             here.data = tensor.detach().to(device=here.device, dtype=here.dtype)
 
     def session(self) -> Session | CachedDecodeSession:
-        """An empty cache over this model. Sessions share nothing but the weights."""
+        """Return an empty cache over this model. Sessions share only the weights."""
         return Session(self.model) if self.by_plan else CachedDecodeSession(self.model)
 
     @contextmanager
     def running(self) -> Generator[None]:
-        """Evaluation mode, no gradients, and attention by plan or the model's own, as its sessions need it.
+        """Set evaluation mode, no gradients, and the attention that the sessions need.
 
-        All are put back as they were at the end.
+        All are restored at the end.
         """
         training = [module for module in self.model.modules() if module.training]
         before, wanted = self._config._attn_implementation, interface.NAME if self.by_plan else self._own_attention
@@ -109,9 +120,10 @@ class Decoder:
 
 
 class Session:
-    """Prompts in slots, answers in rows. Every call must be inside ``Decoder.running()``.
+    """Prompts in slots, responses in rows. Every call must be inside ``Decoder.running()``.
 
-    Rows are ``0 .. len(session) - 1``: ``admit`` appends, ``evict`` moves and cuts, ``step`` feeds one token to each.
+    Rows are ``0 .. len(session) - 1``: ``admit`` appends, ``evict`` moves and cuts, ``step`` feeds
+    one token to each.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -124,9 +136,10 @@ class Session:
         self._handles: list[int] = []  # slot -> handle
         self._next_handle = 0
         self._prompt_lengths = np.zeros(0, dtype=np.int64)  # by slot
-        self._shifts = np.zeros(0, dtype=np.int64)  # by slot: from a place in the sequence to its rotary position
+        # by slot: offset from the index in the sequence to the rotary position
+        self._shifts = np.zeros(0, dtype=np.int64)
         self._handle_of = np.zeros(0, dtype=np.int64)  # by row
-        self._lengths = np.zeros(0, dtype=np.int64)  # by row: answer tokens whose keys are held
+        self._lengths = np.zeros(0, dtype=np.int64)  # by row: response tokens whose keys are cached
         self._room = 0
         self._rows: _Rows | None = None
         self._shift: Tensor | None = None  # by row
@@ -136,18 +149,35 @@ class Session:
 
     @property
     def held(self) -> int:
-        """Tokens whose keys and values have memory now, used or not."""
+        """Number of tokens for which keys and values are allocated, used or not."""
         return self._prompts.rows * self._prompts.columns + self._answers.rows * self._answers.columns
 
     @staticmethod
     def tokens(prompts: int, prompt_tokens: int, rows: int, answer_tokens: int) -> int:
-        """Return the tokens held for such shapes: both are rectangles, and a prompt is held once."""
+        """Return the number of cached tokens for such shapes.
+
+        Both are rectangles, and a prompt is stored once.
+
+        Args:
+            prompts: Number of prompts.
+            prompt_tokens: Tokens of the longest prompt.
+            rows: Number of responses.
+            answer_tokens: Tokens that the longest response may reach.
+        """
         return prompts * prompt_tokens + rows * answer_tokens
 
     def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int) -> None:
-        """Allow ``prompts`` of up to ``prompt_tokens`` and ``rows`` of up to ``answer_tokens`` tokens, within ``budget`` held tokens.
+        """Allow these shapes within a budget.
 
-        Answers take their memory as they grow. Earlier, larger arrays stay unless the budget then could be exceeded.
+        Responses allocate memory as they grow. Earlier, larger arrays stay unless they could exceed
+        the budget.
+
+        Args:
+            prompts: Number of prompts.
+            prompt_tokens: Tokens of the longest prompt.
+            rows: Number of responses.
+            answer_tokens: Tokens that the longest response may reach.
+            budget: Upper bound of cached tokens.
         """
         shapes = [(prompts, prompt_tokens), (rows, answer_tokens)]
         largest = [(max(x.rows, r), max(x.columns, c)) for x, (r, c) in zip((self._prompts, self._answers), shapes)]
@@ -158,9 +188,12 @@ class Session:
         self._answers.resize(rows, min(self._room, self._answers.columns), len(self), int(self._lengths.max(initial=0)))
 
     def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
-        """Compute ``prompts`` into new slots: a handle for each, and the logits ``[P, V]`` of their first answer tokens.
+        """Compute ``prompts`` into new slots.
 
-        The last ``begun[p]`` tokens of prompt ``p`` are an answer that goes on.
+        Return a handle for each, and the logits ``[P, V]`` of their first response tokens.
+
+        The last ``begun[p]`` tokens of prompt ``p`` are a response that is resumed. Raises
+        ``DataError`` for an empty prompt.
         """
         for prompt in prompts:
             if not prompt.token_ids:
@@ -198,13 +231,19 @@ class Session:
         return logits
 
     def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
-        """Append one row, with an empty answer, for each of ``handles``. ``sealed`` changes nothing: rows share their prompt."""
+        """Append one row with an empty response for each of ``handles``.
+
+        ``sealed`` has no effect, since rows share their prompt.
+        """
         self._handle_of = np.concatenate([self._handle_of, np.array(handles, dtype=np.int64)])
         self._lengths = np.concatenate([self._lengths, np.zeros(len(handles), dtype=np.int64)])
         self._rows = None
 
     def step(self, tokens: Tensor) -> Tensor:
-        """Feed ``tokens [R]``, the last of each row, and return the logits ``[R, V]`` of the next."""
+        """Feed ``tokens [R]``, the last token of each row.
+
+        Return the logits ``[R, V]`` of the next.
+        """
         needed = int(self._lengths.max()) + 1
         if needed > self._answers.columns:
             columns = max(needed, min(self._room, max(64, 2 * self._answers.columns)))
@@ -231,7 +270,7 @@ class Session:
         self._rows = None
 
     def release(self, handle: int) -> None:
-        """Forget a prompt that no row uses any more."""
+        """Drop a prompt that no row uses any more. The last slot moves into its place."""
         slot, last = self._handles.index(handle), len(self._handles) - 1
         if slot != last:
             self._prompts.move(np.array([slot]), np.array([last]), int(self._prompt_lengths[last]))
@@ -242,14 +281,15 @@ class Session:
         self._rows = None
 
     def _logits(self, inputs: dict[str, Any], plan: interface.AttentionPlan, keep: Tensor | None = None) -> Tensor:
-        """Logits ``[T, V]`` of one flat row of tokens, or of the places ``keep`` of it."""
+        """Return the logits ``[T, V]`` of one flat row of tokens, or of its positions ``keep``."""
         states = self._decoder(**inputs, use_cache=False, attention_plan=plan).last_hidden_state
         softcap, scale = head_transform(self._model.config, self._family)
         return bend_logits(self._model.get_output_embeddings()(states if keep is None else states[:, keep])[0], scale, softcap)
 
 
 def _by_budget(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Indices of ``lengths``, longest first, in parts whose rectangles hold at most ``PREFILL_TOKENS`` (one prompt always fits)."""
+    """Yield indices of ``lengths``, longest first, in parts of at most ``PREFILL_TOKENS`` padded
+    tokens (one prompt always fits)."""
     part: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if part and (len(part) + 1) * lengths[part[0]] > PREFILL_TOKENS:
@@ -261,9 +301,11 @@ def _by_budget(lengths: Sequence[int]) -> Iterator[list[int]]:
 
 
 class _Rectangle:
-    """Keys and values ``[rows, H_kv, columns, d]`` of every layer; layers are made when first seen.
+    """Keys and values ``[rows, H_kv, columns, d]`` of every layer. A layer is allocated at its
+    first call.
 
-    Unused places are finite (zero at first), since a masked value still meets a probability of zero.
+    Unused places must be finite (zero at first), since a masked value is still multiplied by a
+    probability of zero.
     """
 
     def __init__(self) -> None:
@@ -276,7 +318,8 @@ class _Rectangle:
         return self.rows * self.columns
 
     def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """This layer's two arrays, for keys and values shaped and typed like ``key``/``value [.., H_kv, T, d]``."""
+        """Return this layer's arrays of keys and values, shaped and typed like
+        ``key``/``value [.., H_kv, T, d]``."""
         found = self._layers.get(index)
         if found is None:
             new_key, new_value = (x.new_zeros(self.rows, x.shape[-3], self.columns, x.shape[-1]) for x in (key, value))
@@ -284,7 +327,8 @@ class _Rectangle:
         return found
 
     def resize(self, rows: int, columns: int, used_rows: int, used_columns: int) -> None:
-        """Take new memory, layer by layer so that only one layer exists twice, and keep what is used."""
+        """Allocate new memory and copy the used part, layer by layer, so that only one layer exists
+        twice."""
         if (rows, columns) == (self.rows, self.columns):
             return
         self.rows, self.columns = rows, columns
@@ -306,7 +350,8 @@ def _resized(old: Tensor, rows: int, columns: int, used_rows: int, used_columns:
 
 
 class _PrefillPlan:
-    """Prompts laid end to end; each attends to itself, and its keys and values go to its slot."""
+    """Concatenated prompts. Each attends to itself, and its keys and values are stored in its
+    slot."""
 
     def __init__(
         self, store: _Rectangle, first: int, lengths: np.ndarray, device: torch.device, spans: Sequence[Run] = ()
@@ -316,7 +361,7 @@ class _PrefillPlan:
         columns = np.arange(self._columns)
         inside = columns < lengths[:, None]
         gather = np.where(inside, (ends - lengths)[:, None] + columns, 0).reshape(-1)
-        self._gather = to_device(torch.from_numpy(gather), device)  # place in the rectangle -> token
+        self._gather = to_device(torch.from_numpy(gather), device)  # index in the rectangle -> token
         places = torch.from_numpy(np.broadcast_to(columns, inside.shape)[inside])
         self.positions = to_device(places, device).unsqueeze(0)
         self.last = to_device(torch.from_numpy(ends - 1), device)
@@ -337,7 +382,8 @@ def _capped(scores: Tensor, softcap: float | None) -> Tensor:
 
 
 class _Rows:
-    """Where each row stands: its position, and its lane among the rows of its prompt. Rebuilt when rows come or go."""
+    """The position of each row, and its lane among the rows of its prompt. Rebuilt when rows are
+    added or removed."""
 
     def __init__(self, slots: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, device: torch.device) -> None:
         self.device = device
@@ -362,9 +408,11 @@ class _Rows:
         self._last += 1
 
     def maps(self, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """``(row, head) -> lane``, ``lane -> (row, head)`` and ``(row, head) -> first place in the flat answers``, over ``kv_heads``.
+        """Return ``(row, head) -> lane``, ``lane -> (row, head)`` and ``(row, head) -> index`` in
+        the flat responses.
 
-        Lanes are ordered (slot, head, lane); a lane that no row has repeats row 0, and nothing reads its result.
+        Lanes are ordered (slot, head, lane). An unused lane repeats row 0, and its result is not
+        read.
         """
         found = self._maps.get(kv_heads)
         if found is None:
@@ -379,7 +427,8 @@ class _Rows:
         return found
 
     def hidden(self, window: int | None) -> Tensor | None:
-        """``[R, 1, prompt + answer columns]``: keys that a row must not see; ``None`` when it sees all."""
+        """Return ``[R, 1, prompt + response columns]``, ``True`` for keys that a row must not
+        attend to; ``None`` if there are none."""
         windowed = window is not None and self._last >= window
         if not self._ragged and not windowed:
             return None
@@ -393,7 +442,7 @@ class _Rows:
 
 
 class _StepPlan:
-    """One new token per row, which sees its prompt, its answer so far, and itself."""
+    """One new token per row, which attends to its prompt, its response so far, and itself."""
 
     def __init__(self, prompts: _Rectangle, answers: _Rectangle, rows: _Rows) -> None:
         self._prompts, self._answers, self._rows = prompts, answers, rows
@@ -401,7 +450,8 @@ class _StepPlan:
         self._places: dict[int, Tensor] = {}
 
     def _place(self, kv_heads: int) -> Tensor:
-        """``[R * H_kv]`` where the new key of each row and head goes in the flat answers."""
+        """Return ``[R * H_kv]``, the index of each row's and head's new key in the flat
+        responses."""
         if kv_heads not in self._places:
             _, _, index = self._rows.maps(kv_heads)
             own = (self._rows.positions - self._rows.prompt_end).repeat_interleave(kv_heads)

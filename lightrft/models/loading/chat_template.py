@@ -1,4 +1,7 @@
-"""The chat template of a model that reads more than text: its processor may have one that its tokenizer lacks."""
+"""Chat templates of multimodal models.
+
+Their processor may have a template that their tokenizer lacks.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +17,26 @@ from lightrft.utils.chat_template import rendered
 
 _log = logging.getLogger(__name__)
 _CLASSES = {"qwen2_audio": "Qwen2AudioProcessor"}
-"""Processors that bring a template of their own, since published folders have none but the tokenizer's, for text alone."""
+"""Processors with a class-level template. Published folders of these types have only the
+tokenizer's template, for text alone."""
 
 
 def fit_template(tokenizer: PreTrainedTokenizerBase, settings: PreTrainedConfig, where: str, revision: str | None) -> None:
-    """Give ``tokenizer`` the chat template of the processor in ``where`` if that takes parts of kinds which the model of ``settings``
-    reads and the tokenizer's own does not. A tokenizer without any gets one from a file alone, never from a class.
+    """Give ``tokenizer`` the processor's chat template if that accepts more kinds.
 
-    Raises ``OSError``, ``ValueError`` or ``KeyError`` for files that cannot be read.
+    The kinds are the media that the model reads. A tokenizer without any template gets one from a
+    file, never from a class.
+
+    Args:
+        tokenizer: Changed in place.
+        settings: Config of the model.
+        where: Folder or hub name.
+        revision: Revision on the hub. ``None`` for the newest.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: The content of a file cannot be read.
+        KeyError: A file lacks an entry.
     """
     reader = family_of(settings).reader
     kinds = {tower.kind for tower in reader.towers} if reader is not None else set()
@@ -36,7 +51,8 @@ def fit_template(tokenizer: PreTrainedTokenizerBase, settings: PreTrainedConfig,
 
 
 def _taken(tokenizer: PreTrainedTokenizerBase, template: str | None, kinds: set[str]) -> set[str]:
-    """Those of ``kinds`` for which ``template``, or the tokenizer's own, writes anything."""
+    """Return the subset of ``kinds`` for which ``template`` writes anything. ``None`` stands for
+    the tokenizer's template."""
 
     def apply(messages: list[dict[str, Any]]) -> str:
         return str(tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False))
@@ -48,8 +64,9 @@ def _taken(tokenizer: PreTrainedTokenizerBase, template: str | None, kinds: set[
 
 
 def _of_processor(model_type: str, where: str, revision: str | None, *, chat: bool) -> Iterator[str]:
-    """Templates in the order in which transformers takes them: of files, then, with ``chat``, of the processor's class."""
-    from transformers import ProcessorMixin  # text alone needs none of what this loads
+    """Yield templates in transformers' order of preference: of files, then, with ``chat``, of the
+    processor's class."""
+    from transformers import ProcessorMixin  # imported here, since text models need none of the modules that it loads
 
     fields, _ = ProcessorMixin.get_processor_dict(where, revision=revision)
     found = fields.get("chat_template")

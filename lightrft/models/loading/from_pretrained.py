@@ -1,4 +1,4 @@
-"""From a folder or a hub name to a model and a tokenizer that fit together, or an error that says what to do."""
+"""Load a model and a tokenizer that fit each other. Errors name the setting and the fix."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|fim_pad|>", "<|vision_pad|>", "<unk>")
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
-_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # newer and older name of the same
+_PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # newer and older name of the same class
 BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
 
 
@@ -48,15 +48,21 @@ def load_model(
     dtype: torch.dtype | None = None,
     device_map: str | dict[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """The model of ``config.path`` on ``device``, in evaluation mode, with ``config.freeze`` applied.
+    """Load the model of ``config.path`` in evaluation mode, with ``config.freeze`` applied.
 
-    ``device_map`` places parts as transformers understands it, instead of ``device``.
+    A folder of adapters gives its base model with trainable adapters.
 
-    A folder of adapters gives its base model with those adapters, trainable.
+    Args:
+        config: Path and settings of the model.
+        device: Device of the weights.
+        dtype: Dtype of the weights. ``None`` uses ``config.dtype``.
+        device_map: Placement of parts as in transformers, which replaces ``device``. ``None`` for
+            none.
 
-    ``dtype`` wins over ``config.dtype``. Raises ``ModelError``: no such folder and no hub, not a model folder, a family that is
-    not known, an attention that its class lacks, damaged or missing weights, quantisation without bitsandbytes, a frozen part or
-    prefix that names nothing.
+    Raises:
+        ModelError: There is no such folder and no hub, or it is not a model folder. The family is
+            not known. The class lacks the attention. Weights are damaged or missing. Quantisation
+            lacks bitsandbytes. A frozen part or prefix names nothing.
     """
     if (found := saved_adapters(config)) is not None:
         model = load_model(config.model_copy(update={"path": found[0]}), device=device, dtype=dtype)
@@ -89,14 +95,17 @@ def load_model(
 
 
 def known_settings(config: ModelConfig) -> PreTrainedConfig:
-    """Return ``model_settings`` of a family that can be trained. Raises ``ModelError`` as ``check_family`` does too."""
+    """Return ``model_settings`` of a family that can be trained.
+
+    Raises ``ModelError`` also as ``check_family`` does.
+    """
     settings = model_settings(config)
     check_family(settings, f"model.path = {config.path!r}", allow_unproved=config.unproved_family == "allow")
     return settings
 
 
 def from_settings(settings: PreTrainedConfig, dtype: torch.dtype, **options: Any) -> PreTrainedModel:
-    """Make a model of ``settings`` by transformers, on the device that is torch's default."""
+    """Build a model of ``settings`` by transformers, on torch's default device."""
     loader: Any = getattr(transformers, family_of(settings).loader)
     make = getattr(loader, "from_config", None) or loader._from_config
     with quiet(local=True):
@@ -104,7 +113,10 @@ def from_settings(settings: PreTrainedConfig, dtype: torch.dtype, **options: Any
 
 
 def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
-    """Raise ``ModelError`` if the class of ``settings`` cannot be made at all, so that weights are not to blame."""
+    """Raise ``ModelError`` if no model can be built from ``settings``.
+
+    Otherwise the error would blame the weights.
+    """
     implementation = config.attention or family_of(settings).padded_attention
     options: dict[str, Any] = {"trust_remote_code": True} if config.trust_remote_code else {}
     try:
@@ -118,7 +130,10 @@ def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
 
 
 def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:
-    """Of a folder of adapters, its base model and the folder. Raises ``ModelError`` when it names none."""
+    """Return base model and folder of a folder of adapters; ``None`` for another folder.
+
+    Raises ``ModelError`` if it names no base.
+    """
     file = Path(config.path).expanduser() / "adapter_config.json"
     if not file.is_file():
         return None
@@ -129,7 +144,16 @@ def saved_adapters(config: ModelConfig) -> tuple[str, Path] | None:
 
 
 def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfig) -> nn.Module:
-    """``model`` with the adapters of ``folder``, trainable. Raises ``ModelError``."""
+    """Return ``model`` with the adapters of ``folder``, trainable.
+
+    Args:
+        model: The base model.
+        folder: Folder that peft wrote.
+        config: Gives the path for error messages.
+
+    Raises:
+        ModelError: The adapters cannot be read.
+    """
     from peft import PeftModel
 
     try:
@@ -140,7 +164,10 @@ def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfi
 
 
 def where_of(config: ModelConfig) -> str:
-    """Folder or hub name. Raises ``ModelError`` for what can be neither."""
+    """Return the folder or hub name of ``config.path``.
+
+    Raises ``ModelError`` for a path that can be neither.
+    """
     path = config.path
     if not path:
         raise ModelError("model.path is not set: give a Hugging Face folder or name")
@@ -155,9 +182,13 @@ def where_of(config: ModelConfig) -> str:
 
 
 def model_settings(config: ModelConfig) -> PreTrainedConfig:
-    """The config of ``config.path``; that of the base model for a folder of adapters. Raises ``ModelError``.
+    """Return the config of ``config.path``, or of the base model for a folder of adapters.
 
-    Of a model that speaks, too, it is that of the part which answers in text: that part alone is loaded."""
+    Raises ``ModelError``.
+
+    For a model that also speaks, return the config of its text-generating part, since only that
+    part is loaded.
+    """
     where = where_of(config)
     try:
         found = AutoConfig.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
@@ -188,10 +219,11 @@ def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype
 
 
 def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
-    """No gradient for the parameters of parts that ``what`` names, nor for those whose name, with or without a leading ``model.``,
-    starts with another of its entries, nor for those that no feature is made from.
+    """Disable gradients of the parameters that ``what`` selects.
 
-    Raises ``ModelError`` for a part that the model lacks and for a prefix that names nothing.
+    Parameters that no feature depends on are frozen too. An entry of ``what`` is a part of the
+    model, or a prefix of parameter names, with or without a leading ``model.``. Raises
+    ``ModelError`` for a part that the model lacks and for a prefix that matches nothing.
     """
     names = dict(model.named_parameters())
     check_parts(model.config, "model.freeze", [part for part in what if part in PARTS])
@@ -212,11 +244,13 @@ def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``config.tokenizer`` or ``config.path``, padding on the left with a token of its own where there is one.
+    """Load the tokenizer of ``config.tokenizer`` or ``config.path``.
 
-    For a model that reads more than text it has the chat template of the model's processor if its own is for text alone.
+    It pads on the left, with a separate pad token if one is free.
 
-    Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, a chat template that cannot be read.
+    A multimodal model's tokenizer gets the chat template of the model's processor if its own is for
+    text alone. Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, or
+    an unreadable chat template.
     """
     where = config.tokenizer or (where_of(config) if not _is_adapter(config.path) else config.path)
     name = "model.tokenizer" if config.tokenizer else "model.path"
@@ -226,8 +260,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     try:
         said = get_tokenizer_config(where, revision=config.revision)
         plain = said.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in said
-        # For some model types transformers takes a class of its own choice, which puts another pre-tokenizer in the place of the
-        # file's: characters get lost. A tokenizer that was saved by the plain class is loaded by it.
+        # For some model types AutoTokenizer selects a class that replaces the file's pre-tokenizer,
+        # and characters get lost. So a tokenizer saved by the plain class is loaded by the plain class.
         loader: Any = PreTrainedTokenizerFast if plain else AutoTokenizer
         tokenizer: Any = loader.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except (*BROKEN, TypeError, AttributeError, ImportError) as error:
@@ -257,7 +291,7 @@ def _is_adapter(path: str) -> bool:
 
 
 def _own_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> None:
-    """Give the tokenizer a pad token that is not its end token, without growing the model."""
+    """Give the tokenizer a pad token that differs from its end token, without growing the model."""
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id != tokenizer.eos_token_id:
         return
     was = "no pad token" if tokenizer.pad_token_id is None else "its end token as pad"
@@ -276,7 +310,7 @@ def _own_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> None:
 
 
 def _template(text: str) -> str:
-    """A chat template given as such, or as a file that holds one."""
+    """Return a chat template that is given as text, or as a file that holds one."""
     if "{%" in text or "{{" in text:
         return text
     file = Path(text).expanduser()
@@ -286,7 +320,7 @@ def _template(text: str) -> str:
 
 
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ``ModelError`` when ``tokenizer`` can yield ids that ``model`` has no embedding for."""
+    """Raise ``ModelError`` if ``tokenizer`` can yield ids for which ``model`` has no embedding."""
     embeddings: Any = base_model(model).get_input_embeddings()
     rows = embeddings.num_embeddings
     if len(tokenizer) > rows:
@@ -294,7 +328,7 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
 
 
 class Saved(Protocol):
-    """What writes itself beside a model's weights."""
+    """An object that writes its files next to a model's weights."""
 
     def save(self, path: str | Path, /) -> None: ...
 
@@ -307,9 +341,16 @@ def save_model(
     processor: Saved | None = None,
     merge: bool = True,
 ) -> None:
-    """Write a folder that ``from_pretrained`` loads. ``model`` may be an actor.
+    """Write a folder that ``from_pretrained`` loads.
 
-    Adapters are added into the weights that are written; those in memory stay. With ``merge`` off, only adapters are written."""
+    Args:
+        model: A transformers or peft model, or an actor.
+        tokenizer: Written too, unless ``None``.
+        path: The folder.
+        processor: Written too, unless ``None``.
+        merge: Add adapters into the written weights, not into the model in memory. If ``False``,
+            write only the adapters.
+    """
     inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
     with quiet(local=True):
         if is_adapted(inner) and not merge:

@@ -1,4 +1,4 @@
-"""What libraries say of their own doings stays out of a program's output."""
+"""Suppression of library messages in a program's output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from transformers.utils import logging as transformers_logging
 
 @contextmanager
 def quiet(*, local: bool) -> Generator[None]:
-    """Without warnings of what will change in a library and, where nothing is downloaded, without its progress bars."""
+    """Suppress warnings about future library changes.
+
+    With ``local``, nothing is downloaded, so progress bars are suppressed too.
+    """
     hidden = local and transformers_logging.is_progress_bar_enabled()
     if hidden:
         transformers_logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""A model without its weights: every parameter has its shape and type, and none has memory."""
+"""Models on the meta device: every parameter has shape and dtype, but no memory."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from lightrft.utils.errors import ModelError
 
 
 def meta_model(config: ModelConfig) -> nn.Module:
-    """The model of ``config.path`` on the meta device, with adapters and frozen parts as they will be trained. Only its config is read.
+    """Build the model of ``config.path`` on the meta device.
 
-    Raises ``ModelError`` as ``load_model`` does for what a config can show, and for a class that cannot be made without weights.
+    It has the adapters and frozen parts of training. Only its config is read. Raises ``ModelError``
+    as ``load_model`` does for errors that a config can show, and for a class that cannot be built
+    without weights.
     """
     adapters = Path(config.path).expanduser() / "adapter_config.json"
     if adapters.is_file():
@@ -46,7 +48,10 @@ def _with_saved_adapters(model: nn.Module, folder: Path) -> nn.Module:
 
 
 def dtype_of(config: ModelConfig, settings: Any = None) -> torch.dtype:
-    """The type that weights will have: ``auto`` is what the model's config names, float32 where it names none."""
+    """Return the dtype of the weights.
+
+    ``auto`` means the dtype in the model's config, or float32 if there is none.
+    """
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
     settings = model_settings(config) if settings is None else settings

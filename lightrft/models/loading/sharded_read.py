@@ -1,7 +1,8 @@
-"""A model that is made without its weights, and the weights that are read once it is known which part of each lies here.
+"""Models built on the meta device, whose weights are read once each rank knows its shards.
 
-Names are those of transformers' own loading: its renamings are applied, and where it makes one weight of several (experts that are
-stored one by one) that weight alone is put together whole, cut, and let go.
+Parameters have the names of transformers' own loading, with its renamings applied. Where
+transformers builds one weight from several (experts stored one by one), only that weight is
+assembled in full, cut, and released.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from lightrft.utils.module_tensors import exchange
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PIECE = 2**20
-"""Bytes that are read at once: a whole slice would lie there twice until it is copied."""
+"""Bytes that are read at once. A full slice would be in memory twice until it is copied."""
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -61,7 +62,10 @@ class Stored:
 
     @contextmanager
     def opened(self) -> Generator[Any]:
-        """What any part can be taken from. A file that stays open keeps all that was read of it in memory."""
+        """Yield an object that any part can be read from.
+
+        Close it soon: an open file keeps everything read from it in memory.
+        """
         with safe_open(self.file, framework="pt") as opened:
             yield opened.get_slice(self.key)
 
@@ -72,8 +76,19 @@ class Stored:
 
 @dataclass(slots=True)
 class Unread:
-    """Where the weights of a model with these ``types`` are: ``stored`` as they are needed, by name, or ``converted`` from what is
-    stored. What neither has, the first rank reads as one process would, and tells the others."""
+    """The sources of a model's weights.
+
+    A weight that is neither ``stored`` nor ``converted`` is read by rank 0 through transformers'
+    own loading, and broadcast.
+
+    Attributes:
+        config: Path and settings of the model.
+        dtype: Dtype of the model.
+        types: Dtype of each weight by name.
+        stored: Tensors that are used as they are, by weight name.
+        converted: Conversions of several stored tensors, by the name of their first weight.
+        dora: New adapters decompose weights, so they need the norms of the weights' rows.
+    """
 
     config: ModelConfig
     dtype: torch.dtype
@@ -84,7 +99,10 @@ class Unread:
 
     @torch.no_grad()
     def read(self, model: nn.Module, held: Holding = held_of) -> None:
-        """Fill every parameter and stored buffer of ``model``, which has memory by now for what is ``held`` of each."""
+        """Fill every parameter and stored buffer of ``model``.
+
+        Each must have memory for the part that ``held`` selects.
+        """
         tensors = _by_plain_name(model)
         magnitudes = _magnitudes(model) if self.dora else {}
         filled: set[int] = set()
@@ -124,7 +142,8 @@ class Unread:
         )
 
     def _from_first_rank(self, wanted: Mapping[str, tuple[tuple[int, ...], Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Each of ``wanted`` whole, of that shape and of the kind and on the device of that tensor."""
+        """Yield each of ``wanted`` in full, with that shape, and with that tensor's dtype and
+        device."""
         several = dist.is_available() and dist.is_initialized()
         first = not several or dist.get_rank() == 0
         whole: dict[str, Tensor] = {}
@@ -155,11 +174,13 @@ class Unread:
             )
         with _opened(source) as stored:
             for index, part in here.pieces(PIECE):
-                # Rounded as if the model had been loaded, also where more precise weights are kept of it.
+                # Round as transformers' loading does, also where the optimizer keeps more precise
+                # weights.
                 part.copy_(stored[index or ...].to(self.types[name]))
 
     def _fill_norms(self, name: str, magnitude: Tensor, source: Any, held: Holding) -> None:
-        """Of new adapters with weight decomposition: the norm of each row of what they adapt, which only its source tells."""
+        """Fill a new adapter's weight-decomposition magnitude: the norm of each row of the weight,
+        which only its source has."""
         width = PIECE // max(1, _shape(source)[1])
         with _opened(source) as stored:
             for index, part in held(magnitude).pieces(width):
@@ -167,7 +188,15 @@ class Unread:
 
 
 def made(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | None) -> tuple[nn.Module, Unread | None]:
-    """The model of ``config.path`` with adapters on ``device``; on the meta device without its weights, which are still to be read."""
+    """Build the model of ``config.path`` with adapters on ``device``.
+
+    On the meta device, also return the sources of its weights.
+
+    Args:
+        config: Path and settings of the model.
+        device: Device of the weights.
+        dtype: Dtype of the weights. ``None`` uses ``config.dtype``.
+    """
     if torch.device(device).type == "meta":
         return shell(config, dtype)
     model: nn.Module = load_model(config, device=device, dtype=dtype)
@@ -177,10 +206,11 @@ def made(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | N
 
 
 def shell(config: ModelConfig, dtype: torch.dtype | None = None) -> tuple[nn.Module, Unread]:
-    """The model of ``config.path`` with adapters and frozen parts, whose own weights have a type and a shape and no memory; adapters and
-    what is computed, not stored, are there. With it, where the weights are.
+    """Build the model of ``config.path`` with its weights on the meta device.
 
-    Raises ``ModelError`` as ``load_model`` does for what can be seen without weights, and for weights that are quantised.
+    It has adapters and frozen parts. Also return the sources of the weights. Adapters and computed
+    buffers have memory and values. Raises ``ModelError`` as ``load_model`` does for errors visible
+    without weights, and for quantised weights.
     """
     found = saved_adapters(config)
     of_base = config if found is None else config.model_copy(update={"path": found[0]})
@@ -190,7 +220,7 @@ def shell(config: ModelConfig, dtype: torch.dtype | None = None) -> tuple[nn.Mod
     base = _bare(of_base, settings, kind)
     unread = _located(base, Unread(of_base, kind, {name: tensor.dtype for name, tensor in base.state_dict().items()}), keys)
     freeze(base, config.freeze)
-    # peft puts adapters where the weights are, so these must not be on the meta device yet.
+    # peft puts adapters on the weights' device, so the weights must not be on the meta device yet.
     exchange(base, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
     hollow = {id(p) for p in base.parameters()}
     model: nn.Module = base
@@ -214,7 +244,8 @@ def _settings(config: ModelConfig) -> PreTrainedConfig:
 
 
 def _stored_dtype(config: ModelConfig, settings: PreTrainedConfig, keys: Mapping[str, str]) -> torch.dtype:
-    """As transformers has it: where neither the setting nor the model's config names a type, that of the first tensor."""
+    """Return the dtype as transformers does: of the setting, of the model's config, or of the first
+    float tensor."""
     if config.dtype != "auto" or settings.dtype is not None:
         return dtype_of(config, settings)
     for key, file in keys.items():
@@ -225,7 +256,7 @@ def _stored_dtype(config: ModelConfig, settings: PreTrainedConfig, keys: Mapping
 
 
 def _bare(config: ModelConfig, settings: PreTrainedConfig, kind: torch.dtype) -> PreTrainedModel:
-    """The model itself, on the meta device but for buffers that are computed."""
+    """Build the bare model on the meta device, except for computed buffers."""
     options = {"attn_implementation": config.attention or family_of(settings).padded_attention}
     try:
         with torch.device("meta"):
@@ -236,16 +267,16 @@ def _bare(config: ModelConfig, settings: PreTrainedConfig, kind: torch.dtype) ->
         for name, parameter in model.named_parameters():
             if re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", name):
                 parameter.data = parameter.data.to(wanted)
-    for parameter in model.parameters():  # transformers' own loading leaves none as its class has made it
+    for parameter in model.parameters():  # transformers' own loading sets this too, whatever the class has set
         parameter.requires_grad_(parameter.is_floating_point())
     _compute_buffers(model)
-    with suppress(OSError):  # not every model has one
+    with suppress(OSError):  # not every model has a generation config
         model.generation_config = GenerationConfig.from_pretrained(where_of(config), revision=config.revision or "main")
     return model
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
-    """Give those that are not stored the values that transformers gives them when it loads a model."""
+    """Give non-stored buffers the values that they get when transformers loads a model."""
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     for module in model.modules():
@@ -257,7 +288,8 @@ def _compute_buffers(model: PreTrainedModel) -> None:
 
 
 def _located(model: PreTrainedModel, unread: Unread, keys: Mapping[str, str]) -> Unread:
-    """``unread`` with the place from where transformers' own loading would take each weight of ``model``."""
+    """Add to ``unread`` the source from which transformers' own loading would take each weight of
+    ``model``."""
     targets = model.state_dict()
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -274,13 +306,14 @@ def _located(model: PreTrainedModel, unread: Unread, keys: Mapping[str, str]) ->
             unread.stored.setdefault(name, Stored(file, key))
             continue
         converter = unread.converted.setdefault(name, deepcopy(by_pattern[pattern]))
-        whole: Any = Stored(file, key).whole  # called when it is needed
+        whole: Any = Stored(file, key).whole  # called only when the weight is needed
         converter.add_tensor(name, key, pattern, whole)
     return unread
 
 
 def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
-    """The file that holds each tensor of a folder or of the hub; none where they are not in safetensors files of the usual names."""
+    """Return the file of each tensor of a folder or of the hub. It is empty without safetensors
+    files of the usual names."""
     kind: Any = type(settings)
     if vars(settings).get("transformers_weights") or (hasattr(kind, "extra_files") and kind.extra_files):
         return {}
@@ -304,7 +337,7 @@ def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
 
 
 def _by_plain_name(model: nn.Module) -> dict[str, Tensor]:
-    """What is stored of ``model``, by the names that it has without adapters."""
+    """Return the stored tensors of ``model``, by their names without adapters."""
     base = base_model(model)
     stored = base.state_dict(keep_vars=True)
     names = {name: plain_name(name) for name in stored}
@@ -320,7 +353,8 @@ def _shape(source: Any) -> tuple[int, ...]:
 
 
 def _magnitudes(model: nn.Module) -> dict[int, list[Tensor]]:
-    """Those of new adapters with weight decomposition, by the id of the weight whose rows they are the norms of."""
+    """Return the magnitudes of new adapters with weight decomposition, by the id of the weight
+    whose row norms they are."""
     found: dict[int, list[Tensor]] = {}
     for name, module in model.named_modules():
         for magnitude in getattr(module, "lora_magnitude_vector", {}).values():
@@ -333,7 +367,7 @@ def _magnitudes(model: nn.Module) -> dict[int, list[Tensor]]:
 
 
 def put_together(model: PreTrainedModel) -> set[str]:
-    """Names of the parameters of ``model`` that transformers makes of several tensors of its files."""
+    """Return the parameters that transformers builds from several stored tensors."""
     converters = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)]
     made = [pattern for converter in converters for pattern in converter.target_patterns]
     return {name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in made)}

@@ -1,6 +1,7 @@
 """Explicit patches of transformers classes, for loops that call transformers models directly.
 
-The trainers of lightrft need none of them. Importing this package changes nothing; each ``apply_*`` function logs its change.
+lightrft's trainers need none of them. Importing this package changes nothing; each ``apply_*``
+function logs its change.
 """
 
 from __future__ import annotations

@@ -15,20 +15,23 @@ __all__ = ["MONKEY_PATCH_FUNC", "apply_monkey_patch_to_llama", "apply_monkey_pat
 
 
 def apply_monkey_patch_to_llama(group: dist.ProcessGroup | None = None) -> None:
-    """Make every Llama attention layer share the tokens of a row among the ranks of ``group``.
+    """Make every Llama attention layer shard the tokens of a row over the ranks of ``group``.
 
-    Rank ``r`` of ``n`` calls the model with the ``r``-th of ``n`` equal slices of each row: ``input_ids`` and ``position_ids``
-    ``[B, L / n]``. Attention exchanges tokens for heads, sees the whole row in ``1 / n`` of the heads, and exchanges back.
-    Attention is causal within a sample. A sample begins at each position 0, so packed rows need no mask and masks are not read.
-    Without ``group``, the ranks of the default process group. Where that is one rank, the layers compute as before.
+    Each of ``n`` ranks calls the model with an equal slice of each row, in the order of ranks.
+    ``input_ids`` and ``position_ids`` are ``[B, L / n]``. Attention exchanges tokens for heads,
+    attends over the full row in ``1 / n`` of the heads, and exchanges back. Attention is causal
+    within a sample. A sample begins at each position 0, so packed rows need no mask, and masks are
+    not read. ``None`` stands for the default process group. With one rank, the layers compute as
+    before.
 
-    Logs a warning. The layers raise ``ModelError`` for a cache, for dropout and for head counts that the ranks do not divide.
+    Logs a warning. The layers raise ``ModelError`` for a cache, for dropout and for head counts
+    that the ranks do not divide.
     """
     _patch("transformers.models.llama.modeling_llama", "LlamaAttention", group)
 
 
 def apply_monkey_patch_to_qwen2(group: dist.ProcessGroup | None = None) -> None:
-    """The same for every Qwen2 attention layer: see ``apply_monkey_patch_to_llama``."""
+    """Patch every Qwen2 attention layer in the same way as ``apply_monkey_patch_to_llama``."""
     _patch("transformers.models.qwen2.modeling_qwen2", "Qwen2Attention", group)
 
 

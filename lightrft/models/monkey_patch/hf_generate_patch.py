@@ -1,4 +1,4 @@
-"""Generate to the length limit with transformers' ``generate``, also after an end token."""
+"""Patch transformers' ``generate`` to run to the length limit, past end tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from lightrft.models.monkey_patch.replaced import original, replace
 def apply_monkey_patch_to_generation_mixin() -> None:
     """Remove the end-token criterion that ``generate`` builds from its generation config.
 
-    All ranks then run the same number of decoding steps, so that no rank waits in a collective call that another never makes.
-    Criteria that the caller passes as ``stopping_criteria`` stay. Logs a warning.
+    All ranks then run the same number of decoding steps. No rank blocks in a collective call that
+    another rank never makes. Criteria that the caller passes as ``stopping_criteria`` stay. Logs a
+    warning.
     """
     from transformers import GenerationMixin
     from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList

@@ -11,7 +11,16 @@ _ORIGINALS: dict[tuple[type, str], Any] = {}
 
 
 def replace(owner: type, name: str, new: Callable[..., Any], effect: str) -> None:
-    """Set ``owner.name`` to ``new`` and log a warning that states the ``effect``. A second call replaces the first patch."""
+    """Set ``owner.name`` to ``new`` and log a warning that states the ``effect``.
+
+    A second call replaces the first patch.
+
+    Args:
+        owner: The class.
+        name: Name of the method.
+        new: The new method.
+        effect: Text of the warning.
+    """
     _ORIGINALS.setdefault((owner, name), vars(owner)[name])
     setattr(owner, name, new)
     _log.warning("patched %s.%s for this process: %s", owner.__name__, name, effect)

@@ -1,4 +1,4 @@
-"""One attention layer over a row whose tokens are sliced among ranks."""
+"""One attention layer over a row whose tokens are sliced over ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from lightrft.utils.errors import ModelError
 
 
 class Slices:
-    """The ranks of ``group`` and the plan of the row that they share. Layers of one call share the plan."""
+    """The ranks of ``group`` and the attention plan of the row that they shard.
+
+    Layers of one call share the plan.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -30,7 +33,10 @@ class Slices:
         return dist.get_world_size(self.group) if dist.is_available() and dist.is_initialized() else 1
 
     def plan(self, positions: Tensor, rows: int) -> SegmentPlan:
-        """Build the attention plan of ``rows`` rows, end to end, from this rank's ``positions [1 or B, t]``."""
+        """Build the attention plan of ``rows`` concatenated rows.
+
+        ``positions [1 or B, t]`` belong to this rank's tokens.
+        """
         if self._plan is None or self._positions is not positions:
             own = positions.expand(rows, -1).contiguous()
             every = [torch.empty_like(own) for _ in range(self.size)]
@@ -57,12 +63,21 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute ``layer``'s attention for this rank's slice.
 
-    hidden_states: ``[B, t, H]``, this rank's slice of each row.
-    position_embeddings: cosines and sines ``[B, t, d]`` of this rank's tokens.
-    attention_mask: not read; the plan follows from the positions.
-    position_ids: ``[B, t]``, positions of this rank's tokens within their samples.
+    Return ``[B, t, H]``, and ``None`` for the attention weights.
 
-    Returns ``[B, t, H]`` and ``None`` for the attention weights. Raises ``ModelError``.
+    Args:
+        layer: The attention layer.
+        slices: The group and its plan.
+        rotate: Applies rotary embeddings to query and key.
+        hidden_states: ``[B, t, H]``, this rank's slice of each row.
+        position_embeddings: Cosines and sines ``[B, t, d]`` of this rank's tokens.
+        attention_mask: Not read; the plan follows from the positions.
+        past_key_values: Must be ``None``.
+        position_ids: ``[B, t]``, positions of this rank's tokens within their samples.
+
+    Raises:
+        ModelError: There are no positions, there is a cache or dropout, or the ranks do not divide
+            the heads.
     """
     if position_ids is None:
         raise ModelError("the patched attention needs position_ids: pass those of this rank's tokens")
@@ -79,7 +94,7 @@ def attend(
 
 
 def _check(layer: Any, slices: Slices, cache: Any) -> int:
-    """Return how many copies of each key head the ranks need."""
+    """Return the number of copies of each key head that the ranks need."""
     if cache is not None:
         raise ModelError("the patched attention has no cache: pass use_cache=False")
     if layer.training and layer.attention_dropout:
@@ -88,7 +103,8 @@ def _check(layer: Any, slices: Slices, cache: Any) -> int:
 
 
 def _gather_rows(x: Tensor, slices: Slices) -> Tensor:
-    """``[B, h, t, d]`` of own tokens to ``[1, h / n, B * L, d]`` of all tokens."""
+    """Exchange ``[B, h, t, d]`` of this rank's tokens for ``[1, h / n, B * L, d]`` of all
+    tokens."""
     n = slices.size
     heads = x.unflatten(1, (n, -1)).transpose(0, 1).contiguous()  # [n, B, h / n, t, d]
     got = exchange(heads, slices.group)  # [n, ...], a slice of tokens from each rank
@@ -96,7 +112,8 @@ def _gather_rows(x: Tensor, slices: Slices) -> Tensor:
 
 
 def _scatter_rows(out: Tensor, slices: Slices, rows: int) -> Tensor:
-    """``[1, B * L, h / n, d]`` of all tokens to ``[B, t, h * d]`` of own tokens."""
+    """Exchange ``[1, B * L, h / n, d]`` of all tokens for ``[B, t, h * d]`` of this rank's
+    tokens."""
     tokens = out[0].unflatten(0, (rows, slices.size, -1)).transpose(0, 1).contiguous()  # [n, B, t, h / n, d]
     got = exchange(tokens, slices.group)  # [n, ...], a block of heads from each rank
     return got.permute(1, 2, 0, 3, 4).flatten(2)

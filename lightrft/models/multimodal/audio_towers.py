@@ -1,4 +1,7 @@
-"""Towers that read sound: log-mel frames of clips, laid end to end, in; one feature for every few frames out."""
+"""Audio towers: log-mel frames in, one feature for every few frames out.
+
+The frames of all clips are concatenated.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +17,46 @@ from transformers.masking_utils import create_bidirectional_mask
 
 from lightrft.models.multimodal.towers import IMAGE, TIMED_VIDEO, Blank, Features, Reader, Tower
 
-_AROUND = 2  # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still see
+_AROUND = 2  # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still read
 _SPILL = 2  # frames after a clip's last whose window of samples, up to four hops wide, can reach back into it
 
 
 def frames_around(frames: int, window: int) -> int:
-    """Of a clip of ``frames``, those that its features depend on, where the tower masks the rest of its window."""
+    """Return the number of frames that a clip's features depend on.
+
+    The tower masks the rest of its ``window``, so only its convolutions read past the clip.
+    """
     return min(frames + _AROUND, window)
 
 
 def frames_alone(frames: int, window: int = 0) -> int:
-    """Of a clip of ``frames``, those that its features depend on, where the tower puts nothing around it: its own."""
+    """Return the number of frames that a clip's features depend on.
+
+    The tower adds no padding, so these are the clip's frames.
+    """
     return frames
 
 
 def frames_to_silence(frames: int, window: int) -> int:
-    """Of a clip of ``frames``, those that differ, where the tower hears the silence after it to the end of the last window: they
-    end with one frame of silence, unless the window ends before."""
+    """Return the number of frames that a clip's features depend on.
+
+    The tower reads silence up to the end of the last window, whose frames are all equal. So the
+    count ends with one frame of silence, unless the window ends before.
+    """
     return min(frames + _SPILL + 1, -(-frames // window) * window)
 
 
 def qwen2_audio_features(frames: int) -> int:
-    """Features of a clip of ``frames``: a convolution of stride 2, then means of two."""
+    """Return the number of features of a clip of ``frames``.
+
+    They come from a convolution of stride 2, then means of two.
+    """
     return ((frames - 1) // 2 + 1) // 2
 
 
 def _clips(inputs: dict[str, Tensor], window: int, kept: Callable[[int, int], int]) -> tuple[list[Tensor], Tensor]:
-    """Frames ``[k, mels]`` of each clip, and how many of them are the clip's own."""
+    """Return the frames ``[k, mels]`` of each clip, and the number of them that belong to the clip
+    itself."""
     own = inputs["feature_lengths"]
     return list(inputs["input_features"].split([kept(n, window) for n in own.tolist()])), own
 
@@ -50,14 +66,23 @@ def _window(tower: Any) -> int:
 
 
 def voxtral_features(frames: int, window: int, stacked: int) -> int:
-    """Features of a clip of ``frames``: those of as many whole windows as it takes, ``stacked`` states of the encoder in one."""
+    """Return the number of features of a clip, whose last window is padded to full length.
+
+    Args:
+        frames: Frames of the clip.
+        window: Frames of a window.
+        stacked: Encoder states that make one feature.
+    """
     return -(-frames // window) * (window // 2) // stacked
 
 
 def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
-    """``audio_tower`` and projector of the model's own forward, on the frames that there are.
+    """Run ``audio_tower`` and projector as the model's own forward does, but only on the given
+    frames.
 
-    The model's fills every clip up to its window of 30 seconds, and masks what was filled: the numbers are the same."""
+    The model's own forward pads every clip to its window of 30 seconds and masks the padding. The
+    numbers are the same.
+    """
     tower = model.model.audio_tower
     clips, own = _clips(inputs, _window(tower), frames_around)
     weight = tower.conv1.weight
@@ -77,8 +102,11 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
 
 
 def _own_frames(clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None) -> list[int]:
-    """How many frames of each clip ``[mels, T]`` count. Where that is not told all do, unless they would make more features than
-    the clip has placeholders: then as many as make those."""
+    """Return the number of valid frames of each clip ``[mels, T]``.
+
+    Without ``lengths`` all frames are valid, unless they would make more features than the clip has
+    placeholders. Then as many are valid as make that number of features.
+    """
     if lengths is not None:
         return list(lengths)
     own = [clip.shape[1] for clip in clips]
@@ -104,7 +132,8 @@ def _qwen2_audio_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _voxtral(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Whole windows ``[W, mels, window]``: its tower hears the silence after a clip, too."""
+    """Return full windows ``[W, mels, window]``, since the tower also reads the silence after a
+    clip."""
     window = _window(model.model.audio_tower)
     clips, _ = _clips(inputs, window, frames_to_silence)
     whole = [torch.cat([c, c[-1:].expand(-len(c) % window, -1)]) for c in clips]
@@ -114,14 +143,15 @@ def _voxtral(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
 def _voxtral_arranged(
     model: Any, windows: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
 ) -> dict[str, Tensor]:
-    """``windows [mels, T]`` each, of which all counts."""
+    """Return the media of ``windows [mels, T]`` each, all of whose frames are valid."""
     window = _window(model.model.audio_tower)
     frames = [torch.nn.functional.pad(part[:, :window], (0, max(0, window - part.shape[1]))) for part in windows]
     return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor([window] * len(frames))}
 
 
 def _omni_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Its tower cuts clips into pieces that do not see one another, and fills nothing up: a clip's own frames are all."""
+    """Return the keywords of the tower, which cuts clips into separate pieces without padding. It
+    needs only a clip's frames."""
     clips, own = _clips(inputs, 0, frames_alone)
     mels = pad_sequence(clips, batch_first=True)
     mask = torch.arange(mels.shape[1], device=own.device) < own[:, None]
@@ -146,10 +176,13 @@ def _omni_video(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _omni_positions(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
-    """Positions by the model's own ``get_rope_index``, which goes by the tokens themselves: those of media, and the marks before
-    them. Here it sees them only where they stand for something."""
+    """Return positions by the model's own ``get_rope_index``, which reads the tokens of media and
+    the marks before them.
+
+    Both are hidden from it where they stand for no media.
+    """
     real = types > 0
-    first = torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~real  # the place before each run: its mark
+    first = torch.nn.functional.pad(real[:, 1:], (0, 1)) & ~real  # the token before each run of placeholders: its mark
     return model.get_rope_index(
         torch.where(real | first, ids, -1),
         media.get("image_grid_thw"),
@@ -161,7 +194,7 @@ def _omni_positions(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media:
 
 
 def _clip_blank(kept: Callable[[int, int], int]) -> Blank:
-    """One clip of eight frames, with those after it that the tower wants."""
+    """Build a blank of one clip of eight frames, with the frames after it that the tower needs."""
 
     def blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
         audio = model.config.audio_config

@@ -1,7 +1,7 @@
-"""Media in its place: features by tower, the tokens whose embeddings they replace, and positions on every axis.
+"""Merge media into a model call: features, their tokens, and their positions.
 
-A batch's media goes through its tower in one call, once per prompt, whatever the layout: rows that repeat a prompt read the same
-features again.
+The media of a batch go through their tower in one call, once per prompt, in every layout. Rows that
+repeat a prompt read the same features again.
 """
 
 from __future__ import annotations
@@ -26,11 +26,17 @@ from lightrft.utils.errors import ModelError
 
 @dataclass(slots=True)
 class Seen:
-    """``row [N]``: the feature that replaces each token's embedding, -1 for text; ``features [K, H]`` and ``deep``, as ``Features``.
+    """Features of media, and their places among N tokens.
 
-    ``positions [axes, N]`` is ``None`` where a token's position is its place in its own sequence. ``blocks [N]`` numbers the spans
-    whose tokens see one another both ways, -1 outside of them; ``None`` where there are none. ``idle`` is 0, by
-    which gradients of 0 reach the towers that ran for nothing.
+    Attributes:
+        row: ``[N]`` index of the feature that replaces each token's embedding, -1 for text.
+        features: ``[K, H]``, see ``Features.values``.
+        deep: ``[K, H]`` each, see ``Features.deep``.
+        positions: ``[axes, N]``. ``None`` if a token's position is its index in the sequence.
+        blocks: ``[N]`` number of the span with attention in both directions, -1 outside. ``None``
+            if there are none.
+        idle: A zero that depends on towers that ran on a blank, so that zero gradients reach them.
+            ``None`` if none did.
     """
 
     row: Tensor
@@ -41,7 +47,13 @@ class Seen:
     idle: Tensor | None = None
 
     def inputs(self, model: PreTrainedModel, ids: Tensor, source: Tensor) -> dict[str, object]:
-        """Keywords of the decoder for tokens ``ids [S, T]`` that come from places ``source [S * T]`` of the N (-1: filled up)."""
+        """Return the decoder's keywords for tokens.
+
+        Args:
+            model: Gives the token embeddings.
+            ids: ``[S, T]`` token ids.
+            source: ``[S * T]`` index of each token among the N, -1 for padding.
+        """
         row = torch.where(source < 0, -1, self.row[source.clamp(min=0)])
         places = (row >= 0).nonzero()[:, 0]
         embeddings = model.get_input_embeddings()(ids)
@@ -56,7 +68,10 @@ class Seen:
         return made
 
     def spans(self, source: Tensor) -> list[Run]:
-        """Start and length of each copy of a block in a row of tokens that come from places ``source [T]``."""
+        """Return start and length of each copy of a block in a row of tokens.
+
+        ``source [T]`` are the indices of the row's tokens.
+        """
         if self.blocks is None:
             return []
         block = self._block_of(source)
@@ -67,8 +82,16 @@ class Seen:
         return [(s, n) for s, n, b in zip(starts.tolist(), lengths.tolist(), block[starts].tolist()) if b >= 0]
 
     def masks(self, config: PreTrainedConfig, embeddings: Tensor, source: Tensor, real: Tensor | None) -> dict[str, object]:
-        """Keywords of the decoder of ``config`` for ``embeddings [S, T, H]`` in rows of their own, by its own attention; ``real
-        [S, T]`` is 0 where they are filled up, ``None`` where nothing sees that."""
+        """Return the decoder's mask keywords for the ``padded`` layout.
+
+        They are for the model's own attention.
+
+        Args:
+            config: Config of the decoder.
+            embeddings: ``[S, T, H]``.
+            source: ``[S * T]`` index of each token among the N, -1 for padding.
+            real: ``[S, T]``, 0 for padding. ``None`` if no token attends to padding.
+        """
         if self.blocks is None:
             return {}
         block = self._block_of(source).view(embeddings.shape[:2])
@@ -94,11 +117,23 @@ def see(
     begun: Sequence[int] = (),
     every_tower: bool = False,
 ) -> Seen | None:
-    """Media of ``prompts`` and of ``responses``, over the tokens of both laid end to end; ``None`` where there is none.
+    """Encode the media of ``prompts`` and ``responses``.
 
-    With ``every_tower``, one that has no media runs on a blank, so that all processes of a job make the same calls.
-    The last ``begun[p]`` tokens of prompt ``p`` are an answer: no placeholder among them stands for anything.
-    Raises ``ModelError`` for media that the family cannot read and for placeholders that are not as many as features.
+    Return their places among the concatenated tokens; ``None`` without media.
+
+    Args:
+        model: The transformers model.
+        family: Row of the model's family.
+        prompts: Prompts with media.
+        responses: Responses, which may have media. ``None`` for none.
+        prompt_of: ``[B]`` index of each response's prompt. ``None`` without responses.
+        begun: For each prompt, the number of last tokens that are a resumed response. No
+            placeholder among them stands for media.
+        every_tower: Run towers without media on a blank, so that all processes of a job make the
+            same calls.
+
+    Raises:
+        ModelError: The family cannot read the media, or placeholders and features differ in number.
     """
     responses = Segments.of([]) if responses is None else responses
     reader = family.reader
@@ -134,12 +169,21 @@ def see(
 
 
 def has_media(segments: Segments) -> bool:
-    """Whether some run has media."""
+    """Return ``True`` if some run has media."""
     return any(rows.values.shape[0] for rows in segments.media.values())
 
 
 def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
-    """``[B]`` bool: answers in which a placeholder was sampled. Beside media the model's own forward would take it for one of theirs."""
+    """Return ``[B]`` bool: responses in which a placeholder was sampled.
+
+    If the prompts have media, the model's own forward would take such a token for a placeholder of
+    theirs.
+
+    Args:
+        model: The transformers model.
+        family: Row of the model's family.
+        batch: Prompts and responses.
+    """
     if family.reader is None or not has_media(batch.prompts):
         return torch.zeros_like(batch.prompt_of, dtype=torch.bool)
     ids = torch.tensor([tower.token_id(model.config) for tower in family.reader.towers], device=batch.prompt_of.device)
@@ -149,7 +193,13 @@ def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
 
 
 def given(tower: Tower, media: Media, hints: bool = False) -> dict[str, Tensor]:
-    """The inputs of ``tower`` that ``media`` holds, with or without its hints; empty when its content is missing."""
+    """Return the inputs of ``tower`` in ``media``; empty if its content is missing.
+
+    Args:
+        tower: The tower.
+        media: Media by input name.
+        hints: Also return the inputs that only positions depend on.
+    """
     first = media.get(tower.inputs[0])
     if first is None or not first.values.shape[0]:
         return {}
@@ -163,7 +213,8 @@ def _features(model: PreTrainedModel, tower: Tower, media: Media) -> Features | 
 
 
 def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
-    """0, made of all that the tower computes of a blank."""
+    """Return 0, computed from everything that the tower computes on a blank, so that its parameters
+    get zero gradients."""
     if tower.blank is None:
         raise ModelError(f"model type {model.config.model_type!r}: its {tower.kind} tower has no blank to run on")
     blank = {name: value.to(model.device) for name, value in tower.blank(model, tower.inputs).items()}
@@ -172,7 +223,7 @@ def _nothing(model: PreTrainedModel, tower: Tower) -> Tensor:
 
 
 def _inside(lengths: Tensor, begun: Sequence[int]) -> Tensor:
-    """``[N]`` bool: tokens that are not part of an answer that was begun."""
+    """Return ``[N]`` bool: tokens that are not part of a resumed response."""
     runs = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
     step = torch.arange(len(runs), device=lengths.device) - (lengths.cumsum(0) - lengths)[runs]
     held = torch.zeros_like(lengths)
@@ -181,13 +232,14 @@ def _inside(lengths: Tensor, begun: Sequence[int]) -> Tensor:
 
 
 def _places(model: PreTrainedModel, tower: Tower, both: Segments, inside: Tensor) -> Tensor:
-    """Placeholders of ``tower`` in the runs that have its media: elsewhere such a token is one that was sampled, or plain text."""
+    """Return the placeholders of ``tower`` in the runs with its media. In other runs such a token
+    was sampled, or is plain text."""
     with_media = torch.repeat_interleave(both.media[tower.inputs[0]].lengths > 0, both.lengths)
     return ((both.tokens == tower.token_id(model.config)) & with_media & inside).nonzero()[:, 0]
 
 
 def _blocks(row: Tensor, lengths: Tensor) -> Tensor:
-    """Placeholders that lie side by side in one run are one block."""
+    """Number the blocks: consecutive placeholders of one run are one block."""
     run = torch.repeat_interleave(torch.arange(len(lengths), device=row.device), lengths)
     real = row >= 0
     follows = torch.zeros_like(real)
@@ -203,7 +255,8 @@ def _positions(
     prompt_of: Tensor | None,
     begun: Sequence[int],
 ) -> Tensor:
-    """``[axes, N]`` of prompts' tokens, then of responses': those go on after the last token of their prompt, as text does."""
+    """Return ``[axes, N]`` positions of the prompts' tokens, then the responses', which continue
+    their prompt's as text does."""
     inside = _inside(prompts.lengths, begun)
     rows = _rope(model, reader, prompts, inside)
     if prompt_of is None or not len(responses):
@@ -220,7 +273,7 @@ def _positions(
 
 
 def _joined(first: Segments, second: Segments) -> Segments:
-    """Run b of ``first`` followed by run b of ``second``, as one run."""
+    """Return run b of ``first`` followed by run b of ``second``, as one run."""
     count = len(first)
     order = torch.arange(2 * count, device=first.tokens.device).view(2, -1).t().reshape(-1)
     both = Segments.cat([first, second]).select(order)
@@ -229,7 +282,7 @@ def _joined(first: Segments, second: Segments) -> Segments:
 
 
 def _rope(model: PreTrainedModel, reader: Reader, runs: Segments, inside: Tensor) -> list[Tensor]:
-    """Positions ``[axes, n]`` of each run."""
+    """Return the positions ``[axes, n]`` of each run."""
     assert reader.positions is not None
     lengths = runs.lengths.tolist()
     types = torch.zeros_like(runs.tokens)
@@ -244,7 +297,16 @@ def _rope(model: PreTrainedModel, reader: Reader, runs: Segments, inside: Tensor
 
 
 def own_inputs(model: PreTrainedModel, family: Family, batch: Batch, packed: Packed) -> dict[str, Any]:
-    """Keywords of the model's own forward for ``packed`` rows, media and all: the slow way, by which the other is checked."""
+    """Return the keywords of the model's own forward for ``packed`` rows with media.
+
+    It is slower, and the reference for the layouts.
+
+    Args:
+        model: The transformers model.
+        family: Row of the model's family.
+        batch: Prompts and responses.
+        packed: The batch in the ``padded`` layout.
+    """
     if not has_media(batch.prompts) and not has_media(batch.responses):
         return packed.inputs
     reader = family.reader
@@ -261,7 +323,14 @@ def own_inputs(model: PreTrainedModel, family: Family, batch: Batch, packed: Pac
 
 
 def own_keywords(model: PreTrainedModel, reader: Reader, ids: Tensor, media: Media) -> dict[str, Any]:
-    """Keywords of the model's own forward for the ``media`` of rows ``ids [S, T]``."""
+    """Return the keywords of the model's own forward for the media of some rows.
+
+    Args:
+        model: The transformers model.
+        reader: The family's towers.
+        ids: ``[S, T]`` token ids.
+        media: Media by input name.
+    """
     made: dict[str, Any] = {}
     types = torch.zeros_like(ids)
     for tower in reader.towers:

@@ -1,4 +1,7 @@
-"""The parts of a model that can be trained apart: its language model, what reads media, and what lies between the two."""
+"""The parts of a model that can be trained separately.
+
+These are the language model, towers, and projectors between the two.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,16 @@ PARTS = (LANGUAGE, TOWER, PROJECTOR)
 
 
 def parts_of(family: Family) -> tuple[str, ...]:
-    """The parts that models of ``family`` have."""
+    """Return the parts that models of ``family`` have."""
     return (LANGUAGE,) if family.reader is None else (LANGUAGE, *family.reader.parts)
 
 
 def part_of(family: Family, name: str) -> str:
-    """The part that a parameter belongs to, by its name in the transformers model (in peft's, or in a module that holds it): the one
-    with the longest matching prefix, and what matches none is language."""
+    """Return the part that a parameter belongs to.
+
+    It is the part with the longest matching prefix, or ``language`` if none matches. ``name`` is
+    the name in the transformers model, in a peft model, or in a module that contains one.
+    """
     name = name.removeprefix("base_model.model.")
     prefixes = {} if family.reader is None else family.reader.parts
     fitting = [(len(prefix), part) for part, some in prefixes.items() for prefix in some if name.startswith(prefix)]
@@ -28,7 +34,13 @@ def part_of(family: Family, name: str) -> str:
 
 
 def check_parts(config: PreTrainedConfig, setting: str, names: Iterable[str]) -> None:
-    """Raises ``ModelError`` for a name that is not a part of models of ``config``."""
+    """Raise ``ModelError`` for a name that is not a part of models of ``config``.
+
+    Args:
+        config: Config of the model.
+        setting: Name of the setting, for the message.
+        names: Parts to check.
+    """
     known = parts_of(family_of(config))
     for name in names:
         if name not in known:

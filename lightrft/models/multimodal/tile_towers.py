@@ -1,4 +1,4 @@
-"""Towers that read square tiles of pictures, and frames as such tiles."""
+"""Towers that read square tiles of pictures, and video frames as such tiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from lightrft.utils.errors import ModelError
 
 
 def _clips(model: Any, inputs: dict[str, Tensor]) -> Features:
-    """All frames in one call of the model's own, as if of one clip, with the mark of a clip's end after each."""
+    """Run all frames as one clip through the model's own method, and append an end mark to each
+    clip."""
     frames, lengths = inputs["pixel_values_videos"], inputs["video_lengths"]
     vision = model.config.vision_config
     each = math.ceil(vision.image_size // vision.patch_size / 2) ** 2
@@ -35,14 +36,14 @@ def _own_clips(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _picture_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """One picture as large as a tile: the tile, and the same as an overview."""
+    """Build a blank of one picture of the size of a tile: the tile, and the same as an overview."""
     side = model.config.vision_config.image_size
     tiles = image_size_to_num_patches([side, side], model.config.image_grid_pinpoints, side)
     return {names[0]: torch.ones(tiles, 3, side, side), names[1]: torch.tensor([[side, side]])}
 
 
 def _clip_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """One frame."""
+    """Build a blank of one frame."""
     side = model.config.vision_config.image_size
     return {names[0]: torch.ones(1, 3, side, side), names[1]: torch.tensor([1])}
 

@@ -1,4 +1,7 @@
-"""How a model reads what is not text: a tower turns one kind of input into features, each of which takes a placeholder token's place."""
+"""Towers of multimodal models.
+
+Each turns one kind of input into features, which replace placeholder tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,39 +15,52 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """``values [K, H]`` replace the embeddings of K placeholders, in order; ``deep`` are ``[K, H]`` each, added to the hidden states
-    of those places after the first layers (DeepStack, arXiv 2406.04334)."""
+    """Output of a tower.
+
+    Attributes:
+        values: ``[K, H]``, replace the embeddings of K placeholders, in order.
+        deep: ``[K, H]`` each, added to the hidden states of the placeholders after the first layers
+            (DeepStack, arXiv 2406.04334).
+    """
 
     values: Tensor
     deep: tuple[Tensor, ...] = ()
 
 
 Adapt = Callable[[Any, dict[str, Tensor]], dict[str, Any]]
-"""``(model, media by name)`` to keywords of the model's own forward, for media whose shape is not the one it takes."""
+"""Maps ``(model, media by name)`` to keywords of the model's own forward, for media of another
+shape than it takes."""
 
 
 def as_they_are(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """For media that have the names and shapes of the model's forward."""
+    """Return media unchanged, for media with the names and shapes of the model's forward."""
     return dict(inputs)
 
 
 Arrange = Callable[[Any, Sequence[Tensor], Sequence[int] | None, Sequence[int] | None], dict[str, Tensor]]
-"""``(model, an array per clip, lengths of the clips, placeholders of each)`` to media by name; lengths or placeholders may be unknown."""
+"""Maps ``(model, one array per clip, lengths of the clips, placeholders of each)`` to media by
+name. Lengths and placeholders may be ``None``."""
 
 Blank = Callable[[Any, tuple[str, ...]], dict[str, Tensor]]
-"""``(model, names of a tower's inputs)`` to the smallest media that the tower takes."""
+"""Maps ``(model, names of a tower's inputs)`` to the smallest media that the tower accepts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tower:
     """One kind of input.
 
-    ``inputs`` name the media that it takes, the one with content first; ``token`` is the config field of the placeholder's id.
-    ``hints`` name media that positions alone are made from.
-    ``getter`` is the model's method that computes features from what ``adapt`` makes of the media; ``compute`` stands in for both
-    where a family has none, or where the model's own wants more than the media hold. ``type_id`` is this kind's entry in
-    ``mm_token_type_ids``. ``arrange`` makes media of arrays as transformers' processors give them, where the two differ. ``blank`` is
-    what it reads in one process of several that has no media while others have.
+    Attributes:
+        kind: ``image``, ``video`` or ``audio``.
+        inputs: Names of its media; the first one has the content.
+        token: Config field with the placeholder's id.
+        getter: The model's method that computes features from the media that ``adapt`` returns.
+        adapt: Maps media to keywords of the model's own forward.
+        compute: Replaces ``getter`` and ``adapt``, for families without such a method, or whose
+            method needs more than the media hold.
+        type_id: Entry of this kind in ``mm_token_type_ids``.
+        hints: Names of media that only positions depend on.
+        arrange: Builds media from the arrays of transformers' processors, where the two differ.
+        blank: Input of a process that has no media while other processes have some.
     """
 
     kind: str
@@ -62,37 +78,43 @@ class Tower:
         return getattr(config, self.token)
 
     def features(self, model: Any, inputs: dict[str, Tensor]) -> Features:
-        """Features of ``inputs``, the values of this tower's media."""
+        """Return the features of ``inputs``, the values of this tower's media."""
         if self.compute is not None:
             return self.compute(model, inputs)
         return pooled(getattr(model, self.getter)(**self.adapt(model, inputs), return_dict=True))
 
 
 def patch_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """The patches of one feature, and their grid."""
+    """Return the patches of one feature, and their grid."""
     vision = model.config.vision_config
     side, width = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return {names[0]: torch.ones(side**2, width), names[1]: torch.tensor([[1, side, side]])}
 
 
 def picture_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """One picture of the only size that the tower takes."""
+    """Return one picture of the only size that the tower accepts."""
     size = model.config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
     return {names[0]: torch.ones(1, 3, height, width)}
 
 
 Positions = Callable[[Any, Tensor, Tensor, Tensor, dict[str, Tensor]], Tensor]
-"""``(model, ids [P, L], type ids [P, L], mask [P, L], media by name)`` to positions ``[axes, P, L]``."""
+"""Maps ``(model, ids [P, L], type ids [P, L], mask [P, L], media by name)`` to positions ``[axes,
+P, L]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """What a family reads besides text. ``positions`` is there for rotary embeddings of several axes.
+    """The towers and input rules of a multimodal family.
 
-    ``parts`` name prefixes of parameters: ``tower`` and ``projector`` (which may lie inside the tower's). ``both_ways`` says that
-    tokens of one picture see one another both ways, ``alone`` that the model's own forward takes media of unequal sizes only in rows
-    of their own. ``unread`` are prefixes of parameters that no feature depends on.
+    Attributes:
+        towers: One tower for each kind of input.
+        positions: Computes positions of several axes. ``None`` for one axis.
+        parts: Prefixes of parameter names of ``tower`` and ``projector``. The projector may be
+            inside the tower.
+        both_ways: Tokens of one picture attend to each other in both directions.
+        alone: The model's own forward takes media of unequal sizes only in separate rows.
+        unread: Prefixes of parameters that no feature depends on.
     """
 
     towers: tuple[Tower, ...]
@@ -104,7 +126,7 @@ class Reader:
 
 
 def pooled(output: Any) -> Features:
-    """Features from what a ``get_..._features`` method gives."""
+    """Return the features in the output of a ``get_..._features`` method."""
     values = getattr(output, "pooler_output", output)
     deep = getattr(output, "deepstack_features", None) or ()
     return Features(_joined(values), tuple(_joined(d) for d in deep))
@@ -115,13 +137,23 @@ def _joined(values: Any) -> Tensor:
 
 
 def rope_index(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
-    """Positions ``[3, P, L]`` by the model's own ``get_rope_index``, from the grids in ``media``."""
+    """Return positions ``[3, P, L]`` by the model's own ``get_rope_index``.
+
+    They depend on the grids in ``media``.
+
+    Args:
+        model: The transformers model.
+        ids: ``[P, L]`` token ids.
+        types: ``[P, L]`` type ids, 0 for text.
+        mask: ``[P, L]``, 0 for padding.
+        media: Media by name.
+    """
     known = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
     grids = {name: media[name] for name in known if name in media}
     return model.model.get_rope_index(ids, mm_token_type_ids=types, attention_mask=mask, **grids)[0]
 
 
-# Tables of ``families.py`` are made from these.
+# The table of ``families.py`` refers to these readers.
 
 IMAGE = Tower("image", ("pixel_values", "image_grid_thw"), "image_token_id", "get_image_features", blank=patch_blank)
 VIDEO = replace(
@@ -151,7 +183,8 @@ GEMMA_3 = Reader(
 
 
 def _as_one_row(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
-    """Crops ``[K, C, H, W]`` as ``[1, K, C, H, W]``, since the model takes some for each of several rows; those stay as they are."""
+    """Return crops ``[K, C, H, W]`` as ``[1, K, C, H, W]``, since the model expects crops per row.
+    Other shapes stay."""
     return {name: values.unsqueeze(0) if values.ndim == 4 else values for name, values in inputs.items()}
 
 

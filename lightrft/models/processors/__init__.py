@@ -1,4 +1,7 @@
-"""From decoded media to the inputs of a family's towers, and to the text that stands for them in a prompt."""
+"""Processors of media.
+
+They turn decoded media into tower inputs, and into placeholder text of a prompt.
+"""
 
 from lightrft.models.processors.base import Part, Processor, load_processor
 

@@ -1,4 +1,7 @@
-"""Sound: log-mel frames by the feature extractor of the folder, no more of them than make a difference."""
+"""Audio parts: log-mel frames by the folder's feature extractor.
+
+Frames that do not affect the features are dropped.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,16 @@ from lightrft.types import Extent
 
 
 def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Clips up to the tower's window."""
+    """Build the part of clips up to the tower's window.
+
+    Args:
+        config: Settings with the folder of the model.
+        settings: Config of the model.
+        tokenizer: Gives the placeholder and its marks.
+
+    Raises:
+        ValueError: Extractor and tower do not fit, or the tokenizer lacks a token.
+    """
     extractor, window = _extractor(config, settings.audio_config)
     kept = partial(audio_towers.frames_around, window=window)
     written = spelling(tokenizer, settings.audio_token_index)
@@ -31,7 +43,16 @@ def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokeniz
 
 
 def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Clips of any length, in as many windows as they take."""
+    """Build the part of clips of any length, in as many windows as needed.
+
+    Args:
+        config: Settings with the folder of the model.
+        settings: Config of the model.
+        tokenizer: Gives the placeholder and its mark.
+
+    Raises:
+        ValueError: Extractor and tower do not fit, or the tokenizer lacks a token.
+    """
     tower = settings.audio_config
     extractor, window = _extractor(config, tower)
     if extractor.n_fft > 4 * extractor.hop_length:
@@ -44,7 +65,19 @@ def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBa
 
 
 def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Clips up to the extractor's window, which is longer than the tower's pieces; pictures and frames as in Qwen2.5-VL."""
+    """Build the parts of Qwen2.5-Omni: clips, pictures and frames.
+
+    Clips have up to the extractor's window. Pictures and frames are as in Qwen2.5-VL. The
+    extractor's window is longer than the pieces of the tower.
+
+    Args:
+        config: Settings with the folder of the model.
+        settings: Config of the model.
+        tokenizer: Gives placeholders and marks.
+
+    Raises:
+        ValueError: Extractor and tower do not fit.
+    """
     extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
     if extractor.feature_size != settings.audio_config.num_mel_bins:
         raise ValueError(f"the feature extractor makes {extractor.feature_size} mel bins, the audio tower takes "
@@ -56,7 +89,8 @@ def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase)
 
 
 def _extractor(config: ModelConfig, tower: Any) -> tuple[Any, int]:
-    """The extractor of the folder, and the tower's window in frames. Raises ``ValueError`` when they do not fit."""
+    """Return the folder's extractor and the tower's window in frames. Raises ``ValueError`` if they
+    do not fit."""
     extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
     made, taken = (extractor.feature_size, extractor.nb_max_frames), (tower.num_mel_bins, 2 * tower.max_source_positions)
     if made != taken:
@@ -66,8 +100,16 @@ def _extractor(config: ModelConfig, tower: Any) -> tuple[Any, int]:
 
 @dataclass(frozen=True)
 class Clip:
-    """Sound of at most so many ``windows``, or of any length. ``written`` is one placeholder; ``features`` and ``kept`` give for a
-    number of frames how many features are made of them, and how many frames are handed to the tower."""
+    """Audio clips.
+
+    Attributes:
+        extractor: The folder's feature extractor.
+        written: One placeholder.
+        around: Text before and after the placeholders.
+        features: Maps the frames of a clip to its number of features.
+        kept: Maps the frames of a clip to the number of frames that the tower reads.
+        windows: Upper bound of windows of a clip. ``None`` for any length.
+    """
 
     extractor: Any
     written: str
@@ -86,7 +128,8 @@ class Clip:
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
         frames = self._frames(len(value))
         kept, whole = self.kept(frames), -(-len(value) // self.extractor.n_samples) * self.extractor.n_samples
-        # Silence up to the end of the last window of samples that is kept: there is no need to fill up all that the model can hear.
+        # Pad with silence only to the end of the last kept window of samples, not to the model's
+        # full window.
         enough = (kept + -(-self.extractor.n_fft // self.extractor.hop_length) + 1) * self.extractor.hop_length
         made = self.extractor(value, sampling_rate=self.rate, max_length=min(enough, whole), return_tensors="pt")
         mels = made["input_features"][0, :, :kept].transpose(0, 1).contiguous()
@@ -102,7 +145,8 @@ class Clip:
         self.extractor.save_pretrained(path)
 
     def _frames(self, samples: int) -> int:
-        """Raises ``ValueError`` for a clip that the model cannot hear as a whole, or of which it would hear nothing."""
+        """Return the number of frames. Raises ``ValueError`` for a clip beyond the window, or too
+        short for one feature."""
         if self.windows is not None and samples > self.windows * self.extractor.n_samples:
             raise ValueError(
                 f"a clip of {samples / self.rate:.3g} s at {self.rate} samples a second, and the model hears at most "
@@ -115,17 +159,20 @@ class Clip:
 
 
 class OmniClip(Clip):
-    """A clip of a model that sees, too: its extractor's config lies in one file with that of pictures."""
+    """Clips of a model that also reads pictures.
+
+    Its extractor's config shares one file with the picture processor's.
+    """
 
     def save(self, path: Path) -> None:
         save_beside_pictures(self.extractor, path)
 
 
 def save_beside_pictures(extractor: Any, path: Path) -> None:
-    """Add the config of ``extractor`` to the file in which that of pictures is."""
+    """Add the config of ``extractor`` to the file with the picture processor's config."""
     file = path / "preprocessor_config.json"
     pictures = json.loads(file.read_text(encoding="utf-8"))
-    own = type(extractor)().to_dict()  # one that was read from such a file holds the settings of pictures, too
+    own = type(extractor)().to_dict()  # an extractor read from such a file also has the picture settings
     sound = {name: value for name, value in json.loads(extractor.to_json_string()).items() if name in own}
     text = json.dumps({**pictures, **sound}, indent=2, sort_keys=True)
     file.write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,7 @@
-"""What is the same for every family: a processor is a table of parts, one for each kind of media."""
+"""The common part of all processors.
+
+A processor is a table of parts, one for each kind of media.
+"""
 
 from __future__ import annotations
 
@@ -20,41 +23,60 @@ from lightrft.utils.errors import ModelError
 
 
 class Part(Protocol):
-    """One kind of media of one family. Numbers are those of the family's own processor in transformers, without torchvision."""
+    """One kind of media of one family.
+
+    It gives the numbers of the family's transformers processor, without torchvision.
+    """
 
     @property
     def written(self) -> str:
-        """What the chat template writes for one of this kind, to be replaced by ``expand``."""
+        """The placeholder text that the chat template writes for one item.
+
+        ``expand`` replaces it.
+        """
         ...
 
     @property
     def around(self) -> tuple[str, str]:
-        """What the family's own chat template writes before and after ``written``, and a text without template must have there."""
+        """The text that the family's chat template writes before and after ``written``.
+
+        Prompts without a template must contain it.
+        """
         ...
 
     @property
     def rate(self) -> int:
-        """Samples per second that ``inputs`` takes; 0 for what has none."""
+        """Samples per second that ``inputs`` expects; 0 for kinds without a rate."""
         ...
 
     def expand(self, extent: Extent) -> str:
-        """The text, placeholders in it, that stands for one of this size. Raises ``ValueError`` for a size that cannot be read."""
+        """Return the text, with placeholders, for one item of this size.
+
+        Raises ``ValueError`` for a size that cannot be read.
+        """
         ...
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
-        """Media of one: pictures ``[H, W, 3]`` and frames ``[T, H, W, 3]`` uint8, sound ``[N]`` float32 in [-1, 1]."""
+        """Return the tower inputs of one item.
+
+        Pictures are ``[H, W, 3]`` and frames ``[T, H, W, 3]`` uint8. Audio is ``[N]`` float32 in
+        [-1, 1].
+        """
         ...
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
-        """Features that the tower makes of ``inputs``: there must be as many placeholders."""
+        """Return the number of features that the tower computes from ``inputs``.
+
+        It must equal the number of placeholders.
+        """
         ...
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Part:
-        """The same with other bounds on the pixels of a picture or frame."""
+        """Return the same part with other bounds on the pixels of a picture or frame."""
         ...
 
     def save(self, path: Path) -> None:
-        """Write what transformers needs to build the same."""
+        """Write the files from which transformers builds the same processor."""
         ...
 
 
@@ -76,19 +98,28 @@ class Processor:
 
 
 def spelling(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """How ``tokenizer`` writes a token."""
+    """Return the text of a token."""
     return str(tokenizer.convert_ids_to_tokens(token))
 
 
 def known(tokenizer: PreTrainedTokenizerBase, token: str) -> str:
-    """``token``. Raises ``ValueError`` when ``tokenizer`` does not have it."""
+    """Return ``token``. Raises ``ValueError`` if ``tokenizer`` does not have it."""
     if token not in tokenizer.get_vocab():
         raise ValueError(f"the tokenizer has no token {token!r}")
     return token
 
 
 def within(pixels: int, min_pixels: int | None, max_pixels: int | None) -> None:
-    """Refuse bounds for a family that brings every picture to ``pixels``, unless that is within them."""
+    """Refuse pixel bounds that exclude the only size of a family's pictures.
+
+    Args:
+        pixels: Pixels of every resized picture.
+        min_pixels: Lower bound. ``None`` for none.
+        max_pixels: Upper bound. ``None`` for none.
+
+    Raises:
+        ModelError: ``pixels`` is out of bounds.
+    """
     for name, bound, wrong in (
         ("min_pixels", min_pixels, pixels < (min_pixels or 0)),
         ("max_pixels", max_pixels, max_pixels is not None and pixels > max_pixels),
@@ -103,13 +134,13 @@ def write_settings(file: Path, fields: Mapping[str, Any]) -> None:
 
 
 Build = Callable[[ModelConfig, Any, PreTrainedTokenizerBase], Mapping[str, Part]]
-"""``(model settings, the model's config, tokenizer)`` to the parts of a family."""
+"""Maps ``(model settings, the model's config, tokenizer)`` to the parts of a family."""
 
 
 def load_processor(config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> Processor | None:
-    """How the model of ``config.path`` reads media; ``None`` where it reads text alone.
+    """Load the media processor of ``config.path``; ``None`` for a model that reads text alone.
 
-    Raises ``ModelError`` when the folder lacks what its processors are made from.
+    Raises ``ModelError`` if the folder lacks the files that its processor is built from.
     """
     settings = model_settings(config)
     reader = family_of(settings).reader

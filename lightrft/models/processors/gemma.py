@@ -1,4 +1,7 @@
-"""Gemma 3: every picture at one size, and crops of long ones where the folder's settings ask for them (pan and scan)."""
+"""Gemma 3: every picture at one size, with optional crops of long pictures.
+
+The folder's settings enable crops (pan and scan).
+"""
 
 from __future__ import annotations
 
@@ -18,11 +21,17 @@ from lightrft.models.processors.base import Part, spelling, within
 from lightrft.types import Extent
 
 _CROPS = {"pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}
-"""What ``Gemma3Processor`` uses where a folder's settings are null."""
+"""Values that ``Gemma3Processor`` uses where a folder's settings are null."""
 
 
 def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Pictures, by the picture processor of the folder."""
+    """Build the part of pictures from the folder's picture processor.
+
+    Args:
+        config: Settings with the folder of the model.
+        settings: Config of the model.
+        tokenizer: Gives placeholder and marks.
+    """
     processor = Gemma3ImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
     begin, soft, end = (
         spelling(tokenizer, i) for i in (settings.boi_token_index, settings.image_token_index, settings.eoi_token_index)
@@ -33,7 +42,11 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
 
 @dataclass(frozen=True, slots=True)
 class GemmaImage:
-    """Pictures. ``written`` begins one, ``whole`` is the text of one picture or crop, which becomes ``features`` features."""
+    """Pictures.
+
+    ``written`` marks the start of one. ``whole`` is the text of one picture or crop, which becomes
+    ``features`` features.
+    """
 
     processor: Any
     written: str
@@ -66,7 +79,7 @@ class GemmaImage:
 
     @property
     def _options(self) -> dict[str, Any]:
-        """Settings of crops, none of them null."""
+        """The settings of crops, with defaults for nulls."""
         chosen = {name: getattr(self.processor, name) for name in _CROPS}
         return {name: _CROPS[name] if value is None else value for name, value in chosen.items()}
 

@@ -1,4 +1,7 @@
-"""The Qwen-VL families: patches of pictures and frames at their own size, on a grid of time, height and width."""
+"""The Qwen-VL families: patches of pictures and frames at their native size.
+
+The patches form a grid of time, height and width.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,15 @@ from lightrft.types import Extent
 
 
 def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Pictures and frames, by the processors of the folder: frames by the pictures' where it has none for them."""
+    """Build the parts of pictures and frames from the folder's processors.
+
+    Without a video processor, frames use the pictures'.
+
+    Args:
+        config: Settings with the folder of the model.
+        settings: Config of the model.
+        tokenizer: Gives placeholders and marks.
+    """
     revision = config.revision or "main"
     processor = Qwen2VLImageProcessorPil.from_pretrained(config.path, revision=revision)
     fields, _ = BaseVideoProcessor.get_video_processor_dict(config.path, revision=revision)
@@ -42,7 +53,10 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
 
 @dataclass(frozen=True, slots=True)
 class QwenImage:
-    """Pictures. ``written`` is one placeholder; where pictures begin is told by the vision marks ``around`` them alone."""
+    """Pictures.
+
+    ``written`` is one placeholder. Only the vision marks ``around`` it show where a picture begins.
+    """
 
     processor: Any
     written: str
@@ -73,9 +87,12 @@ class QwenImage:
 
 @dataclass(frozen=True)
 class QwenVideo:
-    """Frames, in pairs: the last is repeated where one is missing. ``limited`` bounds each frame.
+    """Frames, in pairs; the last frame is repeated to complete a pair.
 
-    ``fields`` is the config of the folder's own processor of clips. With ``timed``, positions along time follow the clock.
+    ``limited`` bounds each frame.
+
+    ``fields`` is the config of the folder's video processor. With ``timed``, positions along time
+    follow the frame times.
     """
 
     processor: Any
@@ -96,13 +113,15 @@ class QwenVideo:
         return made
 
     def _patches(self, value: np.ndarray, grid: Tensor) -> Tensor:
-        """``[grid.prod(), colours * time * height * width]``, without torchvision, which the processor of clips needs."""
+        """Return ``[grid.prod(), colours * time * height * width]``, without the video processor,
+        which needs torchvision."""
         per_patch, side = self.processor.temporal_patch_size, self.processor.patch_size
         size = (int(grid[2]) * side, int(grid[1]) * side)
         taken = [min(t, len(value) - 1) for t in range(int(grid[0]) * per_patch)]
         frames = [Image.fromarray(value[t]).resize(size, resample=self.processor.resample) for t in taken]
         patches = self.processor(images=frames, do_resize=False, return_tensors="pt")["pixel_values"]
-        # The picture processor repeats each frame to fill a patch's time; here consecutive frames take those places.
+        # The picture processor repeats each frame to fill a patch's time axis. Consecutive frames
+        # replace the copies here.
         each = patches.view(int(grid[0]), per_patch, int(grid[1] * grid[2]), -1)
         colours = each.unflatten(-1, (-1, per_patch, side**2))[..., 0, :]
         return colours.permute(0, 2, 3, 1, 4).reshape(int(grid.prod()), -1)
@@ -118,7 +137,7 @@ class QwenVideo:
         write_settings(path / "video_preprocessor_config.json", {**self.fields, "video_processor_type": "Qwen2VLVideoProcessor"})
 
     def _grid(self, extent: Extent) -> Tensor:
-        """Patches along time, height and width."""
+        """Return the number of patches along time, height and width."""
         height, width = (n // self.processor.patch_size for n in self._resized(*extent.shape[:3]))
         return torch.tensor([-(-extent.shape[0] // self.processor.temporal_patch_size), height, width])
 
@@ -129,15 +148,18 @@ class QwenVideo:
 
 @dataclass(frozen=True)
 class Qwen3Video(QwenVideo):
-    """Frames whose times are told in text: each pair is a picture of its own between ``marks``. The folder's bounds on pixels are
-    for the whole clip, those of ``limited`` (in ``each``) for one frame."""
+    """Frames whose times are written as text: each pair is a separate picture between ``marks``.
+
+    The folder's pixel bounds are for the full clip. The bounds of ``limited`` (in ``each``) are for
+    one frame.
+    """
 
     marks: tuple[str, str] = ("", "")
     each: tuple[int | None, int | None] = (None, None)
 
     @property
     def least(self) -> int:
-        """Frames that a clip must have."""
+        """Smallest number of frames of a clip."""
         return self.processor.temporal_patch_size
 
     def expand(self, extent: Extent) -> str:
@@ -165,7 +187,7 @@ class Qwen3Video(QwenVideo):
 
 
 def _side(processor: Any) -> int:
-    """Pixels of one side of what becomes one feature."""
+    """Return the side, in pixels, of the square that becomes one feature."""
     return processor.patch_size * processor.merge_size
 
 
@@ -176,7 +198,7 @@ def _times(extent: Extent) -> tuple[float, ...]:
 
 
 def _spacing(extent: Extent) -> float:
-    """Seconds from one frame to the next."""
+    """Return the seconds from one frame to the next."""
     times = _times(extent)
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 

@@ -1,4 +1,4 @@
-"""Which parts each family is made of."""
+"""The function that builds the parts of each family."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""SmolVLM: a picture becomes square crops of one size, row by row, and last the whole picture at that size."""
+"""SmolVLM: a picture becomes square crops of one size.
+
+Crops are ordered row by row, followed by the full picture at that size.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,13 @@ from lightrft.types import Extent
 
 
 def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Pictures, by the picture processor of the folder."""
+    """Build the part of pictures from the folder's picture processor.
+
+    Args:
+        config: Settings with the folder of the model.
+        settings: Config of the model.
+        tokenizer: Gives the placeholder.
+    """
     processor = SmolVLMImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
     side = processor.max_image_size["longest_edge"] // settings.vision_config.patch_size
     return {"image": SmolImage(processor, spelling(tokenizer, settings.image_token_id), side**2 // settings.scale_factor**2)}
@@ -29,7 +38,11 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
 
 @dataclass(frozen=True, slots=True)
 class SmolImage:
-    """Pictures. ``written`` is one placeholder; a crop becomes ``features`` of them, between marks that say which crop it is."""
+    """Pictures.
+
+    ``written`` is one placeholder. A crop becomes ``features`` placeholders, between marks with its
+    row and column.
+    """
 
     processor: Any
     written: str
@@ -47,14 +60,17 @@ class SmolImage:
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
         made = self.processor(images=[Image.fromarray(value)], return_tensors="pt")
-        # Crops all have the size that the tower takes, so nothing is filled up and no mask is needed.
+        # All crops have the tower's input size, so there is no padding and no mask is needed.
         return {"pixel_values": made["pixel_values"][0]}
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
         return len(inputs["pixel_values"]) * self.features
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> SmolImage:
-        """``max_pixels`` lowers the size to which a picture's longest edge is brought before it is cut."""
+        """Return the part with a lower size for the longest edge.
+
+        Pictures are resized to it before they are cut.
+        """
         within(self._side**2, min_pixels, max_pixels)
         longest = self.processor.size["longest_edge"]
         if max_pixels is None or longest**2 <= max_pixels:
@@ -71,7 +87,8 @@ class SmolImage:
         return self.processor.max_image_size["longest_edge"]
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of crops; 0 and 0 for a picture that is not cut. As ``SmolVLMImageProcessorPil._preprocess`` sizes it."""
+        """Return rows and columns of crops, 0 and 0 for an uncut picture, with the sizes of
+        ``SmolVLMImageProcessorPil._preprocess``."""
         if not self.processor.do_image_splitting:
             return 0, 0
         if self.processor.do_resize:

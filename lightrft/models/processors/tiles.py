@@ -25,7 +25,15 @@ from lightrft.types import Extent
 
 
 def internvl(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Pictures. A tile is a square of the tower, its features shuffled into fewer and wider ones."""
+    """Build the part of pictures.
+
+    A tile is a square of the tower's size. Its features are shuffled into fewer, wider ones.
+
+    Args:
+        config: Settings with the folder of the model.
+        settings: Config of the model.
+        tokenizer: Gives placeholder and marks.
+    """
     processor = GotOcr2ImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
     vision = settings.vision_config
     side = vision.image_size[0] // vision.patch_size[0] * settings.downsample_ratio
@@ -35,7 +43,10 @@ def internvl(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerB
 
 @dataclass(frozen=True, slots=True)
 class InternImage:
-    """As many tiles as fit the picture's shape best, and the whole picture as one more. ``each`` is a tile's count of features."""
+    """Pictures, as tiles and the full picture as one more tile.
+
+    The number of tiles fits the aspect ratio best. ``each`` is the number of features of a tile.
+    """
 
     processor: Any
     written: str
@@ -70,9 +81,18 @@ class InternImage:
 
 
 def onevision(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
-    """Pictures and frames: frames by the folder's own processor of clips, or the pictures' where it has none.
+    """Build the parts of pictures and frames.
 
-    Raises ``ValueError`` for a folder whose model and processor do not cut a picture into the same tiles."""
+    Without a video processor in the folder, frames use the pictures'.
+
+    Args:
+        config: Settings with the folder of the model.
+        settings: Config of the model.
+        tokenizer: Gives placeholders.
+
+    Raises:
+        ValueError: Model and processor cut a picture into different tiles.
+    """
     revision = config.revision or "main"
     processor = LlavaOnevisionImageProcessorPil.from_pretrained(config.path, revision=revision)
     grids = [list(grid) for grid in settings.image_grid_pinpoints]
@@ -91,11 +111,13 @@ def onevision(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizer
 
 @dataclass(frozen=True, slots=True)
 class OnevisionImage:
-    """The whole picture as one tile, then tiles of it at the resolution that fits best, without what only fills them up and with a
-    mark at the end of each line. ``side`` is a tile's count of features along one side; more than ``most`` tiles are shrunk.
+    """Pictures, as the full picture in one tile, then tiles at the resolution that fits best.
 
-    Every picture is cut so, as transformers does for pictures given one by one; where it knows that several belong to one
-    message, it takes each whole."""
+    Features of padding are dropped, and a mark ends each line. ``side`` is the number of features
+    along one side of a tile. More than ``most`` tiles are shrunk. Every picture is cut this way, as
+    transformers does for pictures given one by one. For several pictures of one message,
+    transformers does not cut.
+    """
 
     processor: Any
     written: str
@@ -134,7 +156,8 @@ class OnevisionImage:
         write_settings(path / "processor_config.json", fields)
 
     def _bounded(self, height: int, width: int) -> tuple[int, int]:
-        """The size at which the picture is read: its own, unless that is out of bounds."""
+        """Return the size at which the picture is read: the original size, unless it is out of
+        bounds."""
         low, high = self.bounds
         scale = 1.0
         if high is not None and height * width > high:
@@ -144,7 +167,8 @@ class OnevisionImage:
         return (height, width) if scale == 1 else (max(1, int(height * scale)), max(1, int(width * scale)))
 
     def _features(self, height: int, width: int) -> int:
-        """As ``pack_image_features`` of the model has it, rounding and all."""
+        """Return the number of features, with the rounding of the model's
+        ``pack_image_features``."""
         best = select_best_resolution((height, width), self.processor.image_grid_pinpoints)
         rows, columns = (self.side * (n // self.processor.size["height"]) for n in best)
         if width / height > columns / rows:
@@ -159,7 +183,10 @@ class OnevisionImage:
 
 @dataclass(frozen=True, slots=True)
 class OnevisionVideo:
-    """Frames, each one tile whose features are halved along each side, and a mark at the end of the clip."""
+    """Frames, each one tile, and a mark at the end of the clip.
+
+    The features of a tile are halved along each side.
+    """
 
     processor: Any
     written: str
@@ -179,7 +206,7 @@ class OnevisionVideo:
         return len(inputs["pixel_values_videos"]) * math.ceil(self.side / 2) ** 2 + len(inputs["video_lengths"])
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> OnevisionVideo:
-        return self  # a frame is one tile, whatever its size
+        return self  # a frame is always one tile
 
     def save(self, path: Path) -> None:
         fields = {**self.fields, "video_processor_type": "LlavaOnevisionVideoProcessor"}

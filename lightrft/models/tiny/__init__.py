@@ -1,4 +1,7 @@
-"""Small real models that read media, made from the configs of their families, with tokenizer and processors."""
+"""Small real multimodal models, with tokenizer and processors.
+
+They are built from the configs of their families.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ from lightrft.utils.errors import ModelError
 
 
 def tiny_media_tokenizer(family: str, **options: Any) -> PreTrainedTokenizerFast:
-    """``tiny_tokenizer`` with the tokens of ``family`` and a chat template that takes parts of its kinds."""
+    """Build ``tiny_tokenizer`` with the tokens of ``family``.
+
+    Its chat template accepts the family's kinds of media.
+    """
     tiny = _tiny(family)
     return tiny_tokenizer(special=tiny.special, chat_template=_chat_template(tiny.written), **options)
 
@@ -32,7 +38,18 @@ def tiny_media_model(
     tower: dict[str, Any] | None = None,
     **overrides: Any,
 ) -> PreTrainedModel:
-    """A model of ``family`` with weights drawn from ``seed``; ``overrides`` are fields of its text config, ``tower`` of its tower's."""
+    """Build a model of ``family`` with random weights, in evaluation mode.
+
+    The global random generator is not changed.
+
+    Args:
+        family: One of ``MEDIA_FAMILIES``.
+        tokenizer: Gives vocabulary size and token ids. ``None`` builds ``tiny_media_tokenizer``.
+        seed: Seed of the weights.
+        dtype: Dtype of the weights.
+        tower: Fields of the tower's config.
+        **overrides: Fields of the text config.
+    """
     tiny = _tiny(family)
     tokenizer = tokenizer or tiny_media_tokenizer(family)
     sizes: dict[str, Any] = {
@@ -55,7 +72,7 @@ def tiny_media_model(
         torch.manual_seed(seed)
         model = getattr(transformers, FAMILIES[config.model_type].loader)(config)
         for parameter in model.parameters():
-            if parameter.ndim > 1 and not parameter.any():  # a projector of zeros would hide the picture
+            if parameter.ndim > 1 and not parameter.any():  # a zero projector would hide the picture
                 torch.nn.init.normal_(parameter, std=0.1)
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = 0, 3
     return model.to(dtype).eval()
@@ -70,9 +87,18 @@ def save_tiny_media(
     processor: dict[str, Any] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
-    """Write a folder with a model of ``tiny_media_model``, its tokenizer and its processors; returns the model.
+    """Write a folder with a model of ``tiny_media_model``, its tokenizer and its processors.
 
-    ``processor`` are settings of the processor that is saved; those of the tower must fit them."""
+    Return the model.
+
+    Args:
+        family: One of ``MEDIA_FAMILIES``.
+        path: The folder.
+        chars: Characters of the tokenizer.
+        whole_roles: The names of roles are single tokens.
+        processor: Settings of the saved processor; the tower's must fit them.
+        **options: Arguments of ``tiny_media_model``.
+    """
     tokenizer = tiny_media_tokenizer(family, chars=chars, whole_roles=whole_roles)
     model = tiny_media_model(family, tokenizer, **options)
     save_model(model, tokenizer, path)
@@ -87,7 +113,7 @@ def _tiny(family: str) -> Tiny:
 
 
 def _chat_template(written: dict[str, str]) -> str:
-    """The template of ``tiny.CHAT_TEMPLATE``, for content that is text or parts."""
+    """Return the template of ``tiny.CHAT_TEMPLATE``, for content that is text or parts."""
     kinds = "".join(f"{{% elif p['type'] == '{kind}' %}}{text}" for kind, text in written.items())
     content = (
         "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"

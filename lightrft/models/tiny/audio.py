@@ -1,4 +1,4 @@
-"""Models that hear, with towers of two layers and windows of one second."""
+"""Tiny audio models, with towers of two layers and windows of one second."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lightrft.models.tiny.spec import Tiny
 
 
 def _whisper_extractor(**settings: Any) -> Any:
-    """Windows of one second at 16 kHz, 16 mel bins: 100 frames."""
+    """Build an extractor with windows of one second at 16 kHz and 16 mel bins: 100 frames."""
     sizes: dict[str, Any] = {"feature_size": 16, "chunk_length": 1, "sampling_rate": 16000, **settings}
     return transformers.WhisperFeatureExtractor(**sizes)
 
@@ -43,7 +43,8 @@ def _voxtral(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) 
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
-        "initializer_range": 0.05,  # the long silences that it hears add up: at 0.1 float32 is less sharp than what tests look at
+        # at 0.1, rounding errors over long silences would exceed the tests' tolerances in float32
+        "initializer_range": 0.05,
         **tower,
     }
     audio.setdefault("intermediate_size", 2 * audio["hidden_size"])
@@ -94,7 +95,7 @@ def _omni(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> 
 
 
 class _OmniProcessors:
-    """``settings`` by kind: ``image`` and ``audio``."""
+    """Processors from ``settings`` by kind: ``image`` and ``audio``."""
 
     def __init__(self, **settings: dict[str, Any]) -> None:
         self.pictures = qwen.processor(**settings.get("image", {}))

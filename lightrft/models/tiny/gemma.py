@@ -1,4 +1,7 @@
-"""Gemma 3 with a tower of two layers. A picture is 9 tokens, one more than the window of the layers that slide."""
+"""A tiny Gemma 3 with a tower of two layers.
+
+A picture is 9 tokens, one more than the window of the sliding layers.
+"""
 
 from __future__ import annotations
 

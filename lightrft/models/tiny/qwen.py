@@ -1,4 +1,4 @@
-"""Qwen-VL models with towers of two layers and patches of 4 pixels."""
+"""Tiny Qwen-VL models, with towers of two layers and patches of 4 pixels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _ids(ids: dict[str, int]) -> dict[str, Any]:
 
 
 def processor(**settings: Any) -> Any:
-    """Patches of 4 pixels, 2 x 2 of which make a feature."""
+    """Build a processor with patches of 4 pixels, 2 x 2 of which make a feature."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024}, **settings}
@@ -30,7 +30,7 @@ def processor(**settings: Any) -> Any:
 
 
 def text(sizes: dict[str, Any], **rope: Any) -> dict[str, Any]:
-    """Fields of a text config whose positions have three axes."""
+    """Return the fields of a text config whose positions have three axes."""
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
     sections = [head // 2 - 2 * (head // 6), head // 6, head // 6]
     return {**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **rope}}
@@ -51,7 +51,10 @@ def _qwen2_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any])
 
 
 def vision_2_5(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the tower's config in Qwen2.5: windows of 2 x 2 features, and one layer that sees everything."""
+    """Return the fields of Qwen2.5's tower config.
+
+    It has windows of 2 x 2 features, and one layer with full attention.
+    """
     return {
         "depth": 2,
         "hidden_size": 32,
@@ -102,12 +105,13 @@ def _qwen3_vl_moe(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, A
 
 
 def _qwen3_5_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
-    """Fields of the tower's config: that of Qwen3-VL without features for deeper layers."""
+    """Return the fields of Qwen3-VL's tower config, without features for deeper layers."""
     return {name: value for name, value in _qwen3_vision(sizes, tower).items() if name != "deepstack_visual_indexes"}
 
 
 def _qwen3_5_text(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a text config whose layers carry a state, but for the last, which attends."""
+    """Return the fields of a text config whose layers are recurrent, except for the last, which
+    attends."""
     states = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
     layers = ["linear_attention"] * (sizes["num_hidden_layers"] - 1) + ["full_attention"]
     return {**states, **_qwen3_text(sizes), "layer_types": layers}

@@ -1,4 +1,7 @@
-"""SmolVLM with a tower of two layers: crops of 16 pixels become 4 tokens, and a picture is cut into two by two of them at most."""
+"""A tiny SmolVLM with a tower of two layers.
+
+Crops of 16 pixels become 4 tokens, and a picture has at most 2 x 2 crops.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family must say for a tiny model of it to be made."""
+"""The description of a family from which a tiny model is built."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from transformers import PreTrainedConfig
 
 @dataclass(frozen=True, slots=True)
 class Tiny:
-    """``special``: tokens of the family, last in the vocabulary. ``written``: what the chat template writes for each kind of part.
-    ``config`` is made from the text config's fields, the ids of ``special`` and fields of the tower's config; ``processor`` is what
-    is saved beside the model."""
+    """Tokens, template, config and processor of a tiny family.
+
+    Attributes:
+        special: Tokens of the family, last in the vocabulary.
+        written: Text that the chat template writes for each kind of part.
+        config: Builds the config from fields of the text config, the ids of ``special``, and fields
+            of the tower's config.
+        processor: Builds the processor that is saved with the model.
+    """
 
     special: tuple[str, ...]
     written: dict[str, str]

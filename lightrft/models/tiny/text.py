@@ -1,4 +1,7 @@
-"""Small real transformers models and a tokenizer, made from configs: for tests, and for a first run without any download."""
+"""Small real transformers models and a tokenizer, built from configs.
+
+They serve tests, and a first run without downloads.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +32,18 @@ def tiny_tokenizer(
     special: Sequence[str] = (),
     chat_template: str = CHAT_TEMPLATE,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer of one token per character of ``chars`` and ``extra_chars``; any other character is ``<unk>``.
+    """Build a tokenizer with one token per character.
 
-    ``special`` are more special tokens; they come last.
+    Characters outside of ``chars`` and ``extra_chars`` are ``<unk>``. Token 0 pads, ``<|im_end|>``
+    ends a response, and the chat template takes system, user and assistant messages.
 
-    With ``whole_roles`` the name of a role, right after ``<|im_start|>``, is one token too: it stands in every prompt.
-
-    Token 0 pads, ``<|im_end|>`` ends an answer, and the chat template takes system, user and assistant messages.
+    Args:
+        extra_chars: More characters.
+        chars: Characters.
+        whole_roles: The name of a role after ``<|im_start|>`` is one token. It occurs in every
+            prompt, so prompts get shorter.
+        special: More special tokens, last in the vocabulary.
+        chat_template: The chat template.
     """
     vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars, *(ROLES if whole_roles else ()), *special])
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
@@ -114,9 +122,10 @@ FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
 
 
 def tiny_config(family: str, *, vocab_size: int, **overrides: Any) -> PreTrainedConfig:
-    """A config of ``family``; ``overrides`` are fields of that family's own config class.
+    """Build a config of ``family``. ``overrides`` are fields of the family's config class.
 
-    Token ids are those of ``tiny_tokenizer``. Raises ``ModelError`` for a family that is not in ``FAMILIES``.
+    Token ids fit ``tiny_tokenizer``. Raises ``ModelError`` for a family that is not in
+    ``FAMILIES``.
     """
     if family not in _FAMILIES:
         raise ModelError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
@@ -131,23 +140,33 @@ def tiny_config(family: str, *, vocab_size: int, **overrides: Any) -> PreTrained
     sizes.setdefault("intermediate_size", 2 * sizes["hidden_size"])
     sizes.setdefault("num_key_value_heads", max(1, sizes["num_attention_heads"] // 2))
     derived = {**sizes, "head_dim": sizes.get("head_dim", max(1, sizes["hidden_size"] // sizes["num_attention_heads"]))}
-    # Initial weights are wider than transformers' 0.02: at this size the model would otherwise start almost uniform and flat.
+    # Initial weights are wider than transformers' 0.02: at this size the model would otherwise
+    # start almost uniform.
     tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3, "initializer_range": 0.1}
     fields: dict[str, Any] = {"vocab_size": vocab_size, **tokens, **special(derived), **sizes}
     return CONFIG_MAPPING[model_type](**fields)
 
 
 def tiny_model(family: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """A model of ``family`` with weights drawn from ``seed``, in evaluation mode; the global random generator is left alone.
+    """Build a model of ``family`` with random weights, in evaluation mode.
 
-    ``vocab_size`` among ``overrides`` is that of ``tiny_tokenizer`` unless given.
+    The global random generator is not changed.
+
+    Args:
+        family: One of ``FAMILIES``.
+        seed: Seed of the weights.
+        dtype: Dtype of the weights.
+        **overrides: Fields of the config. ``vocab_size`` fits ``tiny_tokenizer`` unless given.
     """
     overrides.setdefault("vocab_size", len(PRINTABLE) + 4)
     return drawn_model(tiny_config(family, **overrides), seed=seed).to(dtype).eval()
 
 
 def drawn_model(config: PreTrainedConfig, *, seed: int) -> PreTrainedModel:
-    """Make a language model of ``config`` in float32 with weights from ``seed``. The global random generator is left alone."""
+    """Build a language model of ``config`` in float32 with weights from ``seed``.
+
+    The global random generator is not changed.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,7 +1,9 @@
-"""Tiny real models of every text family of transformers, to prove a family or to compare two paths.
+"""Tiny real models of every text family of transformers.
 
-One table: each row holds the config fields that a family needs besides ``_SIZES``. A row also sets fields whose default would
-hide an error: a window shorter than the rows of a test, a logit scale other than 1, layers of every kind.
+They serve to prove a family or to compare two implementations. One table: each row holds the config
+fields that a family needs besides ``_SIZES``. A row also sets fields whose default would hide an
+error. Examples are a window shorter than the rows of a test, a logit scale other than 1, and layers
+of every kind.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from lightrft.models.tiny.text import PRINTABLE, drawn_model
 from lightrft.utils.errors import ModelError
 
 WINDOW = 8
-"""Keys that a query of a sliding layer sees in the models of this file."""
+"""Keys that a query of a sliding layer attends to in the models of this file."""
 
 _SIZES: dict[str, Any] = {
     "vocab_size": len(PRINTABLE) + 4,
@@ -66,7 +68,7 @@ _SIZES: dict[str, Any] = {
     "state_size": 8,
     "time_step_rank": 4,
 }
-"""Fields that are set where a family's config has them."""
+"""Fields that are set if a family's config has them."""
 
 _GRANITE = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
 _SLIDING = ["sliding_attention", "full_attention"]
@@ -371,14 +373,15 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "a draft model that reads the states of another": ("gemma4_assistant", "gemma4_unified_assistant"),
     "not a language model over one row of tokens": ("blt", "cohere_compass_text", "cpmant", "reformer"),
 }
-"""Other model types that transformers files under causal language models, by why they are not in the table."""
+"""Other model types that transformers registers as causal language models, by the reason why they
+are not in the table."""
 
 TEXT_FAMILIES: tuple[str, ...] = tuple(name for name in _ROWS if name in CONFIG_MAPPING)
 """Model types of the table that the installed transformers knows."""
 
 
 def family_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
-    """Make a tiny config of ``model_type``. ``overrides`` are fields of its config class.
+    """Build a tiny config of ``model_type``. ``overrides`` are fields of its config class.
 
     Raises ``ModelError`` for a type that is not in ``TEXT_FAMILIES``.
     """
@@ -391,9 +394,16 @@ def family_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
 
 
 def family_model(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
-    """Make a tiny model of ``model_type`` with weights from ``seed``, in evaluation mode.
+    """Build a tiny model of ``model_type`` with random weights, in evaluation mode.
 
-    Every floating-point parameter gets noise: an initial 0 or 1 would hide a bias or a scale that some path leaves out.
+    Every floating-point parameter gets noise: an initial 0 or 1 would hide a bias or a scale that
+    an implementation omits.
+
+    Args:
+        model_type: One of ``TEXT_FAMILIES``.
+        seed: Seed of the weights.
+        dtype: Dtype of the weights.
+        **overrides: Fields of the config.
     """
     model = drawn_model(family_config(model_type, **overrides), seed=seed)
     generator = torch.Generator().manual_seed(seed)
