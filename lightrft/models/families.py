@@ -24,15 +24,6 @@ from lightrft.utils.errors import ModelError
 class Family:
     """The differences of one family from a plain transformer decoder.
 
-<<<<<<< HEAD
-    ``decoder``: path of the module that yields last hidden states; empty for the one that the model
-    names. ``softcap``, ``multiplier``, ``divisor``: config fields that cap and scale the output of
-    the head. ``layout``: the leanest layout that is right. ``padded_attention``: the transformers
-    implementation that honours all of the family's attention; ``None`` is its own choice.
-    ``loader``: the transformers class, if it is not the one for causal language models. ``reader``:
-    how the family reads media.
-    ``refused``: why no model of the family can be trained."""
-=======
     Attributes:
         decoder: Path of the module that yields last hidden states. Empty uses the model's
             ``get_decoder``.
@@ -47,7 +38,6 @@ class Family:
         refused: The reason why no model of the family can be trained. ``None`` for families that
             can.
     """
->>>>>>> p-models
 
     decoder: str = "model"
     softcap: str = "final_logit_softcapping"
