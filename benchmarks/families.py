@@ -34,7 +34,7 @@ from lightrft.config.model import Layout, ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
-from lightrft.models.decoding.kv_decoder import Decoder, Session
+from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.families import FAMILIES
 from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.models.tiny.text import tiny_tokenizer
@@ -153,7 +153,7 @@ def check_sampling(actor: Actor) -> None:
     lengths = (13, 1, 5)
     prompts = [Prompt(id=str(n), token_ids=[4 + (7 * i + n) % 90 for i in range(n)]) for n in lengths]
     requests = [Request(p, seed=10 * p.token_ids[0] + s, sample=s, max_new_tokens=3 + 5 * s) for p in prompts for s in (0, 1)]
-    engine = NativeEngine(Decoder(actor.base), tiny_tokenizer(), EngineConfig())
+    engine = NativeEngine(KVDecoder(actor.base), tiny_tokenizer(), EngineConfig())
     try:
         rollouts = list(engine.generate(requests, SamplingConfig()))
     except (RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
@@ -189,7 +189,7 @@ def check_step(actor: Actor, batch: Batch) -> None:
 
 def decoding_of(actor: Actor) -> str:
     """Return how the native engine decodes: by ``plan``, or with the model's own ``cache``."""
-    return "plan" if isinstance(Decoder(actor.base).session(), Session) else "cache"
+    return "plan" if isinstance(KVDecoder(actor.base).session(), PlanDecodeSession) else "cache"
 
 
 def proofs(families: Sequence[str], sampling: bool = True) -> Iterator[Proof]:

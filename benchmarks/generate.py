@@ -29,7 +29,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
-from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request
 
@@ -86,7 +86,7 @@ def build(args: argparse.Namespace) -> tuple[PreTrainedModel, list[Prompt], torc
 def native(model: PreTrainedModel, prompts: list[Prompt], lengths: torch.Tensor) -> Side:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
-    engine = NativeEngine(Decoder(model), tokenizer, EngineConfig())
+    engine = NativeEngine(KVDecoder(model), tokenizer, EngineConfig())
     answers = len(lengths) // len(prompts)
     requests = [
         Request(prompt, seed=i, sample=i % answers, max_new_tokens=int(length))

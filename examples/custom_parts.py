@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.token_masks import Gate
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.types import Batch, Rollout
 
 
 def above_median(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple[Tensor, Tensor]:
     """Advantage: the reward of an answer less the median of its group, on each of its sampled tokens."""
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     rewards = rows.sum(token_rewards)
     advantage = torch.zeros_like(rewards)
     for prompt in batch.prompt_of.unique():
@@ -36,7 +36,7 @@ above_median.needs = ("groups",)  # a run with one answer per prompt is then ref
 
 
 def soft_clip(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig, *, width: float = 0.2
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig, *, width: float = 0.2
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Policy loss: instead of a clip, a parabola with its best ratio at ``1 ± width`` (SPO, arXiv 2401.16025)."""
     ratio = torch.exp(logprobs - old)
@@ -55,7 +55,7 @@ def per_token_cost(batch: Batch, rewards: Tensor, *, max_new_tokens: int, cost: 
     return rewards - cost * batch.lengths / max_new_tokens
 
 
-def fading(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows, *, width: float = 1.0) -> Tensor:
+def fading(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows, *, width: float = 1.0) -> Tensor:
     """Correction: a token counts the less the further trainer and sampler are apart, to ``1/e`` at ``width`` nats."""
     return torch.exp(-(old - behavior).abs() / width)
 

@@ -27,7 +27,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.attention import varlen_cuda
-from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.lora import add_adapters, base_model
 from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer
@@ -151,7 +151,7 @@ def in_4bit(model: Any, batch: Batch) -> Iterator[Row]:
 
 def drawn(family: str, model: Any) -> Row:
     """Log-probs that the engine gives with its tokens, against scoring them."""
-    engine = NativeEngine(Decoder(model), tiny_tokenizer(), EngineConfig())
+    engine = NativeEngine(KVDecoder(model), tiny_tokenizer(), EngineConfig())
     draw = random.Random(1)
     prompts = [Prompt(id=str(i), token_ids=[draw.randrange(4, 90) for _ in range(5 + 20 * i)]) for i in range(3)]
     requests = [Request(prompt, seed=i, sample=i) for prompt in prompts for i in range(4)]

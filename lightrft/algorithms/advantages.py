@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightrft.algorithms.group_ops import Groups
-from lightrft.algorithms.token_ops import Rows, compact, group_sum, last_sampled, scatter
+from lightrft.algorithms.token_ops import TokenRows, compact, group_sum, last_sampled, scatter
 from lightrft.config.algorithm import AdvantageConfig
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
@@ -31,7 +31,7 @@ Advantage = Callable[..., tuple[Tensor, Tensor]]
 ADVANTAGES: Registry[Advantage] = Registry("advantage")
 
 
-def scores(batch: Batch, token_rewards: Tensor, rows: Rows) -> Tensor:
+def scores(batch: Batch, token_rewards: Tensor, rows: TokenRows) -> Tensor:
     """Return the outcome reward of each response plus its summed KL penalty, ``[B]``.
 
     A response without sampled tokens has a score too, so it counts for the baseline.
@@ -53,7 +53,7 @@ def scores(batch: Batch, token_rewards: Tensor, rows: Rows) -> Tensor:
 
 def by_prompt(batch: Batch, token_rewards: Tensor) -> Groups:
     """Return the ``scores`` of all responses, grouped by prompt."""
-    return Groups(scores(batch, token_rewards, Rows.of(batch)), batch.prompt_of, len(batch.prompts))
+    return Groups(scores(batch, token_rewards, TokenRows.of(batch)), batch.prompt_of, len(batch.prompts))
 
 
 def on_tokens(advantage: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -61,7 +61,7 @@ def on_tokens(advantage: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
     The result is returned twice, as the advantage and as the return.
     """
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     spread = rows.spread(advantage)
     tokens = torch.where(rows.mask, spread, torch.zeros_like(spread))
     return tokens, tokens
@@ -125,7 +125,7 @@ def opo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple
     This baseline has minimum variance if the squared gradient norm of a response grows with its
     length.
     """
-    groups, length = by_prompt(batch, token_rewards), Rows.of(batch).count()
+    groups, length = by_prompt(batch, token_rewards), TokenRows.of(batch).count()
     baseline = groups.sum(length * groups.x) / groups.sum(length).clamp(min=1)
     return on_tokens(torch.where(groups.uneven(), groups.x - baseline, torch.zeros_like(baseline)), batch)
 
@@ -205,7 +205,7 @@ def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfi
 
     Every response counts once.
     """
-    return on_tokens(Groups.whole(scores(batch, token_rewards, Rows.of(batch))).standardised(settings.eps), batch)
+    return on_tokens(Groups.whole(scores(batch, token_rewards, TokenRows.of(batch))).standardised(settings.eps), batch)
 
 
 @ADVANTAGES.register(
@@ -262,7 +262,7 @@ def rft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, thres
     Args:
         threshold: Smallest reward that is imitated.
     """
-    score = scores(batch, token_rewards, Rows.of(batch))
+    score = scores(batch, token_rewards, TokenRows.of(batch))
     return on_tokens((score >= threshold).to(score.dtype), batch)
 
 
@@ -298,7 +298,7 @@ def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     """
     if batch.baselines is None:
         raise ValueError("remax needs batch.baselines")
-    rows, returns = Rows.of(batch), returns_of(batch, token_rewards, settings.gamma)
+    rows, returns = TokenRows.of(batch), returns_of(batch, token_rewards, settings.gamma)
     placed = torch.zeros_like(token_rewards)
     last = last_sampled(rows)
     placed[last[last >= 0]] = batch.baselines.to(placed.dtype)[last >= 0]
@@ -353,7 +353,7 @@ def vapo(
     """
     if alpha <= 0:
         raise ConfigError(f"advantage vapo: options.alpha is {alpha}; it must be positive")
-    length = Rows.of(batch).count().to(token_rewards.dtype)
+    length = TokenRows.of(batch).count().to(token_rewards.dtype)
     return traced(batch, token_rewards, settings.gamma, (1 - 1 / (alpha * length)).clamp(min=0), lam_critic)
 
 
@@ -377,7 +377,7 @@ def traced(
     """
     if batch.values is None:
         raise ValueError("a trace of temporal differences needs batch.values")
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     rewards, row, column = compact(token_rewards, rows)
     values, _, _ = compact(batch.values.to(token_rewards.dtype), rows)
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
@@ -406,7 +406,7 @@ def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     mean token reward.
     """
     process, others, count = process_means(batch, token_rewards.dtype)
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     centred = torch.where(rows.mask & rows.spread(count > 0), process - rows.spread(others / count.clamp(min=1)), 0.0)
     outcome, _ = rloo(batch, token_rewards, settings)
     total = returns_of(batch, centred.to(process.dtype), settings.gamma) + outcome
@@ -444,7 +444,7 @@ def prime_released(
         largest = returns.abs().max() if returns.numel() else returns.new_zeros(())
         batch = batch.replace(process_rewards=batch.process_rewards / (largest + 1e-6).to(batch.process_rewards.dtype))
     process, others, count = process_means(batch, token_rewards.dtype)
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     group = rows.spread(rows.mean(process) + others)
     spread = (process * rows.spread(count + 1) - group) / rows.spread(count.clamp(min=1))
     centred = torch.where(rows.mask & rows.spread(count > 0), process_coef * spread, 0.0)
@@ -478,7 +478,7 @@ def otb(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_
     """
     if batch.energy is None:
         raise ValueError("otb needs batch.energy")
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     padded, row, column = compact(token_rewards, rows)
     togo = discounted(padded, 1.0)[row, column]
     work = compact(batch.energy.to(togo.dtype), rows)[0].cumsum(1)[row, column]
@@ -525,7 +525,7 @@ def gigpo(
     """
     if batch.steps is None or batch.states is None:
         raise ValueError("gigpo needs batch.steps and batch.states")
-    rows, episodes = Rows.of(batch), by_prompt(batch, token_rewards)
+    rows, episodes = TokenRows.of(batch), by_prompt(batch, token_rewards)
     number, step = torch.unique(_pairs(batch.row_of[rows.mask], batch.steps[rows.mask]), dim=0, return_inverse=True)
     rewards = group_sum(token_rewards[rows.mask], step, len(number))
     back = rewards.clone()
@@ -558,7 +558,7 @@ def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
     """
     if batch.process_rewards is None:
         raise ValueError("prime needs batch.process_rewards")
-    rows, process = Rows.of(batch), batch.process_rewards.to(dtype)
+    rows, process = TokenRows.of(batch), batch.process_rewards.to(dtype)
     own, some = rows.mean(process), (rows.count() > 0).to(dtype)
     groups = Groups(own, batch.prompt_of, len(batch.prompts))
     return process, groups.sum(own) - own, groups.sum(some) - some
@@ -585,7 +585,7 @@ def returns_of(batch: Batch, token_rewards: Tensor, gamma: float) -> Tensor:
         token_rewards: ``[N]``.
         gamma: Discount factor per token.
     """
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     padded, row, column = compact(token_rewards, rows)
     return scatter(discounted(padded, gamma), rows, row, column)
 

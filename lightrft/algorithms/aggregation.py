@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightrft.algorithms.token_ops import Rows, group_sum
+from lightrft.algorithms.token_ops import TokenRows, group_sum
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
 
-Aggregation = Callable[[Rows, int], Tensor]
+Aggregation = Callable[[TokenRows, int], Tensor]
 AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
 
 
@@ -24,7 +24,7 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
     latex=r"\frac{\sum_{i,t} L_{i,t}}{\sum_i l_i}",
     paper="DAPO, arXiv 2503.14476, eq. 12",
 )
-def token(rows: Rows, constant: int) -> Tensor:
+def token(rows: TokenRows, constant: int) -> Tensor:
     """Weight every token of the batch equally."""
     return _shares(rows, torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / max(1, int(rows.mask.sum())))
 
@@ -35,7 +35,7 @@ def token(rows: Rows, constant: int) -> Tensor:
     latex=r"\frac1B\sum_i\frac1{l_i}\sum_t L_{i,t}",
     paper="DeepSeekMath, arXiv 2402.03300, eq. 3",
 )
-def sequence(rows: Rows, constant: int) -> Tensor:
+def sequence(rows: TokenRows, constant: int) -> Tensor:
     """Weight every response that has tokens equally."""
     count = rows.count()
     return _shares(rows, 1 / (count.clamp(min=1).double() * max(1, int((count > 0).sum()))))
@@ -47,7 +47,7 @@ def sequence(rows: Rows, constant: int) -> Tensor:
     latex=r"\frac1B\sum_i\sum_t L_{i,t}",
     paper="the policy gradient of a trajectory",
 )
-def sequence_sum(rows: Rows, constant: int) -> Tensor:
+def sequence_sum(rows: TokenRows, constant: int) -> Tensor:
     """Sum over the tokens of a response, then average over the responses that have tokens."""
     count = rows.count()
     return _shares(rows, torch.ones_like(count, dtype=torch.float64) / max(1, int((count > 0).sum())))
@@ -59,7 +59,7 @@ def sequence_sum(rows: Rows, constant: int) -> Tensor:
     latex=r"\frac{1}{B\,L_{\max}}\sum_{i,t} L_{i,t}",
     paper="Dr. GRPO, arXiv 2503.20783, section 3.2",
 )
-def constant_norm(rows: Rows, constant: int) -> Tensor:
+def constant_norm(rows: TokenRows, constant: int) -> Tensor:
     """Sum over the batch and divide by the number of responses times ``constant``."""
     return _shares(rows, torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / (max(1, len(rows)) * constant))
 
@@ -70,12 +70,12 @@ def constant_norm(rows: Rows, constant: int) -> Tensor:
     latex=r"\frac1P\sum_p\frac{\sum_{i\in p,t} L_{i,t}}{\sum_{i\in p} l_i}",
     paper="mean over prompts of the token mean",
 )
-def prompt(rows: Rows, constant: int) -> Tensor:
+def prompt(rows: TokenRows, constant: int) -> Tensor:
     """Weight every prompt whose responses have tokens equally."""
     groups = int(rows.prompt_of.max()) + 1 if len(rows) else 0
     tokens = group_sum(rows.count(), rows.prompt_of, groups)
     return _shares(rows, 1 / (tokens.clamp(min=1).double() * max(1, int((tokens > 0).sum())))[rows.prompt_of])
 
 
-def _shares(rows: Rows, per_row: Tensor) -> Tensor:
+def _shares(rows: TokenRows, per_row: Tensor) -> Tensor:
     return torch.where(rows.mask, rows.spread(per_row), torch.zeros_like(rows.mask, dtype=torch.float64))

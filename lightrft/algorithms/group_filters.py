@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.types import Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
@@ -133,7 +133,7 @@ def repeated_ngrams(group: Group, *, limit: float, n: int = 4) -> str:
     return "repeated_ngrams" if shares and sum(shares) / len(shares) > limit else ""
 
 
-def drop_reason(group: Group, parts: Sequence[Part], least: int) -> str:
+def drop_reason(group: Group, parts: Sequence[ComponentConfig], least: int) -> str:
     """Return the reason to drop a group, or an empty string to keep it.
 
     Args:

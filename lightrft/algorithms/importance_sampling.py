@@ -22,8 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from lightrft.algorithms.kl import KL_ESTIMATORS
-from lightrft.algorithms.token_ops import LIMIT, Rows, bounded
-from lightrft.config.base import Part
+from lightrft.algorithms.token_ops import LIMIT, TokenRows, bounded
+from lightrft.config.base import ComponentConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
 
@@ -31,14 +31,14 @@ Correction = Callable[..., Tensor]
 CORRECTIONS: Registry[Correction] = Registry("correction")
 
 Level = Literal["token", "sequence", "geometric"]
-LEVELS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
+LEVELS: dict[str, Callable[[Tensor, TokenRows], Tensor]] = {
     "token": lambda gap, rows: gap,
     "sequence": lambda gap, rows: rows.spread(rows.sum(gap)),
     "geometric": lambda gap, rows: rows.spread(rows.mean(gap)),
 }
 
 
-def weight_of(old: Tensor, behavior: Tensor, rows: Rows, level: Level) -> Tensor:
+def weight_of(old: Tensor, behavior: Tensor, rows: TokenRows, level: Level) -> Tensor:
     """Return ``exp(old - behavior)``, ``[N]``, per token or aggregated over the response.
 
     Args:
@@ -69,7 +69,7 @@ def inside(weight: Tensor, low: float, high: float) -> Tensor:
     paper="decoupled PPO: arXiv 2110.00641, section 3; AReaL, arXiv 2505.24298, eq. 5",
     needs=["old", "behavior"],
 )
-def importance(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
+def importance(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows) -> Tensor:
     """Weight each token by its unbounded importance ratio (decoupled PPO).
 
     The loss clips around the old policy; the weight corrects for the sampler.
@@ -90,7 +90,7 @@ def tis(
     old: Tensor,
     behavior: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     *,
     level: Level = "token",
     low: float = 0.0,
@@ -114,7 +114,7 @@ def tis(
     needs=["old", "behavior"],
 )
 def icepop(
-    logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows, *, low: float = 0.5, high: float = 5.0
+    logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows, *, low: float = 0.5, high: float = 5.0
 ) -> Tensor:
     """Weight each token by its importance ratio and mask tokens outside ``[low, high]``.
 
@@ -139,7 +139,7 @@ def mis(
     old: Tensor,
     behavior: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     *,
     level: Level = "sequence",
     low: float = 0.0,
@@ -168,7 +168,7 @@ def sequence_mask(
     old: Tensor,
     behavior: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     *,
     level: Level = "geometric",
     low: float = 0.99,
@@ -202,7 +202,7 @@ def sequence_reject(
     old: Tensor,
     behavior: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     *,
     level: Level = "geometric",
     low: float = 0.99,
@@ -231,7 +231,7 @@ def tis_normalized(
     old: Tensor,
     behavior: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     *,
     level: Level = "token",
     low: float = 0.0,
@@ -256,7 +256,7 @@ def tis_normalized(
     return torch.where(mean > 1e-8, weight / mean.clamp(min=1e-8), weight)
 
 
-def row_maximum(x: Tensor, rows: Rows) -> Tensor:
+def row_maximum(x: Tensor, rows: TokenRows) -> Tensor:
     """Return the largest ``x [N]`` over the counted tokens of each row, ``[B]``.
 
     ``x`` must not be negative. A row without counted tokens gets 0.
@@ -264,7 +264,7 @@ def row_maximum(x: Tensor, rows: Rows) -> Tensor:
     return x.new_zeros(len(rows)).scatter_reduce(0, rows.row_of, torch.where(rows.mask, x, torch.zeros_like(x)), "amax")
 
 
-DIVERGENCE_LEVELS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
+DIVERGENCE_LEVELS: dict[str, Callable[[Tensor, TokenRows], Tensor]] = {
     "token": lambda far, rows: far,
     "sum": lambda far, rows: rows.spread(rows.sum(far)),
     "mean": lambda far, rows: rows.spread(rows.mean(far)),
@@ -286,7 +286,7 @@ def divergence_reject(
     old: Tensor,
     behavior: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     *,
     limit: float,
     estimator: Literal["k2", "k3"] = "k3",
@@ -312,7 +312,7 @@ def divergence_reject(
     paper="off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, section 3.1",
     needs=["behavior"],
 )
-def opsm(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows, *, delta: float) -> Tensor:
+def opsm(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows, *, delta: float) -> Tensor:
     """Drop off-policy responses with negative advantage.
 
     Args:
@@ -323,7 +323,7 @@ def opsm(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, ro
 
 
 def correction_weights(
-    parts: Sequence[Part], logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows
+    parts: Sequence[ComponentConfig], logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows
 ) -> Tensor:
     """Return the product of the weights of all corrections, ``[N]``.
 
@@ -344,7 +344,7 @@ def correction_weights(
     return weights.clamp(max=math.exp(LIMIT))
 
 
-def compares_whole_batch(parts: Sequence[Part]) -> bool:
+def compares_whole_batch(parts: Sequence[ComponentConfig]) -> bool:
     """Return whether a weight depends on other responses of the mini-batch.
 
     If so, a micro-batch alone cannot compute it.

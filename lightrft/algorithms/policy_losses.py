@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lightrft.algorithms.token_ops import LIMIT, Rows, bounded, ratio_of
+from lightrft.algorithms.token_ops import LIMIT, TokenRows, bounded, ratio_of
 from lightrft.config.algorithm import LossConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
@@ -30,7 +30,7 @@ PolicyLoss = Callable[..., tuple[Tensor, Stats]]
 POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
-def token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
+def token_ratio(logprobs: Tensor, old: Tensor, rows: TokenRows) -> Tensor:
     """Return the token ratio ``pi / pi_old``, ``[N]``.
 
     Args:
@@ -41,7 +41,7 @@ def token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
     return ratio_of(logprobs, old)
 
 
-def sequence_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
+def sequence_ratio(logprobs: Tensor, old: Tensor, rows: TokenRows) -> Tensor:
     """Return the geometric mean of a row's token ratios at each of its tokens, ``[N]``.
 
     See GSPO, arXiv 2507.18071, eq. 7.
@@ -54,7 +54,7 @@ def sequence_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
     return rows.spread(torch.exp(bounded(rows.mean(logprobs - old))))
 
 
-def sequence_token_ratio(logprobs: Tensor, old: Tensor, rows: Rows) -> Tensor:
+def sequence_token_ratio(logprobs: Tensor, old: Tensor, rows: TokenRows) -> Tensor:
     """Return the sequence ratio in value, with the gradient of the token ratio, ``[N]``.
 
     See GSPO-token, arXiv 2507.18071, eq. 14.
@@ -81,7 +81,7 @@ def by_sign(up: Tensor, yes: float, no: float, like: Tensor) -> Tensor:
     return torch.where(up, like.new_tensor(yes), like.new_tensor(no))
 
 
-RATIOS: dict[str, Callable[[Tensor, Tensor, Rows], Tensor]] = {
+RATIOS: dict[str, Callable[[Tensor, Tensor, TokenRows], Tensor]] = {
     "token": token_ratio,
     "sequence": sequence_ratio,
     "sequence_token": sequence_token_ratio,
@@ -97,7 +97,7 @@ RATIOS: dict[str, Callable[[Tensor, Tensor, Rows], Tensor]] = {
     needs=["old"],
     reads=["ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"],
 )
-def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
     """Compute the clipped surrogate of PPO.
 
     With ``dual_clip``, the loss of a negative advantage is at most ``dual_clip`` times its size.
@@ -122,7 +122,7 @@ def ppo_clip(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, sett
     latex=r"L_{i,t}=-\hat A_t\log\pi_\theta",
     paper="REINFORCE, Williams 1992, Machine Learning 8, section 5",
 )
-def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
     """Compute the plain policy gradient, without a ratio.
 
     It is unbiased only for the policy that sampled.
@@ -138,7 +138,7 @@ def reinforce(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, set
     needs=["old"],
     reads=["ratio"],
 )
-def importance(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def importance(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
     """Weight the policy gradient by the ratio, without keeping the ratio near 1."""
     ratio = RATIOS[settings.ratio](logprobs, old, rows)
     return -ratio * advantages, {"ratio": ratio.detach()}
@@ -153,7 +153,7 @@ def importance(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, se
     needs=["old"],
     reads=["clip_low", "clip_high"],
 )
-def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
     """Compute the geometric mean of clipped token ratios.
 
     Each token carries the gradient of its own ratio. This equals the gradient of the mean if the
@@ -176,7 +176,7 @@ def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings
     needs=["old"],
     reads=["clip_low", "clip_high"],
 )
-def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
     """Clip the weight on both sides, so that every token keeps its gradient."""
     ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
@@ -191,7 +191,7 @@ def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, setting
     needs=["old"],
 )
 def cispo_cap(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig, *, cap: float = 5.0
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig, *, cap: float = 5.0
 ) -> tuple[Tensor, Stats]:
     """Clip the weight from above only, so that every token keeps its gradient.
 
@@ -212,7 +212,7 @@ def cispo_cap(
     needs=["old"],
     reads=["clip_low", "clip_high"],
 )
-def cpgd(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, Stats]:
+def cpgd(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig) -> tuple[Tensor, Stats]:
     """Compute the clipped surrogate on the log-ratio.
 
     A large ratio therefore does not scale the gradient.
@@ -236,7 +236,7 @@ def sapo(
     logprobs: Tensor,
     old: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     settings: LossConfig,
     *,
     tau_pos: float = 1.0,
@@ -268,7 +268,7 @@ def vespo(
     logprobs: Tensor,
     old: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     settings: LossConfig,
     *,
     k_pos: float = 2.0,
@@ -305,7 +305,7 @@ def dppo(
     logprobs: Tensor,
     old: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     settings: LossConfig,
     *,
     low: float = 0.15,
@@ -339,7 +339,7 @@ def dppo_kl(
     logprobs: Tensor,
     old: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     settings: LossConfig,
     *,
     low: float = 0.05,
@@ -375,7 +375,7 @@ def topr(
     logprobs: Tensor,
     old: Tensor,
     advantages: Tensor,
-    rows: Rows,
+    rows: TokenRows,
     settings: LossConfig,
     *,
     pos_low: float = 1.0,

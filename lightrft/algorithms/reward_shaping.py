@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from lightrft.algorithms.group_ops import Groups
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.running_stats import RUNNING, Moments
-from lightrft.algorithms.token_ops import Rows, last_sampled
+from lightrft.algorithms.token_ops import TokenRows, last_sampled
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.lazy_imports import Tensor, torch
@@ -135,7 +135,7 @@ def kimi_length(batch: Batch, rewards: Tensor, *, max_new_tokens: int, weight: f
         weight: Factor of the bonus.
         threshold: Smallest outcome of a correct response.
     """
-    groups = Groups(Rows.of(batch).count().to(rewards.dtype), batch.prompt_of, len(batch.prompts))
+    groups = Groups(TokenRows.of(batch).count().to(rewards.dtype), batch.prompt_of, len(batch.prompts))
     shortest = -groups.highest(-groups.x)
     lam = 0.5 - (groups.x - shortest) / (groups.highest() - shortest).clamp(min=1)
     bonus = torch.where(_right(batch, threshold), lam, lam.clamp(max=0))
@@ -209,7 +209,7 @@ def normalized_terms(batch: Batch, grouped: Callable[[Tensor, Tensor], Groups], 
     return total
 
 
-def shape(batch: Batch, parts: Sequence[Part], max_new_tokens: int, start: Tensor | None = None) -> Tensor:
+def shape(batch: Batch, parts: Sequence[ComponentConfig], max_new_tokens: int, start: Tensor | None = None) -> Tensor:
     """Apply the shapings in order and return the rewards, ``[B]``.
 
     Args:
@@ -240,7 +240,7 @@ def token_rewards(batch: Batch, estimator: str, kl_coef: float) -> Tensor:
     """
     if batch.rewards is None:
         raise ValueError("token rewards need batch.rewards")
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     last = last_sampled(rows)
     rewards = torch.zeros(rows.mask.numel(), dtype=batch.rewards.dtype, device=last.device)
     rewards[last[last >= 0]] = batch.rewards[last >= 0]

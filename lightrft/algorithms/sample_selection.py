@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.types import Rollout
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
@@ -94,7 +94,7 @@ def random(group: Group, *, keep: int) -> list[int]:
     return sorted(range(len(group)), key=lambda i: (_shuffled(group[i]), _place(group[i])))[:keep]
 
 
-def selected(group: Group, part: Part | None) -> list[Rollout]:
+def selected(group: Group, part: ComponentConfig | None) -> list[Rollout]:
     """Return the responses of ``group`` that ``part`` selects, in the order of the group.
 
     ``part`` of ``None`` selects all.

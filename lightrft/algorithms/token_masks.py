@@ -17,9 +17,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lightrft.algorithms.token_ops import Rows, require_column
+from lightrft.algorithms.token_ops import TokenRows, require_column
 from lightrft.config.algorithm import LossConfig
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.types import Batch
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
@@ -206,7 +206,7 @@ def _log_below(floor: float) -> float:
     return math.log1p(-floor) if floor < 1 else -math.inf
 
 
-def gated(batch: Batch, parts: Sequence[Part], settings: LossConfig, generator: torch.Generator) -> Batch:
+def gated(batch: Batch, parts: Sequence[ComponentConfig], settings: LossConfig, generator: torch.Generator) -> Batch:
     """Apply all gates to a whole mini-batch.
 
     Args:
@@ -278,7 +278,7 @@ def _by_content(places: Tensor, x: Tensor, batch: Batch) -> Tensor:
     """
     start = torch.cumsum(batch.lengths, 0) - batch.lengths
     position = torch.arange(batch.tokens, device=x.device) - start[batch.row_of]
-    length = Rows.of(batch).spread(batch.lengths)
+    length = TokenRows.of(batch).spread(batch.lengths)
     keys = (length, batch.responses.tokens, position, require_column(batch.logprobs), require_column(batch.advantages), x)
     for key in keys:
         places = places[key[places].argsort(stable=True)]

@@ -9,7 +9,7 @@ from lightrft.utils.lazy_imports import Tensor, torch
 
 
 @dataclass(slots=True)
-class Rows:
+class TokenRows:
     """Layout of a packed batch of ``N`` tokens in ``B`` rows, one row per response.
 
     Attributes:
@@ -25,9 +25,9 @@ class Rows:
     mask: Tensor
 
     @staticmethod
-    def of(batch: Batch) -> Rows:
+    def of(batch: Batch) -> TokenRows:
         """Return the layout of ``batch``."""
-        return Rows(batch.row_of, batch.lengths, batch.prompt_of, batch.mask)
+        return TokenRows(batch.row_of, batch.lengths, batch.prompt_of, batch.mask)
 
     def __len__(self) -> int:
         return int(self.lengths.numel())
@@ -53,7 +53,7 @@ class Rows:
         return x[self.row_of]
 
 
-def last_sampled(rows: Rows) -> Tensor:
+def last_sampled(rows: TokenRows) -> Tensor:
     """Return the index of each row's last counted token, ``[B]``; -1 for a row without any."""
     place = torch.arange(rows.mask.numel(), device=rows.mask.device)
     last = torch.full((len(rows),), -1, dtype=torch.long, device=place.device)
@@ -74,7 +74,7 @@ def group_sum(x: Tensor, group: Tensor, groups: int) -> Tensor:
     return torch.zeros(groups, dtype=x.dtype, device=x.device).index_add(0, group, x)
 
 
-def compact(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+def compact(x: Tensor, rows: TokenRows) -> tuple[Tensor, Tensor, Tensor]:
     """Pad the counted tokens row by row, left-aligned.
 
     Returns:
@@ -91,7 +91,7 @@ def compact(x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
     return padded, row, column
 
 
-def scatter(padded: Tensor, rows: Rows, row: Tensor, column: Tensor) -> Tensor:
+def scatter(padded: Tensor, rows: TokenRows, row: Tensor, column: Tensor) -> Tensor:
     """Invert ``compact``: ``[B, L]`` to ``[N]``, with 0 at tokens that do not count.
 
     Args:

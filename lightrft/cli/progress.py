@@ -19,7 +19,7 @@ from lightrft.utils.errors import NothingTrained, UserError, first_line
 from lightrft.viewer.report import write_report
 
 
-class Watch:
+class ProgressObserver:
     """An observer that shows a progress bar for each phase of a run."""
 
     def __init__(self, stack: ExitStack, enabled: bool) -> None:
@@ -45,10 +45,10 @@ class Watch:
 
 
 @contextmanager
-def watching(run: RunConfig) -> Generator[Watch]:
+def watching(run: RunConfig) -> Generator[ProgressObserver]:
     """Provide an observer for one run."""
     with ExitStack() as stack:
-        yield Watch(stack, run.progress)
+        yield ProgressObserver(stack, run.progress)
 
 
 def finish(run: RunConfig, summary: Mapping[str, Any]) -> int:

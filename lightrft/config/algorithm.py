@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from lightrft.config.base import NamedFunction, Part, Settings, _full_parts, deep_merge
+from lightrft.config.base import ComponentConfig, NamedFunction, Settings, _full_parts, deep_merge
 from lightrft.config.presets import PRESETS
 
 
@@ -256,10 +256,10 @@ class AlgorithmConfig(Settings):
     """Source of the old log-probs in the ratio. ``policy``: the policy before the update.
     ``behavior``: the sampler that generated the tokens. ``interpolated``: between the sampler and
     the current policy, by the version that generated each token, without a forward pass (AReaL)."""
-    corrections: tuple[Part, ...] = ()
+    corrections: tuple[ComponentConfig, ...] = ()
     """Weights on token losses, by the distance of sampler and old policy. Functions by name,
     multiplied. Set it when responses come from other weights."""
-    gates: tuple[Part, ...] = ()
+    gates: tuple[ComponentConfig, ...] = ()
     """Functions that leave tokens of a mini-batch out of the loss."""
     aggregation: str = "token"
     """Token losses to the loss of the global batch. A registered name, ``package.module:function``
@@ -281,9 +281,9 @@ class AlgorithmConfig(Settings):
     """Critic loss."""
     normalize: NormalizeConfig = NormalizeConfig()
     """Scales of rewards and values."""
-    shaping: tuple[Part, ...] = ()
+    shaping: tuple[ComponentConfig, ...] = ()
     """Functions that change the rewards of a batch, in order, before advantages."""
-    filters: tuple[Part, ...] = ()
+    filters: tuple[ComponentConfig, ...] = ()
     """Functions that drop groups. Another prompt is sampled for each dropped group, within
     ``rollout.max_rounds``."""
 

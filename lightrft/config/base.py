@@ -363,7 +363,7 @@ def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, s
     return f"{name or 'config'}{given}{where}: {message}"
 
 
-class Part(NamedFunction):
+class ComponentConfig(NamedFunction):
     """A registered function, or ``package.module:function``, with its keyword arguments."""
 
     name: str

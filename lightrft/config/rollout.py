@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import Field
 
-from lightrft.config.base import NamedFunction, Part, Settings
+from lightrft.config.base import ComponentConfig, NamedFunction, Settings
 from lightrft.config.data import DataConfig
 from lightrft.config.strategy import SamplingConfig
 
@@ -42,7 +42,7 @@ class RolloutConfig(Settings):
     carry_over: bool = False
     """Train on surplus groups of ``oversample`` in the next step, instead of dropping them. Not
     with ``staleness``."""
-    select: Part | None = None
+    select: ComponentConfig | None = None
     """Function that keeps some of the responses of each group; ``null`` keeps all."""
     curriculum: CurriculumConfig | None = None
     """Sampling of prompts by pass rate; ``null`` takes each prompt once an epoch."""

@@ -27,7 +27,7 @@ from lightrft.datasets.row_tables import (
     First,
     Indexes,
     Joined,
-    JsonLines,
+    JsonLinesRows,
     Listed,
     Malformed,
     Rows,
@@ -176,7 +176,7 @@ def _from_file(path: Path, malformed: Malformed, limit: int | None, indexes: Ind
     if kind == ".csv":
         return Csv(path, malformed, limit, indexes)
     if kind == ".jsonl":
-        return JsonLines(path, malformed, limit, indexes)
+        return JsonLinesRows(path, malformed, limit, indexes)
     if kind == ".json":
         return _from_json(path, malformed, limit, indexes)
     if path.suffix in (".parquet", ".arrow"):
@@ -190,7 +190,7 @@ def _from_json(path: Path, malformed: Malformed, limit: int | None, indexes: Ind
     with path.open("rb") if text is None else io.BytesIO(text) as file:
         head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
     if not head.startswith(b"["):
-        return JsonLines(path, malformed, limit, indexes)
+        return JsonLinesRows(path, malformed, limit, indexes)
     try:
         items = json.loads(path.read_bytes() if text is None else text)
     except json.JSONDecodeError as error:

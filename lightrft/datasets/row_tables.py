@@ -232,7 +232,7 @@ class _TextFile:
         raise NotImplementedError
 
 
-class JsonLines(_TextFile):
+class JsonLinesRows(_TextFile):
     """One JSON object per line."""
 
     def _read(self, file: IO[bytes]) -> tuple[int, Row | None]:

@@ -121,7 +121,7 @@ MOST_UNKNOWN = 0.01
 """Fraction of unknown tokens above which the tokenizer does not fit the text."""
 
 
-class Rows(Protocol):
+class CountedRows(Protocol):
     """A dataset with counts of warnings."""
 
     counts: Counter[str]
@@ -129,7 +129,7 @@ class Rows(Protocol):
     def first_with(self, doubt: str, /) -> str: ...
 
 
-def check_text(rows: Rows, key: str) -> None:
+def check_text(rows: CountedRows, key: str) -> None:
     """Warn about tokens that are unknown to the tokenizer.
 
     ``key`` is the setting that names the rows.

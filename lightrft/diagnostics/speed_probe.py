@@ -51,21 +51,21 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class GenerationTiming:
     """A model of generation: a decoding step of w responses takes ``each + row * w`` seconds."""
 
     each: float
     row: float
 
     @staticmethod
-    def of(few: tuple[float, list[Rollout]], many: tuple[float, list[Rollout]]) -> Drawing:
+    def of(few: tuple[float, list[Rollout]], many: tuple[float, list[Rollout]]) -> GenerationTiming:
         """Fit the model to the seconds and responses of a narrow and a wide call.
 
         If the wide call was not slower, ``row`` is 0.
         """
         (few_seconds, few_width), (many_seconds, many_width) = (_per_step(*call) for call in (few, many))
         row = max(0.0, many_seconds - few_seconds) / max(1e-9, many_width - few_width)
-        return Drawing(max(0.0, many_seconds - row * many_width), row)
+        return GenerationTiming(max(0.0, many_seconds - row * many_width), row)
 
     def seconds(self, rows: int, mean: float, longest: float, width: int) -> float:
         """Return the seconds for a set of responses.
@@ -86,7 +86,7 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
     run forward, then forward and backward, and an optimizer step with learning rate 0. Each is
     repeated ``REPEATS`` times.
 
-    Generation scales with the number of concurrent responses (``Drawing``), at the sampled lengths.
+    Generation scales with the number of concurrent responses (``GenerationTiming``), at the sampled lengths.
     Passes (``step_workload.forwards``) scale with tokens. Models of other roles count like the
     policy. The lower bound assumes that a wider call costs nothing more. The upper bound assumes
     responses of maximum length and the slowest repeat.
@@ -138,8 +138,8 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
         return which(ahead) * scale * plain, which(back) * scale * trained + which(step) * steps
 
     mean, longest, width = tokens / len(rollouts), max(len(r) for r in rollouts), min(rows, config.engine.max_rows)
-    speed = Drawing.of(min(narrow, key=_seconds), min(drawn, key=_seconds))
-    slow = Drawing.of(min(narrow, key=_seconds), max(drawn, key=_seconds))
+    speed = GenerationTiming.of(min(narrow, key=_seconds), min(drawn, key=_seconds))
+    slow = GenerationTiming.of(min(narrow, key=_seconds), max(drawn, key=_seconds))
     drawing, (scored, learned) = speed.seconds(rows, mean, longest, width), passing(min)
     most = slow.seconds(rows, lengths.answer, lengths.answer, width) + sum(passing(max, lengths.answer / max(1.0, mean)))
     least = min(drawing, min(map(_seconds, drawn)))

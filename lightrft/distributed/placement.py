@@ -40,7 +40,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlacement:
     """The place of a started rank: node id and address in Ray, process id, and assigned devices."""
 
     node: str
@@ -78,13 +78,13 @@ def layout(launch: LaunchConfig, accelerated: bool) -> Layout:
     return Layout(tuple(bundles), ranks, workers)
 
 
-def side_by_side(places: Sequence[Place]) -> list[int]:
+def side_by_side(places: Sequence[RankPlacement]) -> list[int]:
     """Return the indices of ``places`` in rank order: ranks of one node are consecutive."""
     nodes = {node: i for i, node in enumerate(dict.fromkeys(place.node for place in places))}
     return sorted(range(len(places)), key=lambda i: (nodes[places[i].node], i))
 
 
-def environments(places: Sequence[Place], port: int) -> list[dict[str, str]]:
+def environments(places: Sequence[RankPlacement], port: int) -> list[dict[str, str]]:
     """Return the environment variables that torchrun would set for each rank.
 
     The ranks meet at the node of rank 0. Every rank sees the devices of all ranks of its node. Its

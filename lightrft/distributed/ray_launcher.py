@@ -23,7 +23,7 @@ from lightrft.config.base import build, parse_yaml, to_yaml
 from lightrft.config.launch import RayConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.distributed.error_report import heard_by
-from lightrft.distributed.placement import Layout, Place, Slot, environments, layout, side_by_side
+from lightrft.distributed.placement import Layout, RankPlacement, Slot, environments, layout, side_by_side
 from lightrft.distributed.ray_cluster import actor, adopt, beside_driver, cluster, package, placed, reason_of, uses_devices
 from lightrft.distributed.ray_events import Desk, Teller, told
 from lightrft.distributed.ray_workers import Office, Roster, opened
@@ -102,7 +102,7 @@ class Order:
     environment: Mapping[str, str]
     desk: Any
     again: bool
-    before: tuple[Place, ...] = ()
+    before: tuple[RankPlacement, ...] = ()
     roster: Any = None
     slots: Mapping[str, Slot] = field(default_factory=dict)
 
@@ -130,7 +130,7 @@ class RankLost(Exception):
 class Rank:
     """One rank: an actor whose main thread runs the program."""
 
-    def place(self, folder: str) -> Place:
+    def place(self, folder: str) -> RankPlacement:
         """Change to ``folder`` and return the place of this rank.
 
         Raises ``ConfigError`` if the node has no such folder.
@@ -146,7 +146,7 @@ class Rank:
                 "nodes share"
             ) from None
         devices = tuple(str(device) for device in context.get_accelerator_ids().get("GPU", ()))
-        return Place(context.get_node_id(), address, os.getpid(), devices)
+        return RankPlacement(context.get_node_id(), address, os.getpid(), devices)
 
     def free_port(self) -> int:
         """Return a free port of this node, for the rendezvous of the ranks."""
@@ -217,7 +217,7 @@ def going_on(order: Order) -> RLConfig | SFTConfig:
     return config.model_copy(update={"run": config.run.model_copy(update={"resume": resume, "overwrite": False})})
 
 
-def wait_until_gone(before: Sequence[Place]) -> None:
+def wait_until_gone(before: Sequence[RankPlacement]) -> None:
     """Wait until the processes of ``before`` on this node end, since one may still lock the run
     folder.
     """
@@ -266,7 +266,7 @@ class Driver:
     stop: StopFlag
     losses: int = 0
     began: bool = False
-    places: tuple[Place, ...] = ()
+    places: tuple[RankPlacement, ...] = ()
     roster: Any = None
     _asked_to_stop: bool = False
     _desk: Any = None
@@ -326,7 +326,7 @@ class Driver:
         ended = self.watch({one.run.remote(order): rank for rank, (one, order) in enumerate(zip(actors, orders))})
         return self.outcome(ended)
 
-    def orders(self, port: int, plan: Layout, before: tuple[Place, ...] = ()) -> list[Order]:
+    def orders(self, port: int, plan: Layout, before: tuple[RankPlacement, ...] = ()) -> list[Order]:
         """Return the order of each rank, in rank order.
 
         Args:

@@ -17,7 +17,7 @@ Block = tuple[Index, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class LocalShard:
     """A tensor of ``shape`` and the ``blocks`` of it that are stored on this rank."""
 
     shape: tuple[int, ...]
@@ -29,15 +29,15 @@ class Held:
             yield from _cut(index, values, size)
 
 
-Holding = Callable[[Tensor], Held]
+Holding = Callable[[Tensor], LocalShard]
 """A function that returns the local blocks of a parameter or buffer."""
 
 
-def held_of(tensor: Tensor) -> Held:
+def held_of(tensor: Tensor) -> LocalShard:
     """Return the local blocks of ``tensor``: all of it, or the shards of a ``DTensor``."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return Held(shape, [(tuple(slice(0, size) for size in shape), tensor)])
+        return LocalShard(shape, [(tuple(slice(0, size) for size in shape), tensor)])
     local = tensor.to_local()
     splits: list[list[tuple[int, int, int]]] = [[] for _ in shape]
     for mesh_dim, placement in enumerate(tensor.placements):
@@ -46,7 +46,7 @@ def held_of(tensor: Tensor) -> Held:
             # _StridedShard splits into ``split_factor`` groups first, then shards each group.
             splits[dim].append((getattr(placement, "split_factor", 1), mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim)))
     runs = [_runs(size, of_dim) for size, of_dim in zip(shape, splits, strict=True)]
-    return Held(
+    return LocalShard(
         shape, [(tuple(w for w, _ in run), local[tuple(h for _, h in run)]) for run in product(*runs)] if shape else [((), local)]
     )
 

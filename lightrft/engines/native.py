@@ -26,7 +26,7 @@ from lightrft.utils.device_transfer import index_on, to_device
 from lightrft.utils.errors import ModelError, ResourceError
 
 
-class Session(Protocol):
+class DecodeSession(Protocol):
     """A key-value cache over the policy: prompts by handle, responses in rows ``0 .. len - 1``."""
 
     def tokens(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, /) -> int:
@@ -72,7 +72,7 @@ class Session(Protocol):
     def release(self, handle: int) -> None: ...
 
 
-class Decoder(Protocol):
+class DecoderProtocol(Protocol):
     """The interface between the engine and a policy."""
 
     @property
@@ -87,7 +87,7 @@ class Decoder(Protocol):
         """Use the tensors of ``weights`` from now on."""
         ...
 
-    def session(self) -> Session: ...
+    def session(self) -> DecodeSession: ...
 
     def running(self) -> AbstractContextManager[None]:
         """Return the context manager inside which sessions may be called."""
@@ -116,7 +116,7 @@ class NativeEngine:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: DecoderProtocol,
         tokenizer: Any,
         config: EngineConfig,
         version: int = 0,
@@ -153,7 +153,7 @@ class NativeEngine:
         return self._answers(wanted, sampling, stopped)
 
     def _answers(self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]) -> Iterator[Rollout]:
-        drawing = Drawing(self, requests, sampling)
+        drawing = GenerationBatch(self, requests, sampling)
         while drawing.unfinished:
             if stopped():
                 yield from drawing.abort()
@@ -193,7 +193,7 @@ class NativeEngine:
         self.sleep(2)
 
 
-class Drawing:
+class GenerationBatch:
     """Responses in progress, advanced by the caller. More requests may join at any time."""
 
     def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingConfig) -> None:

@@ -197,7 +197,7 @@ class Carrier(ABC):
         return [worker.call("weights", method, *args) for worker in self.workers]
 
 
-class Message(Carrier):
+class RayObject(Carrier):
     """Sends buckets as arguments of calls."""
 
     def __init__(self, workers: Sequence[Worker], size: int, seconds: float) -> None:
@@ -207,7 +207,7 @@ class Message(Carrier):
         return self._ask("put", self.slots[slot][: used(layout)].numpy(), layout)
 
 
-class Shared(Carrier):
+class SharedMemory(Carrier):
     """Sends buckets through memory of this machine, or of a device that the workers use too."""
 
     def __init__(self, workers: Sequence[Worker], size: int, device: torch.device, seconds: float) -> None:
@@ -275,9 +275,9 @@ def carrier_of(
         host: Address of this machine, as the workers reach it. Only ``broadcast`` uses it.
     """
     if way == "message":
-        return Message(workers, size, seconds)
+        return RayObject(workers, size, seconds)
     if way == "shared":
-        return Shared(workers, size, device, seconds)
+        return SharedMemory(workers, size, device, seconds)
     return Broadcast(workers, size, device, seconds, host)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightrft.algorithms.kl import EntropyController, KLController
 from lightrft.algorithms.running_stats import Moments
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AlgorithmConfig, NormalizeConfig
 from lightrft.observability.metrics import Last, Mean, Metrics
 from lightrft.types import Batch
@@ -68,7 +68,7 @@ class Controls:
         """
         metrics = Metrics({"policy/kl_coef": Mean(self.kl.coef)}) if self.kl.config.used else Metrics()
         if batch.old_logprobs is not None and batch.ref_logprobs is not None:
-            distance = Rows.of(batch).sum(batch.old_logprobs - batch.ref_logprobs).mean()
+            distance = TokenRows.of(batch).sum(batch.old_logprobs - batch.ref_logprobs).mean()
             metrics.add("policy/kl_per_answer", Mean(distance))
             if not frozen:
                 self.kl.update(float(distance), len(batch))

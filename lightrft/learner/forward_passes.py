@@ -38,7 +38,7 @@ def by_parts(
     """
     at_one_time, of_all = (model.in_flight, model.of_all) if isinstance(model, Distant) else (1, False)
     ranks = roles.strategy.ranks if of_all else roles.strategy.teams
-    parts_of_column = Parts()
+    parts_of_column = MicroBatches()
 
     @torch.no_grad()
     def one(index: Tensor) -> None:
@@ -59,7 +59,7 @@ def by_parts(
     return ranks.sum(parts_of_column.column(batch.tokens))
 
 
-class Parts:
+class MicroBatches:
     """Parts of a float32 column, collected on the device and copied to the host in one transfer.
 
     Each copy waits for the device, so that a single one is faster.

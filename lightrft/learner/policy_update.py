@@ -15,7 +15,7 @@ from lightrft.algorithms.nonfinite_tokens import readable, unread_tokens, withou
 from lightrft.algorithms.policy_losses import POLICY_LOSSES, value_loss
 from lightrft.algorithms.requirements import needs_of
 from lightrft.algorithms.token_masks import gated
-from lightrft.algorithms.token_ops import Rows, absolute_gap, ratio_of, require_column, weighted_sum
+from lightrft.algorithms.token_ops import TokenRows, absolute_gap, ratio_of, require_column, weighted_sum
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.reduce_metrics import merged
@@ -81,7 +81,7 @@ class Objective:
 
         A row whose policy loss is 0 has none, unless another term of the loss reaches it.
         """
-        rows = Rows.of(batch)
+        rows = TokenRows.of(batch)
         leaves = batch.old_logprobs is not None or self.algorithm.proximal == "interpolated"
         drifts = self.algorithm.drift.coef > 0 and (leaves or self.algorithm.drift.estimator not in FLAT_AT_0)
         if self.wants_entropy or self.wants_kl or drifts or self.algorithm.distill.whole or batch.pull is not None:
@@ -102,7 +102,7 @@ class Objective:
         old = old_logprobs(batch, scores.logprobs, self.algorithm.proximal, self.version)
         lost = self._lost(batch, scores, old)
         batch = without_tokens(batch, lost)
-        rows = Rows.of(batch)
+        rows = TokenRows.of(batch)
         logprobs, old = _counted(scores.logprobs, rows), _counted(old, rows)
         loss, metrics = self._policy(batch, rows, logprobs, old)
         metrics.add("policy/nonfinite_tokens", Sum(lost.sum()))
@@ -131,7 +131,7 @@ class Objective:
                 finite = finite & torch.isfinite(column.detach())
         return batch.mask & ~finite
 
-    def _policy(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
+    def _policy(self, batch: Batch, rows: TokenRows, logprobs: Tensor, old: Tensor) -> tuple[Tensor, Metrics]:
         """Compute the policy loss with its corrections, gates and pulls."""
         algorithm, settings = self.algorithm, self.algorithm.loss
         advantages = _counted(require_column(batch.advantages), rows)
@@ -157,7 +157,7 @@ class Objective:
         drift = self.algorithm.drift
         if not drift.coef:
             return 0.0
-        rows = Rows.of(batch)
+        rows = TokenRows.of(batch)
         if drift.level == "response":
             old, logprobs = rows.spread(rows.sum(old)), rows.spread(rows.sum(logprobs))
         losses = KL_ESTIMATORS[drift.estimator](old, logprobs) if drift.cap is None else capped_k3(old, logprobs, drift.cap)
@@ -165,7 +165,7 @@ class Objective:
             losses = losses / rows.spread(rows.count().clamp(min=1)).to(losses.dtype)  # sums to the response's loss
         return drift.coef * weighted_sum(losses, batch)
 
-    def _kl(self, batch: Batch, rows: Rows, logprobs: Tensor, old: Tensor, metrics: Metrics) -> Tensor | float:
+    def _kl(self, batch: Batch, rows: TokenRows, logprobs: Tensor, old: Tensor, metrics: Metrics) -> Tensor | float:
         """Report the KL to the reference and return its term in the loss."""
         if batch.ref_logprobs is None:
             return 0.0
@@ -249,7 +249,7 @@ def weighted(batch: Batch, config: RLConfig) -> Batch:
 
     Afterwards any split of the batch gives the same sum.
     """
-    algorithm, rows = config.algorithm, Rows.of(batch)
+    algorithm, rows = config.algorithm, TokenRows.of(batch)
     constant = algorithm.constant_length or config.sampling.max_new_tokens
     batch = batch.replace(loss_weights=AGGREGATIONS[algorithm.aggregation](rows, constant))
     if not algorithm.positive_nll.coef:
@@ -279,7 +279,7 @@ def corrected(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Add correction weights to ``mini``, a whole mini-batch, if they depend on all of it."""
     if not compares_whole_batch(algorithm.corrections):
         return mini
-    rows = Rows.of(mini)
+    rows = TokenRows.of(mini)
     columns = (mini.logprobs, mini.old_logprobs, mini.behavior_logprobs, mini.advantages)
     now, old, behavior, advantages = (_counted(require_column(column), rows) for column in columns)
     return mini.replace(correction=correction_weights(algorithm.corrections, now, old, behavior, advantages, rows))
@@ -391,7 +391,7 @@ def _times(losses: Tensor, factor: Tensor) -> Tensor:
     return kept * factor
 
 
-def _counted(column: Tensor, rows: Rows) -> Tensor:
+def _counted(column: Tensor, rows: TokenRows) -> Tensor:
     """Return ``column [N]`` with 0 at uncounted tokens.
 
     An overflow there would turn their zero gradient into NaN.

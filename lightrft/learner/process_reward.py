@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.forward_passes import Parts, logprobs_by_parts, sampling_temperature
+from lightrft.learner.forward_passes import MicroBatches, logprobs_by_parts, sampling_temperature
 from lightrft.learner.micro_batches import my_micro_batches
 from lightrft.learner.policy_update import optimizer_step
 from lightrft.observability.metrics import Mean, Metrics
@@ -65,19 +65,19 @@ def process_step(strategy: Strategy, process: Trained, batch: Batch, config: RLC
     settings, budget = config.process, config.train.micro_batch_tokens
     if batch.rewards is None:
         raise ValueError("a process reward model learns from batch.rewards")
-    share = 1.0 / max(1, int((Rows.of(batch).count() > 0).sum()))
+    share = 1.0 / max(1, int((TokenRows.of(batch).count() > 0).sum()))
     before: list[Tensor] = []
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         logprobs = process.model.score(part, temperature=sampling_temperature(config)).logprobs
         before.append(logprobs.detach())
         losses, right = outcome_losses(logprobs, part, settings.beta, settings.threshold)
-        judged = (Rows.of(part).count() > 0).sum()
+        judged = (TokenRows.of(part).count() > 0).sum()
         return losses.sum() * share, Metrics({"process/accuracy": Mean(right.sum(), judged)})
 
     loss, metrics = optimizer_step("process", strategy, process, batch, budget, loss_of)
     metrics.add("process/loss", Mean(loss))
-    parts, teams = Parts(), strategy.teams
+    parts, teams = MicroBatches(), strategy.teams
     for index, values in zip(my_micro_batches(batch, budget, process.model.layout, teams), before, strict=True):
         parts.put(rows_of(batch.lengths, index), values)
     return teams.sum(parts.column(batch.tokens)), metrics
@@ -101,7 +101,7 @@ def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float
     """
     if batch.rewards is None:
         raise ValueError("the outcome of an answer needs batch.rewards")
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     some = rows.count() > 0
     gap = logprobs - _reference(batch).to(logprobs)
     finite = torch.isfinite(gap.detach())  # one infinite token must not determine, or invalidate, the whole response

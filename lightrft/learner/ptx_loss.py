@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.train import PtxConfig
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
@@ -57,7 +57,7 @@ class Ptx:
         The loss is ``coef`` times the mean of -logp over the trained tokens.
         """
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
-        batch = batch.replace(loss_weights=AGGREGATIONS["token"](Rows.of(batch), 1))
+        batch = batch.replace(loss_weights=AGGREGATIONS["token"](TokenRows.of(batch), 1))
 
         def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
             loss, nll, lost = mean_nll(actor.score(part).logprobs, part)

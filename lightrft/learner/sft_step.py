@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.nonfinite_tokens import without_tokens
-from lightrft.algorithms.token_ops import Rows, weighted_sum
+from lightrft.algorithms.token_ops import TokenRows, weighted_sum
 from lightrft.learner.forward_passes import settle_layout
 from lightrft.learner.policy_update import optimizer_step
 from lightrft.observability.metrics import Mean, Metrics, Sum
@@ -22,7 +22,7 @@ from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, Media, Segments
 
 
-class Example(Protocol):
+class TokenizedExample(Protocol):
     """A conversation, split before its first trained token.
 
     Attributes:
@@ -40,7 +40,7 @@ class Example(Protocol):
     response_media: Media
 
 
-def examples_to_batch(examples: Sequence[Example]) -> Batch:
+def examples_to_batch(examples: Sequence[TokenizedExample]) -> Batch:
     """Collate conversations to one ``Batch``; ``sampled`` marks the trained tokens."""
     return Batch(
         Segments.cat([Segments.of([e.prompt_ids], e.prompt_media) for e in examples]),
@@ -75,7 +75,7 @@ def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_toke
         batch: The global batch, identical on all ranks.
         micro_batch_tokens: Largest number of tokens of a micro-batch.
     """
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     batch = batch.replace(loss_weights=AGGREGATIONS["token"](rows, 1))
     metrics = Metrics({"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))})
     settle_layout(policy, batch, strategy)

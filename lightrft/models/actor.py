@@ -16,7 +16,7 @@ from lightrft.distributed.process_group import Team
 from lightrft.distributed.shards import Holding, held_of
 from lightrft.models.attention import interface
 from lightrft.models.attention.layouts import Packed, pack
-from lightrft.models.attention.ulysses import Exchanged, Part, Row, check_heads
+from lightrft.models.attention.ulysses import Exchanged, Row, SequencePart, check_heads
 from lightrft.models.divergence import Target, token_divergence
 from lightrft.models.families import attention_reach, context_length, decoder_of, family_of, head_transform
 from lightrft.models.loading.sharded_read import Unread, made
@@ -69,7 +69,7 @@ class Read(NamedTuple):
     """
 
     states: Tensor
-    part: Part
+    part: SequencePart
 
 
 class Backbone(nn.Module):
@@ -167,7 +167,7 @@ class Backbone(nn.Module):
 
     def _read(self, states: Tensor, packed: Packed, places: Tensor) -> Read:
         if self._team.size == 1:
-            return Read(states.index_select(0, places), Part(self._team, len(places)))
+            return Read(states.index_select(0, places), SequencePart(self._team, len(places)))
         part, own = Row(self._team, packed.input_ids.numel()).reads(places)
         return Read(states.index_select(0, own), part)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightrft.models.attention.ulysses import Part
+from lightrft.models.attention.ulysses import SequencePart
 from lightrft.models.divergence_kinds import DIVERGENCES, GRADIENTS
 from lightrft.models.logprobs import Bend, HeadGradient, bend_logits, head_width, rows_per_chunk, wide
 
@@ -46,7 +46,7 @@ class Target:
         """Number of logits per position."""
         return head_width(self.head, self.states)
 
-    def of(self, part: Part) -> Target:
+    def of(self, part: SequencePart) -> Target:
         """Return the distributions at the positions of ``part``."""
         return replace(self, states=part.of(self.states))
 

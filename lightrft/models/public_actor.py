@@ -20,7 +20,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.models import utils
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.attention.padded import Given, Rows
+from lightrft.models.attention.padded import Given, PaddedRows
 from lightrft.models.critic import Critic
 from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.lora import base_model, is_adapted, trainable_summary
@@ -182,7 +182,7 @@ class DocumentedActor(DocumentedModel):
         """
         if num_actions is None and not return_output:
             raise ValueError(NOTHING)
-        rows = Rows.of(sequences, attention_mask, num_actions, packed_seq_lens, self.packing_samples)
+        rows = PaddedRows.of(sequences, attention_mask, num_actions, packed_seq_lens, self.packing_samples)
         at = None if num_actions is None else rows.places
         states = rows.states(self.actor, media)
         scores = None
@@ -232,7 +232,7 @@ class DocumentedActor(DocumentedModel):
         if eos is None:
             raise ModelError("generate() needs eos_token_id: the model's generation config has none")
         self.actor.use_attention("padded")
-        rows = Rows.of(input_ids, options.get("attention_mask"), None, None, packing=False)
+        rows = PaddedRows.of(input_ids, options.get("attention_mask"), None, None, packing=False)
         base: Any = self.actor.base
         keywords = rows.keywords(self.actor, media)
         options["pad_token_id"] = pad
@@ -352,7 +352,7 @@ class DocumentedCritic(DocumentedModel):
         """
         if num_actions is None and not return_output:
             raise ValueError(NOTHING)
-        rows = Rows.of(input_ids, attention_mask, num_actions, packed_seq_lens, self.packing_samples)
+        rows = PaddedRows.of(input_ids, attention_mask, num_actions, packed_seq_lens, self.packing_samples)
         at = None if num_actions is None else rows.places
         values = self.critic.value(rows.states(self.critic, media))
         if self.normalize_reward:

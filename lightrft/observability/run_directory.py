@@ -18,7 +18,7 @@ from lightrft.config.setting_paths import made_absolute
 from lightrft.observability.logging_setup import FILE_ONLY, log_to_file, stop_logging
 from lightrft.observability.redaction import MARK, check_complete, redacted
 from lightrft.observability.rollout_writer import Attached, RolloutWriter
-from lightrft.observability.trackers import JsonLines, Row, TensorBoard, Tracker, Wandb
+from lightrft.observability.trackers import JsonLinesTracker, Row, TensorBoard, Tracker, Wandb
 from lightrft.utils.atomic_files import disk_errors, write_atomic, write_json
 from lightrft.utils.errors import ConfigError
 
@@ -66,7 +66,7 @@ class RunFolder:
         (path / "rollouts").mkdir(exist_ok=True)
         for torn in [*(path / "rollouts").glob(".*.jsonl.tmp"), *(path / "media").glob(".*.tmp")]:
             torn.unlink()
-        self.metrics = JsonLines(path / "metrics.jsonl")
+        self.metrics = JsonLinesTracker(path / "metrics.jsonl")
         self._writer = RolloutWriter(path / "rollouts")
         self._log = log_to_file(path / "log.txt")
 

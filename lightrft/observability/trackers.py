@@ -31,7 +31,7 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-class JsonLines:
+class JsonLinesTracker:
     """The file ``metrics.jsonl`` with one object per step of each phase, in order."""
 
     def __init__(self, path: Path) -> None:

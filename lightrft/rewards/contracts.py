@@ -10,7 +10,7 @@ from typing import Any
 from lightrft.rewards.registry import REWARDS, Reward, load_reward
 from lightrft.rewards.sandbox.trial import calls_on, try_rewards
 from lightrft.types import Prompt, Rollout
-from lightrft.utils.contract_result import Verdict
+from lightrft.utils.contract_result import CheckResult
 from lightrft.utils.errors import ConfigError
 
 TEXTS = ("42", "The answer is \\boxed{42}.", "I do not know.")
@@ -58,7 +58,7 @@ def is_reward(name: str) -> bool:
     return bool(parameters) and parameters[0].name in ("rollout", "rollouts")
 
 
-def reward_verdicts(name: str, options: Mapping[str, Any], limit: float) -> list[Verdict]:
+def reward_verdicts(name: str, options: Mapping[str, Any], limit: float) -> list[CheckResult]:
     """Run every check on a reward function.
 
     Args:
@@ -70,7 +70,7 @@ def reward_verdicts(name: str, options: Mapping[str, Any], limit: float) -> list
         RewardError: If the function does not exist, or does not take a rollout and its options.
     """
     reward = load_reward(name, options)
-    return [Verdict(case.check, case.asks, _broken(reward, case, limit)) for case in CASES]
+    return [CheckResult(case.check, case.asks, _broken(reward, case, limit)) for case in CASES]
 
 
 def _broken(reward: Reward, case: Case, limit: float) -> str:

@@ -24,7 +24,7 @@ from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.rewards import REWARDS, Reward, load_reward
 from lightrft.rewards.sandbox.guardian import BOMB_STATUS, MOST
 from lightrft.rewards.sandbox.process import Garbled, WorkerGone, WorkerProcess
-from lightrft.rewards.sandbox.protocol import Message, Outcome
+from lightrft.rewards.sandbox.protocol import CallOutcome, WorkerMessage
 from lightrft.rewards.sandbox.results import VALUE, wrong_and_ungraded
 from lightrft.rewards.sandbox.rollout_view import view_of
 from lightrft.rewards.sandbox.worker import Start, Work, describe
@@ -79,7 +79,7 @@ class _Silent(WorkerGone):
     """A call is far past its deadline."""
 
 
-def _check_turn(message: Message, begun: bool, left: Mapping[int, _Call]) -> None:
+def _check_turn(message: WorkerMessage, begun: bool, left: Mapping[int, _Call]) -> None:
     """Raise ``Garbled`` if ``message`` is out of order: first begun, then one outcome per call."""
     outcome = message.outcome
     in_turn = (outcome is not None and outcome.index in left) if begun else message.begun
@@ -355,7 +355,7 @@ class Scorer:
             return False
         return True
 
-    def _listen(self, worker: WorkerProcess, left: Mapping[int, _Call]) -> Iterator[Message]:
+    def _listen(self, worker: WorkerProcess, left: Mapping[int, _Call]) -> Iterator[WorkerMessage]:
         """Yield the messages of ``worker`` until no call is ``left``.
 
         Raises ``WorkerGone``, also after a long silence, and ``Garbled`` for a message out of
@@ -399,7 +399,7 @@ class Scorer:
                 kept.append(call)
         return kept, views
 
-    def _hear(self, call: _Call, outcome: Outcome) -> bool:
+    def _hear(self, call: _Call, outcome: CallOutcome) -> bool:
         """Record the ``outcome`` of ``call``. Return whether its worker can serve further calls."""
         term = self._terms[call.term]
         with self._lock:

@@ -9,7 +9,7 @@ from typing import Any
 
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.rewards.registry import load_reward
-from lightrft.rewards.sandbox.trial import Outcome, calls_on, try_rewards
+from lightrft.rewards.sandbox.trial import TrialOutcome, calls_on, try_rewards
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import RewardError
 
@@ -59,7 +59,7 @@ def spread(count: int) -> list[int]:
     return [i * count // rows for i in range(rows)]
 
 
-def failure_text(name: str, problems: Sequence[Outcome], calls: int) -> str:
+def failure_text(name: str, problems: Sequence[TrialOutcome], calls: int) -> str:
     """Format how often a reward failed, with the first failure.
 
     Args:
@@ -72,7 +72,7 @@ def failure_text(name: str, problems: Sequence[Outcome], calls: int) -> str:
     return f"reward {name!r} failed on {share}. The first failure:\n{first.trace}\n{first.problem}"
 
 
-def tried(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[tuple[Trial, list[Outcome]]]:
+def tried(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[tuple[Trial, list[TrialOutcome]]]:
     """Yield each term with the outcomes of its calls on the ``rollouts`` that it scores."""
     for trial in _trials(config, rollouts):
         reward = load_reward(trial.term.function, trial.term.options)

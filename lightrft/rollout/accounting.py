@@ -19,7 +19,7 @@ GREEDY = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class FilterResult:
     """The responses of a group to train on.
 
     Attributes:
@@ -31,7 +31,7 @@ class Verdict:
     reason: str = ""
 
 
-def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> Verdict:
+def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> FilterResult:
     """Filter a group, then select responses.
 
     The reward of the greedy response is stored as the ``baseline`` of the others.
@@ -42,19 +42,19 @@ def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> Verdict:
         least: Smallest number of responses that must remain after each stage.
     """
     if any(r.finish_reason == "abort" for r in group):
-        return Verdict(reason="aborted")
+        return FilterResult(reason="aborted")
     for rollout in group:
         _fail_without_number(rollout)
     greedy = next((r for r in group if r.sample == GREEDY), None)
     answers = [r for r in group if r is not greedy and not r.failed]
     if greedy is not None:
         if greedy.failed:
-            return Verdict(reason="baseline_failed")
+            return FilterResult(reason="baseline_failed")
         for rollout in answers:
             rollout.baseline = greedy.reward
     reason = drop_reason(answers, config.algorithm.filters, least)
     kept = [] if reason else selected(answers, config.rollout.select)
-    return Verdict(kept) if len(kept) >= least else Verdict(reason=reason or "too_few_selected")
+    return FilterResult(kept) if len(kept) >= least else FilterResult(reason=reason or "too_few_selected")
 
 
 def _fail_without_number(rollout: Rollout) -> None:
@@ -110,7 +110,7 @@ class Collected:
             self.tokens["carried_in"] += tokens_of(group)
             self.tokens["trained"] += tokens_of(group)
 
-    def add(self, group: Sequence[Rollout], verdict: Verdict) -> None:
+    def add(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
         """Add a group generated in this step; it is trained on unless ``verdict`` has a reason."""
         self._count(group, verdict)
         if not verdict.reason:
@@ -141,7 +141,7 @@ class Collected:
                 place += 1
         self.groups = [group for group in groups if group]
 
-    def carry(self, group: Sequence[Rollout], verdict: Verdict) -> None:
+    def carry(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
         """Keep a group generated in this step for the next step to train on."""
         self._count(group, verdict)
         self.carried.append(list(verdict.kept))
@@ -167,7 +167,7 @@ class Collected:
             self.compared["groups"] += 1
             self.compared["zero_std"] += len({r.reward for r in scored}) == 1
 
-    def _count(self, group: Sequence[Rollout], verdict: Verdict) -> None:
+    def _count(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
         self.rollouts += [r for r in group if len(r) or r.finish_reason != "abort"]
         self.tokens["sampled"] += tokens_of(group)
         if all(r.finish_reason != "abort" for r in group):

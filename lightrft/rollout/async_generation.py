@@ -41,7 +41,7 @@ Weights = dict[str, Tensor]
 
 
 @dataclass(slots=True)
-class Drawn:
+class GeneratedBatch:
     """One generated batch.
 
     Attributes:
@@ -59,11 +59,11 @@ class Drawn:
 @dataclass(slots=True)
 class _Job:
     version: int
-    future: Future[Drawn]
+    future: Future[GeneratedBatch]
     probe: WeightProbe | None = None
 
 
-class Ahead:
+class AsyncGenerator:
     """Generates up to ``rollout.staleness`` batches ahead of training, in order.
 
     The background thread owns ``roles.ahead``, ``roles.scorer`` and ``stream`` while it generates.
@@ -110,13 +110,13 @@ class Ahead:
         finished = state.get("finished", [])
         for batch in range(step, min(step + self._staleness, self._steps)):
             if batch - step < len(finished):
-                done: Future[Drawn] = Future()
-                done.set_result(Drawn(unpack_collected(finished[batch - step], self._stream.named)))
+                done: Future[GeneratedBatch] = Future()
+                done.set_result(GeneratedBatch(unpack_collected(finished[batch - step], self._stream.named)))
                 self._jobs[batch] = _Job(step, done)
             else:
                 self._submit(batch, step)
 
-    def take(self, step: int, timers: Timers) -> Drawn:
+    def take(self, step: int, timers: Timers) -> GeneratedBatch:
         """Return the batch of ``step`` and submit a later one.
 
         The later batch is generated with the current policy, which is version ``step``.
@@ -210,7 +210,7 @@ class Ahead:
         """
         return self._halted or self._closing or self._stopped() or another_fails()
 
-    def _draw(self, batch: int, version: int, weights: Weights, share: Share | None, probe: WeightProbe | None) -> Drawn:
+    def _draw(self, batch: int, version: int, weights: Weights, share: Share | None, probe: WeightProbe | None) -> GeneratedBatch:
         if self._halted:
             raise Interrupted
         try:
@@ -223,7 +223,7 @@ class Ahead:
                 self._own.back_to(share)
             raise
 
-    def _draw_here(self, batch: int, version: int, weights: Weights, probe: WeightProbe | None) -> Drawn:
+    def _draw_here(self, batch: int, version: int, weights: Weights, probe: WeightProbe | None) -> GeneratedBatch:
         """Generate ``batch`` in this thread."""
         began, timers = time.perf_counter(), Timers(queued_is_done)
         with self._stream.as_before_on_error():
@@ -235,18 +235,18 @@ class Ahead:
             collected = collect(self._roles, self._config, batch, self._stream, timers, self._over, self._ranks)
         idle = began - self._ended if self._ended else 0.0
         self._ended = time.perf_counter()
-        return Drawn(collected, _metrics(timers, idle))
+        return GeneratedBatch(collected, _metrics(timers, idle))
 
     def _ask(self, probe: WeightProbe) -> None:
         """Generate the probe's tokens on every engine of the run."""
         asks = not self._engine.of_all or self._ranks.rank == 0
         patiently(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
 
-    def _told(self, batch: int, share: Share) -> Drawn:
+    def _told(self, batch: int, share: Share) -> GeneratedBatch:
         """Exchange this rank's ``share`` of ``batch`` with the parts of the other ranks."""
         roles = replace(self._roles, engine=share, scorer=share)
         collected = collect(roles, self._config, batch, share, Timers(), self._over, self._ranks)
-        return Drawn(collected, _metrics(share.timers, share.idle))
+        return GeneratedBatch(collected, _metrics(share.timers, share.idle))
 
 
 def _metrics(timers: Timers, idle: float) -> Metrics:

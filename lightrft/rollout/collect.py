@@ -17,7 +17,7 @@ from lightrft.engines.base import Engine, never
 from lightrft.observability.timers import Timers
 from lightrft.rewards.base import Scoring
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import GREEDY, Collected, Verdict, judge
+from lightrft.rollout.accounting import GREEDY, Collected, FilterResult, judge
 from lightrft.rollout.serialization import pack_rollout, unpack_rollout
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import Interrupted, RewardError
@@ -107,7 +107,7 @@ def collect(
     return got
 
 
-def _settle(got: Collected, group: list[Rollout], verdict: Verdict, used: bool, config: RLConfig) -> None:
+def _settle(got: Collected, group: list[Rollout], verdict: FilterResult, used: bool, config: RLConfig) -> None:
     if config.rollout.partial and any(r.finish_reason == "abort" for r in group):
         got.leave(group)
     elif used or verdict.reason:
@@ -115,7 +115,7 @@ def _settle(got: Collected, group: list[Rollout], verdict: Verdict, used: bool, 
     elif config.rollout.carry_over and len(got.carried) < config.rollout.prompts:
         got.carry(group, verdict)
     else:
-        got.add(group, Verdict(reason="surplus"))
+        got.add(group, FilterResult(reason="surplus"))
 
 
 def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
@@ -171,9 +171,9 @@ class Quota:
     """
 
     wanted: int
-    judge: Callable[[Sequence[Rollout]], Verdict]
+    judge: Callable[[Sequence[Rollout]], FilterResult]
     passed: int = 0
-    _verdicts: dict[int, Verdict] = field(default_factory=dict)
+    _verdicts: dict[int, FilterResult] = field(default_factory=dict)
     _counted: dict[int, None] = field(default_factory=dict)
 
     @property
@@ -181,7 +181,7 @@ class Quota:
         """Return whether enough groups have passed."""
         return self.passed >= self.wanted
 
-    def of(self, index: int, group: Sequence[Rollout]) -> Verdict:
+    def of(self, index: int, group: Sequence[Rollout]) -> FilterResult:
         """Return the verdict on group ``index``; each group is judged once."""
         if index not in self._verdicts:
             self._verdicts[index] = self.judge(group)
@@ -204,7 +204,7 @@ class Quota:
 
 
 @dataclass(slots=True)
-class Drawn:
+class PrecomputedEngine:
     """Responses that already exist, in place of an engine."""
 
     rollouts: list[Rollout]
@@ -216,7 +216,7 @@ class Drawn:
         sampling: SamplingConfig,
         timers: Timers,
         sign: Callable[[], None],
-    ) -> Drawn:
+    ) -> PrecomputedEngine:
         """Generate all responses with ``engine``, without interruption.
 
         Args:
@@ -232,7 +232,7 @@ class Drawn:
             return False
 
         with timers("generate"):
-            return Drawn(list(engine.generate([r for group in requests for r in group], sampling, over)))
+            return PrecomputedEngine(list(engine.generate([r for group in requests for r in group], sampling, over)))
 
     def generate(
         self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
@@ -354,7 +354,7 @@ def scored_by_all(
         asked, begun = [requests[i] for i in places], [ready[i] for i in places] if ready else ()
         engine.wake()
         try:
-            source = engine if engine.together == 1 else Drawn.of(engine, asked, sampling, timers, sign)
+            source = engine if engine.together == 1 else PrecomputedEngine.of(engine, asked, sampling, timers, sign)
             if ranks.rank % engine.together == 0:
                 drawn.extend(scored(source, scorer, asked, sampling, timers, stopped, quota if leading else None, begun, sign))
         finally:

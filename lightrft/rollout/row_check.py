@@ -6,14 +6,14 @@ import logging
 from collections.abc import Iterator
 
 from lightrft.config.reward import RewardConfig, RewardTerm
-from lightrft.datasets.row_warnings import UNLABELLED, Rows, unlabelled
+from lightrft.datasets.row_warnings import UNLABELLED, CountedRows, unlabelled
 from lightrft.rewards.registry import REWARDS
 from lightrft.utils.errors import DataError
 
 log = logging.getLogger(__name__)
 
 
-def check_labels(rows: Rows, reward: RewardConfig, key: str) -> None:
+def check_labels(rows: CountedRows, reward: RewardConfig, key: str) -> None:
     """Warn about rows without a label if other rows have one.
 
     Args:

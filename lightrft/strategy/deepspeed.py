@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from lightrft.config.base import deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.distributed.process_group import Ranks
-from lightrft.distributed.shards import Held, flat_blocks, held_of
+from lightrft.distributed.shards import LocalShard, flat_blocks, held_of
 from lightrft.strategy.base import Readable, StepInfo, Towered, TrainState
 from lightrft.strategy.device_mesh import limit_groups
 from lightrft.strategy.lr_schedule import lr_factor
@@ -318,7 +318,7 @@ def _memory(tensor: Tensor, device: torch.device) -> Tensor | None:
     return torch.empty_like(tensor, device=device)
 
 
-def _held(tensor: Tensor) -> Held:
+def _held(tensor: Tensor) -> LocalShard:
     """Return the parts of a sharded parameter on this rank: its shard, and its shard of the
     secondary copy (hpZ)."""
     parameter: Any = tensor
@@ -329,7 +329,7 @@ def _held(tensor: Tensor) -> Held:
     if near is not None:
         rank = dist.get_rank(parameter.ds_zero_param_process_group)
         blocks = chain(blocks, flat_blocks(shape, rank * near.numel(), near))
-    return Held(shape, blocks)
+    return LocalShard(shape, blocks)
 
 
 def _sizes(model: nn.Module) -> dict[str, int]:

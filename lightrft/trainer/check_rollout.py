@@ -9,7 +9,7 @@ from lightrft.algorithms.group_filters import FILTERS
 from lightrft.algorithms.requirements import needs_of, needs_reward, trusts_sampler
 from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.validate.component_kinds import misfit
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.rollout.curriculum import CURRICULA
 from lightrft.types import Prompt, Rollout
@@ -40,7 +40,7 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
         yield from wrong or _refused("rollout.select", SELECTIONS, rollout.select, _example())
         yield from _kept(config, rollout.select)
     if rollout.curriculum is not None:
-        part = Part(name=rollout.curriculum.name, options=rollout.curriculum.options)
+        part = ComponentConfig(name=rollout.curriculum.name, options=rollout.curriculum.options)
         wrong = list(misfit("rollout.curriculum", CURRICULA, part, 2))
         yield from wrong or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
         if not config.data.shuffle:
@@ -73,7 +73,7 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
         )
 
 
-def _kept(config: RLConfig, part: Part) -> Iterator[str]:
+def _kept(config: RLConfig, part: ComponentConfig) -> Iterator[str]:
     keep, samples = part.options.get("keep"), config.rollout.samples
     if part.name not in SELECTIONS or not isinstance(keep, int):
         return
@@ -84,7 +84,7 @@ def _kept(config: RLConfig, part: Part) -> Iterator[str]:
         yield f"rollout.select.options.keep = {keep}: advantage {name!r} compares answers of a group; set it to 2 or more"
 
 
-def _refused(key: str, registry: Registry[Any], part: Part, *example: Any) -> Iterator[str]:
+def _refused(key: str, registry: Registry[Any], part: ComponentConfig, *example: Any) -> Iterator[str]:
     """Yield the errors of a built-in function about its options, when called with an example."""
     if part.name not in registry:
         return

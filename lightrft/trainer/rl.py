@@ -21,7 +21,7 @@ from lightrft.observability.run_health import Health
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import tokens_of
-from lightrft.rollout.async_generation import Ahead, staleness_metrics
+from lightrft.rollout.async_generation import AsyncGenerator, staleness_metrics
 from lightrft.rollout.collate import attached
 from lightrft.rollout.eval_prompts import held_out
 from lightrft.rollout.prompt_stream import PromptStream
@@ -31,7 +31,7 @@ from lightrft.trainer.check_config import check
 from lightrft.trainer.context_limits import check_examples, check_lengths
 from lightrft.trainer.preflight import check_enough
 from lightrft.trainer.rl_step import StepResult, learn, rl_step
-from lightrft.trainer.run_session import Session, open_session
+from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import Training, run_steps, take_up
 from lightrft.workers.build_remote import remote_roles
 from lightrft.workers.local import local_roles, local_tokenizer, rollout_steps
@@ -46,7 +46,7 @@ class RLRun(Training):
     config: RLConfig
     stream: PromptStream
     controls: Controls
-    ahead: Ahead | None = None
+    ahead: AsyncGenerator | None = None
     _drawn: dict[str, Any] = field(default_factory=dict)
 
     def begin(self) -> None:
@@ -86,7 +86,7 @@ class RLRun(Training):
             result.metrics.merge(staleness_metrics(result.batch, self.step))
         return result
 
-    def learn_drawn(self, ahead: Ahead) -> StepResult:
+    def learn_drawn(self, ahead: AsyncGenerator) -> StepResult:
         """Train on a batch that was generated asynchronously during earlier steps."""
         timers = self.session.timers
         drawn = ahead.take(self.step, timers)
@@ -149,7 +149,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             run.close()
 
 
-def prepare(config: RLConfig, session: Session) -> RLRun:
+def prepare(config: RLConfig, session: RunSession) -> RLRun:
     """Load data and roles of a run, at step 0."""
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
@@ -177,7 +177,7 @@ def prepare(config: RLConfig, session: Session) -> RLRun:
         stream=stream,
         controls=controls,
         health=Health(needs_of(config.algorithm)),
-        ahead=Ahead(roles, config, stream, steps, stopped) if config.rollout.staleness else None,
+        ahead=AsyncGenerator(roles, config, stream, steps, stopped) if config.rollout.staleness else None,
     )
 
 

@@ -16,12 +16,12 @@ from lightrft.algorithms.advantages import ADVANTAGES, WHITENINGS
 from lightrft.algorithms.nonfinite_tokens import readable, rewarded
 from lightrft.algorithms.requirements import needs_of, needs_old_logprobs, needs_reference
 from lightrft.algorithms.reward_shaping import token_rewards, with_rewards
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.verbs import RLConfig
 from lightrft.engines.base import never
 from lightrft.learner.controllers import Controls
 from lightrft.learner.distillation import distilled, with_teacher
-from lightrft.learner.forward_passes import Parts, by_parts, logprobs_by_parts, sampling_temperature, settle_layouts
+from lightrft.learner.forward_passes import MicroBatches, by_parts, logprobs_by_parts, sampling_temperature, settle_layouts
 from lightrft.learner.policy_update import actor_frozen, update
 from lightrft.learner.process_reward import with_process_rewards
 from lightrft.learner.reference_update import refresh
@@ -144,7 +144,7 @@ def rows_with_advantage(batch: Batch) -> int:
     """Count the rows of ``batch`` with a nonzero advantage, beyond rounding, at some token."""
     if batch.advantages is None:
         return 0
-    return int((Rows.of(batch).sum((batch.advantages.abs() > ROUNDING).long()) > 0).sum())
+    return int((TokenRows.of(batch).sum((batch.advantages.abs() > ROUNDING).long()) > 0).sum())
 
 
 def publish(roles: Roles, version: int, timers: Timers) -> None:
@@ -169,7 +169,7 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     """
     if config.algorithm.proximal == "behavior":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
-    wanted = {name: Parts() for name in ("entropy", "energy") if name in needs_of(config.algorithm)}
+    wanted = {name: MicroBatches() for name in ("entropy", "energy") if name in needs_of(config.algorithm)}
     if not wanted and not needs_old_logprobs(config):
         return batch
 
@@ -215,7 +215,7 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls
     critic = roles.value_model
     if critic is None:
         return batch
-    final = Parts()
+    final = MicroBatches()
 
     def score(part: Batch, index: Tensor) -> Tensor:
         values, after = critic.values(part, final=True)

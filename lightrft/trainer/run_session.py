@@ -42,7 +42,7 @@ def _now() -> float:
 
 
 @dataclass(slots=True)
-class Session:
+class RunSession:
     """One run, from opening to closing its folder. ``seconds`` continue over a resume.
 
     ``at_risk`` is the most work that a kill could have cost so far. It is measured in seconds and
@@ -270,7 +270,7 @@ class Session:
         return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.shapes) for name, t in trained.items()}}
 
 
-def close_session(session: Session, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:
+def close_session(session: RunSession, threshold: float, about: Mapping[str, Any], step: int) -> dict[str, Any]:
     """Write ``samples.json`` and ``summary.json`` from the run folder, and return the summary.
 
     Args:
@@ -297,7 +297,7 @@ def close_session(session: Session, threshold: float, about: Mapping[str, Any], 
     return summary
 
 
-def next_commands(session: Session) -> list[str]:
+def next_commands(session: RunSession) -> list[str]:
     """Return shell commands for the next steps. With an eval set, also write ``eval.yaml``."""
     model = session.path / "model"
     commands = [f"lightrft chat model={model}"]
@@ -329,7 +329,7 @@ def open_session(
     phase: str,
     observer: Observer,
     ranks: Ranks = ALONE,
-) -> Generator[Session]:
+) -> Generator[RunSession]:
     """Open the run folder, seed all random generators, and turn SIGTERM and Ctrl-C into a flag.
 
     Args:
@@ -356,4 +356,4 @@ def open_session(
     folder = made[0] if made else Elsewhere(path, fresh=fresh, checkpoint=named)
     store = CheckpointStore(path / "checkpoints", checkpoint.keep, checkpoint.best)
     with folder, StopFlag() as stop:
-        yield Session(folder, store, checkpoint, phase, observer if ranks.rank == 0 else Nobody(), stop, ranks=ranks)
+        yield RunSession(folder, store, checkpoint, phase, observer if ranks.rank == 0 else Nobody(), stop, ranks=ranks)

@@ -20,7 +20,7 @@ from lightrft.roles import Roles, Trained
 from lightrft.rollout.eval_prompts import held_out
 from lightrft.trainer.context_limits import check_examples
 from lightrft.trainer.preflight import check_enough, check_evaluation
-from lightrft.trainer.run_session import Session, open_session
+from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import Training, run_steps, take_up
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import local_policy, local_scorer, local_tokenizer
@@ -70,7 +70,7 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
             run.roles.close()
 
 
-def prepare(config: SFTConfig, session: Session) -> SFTRun:
+def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     """Load data and roles of a run, at step 0."""
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)

@@ -23,7 +23,7 @@ from lightrft.rollout.evaluation import evaluate, reached
 from lightrft.strategy.manifest import load_manifest
 from lightrft.trainer.context_limits import check_lengths, longest
 from lightrft.trainer.preflight import check_best
-from lightrft.trainer.run_session import Session, close_session
+from lightrft.trainer.run_session import RunSession, close_session
 from lightrft.trainer.saved_policy import POLICY, write_policy
 from lightrft.types import Prompt
 from lightrft.utils.atomic_files import whole_folder
@@ -39,7 +39,7 @@ class Training(ABC):
     A subclass defines a step and the state that the next step reads.
     """
 
-    session: Session
+    session: RunSession
     roles: Roles
     eval: EvalConfig
     held_out: Sequence[Prompt]

@@ -20,9 +20,9 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfi
 from lightrft.distributed.process_group import ALONE, Ranks
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint, never
-from lightrft.engines.native import Drawing, NativeEngine, check_requests, checksums
+from lightrft.engines.native import GenerationBatch, NativeEngine, check_requests, checksums
 from lightrft.engines.weight_transport import Inbox
-from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.serialization import pack_rollout, unpack_rollout
 from lightrft.strategy.single import SingleStrategy
@@ -52,7 +52,7 @@ def engine_host(model: ModelConfig, config: EngineConfig, strategy: StrategyConf
     """
     torch.set_num_threads(threads)
     actor = local_frozen(model, SingleStrategy(strategy))
-    return EngineHost(NativeEngine(Decoder(actor.model), load_tokenizer(model), config, shared=False))
+    return EngineHost(NativeEngine(KVDecoder(actor.model), load_tokenizer(model), config, shared=False))
 
 
 class EngineHost(Receiver):
@@ -61,7 +61,7 @@ class EngineHost(Receiver):
     def __init__(self, engine: NativeEngine) -> None:
         self.engine = engine
         self.inbox = Inbox(engine.decoder.load)
-        self._drawings: dict[str, Drawing] = {}
+        self._drawings: dict[str, GenerationBatch] = {}
 
     def draw(self, job: str, requests: Sequence[Request], sampling: SamplingConfig, seconds: float) -> list[dict[str, Any]]:
         """Generate for ``job`` for about ``seconds`` and return the finished responses, packed.
@@ -73,7 +73,7 @@ class EngineHost(Receiver):
             seconds: length of the turn.
         """
         ends, found = time.monotonic() + seconds, []
-        drawing = self._drawings.setdefault(job, Drawing(self.engine, (), sampling))
+        drawing = self._drawings.setdefault(job, GenerationBatch(self.engine, (), sampling))
         drawing.add(requests)
         while drawing.unfinished and time.monotonic() < ends:
             found += drawing.advance(lambda: time.monotonic() >= ends)

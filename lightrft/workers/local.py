@@ -23,7 +23,7 @@ from lightrft.learner.ptx_loss import Ptx
 from lightrft.learner.reference_update import Follower
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
-from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import Processor
 from lightrft.rewards.base import Scoring, Unscored
@@ -93,7 +93,7 @@ def local_policy(
     if weights is not None:
         load_weights(actor, weights)
     whole = None if ranks.size == 1 else lambda: placed.whole(actor)
-    return placed, actor, NativeEngine(Decoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor)
+    return placed, actor, NativeEngine(KVDecoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor)
 
 
 def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring:
@@ -199,11 +199,11 @@ def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strate
     if not config.rollout.staleness:
         return None
     if strategy.ranks.size == 1:
-        decoder = Decoder(actor.model).apart()
+        decoder = KVDecoder(actor.model).apart()
     else:
         # Loading initializes adapters at random. That must not advance the generator of the run.
         with torch.random.fork_rng():
-            decoder = Decoder(Actor.load(config.model, device=strategy.device).requires_grad_(False).eval().model)
+            decoder = KVDecoder(Actor.load(config.model, device=strategy.device).requires_grad_(False).eval().model)
     return NativeEngine(decoder, tokenizer, config.engine, shared=False)
 
 

@@ -16,7 +16,7 @@ from lightrft.distributed.process_group import Ranks, together
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.native import checksum
-from lightrft.engines.weight_transport import Carrier, Inbox, Layout, Message, Way, carrier_of, fill, used
+from lightrft.engines.weight_transport import Carrier, Inbox, Layout, RayObject, Way, carrier_of, fill, used
 from lightrft.utils.errors import ModelError
 from lightrft.workers.worker_group import Crew, Limits
 
@@ -158,7 +158,7 @@ class Delivery:
         kept: list[tuple[Layout, Tensor]] = []
         carrier = self._open()
         arrived = carrier is not None
-        slots = Message((), self.hand.bucket, 0.0).slots if carrier is None else carrier.slots
+        slots = RayObject((), self.hand.bucket, 0.0).slots if carrier is None else carrier.slots
         for slot, layout in fill(weights, slots):
             if self._again is None:
                 kept.append((layout, slots[slot][: used(layout)].to("cpu", copy=True)))
@@ -219,7 +219,7 @@ class Delivery:
         """Yield the newest weights as messages."""
         yield from [*self._kept_frozen, *self._kept]
         if self._again is not None:
-            slots = Message((), self.hand.bucket, 0.0).slots
+            slots = RayObject((), self.hand.bucket, 0.0).slots
             for slot, layout in fill(self._again(), slots):
                 yield layout, slots[slot][: used(layout)]
 

@@ -18,7 +18,7 @@ from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.reward_shaping import SHAPINGS
 from lightrft.algorithms.token_masks import GATES, Gate
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig, LossConfig
 from lightrft.config.presets import PRESETS
@@ -104,42 +104,48 @@ def whole_batch_deviation(batch: Batch, token: Tensor, settings: AdvantageConfig
     return found, found
 
 
-def local_mean_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, dict]:
+def local_mean_loss(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
+) -> tuple[Tensor, dict]:
     """Divides by the tokens it happens to see."""
     return -(logprobs - old).exp() * advantages / max(1, int(rows.mask.sum())), {}
 
 
-def wrong_sign_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, dict]:
+def wrong_sign_loss(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
+) -> tuple[Tensor, dict]:
     return (logprobs - old).exp() * advantages, {}
 
 
 def ratio_of_all_tokens_loss(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
 ) -> tuple[Tensor, dict]:
     """A sequence ratio over all tokens, sampled or not."""
     total = torch.zeros(len(rows), dtype=logprobs.dtype).index_add(0, rows.row_of, logprobs - old)
     return -total[rows.row_of].exp() * advantages, {}
 
 
-def overflowing_loss(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: Rows, settings: LossConfig) -> tuple[Tensor, dict]:
+def overflowing_loss(
+    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig
+) -> tuple[Tensor, dict]:
     return -(5 * (logprobs - old)).exp() * advantages, {}
 
 
-def mean_of_rows_with_zero_length(rows: Rows, constant: int) -> Tensor:
+def mean_of_rows_with_zero_length(rows: TokenRows, constant: int) -> Tensor:
     """Counts padding: rows without tokens take their share, tokens that were not sampled theirs."""
     return torch.ones(rows.mask.numel(), dtype=torch.float64) / max(1, rows.mask.numel())
 
 
-def plain_sum(rows: Rows, constant: int) -> Tensor:
+def plain_sum(rows: TokenRows, constant: int) -> Tensor:
     return rows.mask.double()
 
 
-def weight_of_the_batch(now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
+def weight_of_the_batch(now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows) -> Tensor:
     """One weight for whatever it happens to see, not sampled tokens too."""
     return (old - behavior).mean().exp().expand(len(old))
 
 
-def weight_of_products(now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: Rows) -> Tensor:
+def weight_of_products(now: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows) -> Tensor:
     """A product over the answer that nothing bounds."""
     return rows.spread(rows.sum(5 * (old - behavior))).exp()
 

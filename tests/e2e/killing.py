@@ -54,7 +54,7 @@ def main() -> int:
     from lightrft.rollout import collect
     from lightrft.strategy import single
     from lightrft.strategy.checkpoint import CheckpointStore
-    from lightrft.trainer.run_session import Session
+    from lightrft.trainer.run_session import RunSession
 
     places: dict[str, tuple[Any, str, bool]] = {
         "generation": (collect, "_settle", True),
@@ -66,7 +66,7 @@ def main() -> int:
         "checkpoint manifest": (CheckpointStore, "_seal", False),
         "checkpoint publishing": (CheckpointStore, "_publish", False),
         "checkpoint published": (CheckpointStore, "_publish", True),
-        "after checkpoint": (Session, "record", True),
+        "after checkpoint": (RunSession, "record", True),
     }
     if where != "never" and rank == os.environ.get("RANK", "0"):
         owner, name, after = places[where]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lightrft.models.decoding.kv_decoder import Session
+from lightrft.models.decoding.kv_decoder import PlanDecodeSession
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
@@ -129,8 +129,8 @@ def test_the_probe_compares_the_engine_s_log_probs_with_the_model_s(capsys, fold
         r"differ from the trainer's by (\S+) nats .* in float32 explains (\S+)", line(found, "log-probs")
     ).groups()
     assert line(found, "log-probs").split()[0] == "ok" and float(gap) <= float(bound) < 0.01
-    step = Session.step
-    monkeypatch.setattr(Session, "step", lambda self, tokens: 1.3 * step(self, tokens))
+    step = PlanDecodeSession.step
+    monkeypatch.setattr(PlanDecodeSession, "step", lambda self, tokens: 1.3 * step(self, tokens))
     wrong = doctor(capsys, folder, "doctor.probe=true")
     assert wrong.status == 2 and line(wrong, "log-probs").split()[0] == "bad"
     assert "decodes model type 'qwen2' in another way" in line(wrong, "log-probs")

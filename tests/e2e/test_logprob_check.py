@@ -9,7 +9,7 @@ import pytest
 from lightrft.config.base import build
 from lightrft.config.verbs import ChatConfig, EvaluateConfig, GenerateConfig
 from lightrft.engines.native import NativeEngine, checksums
-from lightrft.models.decoding.kv_decoder import Decoder, Session
+from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.rollout import async_generation
 from lightrft.trainer.inference import Chat, run_eval, run_generate
 from lightrft.trainer.rl import run_rl
@@ -53,21 +53,21 @@ def test_an_engine_at_another_temperature_stops_the_verb(name, hot, rl_config, m
 
 
 def test_an_engine_that_keeps_its_first_weights_stops_the_run(rl_config, monkeypatch):
-    plain, loaded = Decoder.load, []
+    plain, loaded = KVDecoder.load, []
 
-    def load(self: Decoder, weights: Any) -> None:
+    def load(self: KVDecoder, weights: Any) -> None:
         if not loaded:
             plain(self, [(name, weight.clone()) for name, weight in weights])
         loaded.append(True)
 
-    monkeypatch.setattr(Decoder, "load", load)
+    monkeypatch.setattr(KVDecoder, "load", load)
     with pytest.raises(ModelError, match=r"weights of version \d were not transferred: the engine holds another"):
         run_rl(rl_config(rollout={"staleness": 1}, optimizer={"lr": 1e-2}))
 
 
 def goes_wrong(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     """Have engines with weights of their own go wrong at version 2, with the fingerprint of what they were given."""
-    load, step, faulty = NativeEngine.load_weights, Session.step, []
+    load, step, faulty = NativeEngine.load_weights, PlanDecodeSession.step, []
 
     def loading(self: NativeEngine, weights: Any, version: int) -> Any:
         given = dict(weights)
@@ -77,11 +77,11 @@ def goes_wrong(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
         load(self, [(name, w) for name, w in given.items() if not faulty or name not in dropped], version)
         return checksums(given.items())
 
-    def stepping(self: Session, tokens: Any) -> Any:
+    def stepping(self: PlanDecodeSession, tokens: Any) -> Any:
         return step(self, tokens) * (1.3 if faulty and fault == "decodes" else 1)
 
     monkeypatch.setattr(NativeEngine, "load_weights", loading)
-    monkeypatch.setattr(Session, "step", stepping)
+    monkeypatch.setattr(PlanDecodeSession, "step", stepping)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 from lightrft.config.base import build, deep_merge, to_yaml
 from lightrft.config.verbs import RLConfig
 from lightrft.observability.trackers import read_rows
-from lightrft.trainer.run_session import Session
+from lightrft.trainer.run_session import RunSession
 from lightrft.utils.atomic_files import disk_problem
 from tests.e2e.command import Outcome, command
 
@@ -40,15 +40,15 @@ def run(capsys, monkeypatch, rl_tree, tmp_path) -> Run:
         file = tmp_path / "run.yaml"
         file.write_text(to_yaml(build(RLConfig, deep_merge(tree, over))))
         with monkeypatch.context() as patch:
-            record = Session.record
+            record = RunSession.record
 
-            def recorded(self: Session, step: int, *given: Any, **more: Any) -> dict[str, Any]:
+            def recorded(self: RunSession, step: int, *given: Any, **more: Any) -> dict[str, Any]:
                 row = record(self, step, *given, **more)
                 if step == 1:
                     deed(self.path)
                 return row
 
-            patch.setattr(Session, "record", recorded)
+            patch.setattr(RunSession, "record", recorded)
             return command(capsys, "rl", file)
 
     return start

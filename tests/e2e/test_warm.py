@@ -30,7 +30,7 @@ def test_the_ranks_of_a_warm_launcher_are_its_children_in_sessions_of_their_own(
         "Path('rank' + os.environ['RANK']).write_text(str(found))\n"
     )
     launch = (
-        "import os, sys; from lightrft.distributed.torchrun import run_processes\\n"
+        "import os, sys; from lightrft.distributed.torchrun import run_processes; "
         "run_processes('x', sys.argv[1:], 2, 1.0); print(os.getpid())"
     )
     done = warm.run(["-c", launch, rank], env=os.environ, cwd=tmp_path, seats=2)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.advantages import ADVANTAGES, whiten
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig
 from lightrft.types import Batch, Segments
 from tests.numbers import oracles
@@ -25,7 +25,7 @@ def grpo(case: Case, rewards: list[float], eps: float = 1e-6) -> list[float]:
     """The advantage of each response through the package; 0 for one without sampled tokens."""
     batch = batch_of(case).replace(rewards=torch.tensor(rewards, dtype=torch.float64))
     tokens, _ = ADVANTAGES["grpo"](batch, token_rewards_of(case, rewards), AdvantageConfig(name="grpo", eps=eps))
-    return Rows.of(batch).mean(tokens).tolist()
+    return TokenRows.of(batch).mean(tokens).tolist()
 
 
 @every_case()
@@ -100,7 +100,7 @@ def test_tokens_that_were_not_sampled_are_no_steps(name: str, case: Case, seed: 
     batch = batch_of(case)
     with_holes = ADVANTAGES[name](batch, tensor_of(rewards), settings)
     kept = batch.mask
-    responses = Segments(batch.responses.tokens[kept], Rows.of(batch).count())
+    responses = Segments(batch.responses.tokens[kept], TokenRows.of(batch).count())
     compacted = batch.replace(responses=responses, values=batch.values[kept], sampled=None)  # type: ignore[index]
     without = ADVANTAGES[name](compacted, tensor_of(rewards)[kept], settings)
     for a, b in zip(with_holes, without, strict=True):

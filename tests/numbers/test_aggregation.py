@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for
 from tests.numbers.oracles import Case
@@ -24,7 +24,7 @@ def test_every_registered_aggregation_is_held_to_its_oracle() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_the_weighted_sum_is_the_loss_of_the_global_batch(mode: str, case: Case, seed: int) -> None:
     (rows,) = rows_for(case, seed)
-    weights = AGGREGATIONS[mode](Rows.of(batch_of(case)), 7)
+    weights = AGGREGATIONS[mode](TokenRows.of(batch_of(case)), 7)
     losses = tensor_of(rows).requires_grad_()
     total = (weights * losses).sum()
     case.logprobs = rows
@@ -47,6 +47,6 @@ LITERAL = [
 @pytest.mark.parametrize(("mode", "expected"), LITERAL)
 def test_by_hand(mode: str, expected: float) -> None:
     case = plain_case([[True, False, True], [True], [], [False], [True]], [0, 1, 0, 2, 0])
-    weights = AGGREGATIONS[mode](Rows.of(batch_of(case)), 10)
+    weights = AGGREGATIONS[mode](TokenRows.of(batch_of(case)), 10)
     losses = torch.tensor([1.0, 99.0, 3.0, 8.0, 5.0, 2.0], dtype=torch.float64)
     assert float((weights * losses).sum()) == pytest.approx(expected, rel=1e-12)

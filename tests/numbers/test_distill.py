@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AlgorithmConfig, DistillConfig
 from lightrft.learner.distillation import distilled
 from lightrft.learner.policy_update import Objective
@@ -99,7 +99,7 @@ def test_a_divergence_is_aggregated_like_the_policy_loss_and_reaches_rows_withou
         {"preset": "opd", "aggregation": aggregation, "distill": {"kind": "jsd", "coef": 0.3}}
     )
     batch = batch_of(case)
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     batch = batch.replace(
         advantages=torch.zeros(batch.tokens, dtype=torch.float64), loss_weights=AGGREGATIONS[aggregation](rows, 5)
     )

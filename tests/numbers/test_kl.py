@@ -14,7 +14,7 @@ from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.kl import KL_ESTIMATORS, KLController
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.reward_shaping import token_rewards
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, KLConfig, LossConfig
 from tests.numbers import distributions as dist
 from tests.numbers import oracles
@@ -96,7 +96,7 @@ def test_the_expected_gradient_of_k1_in_the_reward_is_that_of_the_reverse_kl(see
     rewards = token_rewards(batch, "k1", 0.3)
     advantages, _ = ADVANTAGES["reinforce"](batch, rewards, AdvantageConfig(name="reinforce"))
     found = expected_gradient(
-        logits, lambda lp: POLICY_LOSSES["ppo_clip"](lp, batch.old_logprobs, advantages, Rows.of(batch), LossConfig())[0]
+        logits, lambda lp: POLICY_LOSSES["ppo_clip"](lp, batch.old_logprobs, advantages, TokenRows.of(batch), LossConfig())[0]
     )
     exact = [0.3 * g for g in dist.EXPECTED_KL_GRADIENT["k1_in_reward"](logits, ref_logits)]
     assert_equal(found, exact, tolerance=1e-12)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import LossConfig
 from tests.numbers import oracles, oracles_losses
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for, scores_for
 from tests.numbers.oracles import Case
-from tests.numbers.scalars import Rows as Ragged
+from tests.numbers.scalars import TokenRows as Ragged
 from tests.numbers.scalars import gradients
 from tests.numbers.strategies import batch_of, tensor_of
 
@@ -57,7 +57,9 @@ def through(case: Case, name: str, bounds: dict[str, float], options: dict[str, 
     """Losses, the log-probs that they hang on, what is sampled, and the numbers to log."""
     logprobs, batch = tensor_of(case.logprobs).requires_grad_(), batch_of(case)
     settings = LossConfig.model_validate({"name": name, **bounds})
-    losses, stats = POLICY_LOSSES[name](logprobs, tensor_of(case.old), tensor_of(advantages), Rows.of(batch), settings, **options)
+    losses, stats = POLICY_LOSSES[name](
+        logprobs, tensor_of(case.old), tensor_of(advantages), TokenRows.of(batch), settings, **options
+    )
     return losses, logprobs, batch.mask, stats
 
 
@@ -93,7 +95,7 @@ def test_importance_of_whole_responses(ratio: str, case: Case, seed: int) -> Non
     logprobs, batch = tensor_of(case.logprobs).requires_grad_(), batch_of(case)
     settings = LossConfig.model_validate({"name": "importance", "ratio": ratio})
     advantages = tensor_of(oracles.on_sampled(case, scores))
-    losses, _ = POLICY_LOSSES["importance"](logprobs, tensor_of(case.old), advantages, Rows.of(batch), settings)
+    losses, _ = POLICY_LOSSES["importance"](logprobs, tensor_of(case.old), advantages, TokenRows.of(batch), settings)
     assert_rows(losses, logprobs, batch.mask, slow, rows)
 
 

@@ -14,7 +14,7 @@ from lightrft.algorithms.importance_sampling import CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.token_masks import GATES
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig
@@ -51,7 +51,7 @@ def test_losses(method: str, case: Case, seed: int) -> None:
     name, options, slow = LOSSES[method]
     (advantages,), leafs = rows_for(case, seed), case.with_leaves("logprobs")
     logprobs, batch = tensor_of(case.logprobs).requires_grad_(), batch_of(case)
-    columns = (logprobs, tensor_of(case.old), tensor_of(advantages), Rows.of(batch))
+    columns = (logprobs, tensor_of(case.old), tensor_of(advantages), TokenRows.of(batch))
     losses, _ = POLICY_LOSSES[name](*columns, LossConfig(name=name), **options)
     expected = slow(leafs, advantages)
     assert_equal(losses, expected, batch.mask)
@@ -63,7 +63,7 @@ def test_losses(method: str, case: Case, seed: int) -> None:
     ("old", "now", "held"), [(-1e-12, -5.0, True), (-5.0, 0.0, True), (0.0, 0.0, False), (1e-7, 1e-7, False)]
 )
 def test_dppo_kl_at_tokens_that_are_certain(old: float, now: float, held: bool) -> None:
-    rows = Rows.of(Batch(Segments.of([[0]]), Segments.of([[1]]), torch.tensor([0])))
+    rows = TokenRows.of(Batch(Segments.of([[0]]), Segments.of([[1]]), torch.tensor([0])))
     sign = 1.0 if now > old else -1.0
     logprobs = tensor([now]).requires_grad_()
     losses, stats = POLICY_LOSSES["dppo_kl"](logprobs, tensor([old]), tensor([sign]), rows, LossConfig(name="dppo_kl"))
@@ -110,7 +110,7 @@ def corrected(name: str, case: Case, seed: int, **options: Any) -> tuple[Tensor,
     batch = batch_of(case)
     advantages = oracles.on_sampled(case, scores_for(case, seed))
     columns = (tensor_of(rows) for rows in (case.logprobs, case.old, case.behavior, advantages))
-    return CORRECTIONS[name](*columns, Rows.of(batch), **options), batch.mask
+    return CORRECTIONS[name](*columns, TokenRows.of(batch), **options), batch.mask
 
 
 @every_case(examples=40)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.policy_losses import POLICY_LOSSES, value_loss
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import LossConfig
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for, tensor
@@ -22,7 +22,7 @@ CLIPS = [(0.2, 0.2, None), (0.2, 0.28, None), (0.2, 0.28, 3.0), (0.0, 0.0, None)
 
 def clip_loss(case: Case, logprobs: Tensor, advantages: Tensor, **clip: float | None) -> tuple[Tensor, dict[str, Tensor]]:
     return POLICY_LOSSES["ppo_clip"](
-        logprobs, tensor_of(case.old), advantages, Rows.of(batch_of(case)), LossConfig(name="ppo_clip", **clip)
+        logprobs, tensor_of(case.old), advantages, TokenRows.of(batch_of(case)), LossConfig(name="ppo_clip", **clip)
     )
 
 
@@ -73,7 +73,7 @@ def test_on_policy_the_gradient_is_the_policy_gradient_of_a_softmax_bandit() -> 
     logits = tensor([0.3, -1.2, 0.7]).requires_grad_()
     logprobs = torch.log_softmax(logits, 0)
     advantages = tensor([2.0, -1.0, 0.5])
-    rows = Rows(
+    rows = TokenRows(
         torch.arange(3), torch.ones(3, dtype=torch.long), torch.zeros(3, dtype=torch.long), torch.ones(3, dtype=torch.bool)
     )
     losses, _ = POLICY_LOSSES["ppo_clip"](logprobs, logprobs.detach(), advantages, rows, LossConfig())
@@ -101,7 +101,7 @@ REGIONS = [
 def surrogate(logprob: float, advantage: float, dual: float | None) -> tuple[float, float, float]:
     """Loss, gradient, whether held, at an old probability of 1."""
     x = tensor([logprob]).requires_grad_()
-    rows = Rows(
+    rows = TokenRows(
         torch.zeros(1, dtype=torch.long), torch.ones(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), torch.tensor([True])
     )
     settings = LossConfig(clip_low=0.2, clip_high=0.3, dual_clip=dual)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import LossConfig
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for, scores_for
 from tests.numbers.oracles import Case
 from tests.numbers.oracles_losses import luspo
-from tests.numbers.scalars import Rows as Ragged
+from tests.numbers.scalars import TokenRows as Ragged
 from tests.numbers.scalars import gradients, number
 from tests.numbers.strategies import batch_of, tensor_of
 
@@ -27,7 +27,7 @@ def surrogate(case: Case, advantages: Ragged, **settings: object) -> tuple[Tenso
     """Losses, the log-probs that they hang on, and what is sampled."""
     logprobs, batch = tensor_of(case.logprobs).requires_grad_(), batch_of(case)
     config = LossConfig.model_validate({"name": "ppo_clip", **settings})
-    losses, _ = POLICY_LOSSES["ppo_clip"](logprobs, tensor_of(case.old), tensor_of(advantages), Rows.of(batch), config)
+    losses, _ = POLICY_LOSSES["ppo_clip"](logprobs, tensor_of(case.old), tensor_of(advantages), TokenRows.of(batch), config)
     return losses, logprobs, batch.mask
 
 
@@ -61,7 +61,7 @@ def test_both_forms_of_gspo_have_one_gradient_when_a_response_has_one_advantage(
     low: float, high: float, case: Case, seed: int
 ) -> None:
     advantages = oracles.on_sampled(case, scores_for(case, seed))
-    weights = AGGREGATIONS["sequence"](Rows.of(batch_of(case)), 1)
+    weights = AGGREGATIONS["sequence"](TokenRows.of(batch_of(case)), 1)
     found = []
     for ratio in ("sequence", "sequence_token"):
         losses, logprobs, mask = surrogate(case, advantages, ratio=ratio, clip_low=low, clip_high=high)
@@ -74,7 +74,7 @@ def test_luspo_is_gspo_summed_over_the_tokens(case: Case, seed: int) -> None:
     scores, slow = scores_for(case, seed), case.with_leaves("logprobs")
     found = surrogate(case, oracles.on_sampled(case, scores), ratio="sequence", clip_low=2e-3, clip_high=2.5e-3)
     losses, logprobs, mask = found
-    total = (losses * AGGREGATIONS["sequence_sum"](Rows.of(batch_of(case)), 1))[mask].sum()
+    total = (losses * AGGREGATIONS["sequence_sum"](TokenRows.of(batch_of(case)), 1))[mask].sum()
     expected = luspo(slow, scores, 2e-3, 2.5e-3)
     assert total.item() == pytest.approx(number(expected), rel=1e-9, abs=1e-9)
     assert_equal(gradient(total, logprobs), gradients(expected, slow.logprobs))

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.algorithms.reward_shaping import SHAPINGS, shape, token_rewards
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.utils.errors import ConfigError
 from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, tensor
@@ -25,7 +25,7 @@ def test_token_rewards(kind: str, coef: float, case: Case, seed: int) -> None:
 @every_case()
 def test_token_rewards_of_clipped_outcomes(case: Case, seed: int) -> None:
     batch = batch_of(case)
-    batch.rewards = shape(batch, [Part(name="reward_clip", options={"low": -0.5, "high": 0.75})], 6)
+    batch.rewards = shape(batch, [ComponentConfig(name="reward_clip", options={"low": -0.5, "high": 0.75})], 6)
     assert_equal(token_rewards(batch, "k1", 0.05), oracles.token_rewards(case, case.rewards, 0.05, "k1", (-0.5, 0.75)))
 
 
@@ -57,8 +57,8 @@ def test_the_outcome_lands_on_the_last_sampled_token() -> None:
 def test_parts_apply_in_the_order_given() -> None:
     batch = batch_of(plain_case([[True]] * 2, [0, 0], [4.0, -4.0]))
     clip, scale = (
-        Part(name="reward_clip", options={"low": -1, "high": 1}),
-        Part(name="reward_scale", options={"scale": 3, "shift": 1}),
+        ComponentConfig(name="reward_clip", options={"low": -1, "high": 1}),
+        ComponentConfig(name="reward_scale", options={"scale": 3, "shift": 1}),
     )
     assert shape(batch, [clip, scale], 8).tolist() == [4.0, -2.0]
     assert shape(batch, [scale, clip], 8).tolist() == [1.0, -1.0]

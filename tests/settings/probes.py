@@ -29,7 +29,7 @@ from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.distributed import ray_cluster
 from lightrft.distributed import ray_launcher as launcher
-from lightrft.distributed.placement import Place, layout
+from lightrft.distributed.placement import RankPlacement, layout
 from lightrft.distributed.process_group import ALONE
 from lightrft.engines.native import NativeEngine
 from lightrft.learner.controllers import Controls
@@ -37,7 +37,7 @@ from lightrft.learner.policy_update import Objective, weighted
 from lightrft.learner.ptx_loss import Ptx
 from lightrft.models import actor as actors
 from lightrft.models.actor import Actor, Scores
-from lightrft.models.decoding.kv_decoder import Session
+from lightrft.models.decoding.kv_decoder import PlanDecodeSession
 from lightrft.models.loading.from_pretrained import AutoConfig, load_tokenizer
 from lightrft.models.processors import load_processor
 from lightrft.observability.observer import Nobody
@@ -181,7 +181,7 @@ def on_ray(tree: Tree, folder: Path) -> Any:
     if config.launch.kind == "local":
         return called
     driver = launcher.Driver("a:b", config, Nobody(), StopFlag())
-    driver.places = tuple(Place("n", "10.0.0.1", i) for i in range(config.launch.processes))
+    driver.places = tuple(RankPlacement("n", "10.0.0.1", i) for i in range(config.launch.processes))
     said = [refusal(lambda *_: driver.after(launcher.RankLost("rank 1")), {}, folder) for driver.losses in (1, 2)]
     plan = layout(config.launch, accelerated=True)
     with MonkeyPatch.context() as patch:
@@ -376,8 +376,8 @@ def recording() -> Generator[Counter[str]]:
     with MonkeyPatch.context() as patch:
         spy(Actor, "forward", lambda self, *a, **k: f"forward, gradient {torch.is_grad_enabled()}, layout {self.layout}")
         spy(Actor, "check_layout", lambda *a, **k: "layout checked")
-        spy(Session, "step", lambda self, tokens: f"{len(tokens)} rows drawn at once")
-        spy(Session, "reserve", lambda self, *a: f"room for {a[-1]} tokens")
+        spy(PlanDecodeSession, "step", lambda self, tokens: f"{len(tokens)} rows drawn at once")
+        spy(PlanDecodeSession, "reserve", lambda self, *a: f"room for {a[-1]} tokens")
         spy(NativeEngine, "load_weights", lambda *a, **k: "weights given to the engine")
         spy(AutoConfig, "from_pretrained", lambda *a, **k: f"{k}")
         spy(activation_offload, "to_host", lambda tensor: "kept for the backward pass on the host")

@@ -30,7 +30,7 @@ from lightrft.algorithms.contracts.cases import (
     with_dtype,
 )
 from lightrft.algorithms.importance_sampling import CORRECTIONS
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.types import Batch, Rollout, rows_of
 from lightrft.utils.lazy_imports import Tensor, torch
@@ -139,7 +139,7 @@ def check_order(run: Callable[[Batch], Tensor], axis: str, split: Callable[[Batc
 
 def advantages_of(function: Function, batch: Batch) -> tuple[Tensor, Tensor]:
     """Call an advantage with outcomes at last sampled tokens and a penalty on every sampled one."""
-    rows = Rows.of(batch)
+    rows = TokenRows.of(batch)
     rewards = there(batch.rewards)
     token = torch.where(batch.mask, there(batch.ref_logprobs) / 10, 0.0).to(rewards.dtype)
     last = [int((rows.row_of == i).logical_and(rows.mask).nonzero()[-1]) for i in range(len(batch)) if rows.count()[i]]
@@ -222,7 +222,7 @@ def losses_of(function: Function, batch: Batch, logprobs: Tensor | None = None) 
         logprobs: ``[N]``, the new log-probs. ``None`` uses ``batch.behavior_logprobs``.
     """
     new = batch.behavior_logprobs if logprobs is None else logprobs
-    return function(new, batch.old_logprobs, batch.advantages, Rows.of(batch), LossConfig(dual_clip=3.0))
+    return function(new, batch.old_logprobs, batch.advantages, TokenRows.of(batch), LossConfig(dual_clip=3.0))
 
 
 def loss_gradient(function: Function, batch: Batch) -> Tensor:
@@ -303,7 +303,7 @@ def check_loss_is_the_same_in_float32(function: Function) -> None:
 def check_aggregation_is_finite_and_not_negative(function: Function) -> None:
     """There is one finite weight per token, and none is negative."""
     for name, batch in batches():
-        weights = function(Rows.of(batch), LIMIT)
+        weights = function(TokenRows.of(batch), LIMIT)
         expect_finite(weights, name)
         expect_shape(weights, batch.tokens, name)
         expect((weights >= 0).all(), f"{name}: {_short(weights)}")
@@ -312,21 +312,21 @@ def check_aggregation_is_finite_and_not_negative(function: Function) -> None:
 def check_aggregation_is_zero_exactly_where_nothing_was_sampled(function: Function) -> None:
     """Every sampled token has a positive weight, and every other token has weight 0."""
     for name, batch in batches():
-        weights = function(Rows.of(batch), LIMIT)
+        weights = function(TokenRows.of(batch), LIMIT)
         expect(((weights > 0) == batch.mask).all(), f"{name}: weights {_short(weights)}")
 
 
 def check_aggregation_is_by_response(function: Function) -> None:
     """The weights do not depend on the order of responses or the labels of prompts."""
-    check_order(lambda batch: function(Rows.of(batch), LIMIT), "token", lambda batch: [])
+    check_order(lambda batch: function(TokenRows.of(batch), LIMIT), "token", lambda batch: [])
 
 
 def check_aggregation_is_a_mean(function: Function) -> None:
     """A batch concatenated with a copy of itself has the same loss."""
     for name, batch in batches():
         twice = Batch.cat([batch, batch])
-        expected = function(Rows.of(batch), LIMIT) / 2
-        expect_close(function(Rows.of(twice), LIMIT), torch.cat([expected, expected]), name)
+        expected = function(TokenRows.of(batch), LIMIT) / 2
+        expect_close(function(TokenRows.of(twice), LIMIT), torch.cat([expected, expected]), name)
 
 
 # KL estimators
@@ -374,7 +374,7 @@ def correction_of(function: Function, batch: Batch, logprobs: Tensor | None = No
     """
     now = there(batch.logprobs) if logprobs is None else logprobs
     columns = now, there(batch.old_logprobs), there(batch.behavior_logprobs), there(batch.advantages)
-    weights = function(*columns, Rows.of(batch), **example_options(function))
+    weights = function(*columns, TokenRows.of(batch), **example_options(function))
     expect_shape(weights, batch.tokens, shown(batch))
     return torch.where(batch.mask, weights, 0.0)
 

@@ -10,8 +10,8 @@ from typing import Any
 from lightrft.algorithms.contracts import checks
 from lightrft.algorithms.contracts.checks import Broken
 from lightrft.algorithms.validate.component_kinds import KINDS, Function, misfit
-from lightrft.config.base import Part
-from lightrft.utils.contract_result import Verdict
+from lightrft.config.base import ComponentConfig
+from lightrft.utils.contract_result import CheckResult
 from lightrft.utils.errors import ConfigError
 
 CHECKS: Mapping[str, Sequence[FunctionType]] = {
@@ -27,7 +27,7 @@ CHECKS: Mapping[str, Sequence[FunctionType]] = {
 """The checks of each kind of ``KINDS``."""
 
 
-def verdicts(name: str, kind: str, options: Mapping[str, Any]) -> list[Verdict]:
+def verdicts(name: str, kind: str, options: Mapping[str, Any]) -> list[CheckResult]:
     """Run every check of a kind on a function and return one verdict per check.
 
     A failed check does not stop the others.
@@ -41,7 +41,9 @@ def verdicts(name: str, kind: str, options: Mapping[str, Any]) -> list[Verdict]:
         ConfigError: If the function does not exist or its signature does not fit its kind.
     """
     row = KINDS[kind]
-    problems = list(misfit(row.key, row.registry, Part(name=name, options=dict(options)), len(row.arguments), *row.given))
+    problems = list(
+        misfit(row.key, row.registry, ComponentConfig(name=name, options=dict(options)), len(row.arguments), *row.given)
+    )
     if problems:
         raise ConfigError("\n".join(problems))
     function = with_options(row.registry[name], options)
@@ -58,14 +60,14 @@ def with_options(function: Function, options: Mapping[str, Any]) -> Function:
     return held
 
 
-def verdict(check: FunctionType, function: Function) -> Verdict:
+def verdict(check: FunctionType, function: Function) -> CheckResult:
     """Run ``check`` on ``function``. Any exception that the function raises fails the check."""
     words = check.__name__.removeprefix("check_").partition("_")[2].replace("_", " ")
     asks = " ".join((check.__doc__ or "").split())
     try:
         check(function)
     except Broken as error:
-        return Verdict(words, asks, str(error))
+        return CheckResult(words, asks, str(error))
     except Exception as error:
-        return Verdict(words, asks, f"raised {type(error).__name__}: {error}")
-    return Verdict(words, asks, "")
+        return CheckResult(words, asks, f"raised {type(error).__name__}: {error}")
+    return CheckResult(words, asks, "")

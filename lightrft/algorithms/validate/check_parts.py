@@ -11,7 +11,7 @@ from lightrft.algorithms.token_masks import GATES
 from lightrft.algorithms.validate.compatibility import nonsense
 from lightrft.algorithms.validate.component_kinds import KINDS, misfit
 from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, ValueConfig
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
 
@@ -34,14 +34,14 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from _unfit_scales(algorithm)
 
 
-def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, Part]]:
+def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, ComponentConfig]]:
     """Yield the functions that the settings name: kind, setting, and name with options."""
     advantage, loss = algorithm.advantage, algorithm.loss
-    yield "advantage", "algorithm.advantage", Part(name=advantage.name, options=advantage.options)
-    yield "loss", "algorithm.loss", Part(name=loss.name, options=loss.options)
-    yield "aggregation", "algorithm.aggregation", Part(name=algorithm.aggregation)
-    yield "kl", "algorithm.kl.estimator", Part(name=algorithm.kl.estimator)
-    yield "kl", "algorithm.drift.estimator", Part(name=algorithm.drift.estimator)
+    yield "advantage", "algorithm.advantage", ComponentConfig(name=advantage.name, options=advantage.options)
+    yield "loss", "algorithm.loss", ComponentConfig(name=loss.name, options=loss.options)
+    yield "aggregation", "algorithm.aggregation", ComponentConfig(name=algorithm.aggregation)
+    yield "kl", "algorithm.kl.estimator", ComponentConfig(name=algorithm.kl.estimator)
+    yield "kl", "algorithm.drift.estimator", ComponentConfig(name=algorithm.drift.estimator)
     lists = {
         "correction": algorithm.corrections,
         "gate": algorithm.gates,

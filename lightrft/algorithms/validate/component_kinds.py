@@ -16,7 +16,7 @@ from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.reward_shaping import SHAPINGS
 from lightrft.algorithms.token_masks import GATES
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
 
@@ -91,7 +91,7 @@ def kind_of(name: str) -> str:
     return best[0]
 
 
-def misfit(key: str, registry: Registry[Any], part: Part, arguments: int, *given: str) -> Iterator[str]:
+def misfit(key: str, registry: Registry[Any], part: ComponentConfig, arguments: int, *given: str) -> Iterator[str]:
     """Yield the reasons why ``part`` cannot be called as its kind is.
 
     Args:

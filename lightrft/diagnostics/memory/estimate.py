@@ -9,8 +9,8 @@ from lightrft.algorithms.requirements import needs_of, needs_reference
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig, SFTConfig
-from lightrft.diagnostics.memory.formulas import Held, Phase, gradients, held, peak
-from lightrft.diagnostics.memory.phases import DRAWING, Device, Lengths, Model, Place, drawing_answers, passes, reading
+from lightrft.diagnostics.memory.formulas import ModelMemory, Phase, gradients, held, peak
+from lightrft.diagnostics.memory.phases import DRAWING, Device, Lengths, Model, ProcessProfile, drawing_answers, passes, reading
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.loading.meta_device import meta_model
@@ -30,7 +30,7 @@ class Needs:
     that could not be computed.
     """
 
-    models: dict[str, Held]
+    models: dict[str, ModelMemory]
     phases: list[Phase]
     parameters: dict[str, tuple[int, int]]
     problems: list[str] = field(default_factory=list)
@@ -57,7 +57,7 @@ def needs(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> Nee
         lengths: lengths and number of responses of a step.
         device: device of each process.
     """
-    place = Place(config, lengths, device, config.strategy, device.processes)
+    place = ProcessProfile(config, lengths, device, config.strategy, device.processes)
     apart = staffed(config)
     models = [m for m in _models(config) if m.name not in apart]
     kept = {m.name: place.held(m) for m in models}
@@ -90,11 +90,11 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
         assert isinstance(config, RLConfig)
         model = next(m for m in _models(config) if m.name == {"engine": "policy"}.get(role, role))
         among = {"engine": config.launch.ray.engines, "critic": 1, "process model": 1}.get(role, device.processes)
-        place = Place(config, lengths, replace(device, processes=1), in_worker(config.strategy), among)
+        place = ProcessProfile(config, lengths, replace(device, processes=1), in_worker(config.strategy), among)
         if role == "engine":
             model = replace(model, trained=False)
             phases = list(drawing_answers(place, model))
-            kept = {"policy": place.held(model), "weights on their way": Held(config.launch.ray.bucket_mb * MIB)}
+            kept = {"policy": place.held(model), "weights on their way": ModelMemory(config.launch.ray.bucket_mb * MIB)}
         else:
             phases, kept = list(passes(place, model)), {role: place.held(model)}
         kept |= _compiled([model], device)
@@ -140,7 +140,7 @@ def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
     return {m.name: (sum(p.count for p in ps), sum(p.count for p in ps if p.trained)) for m in models if (ps := m.parameters)}
 
 
-def _drawing(place: Place, models: list[Model], apart: list[str]) -> list[Phase]:
+def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> list[Phase]:
     """Return the phases in which ranks generate.
 
     Engines in workers take over generation. With asynchronous generation they are busy, so ranks
@@ -157,7 +157,7 @@ def _drawing(place: Place, models: list[Model], apart: list[str]) -> list[Phase]
     return [replace(phase, resting=resting) for phase in phases]
 
 
-def _left_whole(place: Place, models: list[Model], phases: list[Phase]) -> list[Phase]:
+def _left_whole(place: ProcessProfile, models: list[Model], phases: list[Phase]) -> list[Phase]:
     """Add to ``phases`` the gathered weights of other models, kept until their backward pass."""
     left = {m.name: place.shares(m).left * sum(m.units(place.shares(m).cut)[1]) for m in models if place.shares(m).left}
     found = []
@@ -167,7 +167,7 @@ def _left_whole(place: Place, models: list[Model], phases: list[Phase]) -> list[
     return found
 
 
-def _copies(place: Place, policy: Model, engines: bool) -> Held:
+def _copies(place: ProcessProfile, policy: Model, engines: bool) -> ModelMemory:
     """Return the memory of asynchronous generation while the policy is trained.
 
     It holds a copy of the trained weights for each pending version. With several processes it also
@@ -177,25 +177,25 @@ def _copies(place: Place, policy: Model, engines: bool) -> Held:
     trained = sum(p.count * p.itemsize for p in policy.parameters if p.trained)
     alone = place.device.processes == 1 or engines
     rest = 0.0 if alone else held(policy.parameters).weights - trained
-    return Held((place.config.rollout.staleness + 1) * trained + rest)
+    return ModelMemory((place.config.rollout.staleness + 1) * trained + rest)
 
 
-def _compiled(models: list[Model], device: Device) -> dict[str, Held]:
+def _compiled(models: list[Model], device: Device) -> dict[str, ModelMemory]:
     """Return the memory of half-precision matmuls that a CPU has compiled for the shapes seen."""
     size = max(products_bytes(m.model.base.dtype) for m in models) if device.kind == "cpu" else 0.0
-    return {"compiled products": Held(size)} if size else {}
+    return {"compiled products": ModelMemory(size)} if size else {}
 
 
-def _handed_over(config: RLConfig, policy: Model, device: Device) -> Held:
+def _handed_over(config: RLConfig, policy: Model, device: Device) -> ModelMemory:
     """Return the memory of a bucket of weights in transfer to engines.
 
     If the device is a CPU, it includes the copy that rank 0 keeps for restarted engines.
     """
     kept = sum(p.count * p.itemsize for p in policy.parameters if p.trained) if device.kind == "cpu" else 0.0
-    return Held(config.launch.ray.bucket_mb * MIB + kept)
+    return ModelMemory(config.launch.ray.bucket_mb * MIB + kept)
 
 
-def _on_host(place: Place, models: list[Model], phases: list[Phase]) -> dict[str, float]:
+def _on_host(place: ProcessProfile, models: list[Model], phases: list[Phase]) -> dict[str, float]:
     """Return the bytes in CPU memory of each model, per process."""
     if place.device.kind == "cpu":
         return {}

@@ -64,7 +64,7 @@ WHOLE = Shares()
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class ModelMemory:
     """Bytes that one model occupies on a device throughout."""
 
     weights: float
@@ -94,7 +94,7 @@ class Phase:
         return sum(self.parts.values()) - self.resting
 
 
-def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> Held:
+def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> ModelMemory:
     """Return the bytes of a model on one of the ranks that shard it, on the device or offloaded.
 
     weights = sum(count * itemsize). Trained parameters have masters = 4 * count and moments = 2 * 4
@@ -110,13 +110,13 @@ def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> Held:
         if p.trained:
             masters += here * MASTER if (p.itemsize < MASTER and not alone) or shares.copied else 0
             moments += 2 * here * max(MOMENT, p.itemsize)
-    return Held(weights / shares.weights, masters / shares.state, moments / shares.state)
+    return ModelMemory(weights / shares.weights, masters / shares.state, moments / shares.state)
 
 
-def on_device(model: Held, shares: Shares) -> Held:
+def on_device(model: ModelMemory, shares: Shares) -> ModelMemory:
     """Return the bytes of ``model`` that are not offloaded."""
     state = 0 if "state" in shares.away else 1
-    return Held(model.weights * ("weights" not in shares.away), model.masters * state, model.moments * state)
+    return ModelMemory(model.weights * ("weights" not in shares.away), model.masters * state, model.moments * state)
 
 
 def gradients(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> float:
@@ -304,7 +304,7 @@ def collected(trained: float, bucket: float, *, touched: bool) -> float:
     return MASTER * ((filled if touched else bucket) + filled)
 
 
-def peak(models: Mapping[str, Held], phases: Sequence[Phase]) -> tuple[float, Phase]:
+def peak(models: Mapping[str, ModelMemory], phases: Sequence[Phase]) -> tuple[float, Phase]:
     """Return the maximum memory in bytes, and its phase: all models plus the largest phase."""
     largest = max(phases, key=lambda phase: phase.total)
     return sum(m.total for m in models.values()) + largest.total, largest

@@ -44,7 +44,7 @@ and device share the memory.
 """
 
 
-class Watch(TorchDispatchMode):
+class AllocationTracker(TorchDispatchMode):
     """Counts ``live`` bytes of tensors created inside the context, and their ``peak``.
 
     ``away_peak`` is the peak of offloaded bytes.
@@ -117,7 +117,7 @@ class _Attention:
     ``written``: bytes of materialized scores per query head.
     """
 
-    watch: Watch
+    watch: AllocationTracker
     written: int = 0
     last_layer: int | None = None
     spans: Any = ()
@@ -273,12 +273,12 @@ def _training(model: Backbone) -> Generator[None]:
 @contextmanager
 def _called(
     model: Backbone, batch: Batch, written: bool, entropy: bool, saved: Saved = "device"
-) -> Generator[tuple[Watch, Callable[[], Tensor]]]:
+) -> Generator[tuple[AllocationTracker, Callable[[], Tensor]]]:
     """Yield a counter, and a call of ``model`` on ``batch`` that returns a loss."""
     packed = pack(batch, model.layout)
     targets = batch.responses.tokens.to("meta")
     longest = int(batch.prompts.lengths.max() + batch.lengths.max())
-    watch = Watch()
+    watch = AllocationTracker()
     plan = _Attention(watch, 3 * 4 * packed.input_ids.numel() * longest if written else 0)
     packed = _on_meta(packed, plan)
 
@@ -308,7 +308,7 @@ class _OnHost:
     like: tuple[torch.Size, torch.dtype]
 
 
-def _to_host(watch: Watch, saved: Saved, tensor: Tensor) -> Any:
+def _to_host(watch: AllocationTracker, saved: Saved, tensor: Tensor) -> Any:
     """Offload a saved tensor like ``activation_offload``. On a CPU the copy stays in its memory."""
     if stays(tensor):
         return tensor

@@ -16,7 +16,7 @@ from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.diagnostics.memory import meta_trace
 from lightrft.diagnostics.memory.formulas import (
     QUANTISED,
-    Held,
+    ModelMemory,
     Parameters,
     Phase,
     Shares,
@@ -134,7 +134,7 @@ class Model:
 
 
 @dataclass
-class Place:
+class ProcessProfile:
     """One kind of process: its ``device``, its strategy and the processes that split a step's rows.
 
     ``among`` is the number of these processes. ``problems`` lists quantities that could not be
@@ -155,7 +155,7 @@ class Place:
         block = largest_block(m.model)
         return shares_of(self.strategy, self.device.processes, self.device.kind, trained=m.trained, block=block)
 
-    def held(self, m: Model) -> Held:
+    def held(self, m: Model) -> ModelMemory:
         """Return the bytes of ``m`` that stay on the device throughout."""
         return on_device(held(m.parameters, self.shares(m)), self.shares(m))
 
@@ -165,7 +165,7 @@ class Place:
         return self.strategy.tensor * self.strategy.sequence
 
 
-def drawing_answers(place: Place, policy: Model, *, evaluating: bool = False) -> Iterator[Phase]:
+def drawing_answers(place: ProcessProfile, policy: Model, *, evaluating: bool = False) -> Iterator[Phase]:
     """Yield the phase of generation: the cache, plus a prefill or a decoding step of all rows.
 
     The larger of the two counts. With ``evaluating``, only responses to the eval set are generated.
@@ -200,7 +200,7 @@ def drawing_answers(place: Place, policy: Model, *, evaluating: bool = False) ->
     yield Phase(DRAWING, parts)
 
 
-def passes(place: Place, m: Model) -> Iterator[Phase]:
+def passes(place: ProcessProfile, m: Model) -> Iterator[Phase]:
     """Yield the phases of passes of ``m`` in a step.
 
     A pass without gradient counts if something reads its result. A trained model also has an
@@ -230,7 +230,7 @@ def passes(place: Place, m: Model) -> Iterator[Phase]:
         yield from _updates(place, m, batch, math.ceil(groups * lengths.samples / (len(batch) * steps)), options)
 
 
-def _updates(place: Place, m: Model, batch: Batch, parts: int, options: dict[str, Any]) -> Iterator[Phase]:
+def _updates(place: ProcessProfile, m: Model, batch: Batch, parts: int, options: dict[str, Any]) -> Iterator[Phase]:
     """Yield forward and backward passes of ``parts`` micro-batches like ``batch``."""
     shares, strategy = place.shares(m), place.strategy
     if strategy.offload_activations:
@@ -267,7 +267,7 @@ def _target(config: RLConfig | SFTConfig) -> dict[str, float]:
     return {"teacher's logits": 2.0 * config.model.logits_mb * 2**20}
 
 
-def _whole(place: Place, m: Model, *, backward: bool) -> dict[str, float]:
+def _whole(place: ProcessProfile, m: Model, *, backward: bool) -> dict[str, float]:
     """Return the bytes of gathered weights and unsharded gradients of a sharded model."""
     shares = place.shares(m)
     parts: dict[str, float] = {}
@@ -290,7 +290,7 @@ def _cut_activations(m: Model, batch: Batch, cut: int) -> float:
     return inside * (1 - 1 / cut)
 
 
-def reading(place: Place, models: list[Model], kept: Mapping[str, Held]) -> Phase:
+def reading(place: ProcessProfile, models: list[Model], kept: Mapping[str, ModelMemory]) -> Phase:
     """Return the phase of loading, one model after the other, beyond the memory of loaded models.
 
     Sharded models load a piece of one tensor at a time. ZeRO holds one full tensor while it shards
@@ -322,7 +322,7 @@ def largest_tensor(m: Model, *, whole: bool) -> float:
     return max(2 * size if several else size if whole else min(size, PIECE) for size, several in sizes)
 
 
-def traced(place: Place, m: Model, trace: Callable[[], Traced], batch: Batch, trained: bool) -> Traced:
+def traced(place: ProcessProfile, m: Model, trace: Callable[[], Traced], batch: Batch, trained: bool) -> Traced:
     """Return the result of ``trace``. If tracing fails, use a formula for plain blocks.
 
     A model that needs real numbers cannot run on the meta device. The failure is recorded in

@@ -22,7 +22,7 @@ Given = Mapping[str, Tensor | None]
 
 
 @dataclass(slots=True)
-class Rows:
+class PaddedRows:
     """A caller's rows of tokens.
 
     Attributes:
@@ -45,13 +45,13 @@ class Rows:
         num_actions: int | Sequence[int] | None,
         lengths: Sequence[int] | None,
         packing: bool,
-    ) -> Rows:
+    ) -> PaddedRows:
         """Build rows.
 
         Args:
             tokens: ``[B, L]``, or ``[1, sum L]`` for packed samples.
-            mask: As in ``Rows``. ``None`` means no padding.
-            num_actions: As in ``Rows``.
+            mask: As in ``PaddedRows``. ``None`` means no padding.
+            num_actions: As in ``PaddedRows``.
             lengths: Lengths of the packed samples.
             packing: The rows hold several samples.
 
@@ -59,12 +59,12 @@ class Rows:
             ValueError: Packed rows come without lengths or mask, or do not fit them.
         """
         if not packing:
-            return Rows(tokens, torch.ones_like(tokens) if mask is None else mask.long(), None, num_actions)
+            return PaddedRows(tokens, torch.ones_like(tokens) if mask is None else mask.long(), None, num_actions)
         if lengths is None or mask is None:
             raise ValueError("packing_samples is on, so packed_seq_lens and attention_mask must be given")
         if tokens.shape[0] != 1 or sum(lengths) > tokens.shape[1]:
             raise ValueError(f"sequences {tuple(tokens.shape)} is not one row that holds packed_seq_lens = {list(lengths)}")
-        return Rows(tokens, mask, lengths, num_actions)
+        return PaddedRows(tokens, mask, lengths, num_actions)
 
     @property
     def places(self) -> Tensor:

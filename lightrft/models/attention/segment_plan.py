@@ -26,7 +26,7 @@ Run = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Own:
+class SelfSegment:
     """Runs of nearly equal length that each attend to themselves, causally, in one call.
 
     Attributes:
@@ -48,7 +48,7 @@ class Own:
     places: Tensor | None = None
 
     @staticmethod
-    def filled(index: Tensor, real: Tensor | None, device: torch.device) -> Own:
+    def filled(index: Tensor, real: Tensor | None, device: torch.device) -> SelfSegment:
         """Build runs from positions on the host.
 
         Args:
@@ -58,13 +58,13 @@ class Own:
         """
         flat, length = index.reshape(-1), index.shape[1]
         if real is None:
-            return Own(0, length, to_device(flat, device), None)
+            return SelfSegment(0, length, to_device(flat, device), None)
         kept = real.reshape(-1).nonzero()[:, 0]
-        return Own(0, length, *(to_device(x, device) for x in (flat, real, kept, flat[kept])))
+        return SelfSegment(0, length, *(to_device(x, device) for x in (flat, real, kept, flat[kept])))
 
 
 @dataclass(frozen=True, slots=True)
-class Before:
+class PrefixSegment:
     """Queries that attend to keys of an earlier run.
 
     Attributes:
@@ -79,23 +79,23 @@ class Before:
 
 
 @dataclass(frozen=True, slots=True)
-class Ahead:
+class SuffixSegment:
     """Queries that attend to later keys.
 
     Both are in reversed order, in which this is causal attention.
     """
 
-    query: Own
-    key: Own
+    query: SelfSegment
+    key: SelfSegment
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a softmax. ``before`` is joined to ``own``, then ``ahead`` to both."""
 
-    own: list[Own]
-    before: list[Before]
-    ahead: list[Ahead]
+    own: list[SelfSegment]
+    before: list[PrefixSegment]
+    ahead: list[SuffixSegment]
 
 
 @dataclass(slots=True)
@@ -166,11 +166,11 @@ class SegmentPlan:
         ahead = [_ahead(bucket, self.positions.device) for bucket in _buckets(spans)]
         return Parts(own, self._before(window, heads), ahead)
 
-    def _before(self, window: int | None, heads: set[Run]) -> list[Before]:
+    def _before(self, window: int | None, heads: set[Run]) -> list[PrefixSegment]:
         if window is None:
             whole = [(slice(runs[0][0], runs[-1][0] + runs[-1][1]), slice(k, k + m)) for (k, m), runs in self.shared]
             whole += [(slice(k + m - 1, k + m), slice(k, k + m)) for k, m in self.runs if (k, m) in heads]
-            return [Before(query, key, None) for query, key in whole]
+            return [PrefixSegment(query, key, None) for query, key in whole]
         reach = window - 1  # number of earlier keys that a query attends to
         before = []
         for run in self.runs:
@@ -183,12 +183,12 @@ class SegmentPlan:
             before.append(self._masked(torch.cat(firsts), slice(k + max(0, m - reach), k + m), window))
         return [b for b in before if b.mask is None or b.mask.numel()]
 
-    def _masked(self, query: slice | Tensor, key: slice, window: int) -> Before:
+    def _masked(self, query: slice | Tensor, key: slice, window: int) -> PrefixSegment:
         at = self.positions if self.places is None else self.places
         seen = at[key][None, :] > at[query][:, None] - window
         device = self.positions.device
         rows = to_device(query, device) if isinstance(query, Tensor) else query
-        return Before(rows, key, None if bool(seen.all()) and seen.numel() else to_device(seen, device))
+        return PrefixSegment(rows, key, None if bool(seen.all()) and seen.numel() else to_device(seen, device))
 
 
 def _chunks(run: Run, window: int | None) -> Iterator[Run]:
@@ -210,18 +210,18 @@ def _buckets(runs: Sequence[Run]) -> list[list[Run]]:
     return buckets
 
 
-def _own(runs: Sequence[Run], device: torch.device) -> Own:
+def _own(runs: Sequence[Run], device: torch.device) -> SelfSegment:
     if len(runs) == 1:
-        return Own(*runs[0], None, None)
+        return SelfSegment(*runs[0], None, None)
     longest = runs[-1][1]
     starts, lengths = torch.tensor(runs).unbind(1)
     steps = torch.arange(longest)
     real = steps[None, :] < lengths[:, None]
     index = torch.where(real, starts[:, None] + steps[None, :], 0)
-    return Own.filled(index, None if runs[0][1] == longest else real, device)
+    return SelfSegment.filled(index, None if runs[0][1] == longest else real, device)
 
 
-def _ahead(spans: Sequence[Run], device: torch.device) -> Ahead:
+def _ahead(spans: Sequence[Run], device: torch.device) -> SuffixSegment:
     """Build the part of later keys: all but the last token of each span as queries, all but the
     first as keys."""
     longest = spans[-1][1] - 1
@@ -230,7 +230,7 @@ def _ahead(spans: Sequence[Run], device: torch.device) -> Ahead:
     real = steps[None, :] < lengths[:, None]
     index = torch.where(real, (starts + lengths)[:, None] - 1 - steps[None, :], 0)
     kept = None if spans[0][1] - 1 == longest else real
-    return Ahead(Own.filled(index, kept, device), Own.filled(index + 1, kept, device))
+    return SuffixSegment(SelfSegment.filled(index, kept, device), SelfSegment.filled(index + 1, kept, device))
 
 
 class _Joined(torch.autograd.Function):
@@ -310,7 +310,7 @@ def _join(out: Tensor, log: Tensor, more: Tensor, more_log: Tensor) -> tuple[Ten
     return sums.to(out.dtype), joined
 
 
-def _take(x: Tensor, part: Own) -> Tensor:
+def _take(x: Tensor, part: SelfSegment) -> Tensor:
     """Return the runs of ``part`` from ``x [H, T, d]`` as ``[G, H, L, d]``."""
     if part.index is None:
         return x[None, :, part.start : part.start + part.length]
@@ -318,7 +318,7 @@ def _take(x: Tensor, part: Own) -> Tensor:
     return rows.reshape(x.shape[0], -1, part.length, x.shape[-1]).transpose(0, 1)
 
 
-def _put(x: Tensor, part: Own, rows: Tensor) -> None:
+def _put(x: Tensor, part: SelfSegment, rows: Tensor) -> None:
     """Write ``rows [G, H, L, d]`` at the positions of ``part`` in ``x [H, T, d]``. Padding is
     dropped."""
     if part.index is None:
@@ -328,7 +328,7 @@ def _put(x: Tensor, part: Own, rows: Tensor) -> None:
         x[:, part.index if part.places is None else part.places] = flat if part.kept is None else flat[:, part.kept]
 
 
-def _add(x: Tensor, part: Own, rows: Tensor) -> None:
+def _add(x: Tensor, part: SelfSegment, rows: Tensor) -> None:
     """Add ``rows [G, H, L, d]`` at the positions of ``part``. Padding must be exactly zero."""
     if part.index is None:
         x[:, part.start : part.start + part.length] += rows[0]

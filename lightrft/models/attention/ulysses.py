@@ -28,7 +28,7 @@ from lightrft.utils.errors import ModelError
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SequencePart:
     """This rank's part of ``count`` items of a sequence-parallel group.
 
     ``which [n]`` are its indices, ``None`` for all.
@@ -74,13 +74,13 @@ class Row:
         full = F.pad(x, (0, self.each * self.team.size - self.tokens), value=fill)
         return full[..., self.team.place :: self.team.size].contiguous()
 
-    def reads(self, places: Tensor) -> tuple[Part, Tensor]:
+    def reads(self, places: Tensor) -> tuple[SequencePart, Tensor]:
         """Return the subset of ``places [N]`` that this rank holds.
 
         Also return their indices ``[n]`` among its tokens.
         """
         which = (places % self.team.size == self.team.place).nonzero()[:, 0]
-        return Part(self.team, len(places), which), places[which] // self.team.size
+        return SequencePart(self.team, len(places), which), places[which] // self.team.size
 
 
 @dataclass(slots=True)

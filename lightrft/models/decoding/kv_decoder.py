@@ -35,7 +35,7 @@ PREFILL_TOKENS = 8192
 prefill."""
 
 
-class Decoder:
+class KVDecoder:
     """Runs a transformers causal language model for sampling, on its own weights.
 
     Adapters are supported.
@@ -66,7 +66,7 @@ class Decoder:
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
         return self.model.named_parameters()
 
-    def apart(self) -> Decoder:
+    def apart(self) -> KVDecoder:
         """Return a decoder whose weights ``load`` can replace without any effect on this one.
 
         The two share the memory of frozen weights, and of all others until ``load``. They share
@@ -74,7 +74,7 @@ class Decoder:
         """
         frozen: dict[int, Any] = {id(p): p for p in self.model.parameters() if not p.requires_grad}
         mine = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self.model.parameters() if p.requires_grad}
-        other = Decoder(copy.deepcopy(self.model, frozen | mine))
+        other = KVDecoder(copy.deepcopy(self.model, frozen | mine))
         other._own_attention = self._own_attention
         return other
 
@@ -93,9 +93,9 @@ class Decoder:
                 raise ModelError(f"weights {name!r} of shape {list(tensor.shape)} do not fit the sampling model: it has {found}")
             here.data = tensor.detach().to(device=here.device, dtype=here.dtype)
 
-    def session(self) -> Session | CachedDecodeSession:
+    def session(self) -> PlanDecodeSession | CachedDecodeSession:
         """Return an empty cache over this model. Sessions share only the weights."""
-        return Session(self.model) if self.by_plan else CachedDecodeSession(self.model)
+        return PlanDecodeSession(self.model) if self.by_plan else CachedDecodeSession(self.model)
 
     @contextmanager
     def running(self) -> Generator[None]:
@@ -119,8 +119,8 @@ class Decoder:
                 module.training = True
 
 
-class Session:
-    """Prompts in slots, responses in rows. Every call must be inside ``Decoder.running()``.
+class PlanDecodeSession:
+    """Prompts in slots, responses in rows. Every call must be inside ``KVDecoder.running()``.
 
     Rows are ``0 .. len(session) - 1``: ``admit`` appends, ``evict`` moves and cuts, ``step`` feeds
     one token to each.

@@ -3,6 +3,6 @@
 They turn decoded media into tower inputs, and into placeholder text of a prompt.
 """
 
-from lightrft.models.processors.base import Part, Processor, load_processor
+from lightrft.models.processors.base import ModalityProcessor, Processor, load_processor
 
-__all__ = ["Part", "Processor", "load_processor"]
+__all__ = ["ModalityProcessor", "Processor", "load_processor"]

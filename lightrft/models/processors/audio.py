@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
 from lightrft.config.model import ModelConfig
 from lightrft.models.multimodal import audio_towers
 from lightrft.models.processors import qwen
-from lightrft.models.processors.base import Part, known, spelling
+from lightrft.models.processors.base import ModalityProcessor, known, spelling
 from lightrft.types import Extent
 
 
-def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
     """Build the part of clips up to the tower's window.
 
     Args:
@@ -42,7 +42,7 @@ def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokeniz
     return {"audio": Clip(extractor, written, around, audio_towers.qwen2_audio_features, kept)}
 
 
-def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
     """Build the part of clips of any length, in as many windows as needed.
 
     Args:
@@ -64,7 +64,7 @@ def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBa
     return {"audio": Clip(extractor, written, around, features, kept, windows=None)}
 
 
-def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
     """Build the parts of Qwen2.5-Omni: clips, pictures and frames.
 
     Clips have up to the extractor's window. Pictures and frames are as in Qwen2.5-VL. The

@@ -22,7 +22,7 @@ from lightrft.types import Extent
 from lightrft.utils.errors import ModelError
 
 
-class Part(Protocol):
+class ModalityProcessor(Protocol):
     """One kind of media of one family.
 
     It gives the numbers of the family's transformers processor, without torchvision.
@@ -71,7 +71,7 @@ class Part(Protocol):
         """
         ...
 
-    def limited(self, min_pixels: int | None, max_pixels: int | None) -> Part:
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> ModalityProcessor:
         """Return the same part with other bounds on the pixels of a picture or frame."""
         ...
 
@@ -84,7 +84,7 @@ class Part(Protocol):
 class Processor:
     """``parts`` by kind, and the id of each kind's placeholder token."""
 
-    parts: Mapping[str, Part]
+    parts: Mapping[str, ModalityProcessor]
     tokens: Mapping[str, int]
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> Processor:
@@ -133,7 +133,7 @@ def write_settings(file: Path, fields: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-Build = Callable[[ModelConfig, Any, PreTrainedTokenizerBase], Mapping[str, Part]]
+Build = Callable[[ModelConfig, Any, PreTrainedTokenizerBase], Mapping[str, ModalityProcessor]]
 """Maps ``(model settings, the model's config, tokenizer)`` to the parts of a family."""
 
 

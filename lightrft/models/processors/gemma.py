@@ -17,14 +17,14 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import Part, spelling, within
+from lightrft.models.processors.base import ModalityProcessor, spelling, within
 from lightrft.types import Extent
 
 _CROPS = {"pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}
 """Values that ``Gemma3Processor`` uses where a folder's settings are null."""
 
 
-def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
     """Build the part of pictures from the folder's picture processor.
 
     Args:

@@ -20,11 +20,11 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import Part, spelling, write_settings
+from lightrft.models.processors.base import ModalityProcessor, spelling, write_settings
 from lightrft.types import Extent
 
 
-def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
     """Build the parts of pictures and frames from the folder's processors.
 
     Without a video processor, frames use the pictures'.

@@ -19,11 +19,11 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import Part, spelling, within
+from lightrft.models.processors.base import ModalityProcessor, spelling, within
 from lightrft.types import Extent
 
 
-def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
     """Build the part of pictures from the folder's picture processor.
 
     Args:

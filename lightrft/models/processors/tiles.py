@@ -20,11 +20,11 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import Part, spelling, write_settings
+from lightrft.models.processors.base import ModalityProcessor, spelling, write_settings
 from lightrft.types import Extent
 
 
-def internvl(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+def internvl(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
     """Build the part of pictures.
 
     A tile is a square of the tower's size. Its features are shuffled into fewer, wider ones.
@@ -80,7 +80,7 @@ class InternImage:
         write_settings(path / "processor_config.json", fields)
 
 
-def onevision(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, Part]:
+def onevision(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
     """Build the parts of pictures and frames.
 
     Without a video processor in the folder, frames use the pictures'.

@@ -14,7 +14,7 @@ import time
 from contextlib import suppress
 
 from lightrft.rewards.sandbox.guardian import SUPPORTED, end_descendants
-from lightrft.rewards.sandbox.protocol import Message, Unreadable, message_of
+from lightrft.rewards.sandbox.protocol import Unreadable, WorkerMessage, message_of
 from lightrft.rewards.sandbox.worker import HEADER, Start, Work
 
 _PROGRAM = (
@@ -96,7 +96,7 @@ class WorkerProcess:
         except OSError as error:
             raise WorkerGone(str(error)) from None
 
-    def receive(self, timeout: float) -> list[Message]:
+    def receive(self, timeout: float) -> list[WorkerMessage]:
         """Return the messages of the worker, waiting at most ``timeout`` seconds for the first.
 
         Raises:
@@ -115,7 +115,7 @@ class WorkerProcess:
         if not data:
             raise WorkerGone("it hung up")
         *lines, self.buffer = (self.buffer + data).split(b"\n")
-        found: list[Message] = []
+        found: list[WorkerMessage] = []
         try:
             if len(self.buffer) > LINE_BYTES:
                 raise Unreadable(f"it is longer than {LINE_BYTES} bytes")

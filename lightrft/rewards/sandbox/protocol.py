@@ -22,7 +22,7 @@ class Unreadable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CallOutcome:
     """The result of one call: either ``terms``, or the ``kind`` and ``reason`` of a failure.
 
     Attributes:
@@ -44,17 +44,17 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Message:
+class WorkerMessage:
     """One line. Exactly one of its fields is set."""
 
     ready: bool = False
     begun: bool = False
     full: bool = False
     error: str = ""
-    outcome: Outcome | None = None
+    outcome: CallOutcome | None = None
 
 
-def message_of(line: bytes) -> Message:
+def message_of(line: bytes) -> WorkerMessage:
     """Parse one line.
 
     Raises:
@@ -70,26 +70,26 @@ def message_of(line: bytes) -> Message:
     return found
 
 
-def _message(tree: dict[str, Any]) -> Message | None:
+def _message(tree: dict[str, Any]) -> WorkerMessage | None:
     if len(tree) == 1:
         ((name, value),) = tree.items()
         if name in ("ready", "begun", "full") and value is True:
-            return Message(ready=name == "ready", begun=name == "begun", full=name == "full")
-        return Message(error=value) if name == "error" and isinstance(value, str) and value else None
+            return WorkerMessage(ready=name == "ready", begun=name == "begun", full=name == "full")
+        return WorkerMessage(error=value) if name == "error" and isinstance(value, str) and value else None
     outcome = _outcome(tree)
-    return None if outcome is None else Message(outcome=outcome)
+    return None if outcome is None else WorkerMessage(outcome=outcome)
 
 
-def _outcome(tree: dict[str, Any]) -> Outcome | None:
+def _outcome(tree: dict[str, Any]) -> CallOutcome | None:
     index, seconds, names = tree.pop("i", None), tree.pop("s", None), set(tree)
     if type(index) is not int or index < 0 or not _is_number(seconds) or seconds < 0:
         return None
     if names == {"terms"} and _are_terms(tree["terms"]):
-        return Outcome(index, seconds, terms=tree["terms"])
+        return CallOutcome(index, seconds, terms=tree["terms"])
     if names == {"kind", "reason"} and tree["kind"] in KINDS and isinstance(tree["reason"], str):
-        return Outcome(index, seconds, kind=tree["kind"], reason=tree["reason"])
+        return CallOutcome(index, seconds, kind=tree["kind"], reason=tree["reason"])
     if names == {"again"} and tree["again"] in KINDS:
-        return Outcome(index, seconds, again=tree["again"])
+        return CallOutcome(index, seconds, again=tree["again"])
     return None
 
 

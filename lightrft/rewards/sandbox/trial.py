@@ -55,7 +55,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class TrialOutcome:
     """The result of a call: its ``values``, or a ``problem``.
 
     Attributes:
@@ -77,7 +77,7 @@ def calls_on(reward: Reward, rollouts: Sequence[Rollout]) -> list[Call]:
     return [Call(0, views)] if reward.batched else [Call(0, [view]) for view in views]
 
 
-def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[Call], deadline: float) -> list[Outcome]:
+def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[Call], deadline: float) -> list[TrialOutcome]:
     """Run ``calls`` in order in a separate process.
 
     Args:
@@ -111,7 +111,7 @@ def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[C
         return _outcomes(told.read().decode(errors="replace"), process.returncode, deadline)
 
 
-def _outcomes(text: str, status: int, deadline: float) -> list[Outcome]:
+def _outcomes(text: str, status: int, deadline: float) -> list[TrialOutcome]:
     """Parse the output of the process: a JSON line when a call begins and when it ends.
 
     The frames of a hanging call may follow.
@@ -125,12 +125,12 @@ def _outcomes(text: str, status: int, deadline: float) -> list[Outcome]:
             begun = message["begun"]
         else:
             values = tuple(message.get("values", ()))
-            outcomes.append(Outcome(message["call"], values, message.get("problem", ""), message.get("trace", "")))
+            outcomes.append(TrialOutcome(message["call"], values, message.get("problem", ""), message.get("trace", "")))
     if not outcomes and begun < 0:
-        return [Outcome(0, problem=f"could not start (status {status})")]
+        return [TrialOutcome(0, problem=f"could not start (status {status})")]
     if begun >= len(outcomes):
         how = f"took longer than reward.deadline = {deadline:g} s" if frames else f"ended its process (status {status})"
-        outcomes.append(Outcome(begun, problem=how, trace=_user_frames(frames)))
+        outcomes.append(TrialOutcome(begun, problem=how, trace=_user_frames(frames)))
     return outcomes
 
 

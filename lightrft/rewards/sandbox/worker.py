@@ -78,7 +78,7 @@ def main(fd: int, parent: int) -> None:
         return
     start: Start = pickle.loads(frame)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    worker = Worker(connection, start.deadline)
+    worker = RewardWorker(connection, start.deadline)
     try:
         worker.rewards = [load_reward(name, options) for name, options in start.rewards]
         _warm_up(worker.rewards)
@@ -102,7 +102,7 @@ def main(fd: int, parent: int) -> None:
         worker.serve(work)
 
 
-class Worker:
+class RewardWorker:
     """Runs calls one group at a time, each under an alarm."""
 
     def __init__(self, connection: socket.socket, deadline: float) -> None:

@@ -14,7 +14,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.engines import native
 from lightrft.learner import forward_passes, policy_update, process_reward
-from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.trainer import rl_step
 from lightrft.trainer.rl import run_rl
@@ -56,7 +56,7 @@ def test_a_decoded_token_batch_costs_one_wait(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, family: str, sampling: dict[str, Any]
 ) -> None:
     model = small_model(family).to(device)
-    engine = native.NativeEngine(Decoder(model), tiny_tokenizer(), EngineConfig(max_rows=5))
+    engine = native.NativeEngine(KVDecoder(model), tiny_tokenizer(), EngineConfig(max_rows=5))
     prompts = [Prompt(str(i), list(range(10, 14 + i))) for i in range(4)]
     requests = [Request(prompt, seed=7 * i + s, sample=s) for i, prompt in enumerate(prompts) for s in range(3)]
     with watched(monkeypatch, native._Run, "advance") as calls:

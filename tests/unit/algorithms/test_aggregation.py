@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from tests.numbers.compare import every_case
 from tests.numbers.oracles import Case
 from tests.numbers.strategies import batch_of, plain_case
@@ -25,7 +25,7 @@ CASE = plain_case([[True, False, True], [True], [], [False], [True]], [0, 1, 0, 
     ],
 )
 def test_the_weight_of_every_token(name: str, expected: list[float]) -> None:
-    found = AGGREGATIONS[name](Rows.of(batch_of(CASE)), 8)
+    found = AGGREGATIONS[name](TokenRows.of(batch_of(CASE)), 8)
     assert found.dtype == torch.float64
     assert found.tolist() == pytest.approx(expected, rel=1e-15)
 
@@ -33,13 +33,13 @@ def test_the_weight_of_every_token(name: str, expected: list[float]) -> None:
 @pytest.mark.parametrize("name", ["token", "sequence", "prompt"])
 @every_case()
 def test_the_weights_of_a_mean_sum_to_one(name: str, case: Case, seed: int) -> None:
-    found = AGGREGATIONS[name](Rows.of(batch_of(case)), 8)
+    found = AGGREGATIONS[name](TokenRows.of(batch_of(case)), 8)
     any_token = any(case.sampled(i) for i in range(len(case)))
     assert float(found.sum()) == pytest.approx(1.0 if any_token else 0.0, abs=1e-12)
 
 
 def test_the_constant_is_the_divisor() -> None:
-    rows = Rows.of(batch_of(CASE))
+    rows = TokenRows.of(batch_of(CASE))
     assert torch.equal(AGGREGATIONS["constant"](rows, 4), 2 * AGGREGATIONS["constant"](rows, 8))
     for name in set(AGGREGATIONS) - {"constant"}:
         assert torch.equal(AGGREGATIONS[name](rows, 4), AGGREGATIONS[name](rows, 8))

@@ -14,7 +14,7 @@ from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.contracts.cases import filled, plain_batch
 from lightrft.algorithms.importance_sampling import CORRECTIONS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.types import Batch
 from lightrft.utils.registry import Registry
@@ -41,7 +41,7 @@ def column(batch: Batch, name: str) -> Tensor:
 
 def losses_of(name: str, batch: Batch, settings: LossConfig) -> Tensor:
     columns = (column(batch, c) for c in ("logprobs", "old_logprobs", "advantages"))
-    return POLICY_LOSSES[name](*columns, Rows.of(batch), settings)[0]
+    return POLICY_LOSSES[name](*columns, TokenRows.of(batch), settings)[0]
 
 
 def changes(function: Callable[[Any], Tensor], before: Any, after: Any) -> bool:
@@ -71,7 +71,7 @@ def test_what_a_policy_loss_reports_carries_no_gradient(name: str) -> None:
     batch = case()
     logprobs = column(batch, "logprobs").requires_grad_()
     losses, stats = POLICY_LOSSES[name](
-        logprobs, column(batch, "old_logprobs"), column(batch, "advantages"), Rows.of(batch), LossConfig()
+        logprobs, column(batch, "old_logprobs"), column(batch, "advantages"), TokenRows.of(batch), LossConfig()
     )
     assert losses.requires_grad
     assert not any(stat.requires_grad for stat in stats.values())
@@ -118,7 +118,7 @@ def test_a_correction_says_which_log_probs_it_reads(name: str) -> None:
 
     def weights(moved: dict[str, Tensor]) -> Tensor:
         options = {"opsm": {"delta": 0.1}, "divergence_reject": {"limit": 0.1}}.get(name, {})
-        return CORRECTIONS[name](*moved.values(), column(batch, "advantages"), Rows.of(batch), **options)
+        return CORRECTIONS[name](*moved.values(), column(batch, "advantages"), TokenRows.of(batch), **options)
 
     uneven = torch.linspace(0.5, 1.5, batch.tokens)  # what is normalised does not see that all have moved alike
     read = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightrft.algorithms.group_filters import FILTERS, drop_reason
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
 
@@ -38,7 +38,7 @@ def test_groups_that_are_too_hard_or_too_easy(rewards: tuple[float, ...], bounds
 
 
 def test_the_first_reason_counts_and_too_few_answers_come_before_all() -> None:
-    bounds, equal = Part(name="reward_bounds", options={"low": 0.5}), Part(name="zero_variance")
+    bounds, equal = ComponentConfig(name="reward_bounds", options={"low": 0.5}), ComponentConfig(name="zero_variance")
     assert drop_reason(group(0, 0), [bounds, equal], 2) == "reward_bounds"
     assert drop_reason(group(0, 0), [equal, bounds], 2) == "zero_variance"
     assert drop_reason(group(1, 0), [equal, bounds], 2) == ""

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.importance_sampling import CORRECTIONS, correction_weights, interpolated_proximal, version_share
-from lightrft.algorithms.token_ops import Rows
-from lightrft.config.base import Part
+from lightrft.algorithms.token_ops import TokenRows
+from lightrft.config.base import ComponentConfig
 
 # pi_old / pi_sampler of two responses; the last token of the second was not sampled
 RATIOS = [4.0, 0.5, 1.0, 0.1, 1000.0]
-ROWS = Rows(
+ROWS = TokenRows(
     torch.tensor([0, 0, 1, 1, 1]),
     torch.tensor([2, 3]),
     torch.zeros(2, dtype=torch.long),
@@ -104,7 +104,7 @@ def test_a_weight_that_overflows_is_truncated_or_left_out(level: str, dtype: tor
 
 def test_several_corrections_multiply() -> None:
     old = torch.tensor(RATIOS, dtype=torch.float64).log()
-    parts = [Part(name="icepop"), Part(name="opsm", options={"delta": 0.0})]
+    parts = [ComponentConfig(name="icepop"), ComponentConfig(name="opsm", options={"delta": 0.0})]
     a = torch.tensor([-1.0, 1.0, -1.0, 1.0, 1.0], dtype=torch.float64)
     found = correction_weights(parts, old - 9, old, torch.zeros_like(old), a, ROWS)
     assert found[ROWS.mask].tolist() == pytest.approx([0.0, 0.5, 0.0, 0.0])
@@ -134,6 +134,6 @@ def test_on_policy_every_weight_is_one() -> None:
 
 def test_the_product_of_corrections_stays_a_number_in_float32() -> None:
     old = torch.full((5,), 30.0)
-    parts = [Part(name="importance"), Part(name="importance")]
+    parts = [ComponentConfig(name="importance"), ComponentConfig(name="importance")]
     found = correction_weights(parts, old, old, torch.zeros(5), torch.ones(5), ROWS)
     assert found.tolist() == pytest.approx([math.exp(40.0)] * 5)

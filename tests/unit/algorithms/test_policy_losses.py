@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.policy_losses import POLICY_LOSSES, value_loss
-from lightrft.algorithms.token_ops import Rows
+from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import LossConfig
 
 # ratio, advantage -> loss with clip 0.2 / 0.5, loss with a dual clip of 3 besides, held without and with it
@@ -31,7 +31,7 @@ def test_the_surrogate_by_hand(dual: bool) -> None:
     ratio, advantages = (torch.tensor([row[k] for row in SURROGATE], dtype=torch.float64) for k in (0, 1))
     old = torch.full((n,), math.log(0.125), dtype=torch.float64)
     one = torch.ones(n, dtype=torch.long)
-    rows = Rows(torch.arange(n), one, 0 * one, one.bool())
+    rows = TokenRows(torch.arange(n), one, 0 * one, one.bool())
     settings = LossConfig(clip_low=0.2, clip_high=0.5, dual_clip=3.0 if dual else None)
     losses, stats = POLICY_LOSSES["ppo_clip"](old + ratio.log(), old, advantages, rows, settings)
     assert losses.tolist() == pytest.approx([row[3 if dual else 2] for row in SURROGATE], rel=1e-12)
@@ -41,7 +41,7 @@ def test_the_surrogate_by_hand(dual: bool) -> None:
 
 def test_stats_carry_no_gradient() -> None:
     x = torch.zeros(2, requires_grad=True)
-    rows = Rows(
+    rows = TokenRows(
         torch.zeros(2, dtype=torch.long), torch.tensor([2]), torch.zeros(1, dtype=torch.long), torch.ones(2, dtype=torch.bool)
     )
     losses, stats = POLICY_LOSSES["ppo_clip"](x, torch.zeros(2), torch.ones(2), rows, LossConfig())
@@ -61,7 +61,7 @@ def alone(ratios: list[float], advantages: list[float], name: str, old: float = 
     before = torch.full((len(ratios),), math.log(old), dtype=torch.float64)
     logprobs = (before + torch.tensor(ratios, dtype=torch.float64).log()).requires_grad_()
     n = len(ratios)
-    rows = Rows(torch.zeros(n, dtype=torch.long), torch.tensor([n]), torch.zeros(1, dtype=torch.long), torch.ones(n).bool())
+    rows = TokenRows(torch.zeros(n, dtype=torch.long), torch.tensor([n]), torch.zeros(1, dtype=torch.long), torch.ones(n).bool())
     settings = LossConfig.model_validate({"name": name, **tree})
     a = torch.tensor(advantages, dtype=torch.float64)
     losses, stats = POLICY_LOSSES[name](logprobs, before, a, rows, settings, **settings.options)

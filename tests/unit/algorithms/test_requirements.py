@@ -11,7 +11,7 @@ import pytest
 from lightrft.algorithms.requirements import needs_old_logprobs, needs_reference, needs_reward
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.base import Part, build
+from lightrft.config.base import ComponentConfig, build
 from lightrft.config.verbs import RLConfig
 from lightrft.trainer.check_rollout import check_rollout
 from lightrft.utils.errors import ConfigError
@@ -185,7 +185,7 @@ def test_settings_of_rollouts_that_fit_are_accepted() -> None:
         RLConfig, {"rollout": {**rollout, "curriculum": curriculum}, "algorithm": {"filters": filters, "corrections": ["tis"]}}
     )
     check_rollout(chosen)
-    assert chosen.rollout.select == Part(name="balanced", options={"keep": 4})
+    assert chosen.rollout.select == ComponentConfig(name="balanced", options={"keep": 4})
 
 
 @pytest.mark.parametrize("tree", [{"preset": "prime"}, {"preset": "opd"}, {"distill": {"kind": "sampled"}}], ids=str)

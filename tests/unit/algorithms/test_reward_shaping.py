@@ -7,7 +7,7 @@ import torch
 
 from lightrft.algorithms.reward_shaping import SHAPINGS, TERMS, shape, token_rewards
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controls
 from lightrft.trainer.rl_step import with_advantages
@@ -61,7 +61,7 @@ def test_nothing_is_read_that_is_not_needed() -> None:
 def test_a_batch_without_rewards_is_refused() -> None:
     batch = batch_of(plain_case([[True]], [0])).replace(rewards=None)
     with pytest.raises(ValueError, match=r"batch\.rewards"):
-        shape(batch, [Part(name="reward_clip")], 8)
+        shape(batch, [ComponentConfig(name="reward_clip")], 8)
     with pytest.raises(ValueError, match=r"batch\.rewards"):
         token_rewards(batch, "k1", 0.0)
 
@@ -94,7 +94,7 @@ def test_short_answers_of_a_group_are_favoured_and_wrong_ones_never() -> None:
 
 def test_whether_an_answer_is_right_is_judged_by_its_outcome_as_it_was_scored() -> None:
     batch = batch_of(plain_case([[True], [True, True]], [0, 0], [1.0, 1.0]))
-    parts = [Part(name="reward_scale", options={"scale": 0.1}), Part(name="kimi_length")]
+    parts = [ComponentConfig(name="reward_scale", options={"scale": 0.1}), ComponentConfig(name="kimi_length")]
     assert shape(batch, parts, 8).tolist() == pytest.approx([0.6, -0.4])
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.algorithms.sample_selection import SELECTIONS, selected
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import ConfigError
 
@@ -107,6 +107,6 @@ def beyond(members: list[Rollout]) -> list[int]:
 def test_what_is_kept_is_in_the_order_of_the_group() -> None:
     rollouts = group(1, 2, 3)
     assert selected(rollouts, None) == rollouts
-    assert selected(rollouts, Part(name=f"{__file__}:backwards")) == [rollouts[0], rollouts[2]]
+    assert selected(rollouts, ComponentConfig(name=f"{__file__}:backwards")) == [rollouts[0], rollouts[2]]
     with pytest.raises(ConfigError, match=r"gave \[3\] for a group of 3 answers"):
-        selected(rollouts, Part(name=f"{__file__}:beyond"))
+        selected(rollouts, ComponentConfig(name=f"{__file__}:beyond"))

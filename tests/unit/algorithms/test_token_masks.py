@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.algorithms.token_masks import GATES, Gate, gated
 from lightrft.config.algorithm import LossConfig
-from lightrft.config.base import Part
+from lightrft.config.base import ComponentConfig
 from lightrft.types import Batch, rows_of
 from tests.numbers.strategies import batch_of, plain_case
 
@@ -123,8 +123,8 @@ def test_gates_multiply_and_pulls_add_up() -> None:
     batch = batch_with(
         **COVARIANT, entropy=[0.1, 0.5, 99.0, 0.4, 0.2, 0.3], behavior_logprobs=[-2.0, -2.0, 0.0, -2.0, -2.0, -4.0]
     )
-    kl_cov = Part(name="kl_cov", options={"share": 0.4, "coef": 0.5})
-    parts = [Part(name="m2po"), Part(name="high_entropy", options={"rho": 0.5}), kl_cov, kl_cov]
+    kl_cov = ComponentConfig(name="kl_cov", options={"share": 0.4, "coef": 0.5})
+    parts = [ComponentConfig(name="m2po"), ComponentConfig(name="high_entropy", options={"rho": 0.5}), kl_cov, kl_cov]
     found = gated(batch, parts, LossConfig(), torch.Generator())
     assert found.gate is not None
     assert found.pull is not None

@@ -10,7 +10,7 @@ import pytest
 
 from lightrft.config import verbs as trees
 from lightrft.config.algorithm import AlgorithmConfig, KLConfig
-from lightrft.config.base import Part, Settings, build, load_settings, to_resolved_yaml
+from lightrft.config.base import ComponentConfig, Settings, build, load_settings, to_resolved_yaml
 from lightrft.config.presets import PRESETS
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.config.strategy import SamplingConfig
@@ -165,8 +165,8 @@ def test_terms_of_a_reward_may_be_bare_names(given: Any, terms: tuple[RewardTerm
 
 @pytest.mark.parametrize("given", ["zero_variance", ["zero_variance"], {"name": "zero_variance"}, [{"name": "zero_variance"}]])
 def test_parts_may_be_bare_names(given: Any) -> None:
-    assert build(AlgorithmConfig, {"filters": given}).filters == (Part(name="zero_variance"),)
-    assert build(AlgorithmConfig, {"shaping": given}).shaping == (Part(name="zero_variance"),)
+    assert build(AlgorithmConfig, {"filters": given}).filters == (ComponentConfig(name="zero_variance"),)
+    assert build(AlgorithmConfig, {"shaping": given}).shaping == (ComponentConfig(name="zero_variance"),)
 
 
 def test_bare_values_stand_for_branches() -> None:

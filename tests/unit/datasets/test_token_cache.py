@@ -18,7 +18,7 @@ from lightrft.datasets import cache_key, token_cache
 from lightrft.datasets.cache_key import token_cache_of
 from lightrft.datasets.chat_encoder import Encoder
 from lightrft.datasets.prompt_dataset import PromptDataset
-from lightrft.datasets.row_tables import JsonLines
+from lightrft.datasets.row_tables import JsonLinesRows
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.datasets.token_cache import Entry, TokenCache
 from tests.unit.datasets.tokenizers import CHATML, chat_tokenizer
@@ -65,7 +65,7 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def apply() -> None:
         monkeypatch.setattr(Encoder, "encode", refuse)
-        monkeypatch.setattr(JsonLines, "_scan", refuse)
+        monkeypatch.setattr(JsonLinesRows, "_scan", refuse)
 
     return apply
 
@@ -134,14 +134,14 @@ def test_a_file_of_equal_size_and_time_with_other_content_is_read_again(rows):
 
 
 def test_tokens_of_a_file_that_changes_while_it_is_read_are_not_kept(rows, monkeypatch):
-    scan = JsonLines._scan
+    scan = JsonLinesRows._scan
 
-    def changing(self: JsonLines, *rest: Any) -> Any:
+    def changing(self: JsonLinesRows, *rest: Any) -> Any:
         found = scan(self, *rest)
         self.path.write_text(self.path.read_text() + "\n")
         return found
 
-    monkeypatch.setattr(JsonLines, "_scan", changing)
+    monkeypatch.setattr(JsonLinesRows, "_scan", changing)
     prompts_of(config_of(rows))
     assert not entries(rows)
 

@@ -10,7 +10,7 @@ import pytest
 from lightrft.config.base import build, load_settings
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.placement import Place, environments, layout, side_by_side
+from lightrft.distributed.placement import RankPlacement, environments, layout, side_by_side
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.build_remote import check_workers
 
@@ -82,7 +82,7 @@ def test_workers_of_a_role_that_the_run_has_not_or_has_itself_are_refused(tree: 
 
 def test_ranks_of_one_node_follow_one_another_and_see_one_anothers_devices() -> None:
     nodes = [("b", "2"), ("a", "0"), ("b", "0"), ("a", "1")]
-    places = [Place(node, f"10.0.0.{node}", 100 + i, (device,)) for i, (node, device) in enumerate(nodes)]
+    places = [RankPlacement(node, f"10.0.0.{node}", 100 + i, (device,)) for i, (node, device) in enumerate(nodes)]
     order = side_by_side(places)
     assert order == [0, 2, 1, 3]
     told = environments([places[i] for i in order], port=1234)

@@ -18,7 +18,7 @@ from lightrft.config.launch import LaunchConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.distributed import ray_cluster, ray_workers
 from lightrft.distributed.error_report import heard_by, tell
-from lightrft.distributed.placement import Place
+from lightrft.distributed.placement import RankPlacement
 from lightrft.distributed.ray_cluster import cluster, package, reason_of
 from lightrft.distributed.ray_launcher import Driver, Ended, Order, Rank, RankLost, check_launch, going_on
 from lightrft.distributed.ray_workers import Roster, office_here
@@ -31,7 +31,7 @@ def driver_of(tree: dict[str, Any] | None = None) -> Driver:
     """That of two ranks on two nodes, that has not begun."""
     config = build(RLConfig, {"launch": {"kind": "ray", "processes": 2}, **(tree or {})})
     driver = Driver("a:b", config, None, StopFlag())  # type: ignore[arg-type]
-    driver.places = (Place("first", "10.0.0.1", 11), Place("second", "10.0.0.2", 12))
+    driver.places = (RankPlacement("first", "10.0.0.1", 11), RankPlacement("second", "10.0.0.2", 12))
     return driver
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.distributed.shards import Held, _runs, flat_blocks, held_of
+from lightrft.distributed.shards import LocalShard, _runs, flat_blocks, held_of
 
 SHAPES = [(), (7,), (5, 3), (4, 1, 3), (3, 2, 2, 5), (0, 4)]
 
@@ -18,7 +18,7 @@ def test_stretches_of_a_flattened_tensor_are_filled_from_blocks_of_the_whole(sha
     padded = torch.nn.functional.pad(whole.flatten(), (0, size * count - whole.numel()), value=-1)
     for rank in range(count):
         part = torch.full((size,), -1)
-        for index, values in Held(shape, flat_blocks(shape, rank * size, part)).pieces(16):
+        for index, values in LocalShard(shape, flat_blocks(shape, rank * size, part)).pieces(16):
             values.copy_(whole[index])
         assert torch.equal(part, padded[rank * size :][:size])
 

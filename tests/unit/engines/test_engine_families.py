@@ -14,7 +14,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
 from lightrft.models.decoding.kinds import PLAN_FAMILIES, decodes_by_plan, length_bound, rereads_prefix
-from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny import MEDIA_FAMILIES, tiny_media_model
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_config, family_model
@@ -44,7 +44,7 @@ def model_of(family: str) -> PreTrainedModel:
 def engine_of(model: PreTrainedModel, **config: int) -> NativeEngine:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
-    return NativeEngine(Decoder(model), tokenizer, EngineConfig(**config))
+    return NativeEngine(KVDecoder(model), tokenizer, EngineConfig(**config))
 
 
 def requests_of(lengths: tuple[int, ...] = PROMPTS, limits: tuple[int, ...] = (1, 7, 20, 12)) -> list[Request]:
@@ -176,7 +176,7 @@ def test_adapters_and_changed_weights_act_on_cached_decoding() -> None:
 
 def test_an_engine_apart_with_cached_decoding_keeps_the_attention_that_was_loaded() -> None:
     model = tiny_model("qwen2", eos_token_id=None)
-    decoder = Decoder(model)
+    decoder = KVDecoder(model)
     decoder.by_plan = False
     loaded = model.config._attn_implementation
     model.config._attn_implementation = "lightrft"  # as training by plan leaves it

@@ -15,14 +15,14 @@ from transformers import PreTrainedModel
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine, checksum
 from lightrft.models.attention import interface
-from lightrft.models.decoding.kv_decoder import Decoder, Session
+from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.tiny.text import FAMILIES, tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import DataError, ModelError, ResourceError
 from tests.model_helpers import STORED, small_model
 
 
-class WatchedSession(Session):
+class WatchedSession(PlanDecodeSession):
     log: list[tuple[int, int]]
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -35,10 +35,10 @@ class WatchedSession(Session):
         self.log.append((len(self), self.held))
 
 
-class Watched(Decoder):
+class Watched(KVDecoder):
     """Records the rows and the held tokens of every step."""
 
-    def session(self) -> Session:
+    def session(self) -> PlanDecodeSession:
         session = WatchedSession(self.model)
         self.log = session.log = []
         self.latest = weakref.ref(session)
@@ -575,7 +575,7 @@ def test_an_engine_apart_draws_by_the_weights_that_it_was_given_and_leaves_the_p
     policy, other = endless("qwen2", seed=1), endless("qwen2", seed=2)
     before = {n: p.clone() for n, p in policy.named_parameters()}
     requests = requests_of(prompts_of(9, 4), 2, itertools.cycle([12]))
-    apart = NativeEngine(Decoder(policy).apart(), engine_of(policy).tokenizer, EngineConfig(), shared=False)
+    apart = NativeEngine(KVDecoder(policy).apart(), engine_of(policy).tokenizer, EngineConfig(), shared=False)
     wanted = {key: r.token_ids for key, r in by_key(engine_of(other).generate(requests, SamplingConfig())).items()}
     weights = {n: p.detach().clone() for n, p in other.named_parameters()}
     assert apart.load_weights(weights.items(), 3) == engine_of(other).load_weights([], 3)

@@ -22,7 +22,7 @@ from lightrft.distributed.process_group import ALONE
 from lightrft.engines.base import never
 from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import GREEDY, Collected, Verdict, rollout_metrics, tokens_of
+from lightrft.rollout.accounting import GREEDY, Collected, FilterResult, rollout_metrics, tokens_of
 from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import Quota, collect, requests_for, scored
 from lightrft.trainer.check_rollout import check_rollout
@@ -420,9 +420,9 @@ def test_the_rounds_of_a_step_are_bounded() -> None:
 def test_each_group_is_judged_once() -> None:
     judged: list[str] = []
 
-    def judge(group: Any) -> Verdict:
+    def judge(group: Any) -> FilterResult:
         judged.append(group[0].prompt.id)
-        return Verdict(group)
+        return FilterResult(group)
 
     requests = requests_for(Prompts().draw(5), 2, 0)
     quota = Quota(2, judge)

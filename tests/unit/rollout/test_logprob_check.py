@@ -14,7 +14,7 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
-from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.models.tiny.text_families import family_model
 from lightrft.rollout.logprob_check import (
@@ -45,7 +45,7 @@ def actor_of(family: str = "qwen2", dtype: torch.dtype = torch.float32, layout: 
 def engine_of(actor: Actor, by_plan: bool | None = None, **options: Any) -> NativeEngine:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
-    decoder = Decoder(actor.model)
+    decoder = KVDecoder(actor.model)
     decoder.by_plan = decoder.by_plan if by_plan is None else by_plan
     return NativeEngine(decoder, tokenizer, EngineConfig(), **options)
 

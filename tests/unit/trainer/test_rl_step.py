@@ -22,7 +22,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import tiny_model
 from lightrft.observability.timers import Timers
 from lightrft.roles import Frozen, Roles, Trained
-from lightrft.rollout.accounting import Collected, Verdict
+from lightrft.rollout.accounting import Collected, FilterResult
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.rl_step import learn, with_advantages, with_policy, with_reference
 from lightrft.types import Batch, Prompt, Rollout, Segments
@@ -220,7 +220,7 @@ def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_th
             Rollout(Prompt(str(p), [5, 6 + p]), [7 + i], [True], [-1.0], [0], "stop", i, i, reward=float(i))
             for i in range(samples)
         ]
-        got.add(group, Verdict(group))
+        got.add(group, FilterResult(group))
     result = learn(roles, config, 0, Controls.of(config.algorithm), got, Timers())
     metrics = result.metrics.compute()
     assert metrics["rollout/failed_answers"] == 2

@@ -16,7 +16,7 @@ from lightrft.distributed.process_group import ALONE
 from lightrft.observability.observer import Nobody
 from lightrft.observability.run_directory import Elsewhere, RunFolder
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError
-from lightrft.trainer.run_session import Session
+from lightrft.trainer.run_session import RunSession
 from lightrft.utils.stop_signal import StopFlag
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
 
@@ -27,7 +27,7 @@ class Late:
     rank, size, minutes = 0, 2, 1.0
 
     def __init__(self) -> None:
-        self.session: Session | None = None
+        self.session: RunSession | None = None
 
     def gather(self, value: Any) -> list[Any]:
         assert self.session is not None
@@ -37,7 +37,7 @@ class Late:
 
 def test_a_rank_that_is_asked_to_stop_while_others_are_heard_goes_on_as_they_do_and_stops_with_them_the_next_time() -> None:
     ranks = Late()
-    ranks.session = Session(None, None, CheckpointConfig(), "rl", Nobody(), ranks=ranks)  # type: ignore[arg-type]
+    ranks.session = RunSession(None, None, CheckpointConfig(), "rl", Nobody(), ranks=ranks)  # type: ignore[arg-type]
     assert [ranks.session.stopping(), ranks.session.stopping()] == [False, True]
 
 
@@ -61,7 +61,7 @@ def saves(
     path.mkdir(exist_ok=True)
     clock.set(100.0 * ranks.rank)
     folder = Elsewhere(path, fresh=True, checkpoint=None)
-    session = Session(
+    session = RunSession(
         folder, CheckpointStore(path / "checkpoints", 9, asked.best), asked, "rl", Nobody(), StopFlag(), ranks=ranks
     )
     saved = []
@@ -110,7 +110,7 @@ def test_a_disk_that_stays_full_is_not_tried_again_at_every_step(clock, tmp_path
         tried.append(clock.perf_counter())
         raise DiskFullError("full")
 
-    monkeypatch.setattr(Session, "save", full)
+    monkeypatch.setattr(RunSession, "save", full)
     _, session = saves(ALONE, tmp_path, CheckpointConfig(), [60.0 * n for n in range(1, 25)], clock, [{}] * 24)
     assert tried == [600.0, 1200.0]
     assert session.at_risk == (1440.0, 24)
@@ -135,7 +135,7 @@ def test_ranks_wait_for_the_one_that_reads_a_checkpoint_again_as_long_as_it_says
         counted = Counted(ranks.rank, ranks.meeting, ranks.told, 4.0)
         folder = Elsewhere(path, fresh=False, checkpoint=None)
         store = CheckpointStore(path / "checkpoints", 1)
-        session = Session(folder, store, CheckpointConfig(), "rl", Nobody(), SimpleNamespace(), ranks=counted)  # type: ignore[arg-type]
+        session = RunSession(folder, store, CheckpointConfig(), "rl", Nobody(), SimpleNamespace(), ranks=counted)  # type: ignore[arg-type]
         strategy: Any = SimpleNamespace(device=torch.device("cpu"))
         session.save(3, strategy, {}, {"much": "x" * 4096}, {})
         said[ranks.rank].append(True)

@@ -23,7 +23,7 @@ from lightrft.distributed.worker_api import WorkerLost
 from lightrft.engines.base import Fingerprint, never
 from lightrft.engines.native import NativeEngine, checksum
 from lightrft.engines.weight_transport import Carrier, Inbox, Layout, Way, carrier_of
-from lightrft.models.decoding.kv_decoder import Decoder
+from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
@@ -73,7 +73,7 @@ def local_engine(folder: Path, weights: dict[str, Tensor], version: int) -> Nati
     from lightrft.models.loading.from_pretrained import load_tokenizer
 
     config = ModelConfig(path=str(folder))
-    engine = NativeEngine(Decoder(Actor.load(config).model), load_tokenizer(config), CONFIG, shared=False)
+    engine = NativeEngine(KVDecoder(Actor.load(config).model), load_tokenizer(config), CONFIG, shared=False)
     engine.load_weights(weights.items(), version)
     return engine
 

@@ -12,7 +12,7 @@ import torch
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.diagnostics.memory.estimate import Needs, needs, workers
-from lightrft.diagnostics.memory.formulas import Held, Phase
+from lightrft.diagnostics.memory.formulas import ModelMemory, Phase
 from lightrft.diagnostics.memory.phases import Device, Lengths
 from lightrft.models.tiny.text import tiny_config
 from lightrft.utils.onednn_cache import BYTES, CACHES
@@ -166,9 +166,9 @@ def test_groups_of_ranks_that_hold_a_copy_each_share_it_among_themselves(tmp_pat
 def test_half_precision_weights_that_are_trained_lie_in_float32_alone(tmp_path: Path) -> None:
     one, two = (found(tmp_path, processes=n, algorithm=WITH_KL, model={"dtype": "bfloat16"}) for n in (1, 2))
     count = one.parameters["policy"][0]
-    assert one.models["policy"] == Held(2 * count, 4 * count, 8 * count)
-    assert two.models["policy"] == Held(2 * count, 0, 4 * count)
-    assert two.models["reference"] == Held(count)
+    assert one.models["policy"] == ModelMemory(2 * count, 4 * count, 8 * count)
+    assert two.models["policy"] == ModelMemory(2 * count, 0, 4 * count)
+    assert two.models["reference"] == ModelMemory(count)
 
 
 def test_what_is_left_of_blocks_between_the_passes_is_what_the_strategy_says(tmp_path: Path) -> None:
@@ -217,7 +217,10 @@ def test_roles_with_workers_of_their_own_are_not_with_the_ranks_and_have_a_table
     assert list(ranks.models) == ["policy", "weights for engines"]
     assert {phase.name.partition(":")[0] for phase in ranks.phases} == {"policy", "loading"}
     assert list(apart) == ["engine", "reference", "critic"]
-    assert apart["engine"].models == {"policy": Held(alone.models["policy"].weights), "weights on their way": Held(2**20)}
+    assert apart["engine"].models == {
+        "policy": ModelMemory(alone.models["policy"].weights),
+        "weights on their way": ModelMemory(2**20),
+    }
     assert phase_of(apart["engine"], "drawing answers").parts["cache"] == phase_of(alone, "drawing answers").parts["cache"] / 2
     assert apart["reference"].models["reference"] == alone.models["reference"]
     assert apart["critic"].models["critic"] == alone.models["critic"]

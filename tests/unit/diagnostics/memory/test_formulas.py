@@ -6,7 +6,7 @@ import pytest
 
 from lightrft.diagnostics.memory import phases
 from lightrft.diagnostics.memory.formulas import (
-    Held,
+    ModelMemory,
     Parameters,
     Phase,
     Shares,
@@ -31,11 +31,11 @@ from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_config
 
 
 def test_a_float32_model_that_is_trained_holds_its_weights_and_two_moments() -> None:
-    assert held([Parameters(1000, 4, True)]) == Held(weights=4000, masters=0, moments=8000)
+    assert held([Parameters(1000, 4, True)]) == ModelMemory(weights=4000, masters=0, moments=8000)
 
 
 def test_half_precision_adds_float32_masters_and_what_is_frozen_holds_weights_alone() -> None:
-    assert held([Parameters(1000, 2, True), Parameters(500, 4, False)]) == Held(weights=4000, masters=4000, moments=8000)
+    assert held([Parameters(1000, 2, True), Parameters(500, 4, False)]) == ModelMemory(weights=4000, masters=4000, moments=8000)
 
 
 def test_shards_share_all_of_it() -> None:
@@ -53,17 +53,19 @@ def test_gradients_are_float32_over_their_shares_and_over_the_cut_of_those_that_
 
 def test_what_is_cut_is_a_part_of_each_share_and_the_rest_whole() -> None:
     cut = [Parameters(1000, 4, True, cut=True), Parameters(600, 4, True)]
-    assert held(cut, Shares(2, 2, 2, cut=5)) == Held(weights=4 * (200 + 600) / 2, moments=8 * (200 + 600) / 2)
+    assert held(cut, Shares(2, 2, 2, cut=5)) == ModelMemory(weights=4 * (200 + 600) / 2, moments=8 * (200 + 600) / 2)
 
 
 def test_weights_that_lie_in_float32_alone_have_no_masters() -> None:
-    assert held([Parameters(1000, 2, True), Parameters(500, 2, False)], Shares(2, 2, 2, precise=True)) == Held(2500, 0, 4000)
+    assert held([Parameters(1000, 2, True), Parameters(500, 2, False)], Shares(2, 2, 2, precise=True)) == ModelMemory(
+        2500, 0, 4000
+    )
 
 
 def test_what_lies_in_the_hosts_memory_is_not_on_the_device() -> None:
-    whole = Held(10, 20, 30)
-    assert on_device(whole, Shares(away=("weights", "state", "gradients"))) == Held(0, 0, 0)
-    assert on_device(whole, Shares(away=("state",))) == Held(10, 0, 0)
+    whole = ModelMemory(10, 20, 30)
+    assert on_device(whole, Shares(away=("weights", "state", "gradients"))) == ModelMemory(0, 0, 0)
+    assert on_device(whole, Shares(away=("state",))) == ModelMemory(10, 0, 0)
 
 
 def test_a_bucket_is_there_as_far_as_it_is_filled_on_a_cpu_and_whole_on_a_device() -> None:
@@ -115,9 +117,9 @@ def test_gradients_are_whole_outside_of_blocks_and_in_one_block_with_the_float32
 
 def test_the_peak_is_all_models_and_the_largest_phase() -> None:
     phases = [Phase("a", {"x": 3.0, "y": 4.0}), Phase("b", {"x": 5.0})]
-    assert peak({"policy": Held(10, 1, 2), "reference": Held(20)}, phases) == (40.0, phases[0])
+    assert peak({"policy": ModelMemory(10, 1, 2), "reference": ModelMemory(20)}, phases) == (40.0, phases[0])
     rested = [*phases, Phase("c", {"x": 9.0}, resting=3.0)]
-    assert peak({"policy": Held(10, 1, 2)}, rested) == (20.0, phases[0])
+    assert peak({"policy": ModelMemory(10, 1, 2)}, rested) == (20.0, phases[0])
 
 
 def test_sizes_are_read_and_written() -> None:

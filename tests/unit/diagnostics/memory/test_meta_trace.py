@@ -10,7 +10,7 @@ import torch
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.diagnostics.memory.formulas import kept_by_blocks
-from lightrft.diagnostics.memory.meta_trace import Watch, forward, largest_batch, update
+from lightrft.diagnostics.memory.meta_trace import AllocationTracker, forward, largest_batch, update
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.loading.from_pretrained import load_model
@@ -39,7 +39,7 @@ def actor(config: ModelConfig) -> Actor:
 
 
 def test_watch_counts_what_lives_and_forgets_what_is_freed() -> None:
-    with Watch() as watch:
+    with AllocationTracker() as watch:
         a = torch.empty(100, device="meta")
         b = a + 1
         assert (watch.live, watch.peak) == (800, 800)
@@ -76,7 +76,7 @@ def test_a_traced_update_holds_at_most_what_a_real_one_on_the_cpu_does(tmp_path:
     state = TrainState(real, None, None, OptimizerConfig(), Masters(parameters, dict(parameters)))  # ty: ignore[invalid-argument-type]
     strategy = SingleStrategy(StrategyConfig(device="cpu"))
     real.train()
-    with Watch() as watch:
+    with AllocationTracker() as watch:
         strategy.backward(state, real.score(BATCH).logprobs.sum(), last=True)
         assert watch.live == pytest.approx(found.gradients, rel=0.001)
     assert found.peak == pytest.approx(watch.peak, rel=0.05)

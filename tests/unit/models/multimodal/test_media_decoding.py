@@ -10,7 +10,7 @@ from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines.native import NativeEngine
 from lightrft.models.attention.layouts import pack
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
-from lightrft.models.decoding.kv_decoder import Decoder, Session
+from lightrft.models.decoding.kv_decoder import KVDecoder, PlanDecodeSession
 from lightrft.models.multimodal.merge_inputs import own_inputs
 from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.types import Batch, Request, Rollout, Segments
@@ -60,7 +60,7 @@ class Banning:
         return logits
 
 
-class CarefulSession(Banning, Session):
+class CarefulSession(Banning, PlanDecodeSession):
     """By plan."""
 
 
@@ -68,7 +68,7 @@ class CarefulCachedSession(Banning, CachedDecodeSession):
     """With the model's own cache."""
 
 
-class Careful(Decoder):
+class Careful(KVDecoder):
     """Draws none of ``banned``."""
 
     banned: list[int]
@@ -158,7 +158,7 @@ def test_a_tower_sees_the_media_of_a_prompt_once_whatever_the_number_of_answers(
             once[layout, samples] = Counter(calls)
     first = once["drawing", 1]
     assert sum(first.values()) >= 1
-    if Decoder(r.actor.base).by_plan:
+    if KVDecoder(r.actor.base).by_plan:
         assert all(calls == first for calls in once.values())
     else:  # prompt by prompt while the responses are generated, all at once where they are scored
         assert once["drawing", 8] == first
@@ -193,7 +193,7 @@ def test_a_placeholder_that_was_sampled_stands_for_nothing_when_its_answer_is_re
     r = rig("qwen2_vl", tmp_path)
     prompt = next(p for p in mixed_prompts(r) if p.media)
     token = r.actor.family.reader.towers[0].token_id(r.actor.base.config)
-    engine = NativeEngine(Decoder(r.actor.base), r.tokenizer, EngineConfig())
+    engine = NativeEngine(KVDecoder(r.actor.base), r.tokenizer, EngineConfig())
     begun = Rollout(prompt, [token, 40, 41], [True] * 3, [-1.0] * 3, [0] * 3, "abort", 7, 0)
     (found,) = engine.generate([Request(prompt, 7, begun=begun)], SamplingConfig(max_new_tokens=6))
     batch = Batch(Segments.of_prompts([prompt]), Segments.of([found.token_ids]), torch.tensor([0]))
