@@ -18,7 +18,7 @@ from tests.numbers.strategies import SEEDS, cases, corner_cases, random_rows
 Test = Callable[..., None]
 
 
-def every_case(examples: int = 25, **limits: float) -> Callable[[Test], Test]:
+def every_case(examples: int = 60, **limits: float) -> Callable[[Test], Test]:
     """Run ``test(case, seed)`` on random ragged batches and on every corner case."""
 
     def decorate(test: Test) -> Test:
