@@ -13,7 +13,7 @@ from tests.numbers import oracles, oracles_corrections
 from tests.numbers.compare import assert_equal, every_case, scores_for
 from tests.numbers.oracles import Case
 from tests.numbers.oracles_corrections import LEVELS
-from tests.numbers.scalars import TokenRows as Ragged
+from tests.numbers.scalars import Rows as Ragged
 from tests.numbers.strategies import batch_of, tensor_of
 
 Slow = Callable[[Case, list[float]], Ragged]

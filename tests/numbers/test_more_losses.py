@@ -15,7 +15,7 @@ from lightrft.config.algorithm import LossConfig
 from tests.numbers import oracles, oracles_losses
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for, scores_for
 from tests.numbers.oracles import Case
-from tests.numbers.scalars import TokenRows as Ragged
+from tests.numbers.scalars import Rows as Ragged
 from tests.numbers.scalars import gradients
 from tests.numbers.strategies import batch_of, tensor_of
 

@@ -16,7 +16,7 @@ from tests.numbers import oracles
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for, scores_for
 from tests.numbers.oracles import Case
 from tests.numbers.oracles_losses import luspo
-from tests.numbers.scalars import TokenRows as Ragged
+from tests.numbers.scalars import Rows as Ragged
 from tests.numbers.scalars import gradients, number
 from tests.numbers.strategies import batch_of, tensor_of
 
