@@ -619,9 +619,13 @@ def whiten(x: Tensor, mask: Tensor, eps: float) -> Tensor:
     kept = x[mask]
     if kept.numel() == 0 or bool((kept == kept[0]).all()):
         return torch.zeros_like(x)
-    centred = kept - kept.mean()
+    # Sorted, so that the order of rows decides no rounding: a mask may read the sign of a
+    # whitened advantage that is zero but for rounding.
+    mean = kept.double().sort().values.mean()
+    centred = kept.double() - mean
+    deviation = centred.sort().values.square().mean().sqrt()
     whitened = torch.zeros_like(x)
-    whitened[mask] = centred / (centred.square().mean().sqrt() + eps)
+    whitened[mask] = (centred / (deviation + eps)).to(x.dtype)
     return whitened
 
 

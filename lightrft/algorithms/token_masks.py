@@ -257,7 +257,10 @@ def _covariance(batch: Batch) -> Tensor:
 
     The result does not depend on the order of rows.
     """
-    return _centred(require_column(batch.advantages), batch.mask) * _centred(require_column(batch.logprobs), batch.mask)
+    advantages = _centred(require_column(batch.advantages), batch.mask)
+    logprobs = _centred(require_column(batch.logprobs), batch.mask)
+    # Equal covariances differ by 1e-16 in another order of rows, which must not rank them.
+    return (advantages * logprobs).round(decimals=9)
 
 
 def _centred(x: Tensor, mask: Tensor) -> Tensor:
@@ -279,7 +282,9 @@ def _by_content(places: Tensor, x: Tensor, batch: Batch) -> Tensor:
     start = torch.cumsum(batch.lengths, 0) - batch.lengths
     position = torch.arange(batch.tokens, device=x.device) - start[batch.row_of]
     length = TokenRows.of(batch).spread(batch.lengths)
-    keys = (length, batch.responses.tokens, position, require_column(batch.logprobs), require_column(batch.advantages), x)
-    for key in keys:
+    # The last key ranks first. Advantages come first in the list: means over rows were subtracted
+    # from them, so that equal ones may differ by rounding.
+    content = (require_column(batch.advantages), length, batch.responses.tokens, position)
+    for key in (*content, require_column(batch.logprobs), x):
         places = places[key[places].argsort(stable=True)]
     return places

@@ -6,7 +6,7 @@ import random
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES
@@ -158,6 +158,7 @@ def assert_same(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], w
 
 @settings(deadline=None, max_examples=60)
 @given(seed=SEEDS)
+@example(seed=3221)  # equal advantages that differ by rounding rank the tokens of clip_cov
 def test_no_combination_of_parts_depends_on_splits_or_order_or_on_rows_that_are_not_run(seed: int) -> None:
     rng = random.Random(seed)
     algorithm, (batch, logprobs), on_policy = meant(rng), batch_for(rng), rng.random() < 0.3

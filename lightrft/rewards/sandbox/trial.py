@@ -26,8 +26,7 @@ from lightrft.rewards.registry import Reward, load_reward
 from lightrft.rewards.sandbox.guardian import become_guardian
 from lightrft.rewards.sandbox.results import NotAReward, rows_of, terms_of
 from lightrft.rewards.sandbox.rollout_view import view_of
-from lightrft.rewards.sandbox.worker import _warm_up as warm_up
-from lightrft.rewards.sandbox.worker import describe
+from lightrft.rewards.sandbox.worker import describe, warm_up
 from lightrft.types import Rollout
 
 _PROGRAM = (

@@ -81,7 +81,7 @@ def main(fd: int, parent: int) -> None:
     worker = RewardWorker(connection, start.deadline)
     try:
         worker.rewards = [load_reward(name, options) for name, options in start.rewards]
-        _warm_up(worker.rewards)
+        warm_up(worker.rewards)
         _limit_memory(start.memory_mb)
     except UserError as error:
         worker.tell(error=str(error))
@@ -292,12 +292,13 @@ def _exactly(connection: socket.socket, count: int) -> bytearray | None:
     return held
 
 
-def _warm_up(rewards: list[Reward]) -> None:
+def warm_up(rewards: list[Reward]) -> None:
+    """Call ``warm_up`` of each module that defines it and one of ``rewards``."""
     modules = dict.fromkeys(r.function.__module__ for r in rewards if hasattr(r.function, "__module__"))
     for name in modules:
-        warm_up = getattr(importlib.import_module(name), "warm_up", None)
-        if callable(warm_up):
-            warm_up()
+        prepare = getattr(importlib.import_module(name), "warm_up", None)
+        if callable(prepare):
+            prepare()
 
 
 def _limit_memory(memory_mb: int) -> None:
