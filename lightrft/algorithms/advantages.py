@@ -152,7 +152,10 @@ def pass_at_k(
     second = groups.highest(torch.where(best, -torch.inf, groups.x))
     alone = best & groups.uneven() & (groups.sum(best.to(groups.x.dtype)) == 1)
     gap = torch.where(alone, groups.x - second, torch.zeros_like(groups.x))
-    return on_tokens(gap if std_eps is None else torch.where(alone, gap / (groups.deviation() + std_eps), gap), batch)
+    return on_tokens(
+        gap if std_eps is None else torch.where(alone, gap / (groups.deviation() + std_eps), gap),
+        batch,
+    )
 
 
 @ADVANTAGES.register(
@@ -171,7 +174,10 @@ def maxrl(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     """
     groups = by_prompt(batch, token_rewards)
     mean = groups.mean()
-    return on_tokens(torch.where(mean > 0, groups.centred() / (mean + settings.eps), torch.zeros_like(mean)), batch)
+    return on_tokens(
+        torch.where(mean > 0, groups.centred() / (mean + settings.eps), torch.zeros_like(mean)),
+        batch,
+    )
 
 
 @ADVANTAGES.register(
@@ -205,7 +211,10 @@ def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfi
 
     Every response counts once.
     """
-    return on_tokens(Groups.whole(scores(batch, token_rewards, TokenRows.of(batch))).standardised(settings.eps), batch)
+    return on_tokens(
+        Groups.whole(scores(batch, token_rewards, TokenRows.of(batch))).standardised(settings.eps),
+        batch,
+    )
 
 
 @ADVANTAGES.register(
@@ -314,7 +323,11 @@ def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     reads=["gamma", "lam"],
 )
 def gae(
-    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, lam_critic: float | None = None
+    batch: Batch,
+    token_rewards: Tensor,
+    settings: AdvantageConfig,
+    *,
+    lam_critic: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute generalized advantage estimation (GAE).
 
@@ -336,7 +349,12 @@ def gae(
     reads=["gamma"],
 )
 def vapo(
-    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, alpha: float = 0.05, lam_critic: float = 1.0
+    batch: Batch,
+    token_rewards: Tensor,
+    settings: AdvantageConfig,
+    *,
+    alpha: float = 0.05,
+    lam_critic: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """Compute GAE with a length-adaptive trace decay per response.
 
@@ -509,7 +527,12 @@ def rows_in_group(batch: Batch) -> Tensor:
     reads=["gamma", "eps"],
 )
 def gigpo(
-    batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, weight: float = 1.0, std: bool = True
+    batch: Batch,
+    token_rewards: Tensor,
+    settings: AdvantageConfig,
+    *,
+    weight: float = 1.0,
+    std: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Combine episode advantages with advantages of steps that began in the same state.
 
@@ -643,5 +666,9 @@ def _by_group(x: Tensor, batch: Batch, eps: float) -> Tensor:
     return torch.stack(parts).sum(0) if parts else torch.zeros_like(x)
 
 
-WHITENINGS: dict[str, Callable[[Tensor, Batch, float], Tensor]] = {"none": _as_they_are, "group": _by_group, "batch": _by_batch}
+WHITENINGS: dict[str, Callable[[Tensor, Batch, float], Tensor]] = {
+    "none": _as_they_are,
+    "group": _by_group,
+    "batch": _by_batch,
+}
 """Whitening modes: ``WHITENINGS[mode](advantages [N], batch, eps) -> advantages [N]``."""

@@ -26,7 +26,10 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
 )
 def token(rows: TokenRows, constant: int) -> Tensor:
     """Weight every token of the batch equally."""
-    return _shares(rows, torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / max(1, int(rows.mask.sum())))
+    return _shares(
+        rows,
+        torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / max(1, int(rows.mask.sum())),
+    )
 
 
 @AGGREGATIONS.register(
@@ -61,7 +64,10 @@ def sequence_sum(rows: TokenRows, constant: int) -> Tensor:
 )
 def constant_norm(rows: TokenRows, constant: int) -> Tensor:
     """Sum over the batch and divide by the number of responses times ``constant``."""
-    return _shares(rows, torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / (max(1, len(rows)) * constant))
+    return _shares(
+        rows,
+        torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / (max(1, len(rows)) * constant),
+    )
 
 
 @AGGREGATIONS.register(

@@ -37,7 +37,12 @@ def zero_variance(group: Group) -> str:
     return "zero_variance" if len(rewards) <= 1 else ""
 
 
-@FILTERS.register("reward_bounds", formula="keep groups with low <= mean R <= high", latex=r"a\le\bar R\le b", paper="")
+@FILTERS.register(
+    "reward_bounds",
+    formula="keep groups with low <= mean R <= high",
+    latex=r"a\le\bar R\le b",
+    paper="",
+)
 def reward_bounds(group: Group, *, low: float = float("-inf"), high: float = float("inf")) -> str:
     """Drop groups whose mean reward is outside ``[low, high]``.
 

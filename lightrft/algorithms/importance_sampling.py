@@ -114,7 +114,14 @@ def tis(
     needs=["old", "behavior"],
 )
 def icepop(
-    logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows, *, low: float = 0.5, high: float = 5.0
+    logprobs: Tensor,
+    old: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    rows: TokenRows,
+    *,
+    low: float = 0.5,
+    high: float = 5.0,
 ) -> Tensor:
     """Weight each token by its importance ratio and mask tokens outside ``[low, high]``.
 
@@ -249,9 +256,15 @@ def tis_normalized(
     """
     weight = weight_of(old, behavior, rows, level).clamp(low, high)
     if level == "token":
-        total, count = torch.where(rows.mask, weight, torch.zeros_like(weight)).sum(), rows.mask.sum()
+        total, count = (
+            torch.where(rows.mask, weight, torch.zeros_like(weight)).sum(),
+            rows.mask.sum(),
+        )
     else:
-        total, count = rows.mean(weight).sum(), (rows.count() > 0).sum()  # a row's weight is the same at each of its tokens
+        total, count = (
+            rows.mean(weight).sum(),
+            (rows.count() > 0).sum(),
+        )  # a row's weight is the same at each of its tokens
     mean = total / count.clamp(min=1)
     return torch.where(mean > 1e-8, weight / mean.clamp(min=1e-8), weight)
 
@@ -312,7 +325,15 @@ def divergence_reject(
     paper="off-policy sequence masking: DeepSeek-V3.2, arXiv 2512.02556, section 3.1",
     needs=["behavior"],
 )
-def opsm(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows, *, delta: float) -> Tensor:
+def opsm(
+    logprobs: Tensor,
+    old: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    rows: TokenRows,
+    *,
+    delta: float,
+) -> Tensor:
     """Drop off-policy responses with negative advantage.
 
     Args:
@@ -323,7 +344,12 @@ def opsm(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, ro
 
 
 def correction_weights(
-    parts: Sequence[ComponentConfig], logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, rows: TokenRows
+    parts: Sequence[ComponentConfig],
+    logprobs: Tensor,
+    old: Tensor,
+    behavior: Tensor,
+    advantages: Tensor,
+    rows: TokenRows,
 ) -> Tensor:
     """Return the product of the weights of all corrections, ``[N]``.
 

@@ -27,7 +27,12 @@ def k1(logprobs: Tensor, ref: Tensor) -> Tensor:
     return logprobs - ref
 
 
-@KL_ESTIMATORS.register("k2", formula="d^2 / 2", latex=r"\tfrac{1}{2}d^2", paper="Schulman 2020, Approximating KL Divergence")
+@KL_ESTIMATORS.register(
+    "k2",
+    formula="d^2 / 2",
+    latex=r"\tfrac{1}{2}d^2",
+    paper="Schulman 2020, Approximating KL Divergence",
+)
 def k2(logprobs: Tensor, ref: Tensor) -> Tensor:
     """Estimate the KL with a bias.
 
@@ -36,7 +41,12 @@ def k2(logprobs: Tensor, ref: Tensor) -> Tensor:
     return (logprobs - ref).square() / 2
 
 
-@KL_ESTIMATORS.register("k3", formula="exp(-d) - 1 + d", latex=r"e^{-d}-1+d", paper="Schulman 2020; arXiv 2402.03300, eq. 4")
+@KL_ESTIMATORS.register(
+    "k3",
+    formula="exp(-d) - 1 + d",
+    latex=r"e^{-d}-1+d",
+    paper="Schulman 2020; arXiv 2402.03300, eq. 4",
+)
 def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
     """Estimate the KL without bias and never below 0.
 

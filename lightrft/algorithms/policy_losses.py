@@ -180,7 +180,10 @@ def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, se
     """Clip the weight on both sides, so that every token keeps its gradient."""
     ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return -weight * advantages * logprobs, {"clip_fraction": (weight != ratio).to(logprobs.dtype), "ratio": ratio}
+    return -weight * advantages * logprobs, {
+        "clip_fraction": (weight != ratio).to(logprobs.dtype),
+        "ratio": ratio,
+    }
 
 
 @POLICY_LOSSES.register(
@@ -191,7 +194,13 @@ def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, se
     needs=["old"],
 )
 def cispo_cap(
-    logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, settings: LossConfig, *, cap: float = 5.0
+    logprobs: Tensor,
+    old: Tensor,
+    advantages: Tensor,
+    rows: TokenRows,
+    settings: LossConfig,
+    *,
+    cap: float = 5.0,
 ) -> tuple[Tensor, Stats]:
     """Clip the weight from above only, so that every token keeps its gradient.
 
@@ -200,7 +209,10 @@ def cispo_cap(
     """
     ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(max=cap)
-    return -weight * advantages * logprobs, {"clip_fraction": (weight != ratio).to(logprobs.dtype), "ratio": ratio}
+    return -weight * advantages * logprobs, {
+        "clip_fraction": (weight != ratio).to(logprobs.dtype),
+        "ratio": ratio,
+    }
 
 
 @POLICY_LOSSES.register(
@@ -222,7 +234,10 @@ def cpgd(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, set
     plain = -gap * advantages
     clipped = -gap.clamp(low, math.log(1 + settings.clip_high)) * advantages
     held = (clipped > plain).to(logprobs.dtype)
-    return torch.maximum(plain, clipped), {"clip_fraction": held, "ratio": ratio_of(logprobs.detach(), old)}
+    return torch.maximum(plain, clipped), {
+        "clip_fraction": held,
+        "ratio": ratio_of(logprobs.detach(), old),
+    }
 
 
 @POLICY_LOSSES.register(
@@ -290,7 +305,10 @@ def vespo(
     up = advantages >= 0
     k, lam = by_sign(up, k_pos, k_neg, gap), by_sign(up, lam_pos, lam_neg, gap)
     weight = torch.exp((lam + k * gap - lam * torch.exp(bounded(gap))).clamp(max=LIMIT))
-    return -weight * advantages * logprobs, {"weight": weight, "ratio": ratio_of(logprobs.detach(), old)}
+    return -weight * advantages * logprobs, {
+        "weight": weight,
+        "ratio": ratio_of(logprobs.detach(), old),
+    }
 
 
 @POLICY_LOSSES.register(
@@ -395,7 +413,11 @@ def topr(
     up = advantages >= 0
     low, high = by_sign(up, pos_low, neg_low, weight), by_sign(up, pos_high, neg_high, weight)
     held = torch.minimum(torch.maximum(weight, low), high)
-    stats = {"clip_fraction": (held != weight).to(logprobs.dtype), "weight": held, "ratio": ratio_of(logprobs.detach(), old)}
+    stats = {
+        "clip_fraction": (held != weight).to(logprobs.dtype),
+        "weight": held,
+        "ratio": ratio_of(logprobs.detach(), old),
+    }
     return -held * advantages * logprobs, stats
 
 

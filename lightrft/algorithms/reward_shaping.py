@@ -32,7 +32,10 @@ SHAPINGS: Registry[Shaping] = Registry("shaping")
 
 
 @SHAPINGS.register(
-    "reward_clip", formula="R <- clip(R, low, high)", latex=r"R\leftarrow\operatorname{clip}(R,a,b)", paper="arXiv 1707.06347"
+    "reward_clip",
+    formula="R <- clip(R, low, high)",
+    latex=r"R\leftarrow\operatorname{clip}(R,a,b)",
+    paper="arXiv 1707.06347",
 )
 def reward_clip(batch: Batch, rewards: Tensor, *, max_new_tokens: int, low: float = -10.0, high: float = 10.0) -> Tensor:
     """Clip rewards to ``[low, high]``.
@@ -124,7 +127,14 @@ def cosine(
     latex=r"R\leftarrow R+w\lambda_i\ (\text{wrong: }\min(0,\lambda_i)),\quad \lambda_i=\tfrac12-\tfrac{l_i-\min l}{\max l-\min l}",
     paper="Kimi k1.5, arXiv 2501.12599, section 2.3.3",
 )
-def kimi_length(batch: Batch, rewards: Tensor, *, max_new_tokens: int, weight: float = 1.0, threshold: float = 1.0) -> Tensor:
+def kimi_length(
+    batch: Batch,
+    rewards: Tensor,
+    *,
+    max_new_tokens: int,
+    weight: float = 1.0,
+    threshold: float = 1.0,
+) -> Tensor:
     """Favor short responses of a group over long ones.
 
     Lengths count sampled tokens. A wrong response never gets a bonus. Nothing is added if all
@@ -181,7 +191,11 @@ def _by_batch(batch: Batch, eps: float) -> Tensor:
     return normalized_terms(batch, lambda x, there: Groups.whole(x), eps)
 
 
-TERMS: dict[str, Callable[[Batch, float], Tensor]] = {"none": _plain, "group": _by_group, "batch": _by_batch}
+TERMS: dict[str, Callable[[Batch, float], Tensor]] = {
+    "none": _plain,
+    "group": _by_group,
+    "batch": _by_batch,
+}
 """Term normalizations: ``TERMS[mode](batch, eps) -> outcome rewards [B]``, in float64."""
 
 

@@ -88,7 +88,13 @@ def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch
     reads=["clip_low", "clip_high"],
 )
 def clip_cov(
-    batch: Batch, settings: LossConfig, generator: torch.Generator, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0
+    batch: Batch,
+    settings: LossConfig,
+    generator: torch.Generator,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
 ) -> Gate:
     """Mask a few tokens that would reduce entropy most; ``generator`` chooses among the candidates.
 
@@ -117,7 +123,14 @@ def clip_cov(
     paper="KL-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 12 and 13",
     needs=["current", "old"],
 )
-def kl_cov(batch: Batch, settings: LossConfig, generator: torch.Generator, *, share: float = 2e-4, coef: float = 1.0) -> Gate:
+def kl_cov(
+    batch: Batch,
+    settings: LossConfig,
+    generator: torch.Generator,
+    *,
+    share: float = 2e-4,
+    coef: float = 1.0,
+) -> Gate:
     """Pull the tokens that would reduce entropy most back to the old policy.
 
     All tokens keep their policy loss.

@@ -5,7 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from lightrft.cli.arguments import memory_errors, positional, quick_imports, set_threads, settings_of
+from lightrft.cli.arguments import (
+    memory_errors,
+    positional,
+    quick_imports,
+    set_threads,
+    settings_of,
+)
 from lightrft.config.verbs import ChatConfig
 from lightrft.utils.errors import DataError
 

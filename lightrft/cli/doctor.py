@@ -19,7 +19,11 @@ def run(arguments: Sequence[str]) -> int:
     finding.
     """
     if {"-h", "--help"} & set(arguments):
-        show_help("doctor", DoctorConfig(), "What a run of this config needs, and what is off, before it begins.")
+        show_help(
+            "doctor",
+            DoctorConfig(),
+            "What a run of this config needs, and what is off, before it begins.",
+        )
         return 0
     own = [a.removeprefix(MARK) for a in arguments if a.startswith(MARK)]
     options = parse(DoctorConfig, own).settings

@@ -10,7 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from lightrft.algorithms.validate.check_parts import check_parts
-from lightrft.cli.arguments import memory_errors, positional, quick_imports, set_threads, settings_of
+from lightrft.cli.arguments import (
+    memory_errors,
+    positional,
+    quick_imports,
+    set_threads,
+    settings_of,
+)
 from lightrft.cli.dispatch import program, started
 from lightrft.cli.progress import finish, watching
 from lightrft.config.verbs import EvaluateConfig, ExportConfig, GenerateConfig, RLConfig, SFTConfig

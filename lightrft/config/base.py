@@ -30,7 +30,11 @@ class Settings(BaseModel):
     """A branch of the tree: a frozen model that refuses unknown keys."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", validate_default=True, protected_namespaces=(), ser_json_inf_nan="constants"
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        protected_namespaces=(),
+        ser_json_inf_nan="constants",
     )
     shorthand: ClassVar[str | None] = None
     """Name of the field that a bare string or number in place of the branch sets."""
@@ -270,7 +274,9 @@ class _Dumper(yaml.SafeDumper):
 
 for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver(
-        "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+        "tag:yaml.org,2002:float",
+        re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+        list("-+.0123456789"),
     )
 
 
@@ -344,7 +350,10 @@ def _exists(cls: type[Settings], path: Sequence[str]) -> bool:
 def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, str]) -> str:
     path = [str(p) for p in error["loc"]]
     name = ".".join(path)
-    origin = next((s for key, s in sources.items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")), "")
+    origin = next(
+        (s for key, s in sources.items() if f"{key}.".startswith(f"{name}.") or name.startswith(f"{key}.")),
+        "",
+    )
     where = f" (from {origin})" if origin else ""
     if error["type"] == "extra_forbidden":
         owner = cls

@@ -92,8 +92,17 @@ class RayConfig(Settings):
     @model_validator(mode="after")
     def _of_workers(self) -> RayConfig:
         models, moving = ("references", "teachers", "critic", "process"), ("engines", "references")
-        needed = {"engine_devices": ("engines",), "weights": moving, "bucket_mb": moving, "model_devices": models}
-        for name, kinds in {**needed, "worker_cpus": tuple(self.staff), "silence": tuple(self.staff)}.items():
+        needed = {
+            "engine_devices": ("engines",),
+            "weights": moving,
+            "bucket_mb": moving,
+            "model_devices": models,
+        }
+        for name, kinds in {
+            **needed,
+            "worker_cpus": tuple(self.staff),
+            "silence": tuple(self.staff),
+        }.items():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and not any(self.staff[kind] for kind in kinds):
                 raise ValueError(f"launch.ray.{name} = {value!r} changes nothing without launch.ray.{' or '.join(kinds)}")

@@ -119,7 +119,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "gspo_token": {
         "advantage": {"name": "grpo"},
-        "loss": {"name": "ppo_clip", "ratio": "sequence_token", "clip_low": 3e-4, "clip_high": 4e-4},
+        "loss": {
+            "name": "ppo_clip",
+            "ratio": "sequence_token",
+            "clip_low": 3e-4,
+            "clip_high": 4e-4,
+        },
         "aggregation": "sequence",
     },
     "luspo": {
@@ -155,7 +160,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "vespo": {
         "advantage": {"name": "grpo"},
-        "loss": {"name": "vespo", "options": {"k_pos": 2.0, "lam_pos": 3.0, "k_neg": 3.0, "lam_neg": 2.0}},
+        "loss": {
+            "name": "vespo",
+            "options": {"k_pos": 2.0, "lam_pos": 3.0, "k_neg": 3.0, "lam_neg": 2.0},
+        },
         "proximal": "behavior",
         "aggregation": "token",
     },
@@ -173,7 +181,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
     "topr": {
         "advantage": {"name": "reinforce", "gamma": 1.0},
-        "loss": {"name": "topr", "options": {"pos_low": 1.0, "pos_high": 1.0, "neg_low": 0.0, "neg_high": 1.0}},
+        "loss": {
+            "name": "topr",
+            "options": {"pos_low": 1.0, "pos_high": 1.0, "neg_low": 0.0, "neg_high": 1.0},
+        },
         "proximal": "behavior",
         "aggregation": "sequence_sum",
     },
@@ -361,7 +372,10 @@ SOURCES: dict[str, dict[str, str]] = {
     "dppo_kl": {"loss": DPPO_SCRIPT},
     "topr": {"advantage.gamma": UNDISCOUNTED, "loss": "TOPR, arXiv 2503.14286, section 3"},
     "kimi_k15": {"drift.coef": "chosen here: Kimi k1.5 prints none"},
-    "otb": {"advantage.eps": "verl, trainer/ppo/core_algos.py, compute_optimal_token_baseline_advantage", "loss": VERL_CLIP},
+    "otb": {
+        "advantage.eps": "verl, trainer/ppo/core_algos.py, compute_optimal_token_baseline_advantage",
+        "loss": VERL_CLIP,
+    },
     "m2po": {"gates": f"M2PO, arXiv 2510.01161, section 5; {M2PO_SCRIPT}"},
     "m2po_released": {
         "gates.0.options.tau": M2PO_SCRIPT,
@@ -370,7 +384,11 @@ SOURCES: dict[str, dict[str, str]] = {
     "clip_cov": {"loss": f"{ENTROPY}/7b_clip_cov.sh", "gates": f"{ENTROPY}/7b_clip_cov.sh"},
     "kl_cov": {"gates": f"{ENTROPY}/7b_kl_cov.sh: 0.2 %"},
     "kl_cov_32b": {"gates": f"{ENTROPY}/32b_kl_cov.sh: 0.02 %"},
-    "high_entropy": {"loss": DAPO, "gates": "arXiv 2506.01939, section 5", "shaping": f"{DAPO}: 4096 of 20480 tokens"},
+    "high_entropy": {
+        "loss": DAPO,
+        "gates": "arXiv 2506.01939, section 5",
+        "shaping": f"{DAPO}: 4096 of 20480 tokens",
+    },
     "prime": {"advantage.gamma": PRIME_SCRIPT, "loss": VERL_CLIP, "filters": PRIME_SCRIPT},
     "prime_released": {
         "advantage.options": "PRIME-RL/Entropy-Mechanism-of-RL, recipe/prime/config/prime_trainer.yaml",

@@ -37,7 +37,10 @@ class OptimizerConfig(Settings):
 
     @model_validator(mode="after")
     def _destroys_no_model(self) -> OptimizerConfig:
-        for name, value in {"lr": self.lr, **{f"lr_of.{part}": rate for part, rate in self.lr_of.items()}}.items():
+        for name, value in {
+            "lr": self.lr,
+            **{f"lr_of.{part}": rate for part, rate in self.lr_of.items()},
+        }.items():
             if value > LARGEST_LR:
                 raise ValueError(
                     f"{name} = {value:g}: AdamW moves each weight by about {name} in a step, and weights are about 0.02, so the "
@@ -102,7 +105,10 @@ class StrategyConfig(Settings):
                     f"or strategy.{name}=1"
                 )
         for name, kinds in _OF_KINDS.items():
-            value, default = getattr(self, name), type(self).model_fields[name].get_default(call_default_factory=True)
+            value, default = (
+                getattr(self, name),
+                type(self).model_fields[name].get_default(call_default_factory=True),
+            )
             if self.kind not in kinds and value != default:
                 raise ValueError(
                     f"strategy.{name} = {value} changes nothing with kind {self.kind}; set strategy.kind={kinds[-1]}, or leave it out"

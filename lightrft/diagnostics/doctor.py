@@ -163,7 +163,12 @@ def _settings(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
         _attempt(found, "settings", "algorithm, roles", lambda: check(config))
     elif not config.data.sources:
         found.append(
-            Finding("settings", "bad", "data.sources", "is empty; name what to train on, e.g. data.sources=[train.jsonl]")
+            Finding(
+                "settings",
+                "bad",
+                "data.sources",
+                "is empty; name what to train on, e.g. data.sources=[train.jsonl]",
+            )
         )
     yield from found or [Finding("settings", "ok", "settings", "go together")]
     yield from _strategy(config, device)
@@ -178,7 +183,12 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
     """Check the number of processes against the sharding settings."""
     kind, many = config.strategy.kind, device.processes
     if (kind in SHARDED and many == 1) or (kind == "single" and many > 1):
-        yield Finding("settings", "bad", "strategy.kind", f"= {kind} with launch.processes = {many}; set strategy.kind=auto")
+        yield Finding(
+            "settings",
+            "bad",
+            "strategy.kind",
+            f"= {kind} with launch.processes = {many}; set strategy.kind=auto",
+        )
     team = config.strategy.tensor * config.strategy.sequence
     if many % team:
         says = (
@@ -198,7 +208,12 @@ def _strategy(config: RLConfig | SFTConfig, device: Device) -> Iterator[Finding]
 def _devices(config: RLConfig | SFTConfig, options: DoctorConfig, device: Device) -> Iterator[Finding]:
     """Check that this machine has the requested devices, unless another machine is specified."""
     if options.device_memory != "auto" or options.device != "auto":
-        yield Finding("settings", "ok", "device", f"{device.processes} x {device.kind}, computed: another machine may have it")
+        yield Finding(
+            "settings",
+            "ok",
+            "device",
+            f"{device.processes} x {device.kind}, computed: another machine may have it",
+        )
         return
     asked, there = config.strategy.device, torch.accelerator.device_count()
     way = "for a machine that is not here set doctor.device=cuda and doctor.device_memory, e.g. 80GiB"
@@ -241,7 +256,13 @@ def _data(config: RLConfig | SFTConfig, found: list[Finding]) -> _Data:
     found += _tokens(config, tokenizer)
     processor = load_processor(config.model, tokenizer)
     if isinstance(config, SFTConfig):
-        examples = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=config.run.seed, processor=processor)
+        examples = SFTDataset(
+            config.data,
+            tokenizer,
+            max_tokens=config.max_tokens,
+            seed=config.run.seed,
+            processor=processor,
+        )
         found.append(_overlong(examples.counts, "examples", "max_tokens"))
         found += _unwritten(examples.encoder)
         return _Data(tokenizer, Lengths(1, max(1, examples.longest - 1), config.batch_size, 1), None)
@@ -265,7 +286,10 @@ def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
         if other:
             says = f"= {config.model.tokenizer}: {other} of its {len(tokenizer)} tokens are not those of {config.model.path}, which was "
             yield Finding(
-                "data", "warn", "model.tokenizer", f"{says}trained with its own; leave it out unless the model was made for it"
+                "data",
+                "warn",
+                "model.tokenizer",
+                f"{says}trained with its own; leave it out unless the model was made for it",
             )
     if tokenizer.eos_token_id is None:
         says = "has no end token, so that every answer goes on to sampling.max_new_tokens; set sampling.stop or sampling.stop_token_ids"
@@ -285,7 +309,12 @@ def _bounds(config: RLConfig | SFTConfig) -> Lengths:
     """Return the lengths that settings allow, for when no data was loaded."""
     if isinstance(config, SFTConfig):
         return Lengths(1, config.max_tokens - 1, config.batch_size, 1)
-    return Lengths(config.data.max_prompt_tokens, config.sampling.max_new_tokens, config.rollout.prompts, config.rollout.samples)
+    return Lengths(
+        config.data.max_prompt_tokens,
+        config.sampling.max_new_tokens,
+        config.rollout.prompts,
+        config.rollout.samples,
+    )
 
 
 def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
@@ -300,7 +329,12 @@ def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
         check_template(tokenizer, config.data.chat_options)
     except UserError as error:
         return Finding("data", "warn", "chat template", str(error))
-    return Finding("data", "ok", "chat template", "there, and a turn begins as it does within a longer conversation")
+    return Finding(
+        "data",
+        "ok",
+        "chat template",
+        "there, and a turn begins as it does within a longer conversation",
+    )
 
 
 def _unwritten(encoder: Encoder) -> Iterator[Finding]:
@@ -310,7 +344,12 @@ def _unwritten(encoder: Encoder) -> Iterator[Finding]:
             says = f"takes no {kind}, each is written as {text!r}; leave model.chat_template out, or set one that takes it"
             yield Finding("data", "warn", "chat template", says)
         else:
-            yield Finding("data", "ok", kind, f"written into the text as {text!r}, since no chat template is in use")
+            yield Finding(
+                "data",
+                "ok",
+                kind,
+                f"written into the text as {text!r}, since no chat template is in use",
+            )
 
 
 def _overlong(counts: Any, what: str, setting: str) -> Finding:
@@ -318,7 +357,12 @@ def _overlong(counts: Any, what: str, setting: str) -> Finding:
     says = f"{counts[what]} {what} of {counts['rows']} rows; {counts['overlong']} overlong, {counts['malformed']} malformed"
     says += f", {counts['truncated']} cut" if counts["truncated"] else ""
     if lost / rows > MANY_OVERLONG:
-        return Finding("data", "warn", "rows", f"{says}: {lost / rows:.0%} are left out; raise {setting}, or mend the rows")
+        return Finding(
+            "data",
+            "warn",
+            "rows",
+            f"{says}: {lost / rows:.0%} are left out; raise {setting}, or mend the rows",
+        )
     return Finding("data", "ok", "rows", says)
 
 
@@ -333,7 +377,12 @@ def _context(config: RLConfig, longest: int) -> Finding:
     if context is not None and end > context:
         says = f"an answer may go on to token {end}, and the model was made for {context}; lower sampling.max_new_tokens"
         return Finding("data", "bad", "lengths", says)
-    return Finding("data", "ok", "lengths", f"longest prompt {longest}, longest answer {config.sampling.max_new_tokens} tokens")
+    return Finding(
+        "data",
+        "ok",
+        "lengths",
+        f"longest prompt {longest}, longest answer {config.sampling.max_new_tokens} tokens",
+    )
 
 
 def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
@@ -342,7 +391,12 @@ def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
         says = (
             f"= {budget} is less than the longest row, {lengths.longest} tokens: such a row goes alone, and takes more than said"
         )
-        yield Finding("settings", "warn", "train.micro_batch_tokens", f"{says}; raise it, or bound the lengths")
+        yield Finding(
+            "settings",
+            "warn",
+            "train.micro_batch_tokens",
+            f"{says}; raise it, or bound the lengths",
+        )
     if isinstance(config, RLConfig) and held < lengths.longest:
         says = f"= {held} cannot hold one prompt and answer of {lengths.longest} tokens, which ends the run; raise it"
         yield Finding("settings", "bad", "engine.token_budget", says)
@@ -404,7 +458,11 @@ def _apart(found: dict[str, Needs], ranks: Needs | None, device: Device, config:
         total = sum(peaks.get(role, 0.0) for role in tenants)
         says = f"{shown(total)} on a device of {' and '.join(tenants)}"
         yield _fits(
-            "devices", says, total, device, "give workers devices of their own (launch.ray.engine_devices, model_devices)"
+            "devices",
+            says,
+            total,
+            device,
+            "give workers devices of their own (launch.ray.engine_devices, model_devices)",
         )
 
 
@@ -424,7 +482,11 @@ def _shared(launch: LaunchConfig) -> list[tuple[str, ...]]:
 def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
     """Describe the part of a trained model that each process stores."""
     shares = shares_of(config.strategy, device.processes, device.kind, trained=True)
-    parts = {"weights": shares.weights, "masters and moments": shares.state, "gradients": shares.gradients}
+    parts = {
+        "weights": shares.weights,
+        "masters and moments": shares.state,
+        "gradients": shares.gradients,
+    }
     says = ", ".join(f"{part} {'whole' if count == 1 else f'1/{count}'}" for part, count in parts.items())
     cut = f", each layer cut over {shares.cut} (strategy.tensor)" if shares.cut > 1 else ""
     cut += f", the tokens of a row over {config.strategy.sequence} (strategy.sequence)" if config.strategy.sequence > 1 else ""
@@ -450,7 +512,12 @@ def _fits(section: str, says: str, total: float, device: Device, way: str) -> Fi
     if share <= ROOM:
         return Finding(section, "ok", "peak", f"{says}: it fits ({share:.0%})")
     if share <= 1:
-        return Finding(section, "warn", "peak", f"{says}: tight ({share:.0%}, and the prediction may be off by 15 %); {way}")
+        return Finding(
+            section,
+            "warn",
+            "peak",
+            f"{says}: tight ({share:.0%}, and the prediction may be off by 15 %); {way}",
+        )
     return Finding(section, "bad", "peak", f"{says}: it does not fit ({share:.0%}); {way}")
 
 
@@ -506,7 +573,12 @@ def _measured(config: RLConfig | SFTConfig, data: _Data, device: Device, memory:
     over = f" on one process, {device.processes} share it" if device.processes > 1 else ""
     yield from _agrees(config, said)
     says = f"about {said.total:.3g} s{over}: {said.drawing:.3g} drawing, {said.forward:.3g} forward, {said.update:.3g} update"
-    yield Finding("time", "ok", "a step", f"{says}; anything from {said.low:.3g} to {said.high:.3g} s, rewards not counted")
+    yield Finding(
+        "time",
+        "ok",
+        "a step",
+        f"{says}; anything from {said.low:.3g} to {said.high:.3g} s, rewards not counted",
+    )
 
 
 def _agrees(config: RLConfig, said: speed_probe.Expected) -> Iterator[Finding]:
@@ -532,7 +604,10 @@ def to_text(report: Report) -> str:
         lines += [*([""] if lines else []), section]
         for f in (f for f in report.findings if f.section == section):
             first, *more = f.says.splitlines() or [""]
-            lines += [f"  {f.verdict:<4}  {f.about:<{width}}  {first}", *(f"  {'':<{width + 6}}  {line}" for line in more)]
+            lines += [
+                f"  {f.verdict:<4}  {f.about:<{width}}  {first}",
+                *(f"  {'':<{width + 6}}  {line}" for line in more),
+            ]
     warned = sum(f.verdict == "warn" for f in report.findings)
     lines += ["", f"{report.bad} bad, {warned} to look at, {len(report.findings)} in all"]
     return "\n".join(lines)
@@ -542,7 +617,12 @@ def to_json(report: Report) -> dict[str, Any]:
     """Convert a report to JSON data: findings, and the bytes of models and phases."""
     memory = None if report.memory is None else _as_tree(report.memory)
     apart = {role: _as_tree(needed) for role, needed in report.workers.items()}
-    return {"findings": [asdict(f) for f in report.findings], "memory": memory, "workers": apart, "bad": report.bad}
+    return {
+        "findings": [asdict(f) for f in report.findings],
+        "memory": memory,
+        "workers": apart,
+        "bad": report.bad,
+    }
 
 
 def _as_tree(found: Needs) -> dict[str, Any]:

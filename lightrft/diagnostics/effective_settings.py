@@ -47,7 +47,10 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[Number, ...]:
         else:
             origin = f"default of {_owner(key, algorithm)}"
         found.append(Number(full, value, origin))
-    return (*found, *(Number(key, value, sources.get(key, "default")) for key, value in _beside(config)))
+    return (
+        *found,
+        *(Number(key, value, sources.get(key, "default")) for key, value in _beside(config)),
+    )
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -108,7 +111,11 @@ def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
 
 def _idle_normalize(leaf: str, algorithm: AlgorithmConfig) -> bool:
     settings = algorithm.normalize
-    active = {"terms": settings.terms != "none", "rewards": settings.rewards != "none", "values": settings.values}
+    active = {
+        "terms": settings.terms != "none",
+        "rewards": settings.rewards != "none",
+        "values": settings.values,
+    }
     return not active.get(leaf, any(active.values()))
 
 

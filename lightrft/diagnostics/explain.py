@@ -34,7 +34,13 @@ RATIOS = {
 }
 """Forms of ``loss.ratio`` that replace the token ratio in the formula of a loss."""
 CLIPPED_VALUE = r"\max\!\big((V_t-\hat R_t)^2,\ (\operatorname{clip}(V_t,V_{old}-c,V_{old}+c)-\hat R_t)^2\big)"
-SYMBOLS = {"clip_low": r"\epsilon_l", "clip_high": r"\epsilon_h", "gamma": r"\gamma", "lam": r"\lambda", "eps": r"\epsilon"}
+SYMBOLS = {
+    "clip_low": r"\epsilon_l",
+    "clip_high": r"\epsilon_h",
+    "gamma": r"\gamma",
+    "lam": r"\lambda",
+    "eps": r"\epsilon",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,12 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     if "process" in needs_of(algorithm):
         own = _below("process", found)
         yield Line("token reward", "process", IMPLICIT, tuple(n for n in own if symbol_of(n) == "beta"))
-        yield Line("loss of the process model", "outcome", OUTCOME_LOSS, tuple(n for n in own if symbol_of(n) == "threshold"))
+        yield Line(
+            "loss of the process model",
+            "outcome",
+            OUTCOME_LOSS,
+            tuple(n for n in own if symbol_of(n) == "threshold"),
+        )
     advantage = algorithm.advantage
     about = KINDS["advantage"].registry.about(advantage.name)
     own = tuple(n for n in _below("algorithm.advantage", found) if symbol_of(n) != "eps" or "eps" in about.reads)
@@ -125,7 +136,12 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     if advantage.whiten != "none":
         over = f"over all trained tokens of the {advantage.whiten}"
         eps = tuple(n for n in found if n.key == "algorithm.advantage.eps")
-        yield Line("advantage", "whiten", About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED), eps)
+        yield Line(
+            "advantage",
+            "whiten",
+            About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED),
+            eps,
+        )
     if algorithm.distill.kind == "sampled":
         yield Line("teacher", "sampled", SAMPLED, _below("algorithm.distill", found))
     if algorithm.distill.whole:
@@ -133,15 +149,30 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
         yield Line("teacher", algorithm.distill.kind, about, _below("algorithm.distill", found))
     yield from _policy_loss(algorithm.loss, _below("algorithm.loss", found))
     if kl.used:
-        yield _distance(f"kl in the {kl.where}", kl.estimator, ("kl_t", "k_{i,t}"), TO_REFERENCE, _below("algorithm.kl", found))
+        yield _distance(
+            f"kl in the {kl.where}",
+            kl.estimator,
+            ("kl_t", "k_{i,t}"),
+            TO_REFERENCE,
+            _below("algorithm.kl", found),
+        )
     if algorithm.drift.coef:
         yield _drift(algorithm, _below("algorithm.drift", found))
     yield from _other_terms(algorithm, found)
     yield from _listed("correction of L", "correction", algorithm, found)
     yield from _listed("gate of L", "gate", algorithm, found)
-    yield Line("aggregation", algorithm.aggregation, KINDS["aggregation"].registry.about(algorithm.aggregation))
+    yield Line(
+        "aggregation",
+        algorithm.aggregation,
+        KINDS["aggregation"].registry.about(algorithm.aggregation),
+    )
     if config.ptx.coef:
-        yield Line("beside the objective", "ptx", PTX, tuple(n for n in _below("ptx", found) if symbol_of(n) == "coef"))
+        yield Line(
+            "beside the objective",
+            "ptx",
+            PTX,
+            tuple(n for n in _below("ptx", found) if symbol_of(n) == "coef"),
+        )
     yield from _listed("filter", "filter", algorithm, found)
     if config.rollout.select is not None:
         name = config.rollout.select.name
@@ -157,7 +188,12 @@ def _scales(settings: NormalizeConfig, own: tuple[Number, ...]) -> Iterator[Line
         formula = (
             f"R = sum_k w_k (x_k - mean_{settings.terms} x_k) / (std_{settings.terms} x_k + eps), over the terms of the reward"
         )
-        yield Line("reward terms", settings.terms, About(formula, TERMS_SCALED, "GDPO, arXiv 2601.05242"), own)
+        yield Line(
+            "reward terms",
+            settings.terms,
+            About(formula, TERMS_SCALED, "GDPO, arXiv 2601.05242"),
+            own,
+        )
     if settings.rewards != "none":
         shift = "R - mean" if settings.rewards == "standard" else "R"
         over = f"({shift})" if " " in shift else shift
@@ -192,12 +228,22 @@ FROM_OLD = ("logp_old - logp", r"\log\pi_{old}-\log\pi_\theta")
 
 
 def _distance(
-    part: str, estimator: str, symbol: tuple[str, str], d: tuple[str, str], own: tuple[Number, ...], bound: str = ""
+    part: str,
+    estimator: str,
+    symbol: tuple[str, str],
+    d: tuple[str, str],
+    own: tuple[Number, ...],
+    bound: str = "",
 ) -> Line:
     """Return the KL estimate ``symbol`` of the log-ratio ``d``, each as text and as LaTeX."""
     about = KINDS["kl"].registry.about(estimator)
     formula = f"{symbol[0]} = {about.formula},  d = {d[0]}{bound}"
-    return Line(part, estimator, About(formula, rf"{symbol[1]}={about.latex},\quad d={d[1]}", about.paper), own)
+    return Line(
+        part,
+        estimator,
+        About(formula, rf"{symbol[1]}={about.latex},\quad d={d[1]}", about.paper),
+        own,
+    )
 
 
 def _drift(algorithm: AlgorithmConfig, own: tuple[Number, ...]) -> Line:
@@ -214,11 +260,16 @@ def _drift(algorithm: AlgorithmConfig, own: tuple[Number, ...]) -> Line:
 
 def _other_terms(algorithm: AlgorithmConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     if "critic" in needs_of(algorithm):
-        plain, clipped = "(V_t - return_t)^2", "(clip(V_t, V_old - clip, V_old + clip) - return_t)^2"
+        plain, clipped = (
+            "(V_t - return_t)^2",
+            "(clip(V_t, V_old - clip, V_old + clip) - return_t)^2",
+        )
         formula = f"{plain} / 2" if algorithm.value.clip is None else f"max( {plain}, {clipped} ) / 2"
         latex = r"(V_t-\hat R_t)^2" if algorithm.value.clip is None else CLIPPED_VALUE
         about = About(
-            f"of the critic: {formula}", rf"L^V_{{i,t}}=\tfrac12{latex}", "PPO, arXiv 1707.06347, and its authors' code"
+            f"of the critic: {formula}",
+            rf"L^V_{{i,t}}=\tfrac12{latex}",
+            "PPO, arXiv 1707.06347, and its authors' code",
         )
         yield Line("value loss", "squared error", about, _below("algorithm.value", found))
     if algorithm.entropy.target is not None:

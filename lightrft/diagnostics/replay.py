@@ -69,7 +69,12 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     stream = None if config.train.steps else PromptStream.of(config.data, tokenizer, config.run.seed, processor=processor)
-    roles = local_roles(config, tokenizer, rollout_steps(config, 0 if stream is None else len(stream.dataset)), processor)
+    roles = local_roles(
+        config,
+        tokenizer,
+        rollout_steps(config, 0 if stream is None else len(stream.dataset)),
+        processor,
+    )
     try:
         controls = Controls.of(config.algorithm)
         _take_up(roles, controls, config, folder, step - 1)
@@ -80,7 +85,14 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
         roles.close()
 
 
-def _run(roles: Roles, controls: Controls, config: RLConfig, step: int, batch: Batch, phases: Sequence[str]) -> Replayed:
+def _run(
+    roles: Roles,
+    controls: Controls,
+    config: RLConfig,
+    step: int,
+    batch: Batch,
+    phases: Sequence[str],
+) -> Replayed:
     replayed = Replayed(batch)
     if "policy" in phases:
         batch = with_policy(batch, roles, config)

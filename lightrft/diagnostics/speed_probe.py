@@ -137,13 +137,25 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
         scale = times * longer
         return which(ahead) * scale * plain, which(back) * scale * trained + which(step) * steps
 
-    mean, longest, width = tokens / len(rollouts), max(len(r) for r in rollouts), min(rows, config.engine.max_rows)
+    mean, longest, width = (
+        tokens / len(rollouts),
+        max(len(r) for r in rollouts),
+        min(rows, config.engine.max_rows),
+    )
     speed = GenerationTiming.of(min(narrow, key=_seconds), min(drawn, key=_seconds))
     slow = GenerationTiming.of(min(narrow, key=_seconds), max(drawn, key=_seconds))
     drawing, (scored, learned) = speed.seconds(rows, mean, longest, width), passing(min)
     most = slow.seconds(rows, lengths.answer, lengths.answer, width) + sum(passing(max, lengths.answer / max(1.0, mean)))
     least = min(drawing, min(map(_seconds, drawn)))
-    return Expected(drawing, scored, learned, least + scored + learned, max(most, drawing + scored + learned), agrees, layout)
+    return Expected(
+        drawing,
+        scored,
+        learned,
+        least + scored + learned,
+        max(most, drawing + scored + learned),
+        agrees,
+        layout,
+    )
 
 
 def _agreement(actor: Actor, rollouts: list[Rollout], config: RLConfig) -> tuple[str, Agreement | None]:

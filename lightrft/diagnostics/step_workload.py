@@ -47,7 +47,10 @@ def forwards(config: RLConfig) -> Iterator[Forward]:
     """Yield all passes over the batch of a step, in order, after generation."""
     algorithm, train, needs = config.algorithm, config.train, needs_of(config.algorithm)
     old = needs_old_logprobs(config)
-    wanted = [*(["log-probs"] if old else []), *(word for word in ("entropy", "energy") if word in needs)]
+    wanted = [
+        *(["log-probs"] if old else []),
+        *(word for word in ("entropy", "energy") if word in needs),
+    ]
     if wanted:
         yield Forward("policy", 1, False, f"{' and '.join(wanted)} before the update")
     if needs_reference(algorithm):
@@ -62,7 +65,12 @@ def forwards(config: RLConfig) -> Iterator[Forward]:
         yield Forward("process model", 1, False, "log-probs after that")
     if "current" in needs:
         readers = "gates" if algorithm.gates else "corrections"
-        yield Forward("policy", train.updates, False, f"log-probs before each optimizer step, for the {readers}")
+        yield Forward(
+            "policy",
+            train.updates,
+            False,
+            f"log-probs before each optimizer step, for the {readers}",
+        )
     if algorithm.distill.whole:
         yield Forward("teacher", train.updates, False, "distributions over the vocabulary")
     yield Forward("policy", train.updates, True, "the loss, forward and backward")

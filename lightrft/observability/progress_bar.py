@@ -75,7 +75,12 @@ class Progress:
         if not self._enabled:
             return
         if self._live is not None:
-            self._live.update(self._task, completed=self.done, details=self.details(), left=clock_time(self.seconds_left()))
+            self._live.update(
+                self._task,
+                completed=self.done,
+                details=self.details(),
+                left=clock_time(self.seconds_left()),
+            )
         elif self._is_due(row):
             self._spoke = self._times[-1]
             self._console.print(self.line(), markup=False, soft_wrap=True)
@@ -91,7 +96,11 @@ class Progress:
 
     def line(self) -> str:
         """Return the plain line for the newest step."""
-        parts = [f"{self._title} {self.done}/{self.total}".strip(), self.details(), f"{clock_time(self.seconds_left())} left"]
+        parts = [
+            f"{self._title} {self.done}/{self.total}".strip(),
+            self.details(),
+            f"{clock_time(self.seconds_left())} left",
+        ]
         return " · ".join(part for part in parts if part)
 
     def seconds_left(self) -> float | None:
@@ -117,7 +126,12 @@ class Progress:
             self._task = self._live.add_task(self._title, total=self.total, completed=self.done, details="", left="--:--")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -59,7 +59,11 @@ class RolloutWriter:
         self._thread: threading.Thread | None = None
 
     def write(
-        self, path: Path, rollouts: Sequence[Any], columns: Mapping[str, Sequence[Any]], attached: Iterable[Attached] = ()
+        self,
+        path: Path,
+        rollouts: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        attached: Iterable[Attached] = (),
     ) -> None:
         """Queue one file with one line per rollout.
 

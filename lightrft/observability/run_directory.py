@@ -32,7 +32,16 @@ LATER = (
 SUPERVISED = "sft"  # this phase has no rollouts and runs before the phases that have, so a rewind into it removes all rollouts
 OURS = (
     *("checkpoints", "model", "rollouts", "media", "batches", "tensorboard", "wandb", "wandb_id"),
-    *("metrics.jsonl", "log.txt", "summary.json", "samples.json", "report.html", "report.md", "eval.yaml", "config.yaml"),
+    *(
+        "metrics.jsonl",
+        "log.txt",
+        "summary.json",
+        "samples.json",
+        "report.html",
+        "report.md",
+        "eval.yaml",
+        "config.yaml",
+    ),
 )
 """Names of everything that a run writes. ``overwrite`` removes nothing else.
 
@@ -133,7 +142,10 @@ class RunFolder:
         written = self.metrics.last_steps().get(phase, 0)
         self.metrics.rewind(step, phase)
         last = 0 if phase == SUPERVISED else step
-        for file in [*(self.path / "rollouts").glob("*.jsonl"), *(self.path / "batches").glob("step_*.*")]:
+        for file in [
+            *(self.path / "rollouts").glob("*.jsonl"),
+            *(self.path / "batches").glob("step_*.*"),
+        ]:
             match = re.fullmatch(r"[a-z]+_(\d+)\.(jsonl|json|safetensors)", file.name)
             if match and int(match[1]) > last:
                 file.unlink()
@@ -197,7 +209,11 @@ class RunFolder:
         """
         rows = sum(tracker.lost for tracker in self._trackers if isinstance(tracker, TensorBoard))
         lost = {name: n for name, n in (("log_lines_lost", self._log.lost), ("tensorboard_rows_lost", rows)) if n}
-        write_json(self.path / "summary.json", {**values, **lost, "changed": self._changed}, private=MARK in str(self._changed))
+        write_json(
+            self.path / "summary.json",
+            {**values, **lost, "changed": self._changed},
+            private=MARK in str(self._changed),
+        )
 
     def write_samples(self, before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> None:
         """Write ``samples.json`` with responses to the same prompts before and after training.
@@ -229,7 +245,12 @@ class RunFolder:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if error is None:
             with disk_errors(self.path, LATER):
                 self.close()
@@ -321,7 +342,12 @@ def _has_begun(path: Path) -> bool:
 
     A run that failed at its start leaves only its config and a log.
     """
-    kept = (*path.glob("checkpoints/step_*"), *path.glob("rollouts/*.jsonl"), path / "summary.json", path / "metrics.jsonl")
+    kept = (
+        *path.glob("checkpoints/step_*"),
+        *path.glob("rollouts/*.jsonl"),
+        path / "summary.json",
+        path / "metrics.jsonl",
+    )
     return any(entry.exists() and (entry.is_dir() or entry.stat().st_size > 0) for entry in kept)
 
 

@@ -21,7 +21,11 @@ class Timers:
         clock: function that returns the time in seconds.
     """
 
-    def __init__(self, synchronize: Callable[[], None] | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        synchronize: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._synchronize = synchronize
         self._clock = clock
         self._open: list[str] = []

@@ -54,7 +54,11 @@ class JsonLinesTracker:
     def restore(self) -> None:
         """Write all rows again if the file was removed."""
         if not self.path.exists():
-            log.warning("%s was removed during the run: its %d rows are written again", self.path, len(self.rows))
+            log.warning(
+                "%s was removed during the run: its %d rows are written again",
+                self.path,
+                len(self.rows),
+            )
             self._write_all()
 
     def _write_all(self) -> None:
@@ -124,7 +128,11 @@ class TensorBoard:
                 self._log(row)
                 return
             except OSError as error:
-                log.warning("TensorBoard events end before step %s (%s); metrics.jsonl has every step", row["step"], error)
+                log.warning(
+                    "TensorBoard events end before step %s (%s); metrics.jsonl has every step",
+                    row["step"],
+                    error,
+                )
         self.lost += 1
 
     def _log(self, row: Row) -> None:
@@ -141,7 +149,10 @@ class TensorBoard:
             try:
                 writer.close()
             except OSError as error:
-                log.warning("the last TensorBoard events are not written (%s); metrics.jsonl has every step", error)
+                log.warning(
+                    "the last TensorBoard events are not written (%s); metrics.jsonl has every step",
+                    error,
+                )
         if threading.excepthook == self._on_thread_error:
             threading.excepthook = self._hook
 
@@ -172,7 +183,13 @@ class Wandb:
             write_atomic(known, uuid.uuid4().hex[:16])
         identity = known.read_text(encoding="utf-8")
         self._run = wandb.init(
-            project=project, name=name, dir=str(folder), config=dict(config), id=identity, resume="allow", reinit="create_new"
+            project=project,
+            name=name,
+            dir=str(folder),
+            config=dict(config),
+            id=identity,
+            resume="allow",
+            reinit="create_new",
         )
 
     def log(self, row: Row) -> None:

@@ -3,4 +3,13 @@
 from lightrft.rewards.registry import REWARDS, Reward, load_reward
 from lightrft.rewards.rules import exact_match, format, length, math, multiple_choice
 
-__all__ = ["REWARDS", "Reward", "exact_match", "format", "length", "load_reward", "math", "multiple_choice"]
+__all__ = [
+    "REWARDS",
+    "Reward",
+    "exact_match",
+    "format",
+    "length",
+    "load_reward",
+    "math",
+    "multiple_choice",
+]

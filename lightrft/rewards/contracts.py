@@ -34,10 +34,18 @@ class Case:
 
 
 CASES = (
-    Case("number", "gives a finite number, or a dict of named ones, for right and wrong responses", TEXTS),
+    Case(
+        "number",
+        "gives a finite number, or a dict of named ones, for right and wrong responses",
+        TEXTS,
+    ),
     Case("empty response", "scores a response without any text", ("", " ", "\n")),
     Case("long response", "scores 100,000 characters within the time limit", ("1 + " * 25_000,)),
-    Case("odd characters", "scores what no one would type", ("\x00\x1b[2J", "\U0001f600" * 5, "{}%s\\frac{", "\ufffd")),
+    Case(
+        "odd characters",
+        "scores what no one would type",
+        ("\x00\x1b[2J", "\U0001f600" * 5, "{}%s\\frac{", "\ufffd"),
+    ),
     Case("repeatable", "gives the same response the same number again", TEXTS, same=True),
 )
 """The checks, in display order."""

@@ -106,7 +106,11 @@ def _budget(function: Callable[..., Any]) -> float | None:
 def _check_signature(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
     shown = f"reward {name!r} is called as function(rollout{''.join(f', {k}=...' for k in options)})"
     first = next(iter(signature.parameters.values()), None)
-    by_position = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    by_position = {
+        inspect.Parameter.POSITIONAL_ONLY,
+        inspect.Parameter.POSITIONAL_OR_KEYWORD,
+        inspect.Parameter.VAR_POSITIONAL,
+    }
     if first is None or first.kind not in by_position:
         raise RewardError(f"{shown}, but its signature is {signature}: its first parameter must take the rollout")
     try:
@@ -121,7 +125,10 @@ def _portable_name(name: str, function: Callable[..., Any]) -> str:
         if name.startswith("__main__:"):
             raise RewardError(f"reward {name!r}: workers cannot import the running program; use file.py:function")
         return name
-    module, qualified = getattr(function, "__module__", "__main__"), getattr(function, "__qualname__", ".")
+    module, qualified = (
+        getattr(function, "__module__", "__main__"),
+        getattr(function, "__qualname__", "."),
+    )
     if module.startswith("lightrft.rewards."):
         return name
     if module == "__main__" or "." in qualified:

@@ -394,7 +394,11 @@ class Scorer:
             try:
                 views.append(pickle.dumps(view_of(call.pending.rollout), protocol=pickle.HIGHEST_PROTOCOL))
             except Exception as error:  # columns hold whatever the data set does
-                self._fail(call, "unsendable", f"cannot be sent to a worker: {type(error).__name__}: {error}")
+                self._fail(
+                    call,
+                    "unsendable",
+                    f"cannot be sent to a worker: {type(error).__name__}: {error}",
+                )
             else:
                 kept.append(call)
         return kept, views
@@ -448,7 +452,10 @@ class Scorer:
             self._lock.notify_all()
 
     def _fail(self, call: _Call, kind: str, reason: str) -> None:
-        standard = {"deadline": f"deadline {self.config.deadline:g} s", "memory": f"memory {self.config.memory_mb} MiB"}
+        standard = {
+            "deadline": f"deadline {self.config.deadline:g} s",
+            "memory": f"memory {self.config.memory_mb} MiB",
+        }
         with self._lock:
             pending = call.pending
             if not pending.failed:

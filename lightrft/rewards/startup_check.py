@@ -93,7 +93,11 @@ def made_up(prompts: Sequence[Prompt], tokenizer: Any) -> list[Rollout]:
 
     In turn it is the label or reference of the row, nothing, and a wrong number.
     """
-    texts = (lambda p: answer_of(p) or "42", lambda _: "", lambda _: "I think that the answer is \\boxed{-17}.")
+    texts = (
+        lambda p: answer_of(p) or "42",
+        lambda _: "",
+        lambda _: "I think that the answer is \\boxed{-17}.",
+    )
     return [answered(prompt, texts[i % len(texts)](prompt), tokenizer, i + 1) for i, prompt in enumerate(prompts)]
 
 
@@ -115,5 +119,13 @@ def answered(prompt: Prompt, text: str, tokenizer: Any, sample: int = 0) -> Roll
     tokens = tokenizer.encode(text, add_special_tokens=False)
     zeros = [0.0] * len(tokens)
     return Rollout(
-        prompt, tokens, [True] * len(tokens), zeros, [0] * len(tokens), "stop", seed=sample + 1, sample=sample, text=text
+        prompt,
+        tokens,
+        [True] * len(tokens),
+        zeros,
+        [0] * len(tokens),
+        "stop",
+        seed=sample + 1,
+        sample=sample,
+        text=text,
     )

@@ -20,7 +20,20 @@ from typing import Any
 
 from lightrft.utils.errors import ResourceError, UserError
 
-FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".arrow", ".gz", ".bz2", ".xz", ".txt", ".yaml", ".py", ".safetensors")
+FILE_SUFFIXES = (
+    ".jsonl",
+    ".json",
+    ".csv",
+    ".parquet",
+    ".arrow",
+    ".gz",
+    ".bz2",
+    ".xz",
+    ".txt",
+    ".yaml",
+    ".py",
+    ".safetensors",
+)
 
 
 def looks_like_path(name: str, folder: Path = Path()) -> bool:

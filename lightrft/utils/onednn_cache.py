@@ -34,7 +34,10 @@ def products_bytes(dtype: torch.dtype) -> float:
 
     Returns 0 if this CPU does not compile products of ``dtype``.
     """
-    compiled = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    compiled = {
+        torch.bfloat16: "_is_mkldnn_bf16_supported",
+        torch.float16: "_is_mkldnn_fp16_supported",
+    }.get(dtype)
     if compiled is None or not getattr(torch.ops.mkldnn, compiled)():
         return 0.0
     return max(int(os.environ.get(name, KEPT)) for name in CACHES) * BYTES

@@ -78,7 +78,11 @@ def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
         torch.get_device_module(device).set_rng_state(saved, device)
     elif kind is not None or _has_generator(device):
         there = "no accelerator" if kind is None else f"a {kind} device"
-        log.warning("the random state of %s was saved, and this run is on %s: what it draws there will differ", there, device)
+        log.warning(
+            "the random state of %s was saved, and this run is on %s: what it draws there will differ",
+            there,
+            device,
+        )
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
 

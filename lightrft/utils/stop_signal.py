@@ -42,7 +42,12 @@ class StopFlag:
             self._before = {number: signal.signal(number, self._handle) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         for number, handler in self._before.items():
             # None stands for a handler that was not set from Python and cannot be restored
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -56,5 +61,8 @@ class StopFlag:
                 raise KeyboardInterrupt
         if not self:
             # os.write, since a handler may run in the middle of another write to a buffered stream
-            os.write(2, f"\n{name}: stopping at the next safe point; Ctrl-C again stops at once\n".encode())
+            os.write(
+                2,
+                f"\n{name}: stopping at the next safe point; Ctrl-C again stops at once\n".encode(),
+            )
         self.request(name)

@@ -36,10 +36,24 @@ class Plot:
 
 PLAIN = (
     Plot("response/length", "Answer length", "tokens, mean of a step", zero=True, color=7),
-    Plot("response/clip_ratio", "Cut answers", "share that reached the length limit", percent, zero=True, color=4),
+    Plot(
+        "response/clip_ratio",
+        "Cut answers",
+        "share that reached the length limit",
+        percent,
+        zero=True,
+        color=4,
+    ),
     Plot("policy/kl", "KL to the reference", "nats per token", color=3),
     Plot("policy/entropy", "Entropy", "nats per token", zero=True, color=2),
-    Plot("policy/clip_fraction", "Clipped tokens", "share of tokens outside the trust region", percent, zero=True, color=6),
+    Plot(
+        "policy/clip_fraction",
+        "Clipped tokens",
+        "share of tokens outside the trust region",
+        percent,
+        zero=True,
+        color=6,
+    ),
     Plot("policy/grad_norm", "Gradient norm", "before clipping", zero=True, color=5),
     Plot("policy/loss", "Policy loss", "the objective of a step", color=1),
     Plot("loss", "Loss", "nats per token", color=1),
@@ -59,7 +73,10 @@ def plots(run: RunData) -> list[str]:
     drawn += [_plain(plot, run.points(plot.metric)) for plot in PLAIN]
     drawn += [
         _time(run),
-        _plain(Plot("loss", "Warm-up loss", "supervised steps, nats per token", color=1), run.points("loss", warm_up=True)),
+        _plain(
+            Plot("loss", "Warm-up loss", "supervised steps, nats per token", color=1),
+            run.points("loss", warm_up=True),
+        ),
     ]
     return [figure for figure in drawn if figure]
 
@@ -75,7 +92,13 @@ def _reward(run: RunData) -> str:
             points_of = run.points(name)
             trend = smooth(points_of) if len(points_of) > NOISY else points_of
             series.append(Series(name.removeprefix("reward/"), trend, i + 1))
-    return _figure("Reward", "mean of a step", line_plot("Reward", series), compact(mean_at_end(points)), series)
+    return _figure(
+        "Reward",
+        "mean of a step",
+        line_plot("Reward", series),
+        compact(mean_at_end(points)),
+        series,
+    )
 
 
 def _accuracy(run: RunData) -> str:
@@ -90,7 +113,13 @@ def _accuracy(run: RunData) -> str:
     if isinstance(before, int | float) and len(points) > 1:
         series.append(Series("before", [(points[0][0], before), (points[-1][0], before)], 5, dashed=True))
     svg = line_plot("Held-out accuracy", series, y_format=percent, y_range=(0.0, 1.0))
-    return _figure("Held-out accuracy", "on problems that were not trained on", svg, percent(points[-1][1]), series)
+    return _figure(
+        "Held-out accuracy",
+        "on problems that were not trained on",
+        svg,
+        percent(points[-1][1]),
+        series,
+    )
 
 
 def _plain(plot: Plot, points: Points) -> str:
@@ -98,14 +127,22 @@ def _plain(plot: Plot, points: Points) -> str:
         return ""
     if plot.form is percent and not any(y for _, y in points):
         return ""  # leaves out a fraction that was always 0
-    svg = line_plot(plot.title, _lines(plot.title.lower(), points, plot.color), y_format=plot.form, zero=plot.zero)
+    svg = line_plot(
+        plot.title,
+        _lines(plot.title.lower(), points, plot.color),
+        y_format=plot.form,
+        zero=plot.zero,
+    )
     return _figure(plot.title, plot.note, svg, plot.form(mean_at_end(points)))
 
 
 def _lines(name: str, points: Points, color: int) -> list[Series]:
     if len(points) <= NOISY:
         return [Series(name, points, color)]
-    return [Series(name, points, color, faint=True), Series(f"{name}, smoothed", smooth(points), color)]
+    return [
+        Series(name, points, color, faint=True),
+        Series(f"{name}, smoothed", smooth(points), color),
+    ]
 
 
 def _time(run: RunData) -> str:

@@ -41,7 +41,15 @@ def render(run: RunData) -> str:
     script.
     """
     style, script = _asset("report.css"), _asset("report.js")
-    sections = [_header(run), _hero(run), _curves(run), answers(run), groups(run.steps), _settings(run), _next(run)]
+    sections = [
+        _header(run),
+        _hero(run),
+        _curves(run),
+        answers(run),
+        groups(run.steps),
+        _settings(run),
+        _next(run),
+    ]
     given = f"img-src data:; media-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     policy = f"default-src 'none'; {given}; base-uri 'none'"
     return (

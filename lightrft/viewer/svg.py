@@ -229,7 +229,12 @@ def _step_ticks(low: float, high: float) -> dict[float, float]:
     return {t: t for t in nice_ticks(low, high) if low <= t <= high and t == int(t)}
 
 
-def _axes(frame: _Frame, ticks: Sequence[float], steps: Mapping[float, float], y_format: Callable[[float], str]) -> str:
+def _axes(
+    frame: _Frame,
+    ticks: Sequence[float],
+    steps: Mapping[float, float],
+    y_format: Callable[[float], str],
+) -> str:
     parts = []
     for tick in ticks:
         y = frame.y(tick)

@@ -114,7 +114,10 @@ def extremes() -> Iterator[tuple[str, Batch]]:
         for gap in (20.0, -20.0):
             old = there(batch.old_logprobs)
             far = (old + gap, old - gap)
-            yield f"{name}, {gap:+g}", batch.replace(behavior_logprobs=far[0], logprobs=far[0], ref_logprobs=far[1])
+            yield (
+                f"{name}, {gap:+g}",
+                batch.replace(behavior_logprobs=far[0], logprobs=far[0], ref_logprobs=far[1]),
+            )
 
 
 def group_parts(batch: Batch) -> list[Tensor]:
@@ -151,7 +154,16 @@ def renumbered(batch: Batch) -> Batch:
 
 def spoiled(batch: Batch) -> Batch:
     """Replace the numbers at tokens that were not sampled."""
-    names = ("old_logprobs", "ref_logprobs", "behavior_logprobs", "values", "logprobs", "entropy", "process_rewards", "energy")
+    names = (
+        "old_logprobs",
+        "ref_logprobs",
+        "behavior_logprobs",
+        "values",
+        "logprobs",
+        "entropy",
+        "process_rewards",
+        "energy",
+    )
     columns = batch.columns("token")
     return batch.replace(**{k: torch.where(batch.mask, columns[k], -3.7 - i) for i, k in enumerate(names)})
 

@@ -59,7 +59,10 @@ def expect_close(found: Tensor, expected: Tensor, where: str) -> None:
         expected: The result that the contract demands.
         where: Start of the error message.
     """
-    expect(found.shape == expected.shape, f"{where}: shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+    expect(
+        found.shape == expected.shape,
+        f"{where}: shape {tuple(found.shape)}, not {tuple(expected.shape)}",
+    )
     close = torch.isclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
     expect(close.all(), f"{where}: {_short(found)}, not {_short(expected)}")
 
@@ -270,14 +273,29 @@ def check_loss_on_policy_pushes_along_the_advantage(function: Function) -> None:
 def check_loss_ignores_what_was_not_sampled(function: Function) -> None:
     """Tokens that were not sampled have no gradient and do not change the loss of other tokens."""
     for name, batch in batches():
-        expect_close(losses_of(function, spoiled(batch))[0][batch.mask], losses_of(function, batch)[0][batch.mask], name)
-        expect_close(loss_gradient(function, spoiled(batch))[batch.mask], loss_gradient(function, batch)[batch.mask], name)
-        expect_zero(loss_gradient(function, batch)[~batch.mask], f"{name}, gradient of tokens that were not sampled")
+        expect_close(
+            losses_of(function, spoiled(batch))[0][batch.mask],
+            losses_of(function, batch)[0][batch.mask],
+            name,
+        )
+        expect_close(
+            loss_gradient(function, spoiled(batch))[batch.mask],
+            loss_gradient(function, batch)[batch.mask],
+            name,
+        )
+        expect_zero(
+            loss_gradient(function, batch)[~batch.mask],
+            f"{name}, gradient of tokens that were not sampled",
+        )
 
 
 def check_loss_is_by_response(function: Function) -> None:
     """A response has the same loss and gradient alone, and in any other position."""
-    check_order(lambda batch: torch.where(batch.mask, losses_of(function, batch)[0], 0.0), "token", row_parts)
+    check_order(
+        lambda batch: torch.where(batch.mask, losses_of(function, batch)[0], 0.0),
+        "token",
+        row_parts,
+    )
     check_order(lambda batch: loss_gradient(function, batch), "token", row_parts)
 
 
@@ -373,7 +391,12 @@ def correction_of(function: Function, batch: Batch, logprobs: Tensor | None = No
         The weights at sampled tokens and 0 elsewhere, ``[N]``.
     """
     now = there(batch.logprobs) if logprobs is None else logprobs
-    columns = now, there(batch.old_logprobs), there(batch.behavior_logprobs), there(batch.advantages)
+    columns = (
+        now,
+        there(batch.old_logprobs),
+        there(batch.behavior_logprobs),
+        there(batch.advantages),
+    )
     weights = function(*columns, TokenRows.of(batch), **example_options(function))
     expect_shape(weights, batch.tokens, shown(batch))
     return torch.where(batch.mask, weights, 0.0)

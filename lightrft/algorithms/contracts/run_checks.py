@@ -42,7 +42,13 @@ def verdicts(name: str, kind: str, options: Mapping[str, Any]) -> list[CheckResu
     """
     row = KINDS[kind]
     problems = list(
-        misfit(row.key, row.registry, ComponentConfig(name=name, options=dict(options)), len(row.arguments), *row.given)
+        misfit(
+            row.key,
+            row.registry,
+            ComponentConfig(name=name, options=dict(options)),
+            len(row.arguments),
+            *row.given,
+        )
     )
     if problems:
         raise ConfigError("\n".join(problems))

@@ -10,7 +10,13 @@ from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.token_masks import GATES
 from lightrft.algorithms.validate.compatibility import nonsense
 from lightrft.algorithms.validate.component_kinds import KINDS, misfit
-from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig, ValueConfig
+from lightrft.config.algorithm import (
+    AdvantageConfig,
+    AlgorithmConfig,
+    LossConfig,
+    NormalizeConfig,
+    ValueConfig,
+)
 from lightrft.config.base import ComponentConfig
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
@@ -28,7 +34,12 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     for kind, key, part in _named(algorithm):
         row = KINDS[kind]
         yield from misfit(key, row.registry, part, len(row.arguments), *row.given)
-    yield from _unread("algorithm.advantage", ADVANTAGES, advantage, {"eps"} if advantage.whiten != "none" else set())
+    yield from _unread(
+        "algorithm.advantage",
+        ADVANTAGES,
+        advantage,
+        {"eps"} if advantage.whiten != "none" else set(),
+    )
     gates = [GATES.about(part.name).reads for part in algorithm.gates if part.name in GATES]
     yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set().union(*gates))
     yield from _unfit_scales(algorithm)
@@ -37,7 +48,11 @@ def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, ComponentConfig]]:
     """Yield the functions that the settings name: kind, setting, and name with options."""
     advantage, loss = algorithm.advantage, algorithm.loss
-    yield "advantage", "algorithm.advantage", ComponentConfig(name=advantage.name, options=advantage.options)
+    yield (
+        "advantage",
+        "algorithm.advantage",
+        ComponentConfig(name=advantage.name, options=advantage.options),
+    )
     yield "loss", "algorithm.loss", ComponentConfig(name=loss.name, options=loss.options)
     yield "aggregation", "algorithm.aggregation", ComponentConfig(name=algorithm.aggregation)
     yield "kl", "algorithm.kl.estimator", ComponentConfig(name=algorithm.kl.estimator)

@@ -104,7 +104,11 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.kl.weighted with estimator k2: the ratio times k2 is an estimate of no KL, and its expected gradient is not that "
             "of KL(policy, reference); take k3 or k1"
         )
-    read = {"adaptive": {"target", "horizon"}, "linear": {"final", "steps"}, "cosine": {"final", "steps"}}
+    read = {
+        "adaptive": {"target", "horizon"},
+        "linear": {"final", "steps"},
+        "cosine": {"final", "steps"},
+    }
     unread = {"target", "horizon", "final", "steps"} - read.get(kl.controller, set())
     yield from _changes_nothing("algorithm.kl", kl, unread, f"kl.controller is {kl.controller!r}")
     if kl.controller in SCHEDULES and kl.steps is None:

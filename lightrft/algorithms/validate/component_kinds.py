@@ -141,6 +141,9 @@ def _choices(function: Any, options: Collection[str]) -> dict[str, tuple[str, ..
     named = {name: hint for name, hint in getattr(bare, "__annotations__", {}).items() if name in options}
     try:
         hints = get_type_hints(SimpleNamespace(__annotations__=named), getattr(bare, "__globals__", {}))
-    except (NameError, TypeError):  # annotations of a user's own function may name what is not there
+    except (
+        NameError,
+        TypeError,
+    ):  # annotations of a user's own function may name what is not there
         return {}
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

@@ -10,14 +10,29 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.diagnostics.memory.formulas import ModelMemory, Phase, gradients, held, peak
-from lightrft.diagnostics.memory.phases import DRAWING, Device, Lengths, Model, ProcessProfile, drawing_answers, passes, reading
+from lightrft.diagnostics.memory.phases import (
+    DRAWING,
+    Device,
+    Lengths,
+    Model,
+    ProcessProfile,
+    drawing_answers,
+    passes,
+    reading,
+)
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.utils.onednn_cache import products_bytes
 
 MIB = 2**20
-ROLES = {"engines": "engine", "references": "reference", "teachers": "teacher", "critic": "critic", "process": "process model"}
+ROLES = {
+    "engines": "engine",
+    "references": "reference",
+    "teachers": "teacher",
+    "critic": "critic",
+    "process": "process model",
+}
 """Roles with a model, by the setting that gives them workers."""
 
 
@@ -94,7 +109,10 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
         if role == "engine":
             model = replace(model, trained=False)
             phases = list(drawing_answers(place, model))
-            kept = {"policy": place.held(model), "weights on their way": ModelMemory(config.launch.ray.bucket_mb * MIB)}
+            kept = {
+                "policy": place.held(model),
+                "weights on their way": ModelMemory(config.launch.ray.bucket_mb * MIB),
+            }
         else:
             phases, kept = list(passes(place, model)), {role: place.held(model)}
         kept |= _compiled([model], device)
@@ -117,14 +135,36 @@ def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
         return
     alone = model.model_copy(update={"lora": None})
     if needs_reference(config.algorithm) and (model.lora is None or config.reference is not None):
-        yield _of("reference", alone.model_copy(update={"path": config.reference or model.path}), trained=False)
+        yield _of(
+            "reference",
+            alone.model_copy(update={"path": config.reference or model.path}),
+            trained=False,
+        )
     if config.algorithm.distill.kind != "none":
-        plain = {"tokenizer": None, "chat_template": None, "freeze": (), "gradient_checkpointing": False}
-        yield _of("teacher", alone.model_copy(update={**plain, **config.teacher.model_dump()}), trained=False)
+        plain = {
+            "tokenizer": None,
+            "chat_template": None,
+            "freeze": (),
+            "gradient_checkpointing": False,
+        }
+        yield _of(
+            "teacher",
+            alone.model_copy(update={**plain, **config.teacher.model_dump()}),
+            trained=False,
+        )
     if "critic" in needs_of(config.algorithm):
-        yield _of("critic", alone.model_copy(update={"path": config.critic.path or model.path}), trained=True, kind=Critic)
+        yield _of(
+            "critic",
+            alone.model_copy(update={"path": config.critic.path or model.path}),
+            trained=True,
+            kind=Critic,
+        )
     if "process" in needs_of(config.algorithm):
-        yield _of("process model", alone.model_copy(update={"path": config.process.path or model.path}), trained=True)
+        yield _of(
+            "process model",
+            alone.model_copy(update={"path": config.process.path or model.path}),
+            trained=True,
+        )
 
 
 def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] = Actor) -> Model:
@@ -146,7 +186,10 @@ def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> li
     Engines in workers take over generation. With asynchronous generation they are busy, so ranks
     generate the responses to the eval set.
     """
-    config, ahead = place.config, isinstance(place.config, RLConfig) and bool(place.config.rollout.staleness)
+    config, ahead = (
+        place.config,
+        isinstance(place.config, RLConfig) and bool(place.config.rollout.staleness),
+    )
     if "engine" in apart and not ahead:
         return []
     phases = list(drawing_answers(place, models[0], evaluating="engine" in apart))

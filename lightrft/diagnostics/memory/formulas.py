@@ -310,7 +310,16 @@ def peak(models: Mapping[str, ModelMemory], phases: Sequence[Phase]) -> tuple[fl
     return sum(m.total for m in models.values()) + largest.total, largest
 
 
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS = {
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 
 
 def size_of(text: str) -> int:

@@ -122,7 +122,16 @@ class _Attention:
     last_layer: int | None = None
     spans: Any = ()
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, softcap: float | None, **_: Any) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        softcap: float | None,
+        **_: Any,
+    ) -> Tensor:
         return _Attend.apply(query, key, value, self)
 
 
@@ -189,7 +198,12 @@ def largest_batch(groups: int, samples: int, prompt_tokens: int, answer_tokens: 
 def _batch(prompt_of: list[int], prompt_tokens: int, answer_tokens: int) -> Batch:
     prompts = Segments.of([[0] * prompt_tokens for _ in range(max(prompt_of) + 1)])
     answers = Segments.of([[0] * answer_tokens for _ in prompt_of])
-    return Batch(prompts, answers, torch.tensor(prompt_of), sampled=torch.ones(answers.tokens.numel(), dtype=torch.bool))
+    return Batch(
+        prompts,
+        answers,
+        torch.tensor(prompt_of),
+        sampled=torch.ones(answers.tokens.numel(), dtype=torch.bool),
+    )
 
 
 def forward(model: Backbone, batch: Batch, *, written: bool = False, entropy: bool = False) -> Traced:
@@ -207,7 +221,13 @@ def forward(model: Backbone, batch: Batch, *, written: bool = False, entropy: bo
 
 
 def update(
-    model: Backbone, batch: Batch, parts: int, *, written: bool = False, entropy: bool = False, saved: Saved = "device"
+    model: Backbone,
+    batch: Batch,
+    parts: int,
+    *,
+    written: bool = False,
+    entropy: bool = False,
+    saved: Saved = "device",
 ) -> Traced:
     """Trace forward and backward passes of micro-batches, up to the optimizer step.
 
@@ -236,7 +256,12 @@ def update(
 
 
 def spread_update(
-    model: Backbone, batch: Batch, *, written: bool = False, entropy: bool = False, saved: Saved = "device"
+    model: Backbone,
+    batch: Batch,
+    *,
+    written: bool = False,
+    entropy: bool = False,
+    saved: Saved = "device",
 ) -> Traced:
     """Trace forward and backward over ``batch``, where each gradient is reduced and freed at once.
 

@@ -102,7 +102,12 @@ class Model:
             for name, p in module.named_parameters(recurse=False)
         }
         return [
-            Parameters(p.numel(), self._itemsize(p, module, name), self.trained and p.requires_grad, shared_out)
+            Parameters(
+                p.numel(),
+                self._itemsize(p, module, name),
+                self.trained and p.requires_grad,
+                shared_out,
+            )
             for p, (module, name, shared_out) in distinct.items()
         ]
 
@@ -181,7 +186,12 @@ def drawing_answers(place: ProcessProfile, policy: Model, *, evaluating: bool = 
         if not config.eval.data.sources:
             return
         answer = config.eval.sampling.max_new_tokens
-        lengths = Lengths(config.eval.data.max_prompt_tokens, answer, config.eval.limit or engine.max_rows, config.eval.samples)
+        lengths = Lengths(
+            config.eval.data.max_prompt_tokens,
+            answer,
+            config.eval.limit or engine.max_rows,
+            config.eval.samples,
+        )
     heads, width = _heads(text)
     itemsize, answer = policy.model.base.dtype.itemsize, lengths.answer
     groups, samples = math.ceil(lengths.groups * shares.cut / place.among), lengths.samples
@@ -210,7 +220,12 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[Phase]:
     rl = isinstance(config, RLConfig)
     groups = math.ceil(lengths.groups * place.team / place.among)
     batch = meta_trace.largest_batch(
-        groups, lengths.samples, lengths.prompt, lengths.answer, config.train.micro_batch_tokens, model.layout
+        groups,
+        lengths.samples,
+        lengths.prompt,
+        lengths.answer,
+        config.train.micro_batch_tokens,
+        model.layout,
     )
     capped = getattr(m.text, "attn_logit_softcapping", None) is not None
     half = model.base.dtype.itemsize == 2
@@ -249,10 +264,16 @@ def _updates(place: ProcessProfile, m: Model, batch: Batch, parts: int, options:
     summed = gradients(m.parameters, shares) if place.device.processes > 1 else float(found.gradients)
     on_it = {} if "gradients" in shares.away else {"gradients": summed}
     extra = _target(place.config) if m.name == "policy" else {}
-    yield Phase(f"{m.name}: update", {**on_it, "activations": max(0.0, activations), **extra, **_whole(place, m, backward=True)})
+    yield Phase(
+        f"{m.name}: update",
+        {**on_it, "activations": max(0.0, activations), **extra, **_whole(place, m, backward=True)},
+    )
     if shares.by_blocks and not shares.bucket:
         sizes = m.units(shares.cut, trained=True)
-        yield Phase(f"{m.name}: last gradients", {**on_it, "whole": last_sum(*sizes, m.model.base.dtype.itemsize)})
+        yield Phase(
+            f"{m.name}: last gradients",
+            {**on_it, "whole": last_sum(*sizes, m.model.base.dtype.itemsize)},
+        )
 
 
 def scored(config: Any) -> bool:
@@ -309,7 +330,10 @@ def reading(place: ProcessProfile, models: list[Model], kept: Mapping[str, Model
             once = largest_tensor(m, whole=place.strategy.kind == "deepspeed")
         most = max(most, before + kept[m.name].weights + once)
         before += kept[m.name].total
-    return Phase("loading", {"weights as they are read": max(0.0, most - sum(k.total for k in kept.values()))})
+    return Phase(
+        "loading",
+        {"weights as they are read": max(0.0, most - sum(k.total for k in kept.values()))},
+    )
 
 
 def largest_tensor(m: Model, *, whole: bool) -> float:
@@ -337,7 +361,14 @@ def traced(place: ProcessProfile, m: Model, trace: Callable[[], Traced], batch: 
     """
     try:
         return trace()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+    ) as error:
         problem = f"{m.name}: its passes cannot be traced ({first_line(error)[:120]}); activations are those of plain blocks, by formula"
         if problem not in place.problems:
             place.problems.append(problem)

@@ -43,7 +43,16 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
     if trained and strategy.reshard is not True:
         left = 1.0 if strategy.reshard is False else 1 / strategy.reshard
     away: tuple[Part, ...] = ("weights", "state", "gradients") if strategy.offload and kind != "cpu" else ()
-    return Shares(rows, rows, rows, cut=strategy.tensor, precise=strategy.tensor == 1, by_blocks=True, left=left, away=away)
+    return Shares(
+        rows,
+        rows,
+        rows,
+        cut=strategy.tensor,
+        precise=strategy.tensor == 1,
+        by_blocks=True,
+        left=left,
+        away=away,
+    )
 
 
 def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, block: int) -> Shares:
@@ -61,4 +70,12 @@ def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, bl
         lies += ["state", "gradients"] if stage > 1 else ["state"]
     bucket = float(given.get("reduce_bucket_size", bucket_of(block)))
     spread = processes if stage > 1 else 1
-    return Shares(weights, processes, spread, copied=stage < 3, by_blocks=stage == 3, bucket=bucket, away=tuple(lies))
+    return Shares(
+        weights,
+        processes,
+        spread,
+        copied=stage < 3,
+        by_blocks=stage == 3,
+        bucket=bucket,
+        away=tuple(lies),
+    )

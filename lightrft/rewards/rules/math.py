@@ -26,7 +26,8 @@ MOST_TERMS = 50_000  # of an expanded power of a sum
 MOST_DIGITS = 5000  # of a number that is worth computing: towers of powers would use up the deadline
 _MARK = re.compile(r"####[ \t]*(.*)")
 _SAID = re.compile(
-    r"\b(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|are|=|:)\s*(?:\*\*)?\s*:?\s*(.+?)\s*(?=\.\s|\.?\**\s*$|\n)", re.IGNORECASE | re.M
+    r"\b(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|are|=|:)\s*(?:\*\*)?\s*:?\s*(.+?)\s*(?=\.\s|\.?\**\s*$|\n)",
+    re.IGNORECASE | re.M,
 )
 _NUMBER = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:\s*/\s*\d+)?\s*%?|-?\.\d+")
 

@@ -72,8 +72,41 @@ _UNITS = {
     for alias in names.split()
 }
 _NOT_UNITS = frozenset(
-    {"and", "or", "not", "to", "plus", "minus", "times", "out", "more", "less", "than", "squared", "cubed", "over", "by", "mod"}
-    | {"root", "pi", "sqrt", "frac", "sin", "cos", "tan", "log", "exp", "inf", "infinity", "percent", "divided", "half", "third"}
+    {
+        "and",
+        "or",
+        "not",
+        "to",
+        "plus",
+        "minus",
+        "times",
+        "out",
+        "more",
+        "less",
+        "than",
+        "squared",
+        "cubed",
+        "over",
+        "by",
+        "mod",
+    }
+    | {
+        "root",
+        "pi",
+        "sqrt",
+        "frac",
+        "sin",
+        "cos",
+        "tan",
+        "log",
+        "exp",
+        "inf",
+        "infinity",
+        "percent",
+        "divided",
+        "half",
+        "third",
+    }
 )
 _ARTICLES = frozenset({"a", "an", "per", "of", "each", "the", "in", "at"})
 
@@ -163,7 +196,11 @@ def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
         return None
     if not all(k or len(w) >= 3 or w.lower() in _ARTICLES for w, k in zip(bare, known)):
         return None
-    return power, bool(percent), _UNITS.get(bare[0], "") if len(words) == 1 and bare[0] == words[0] else ""
+    return (
+        power,
+        bool(percent),
+        _UNITS.get(bare[0], "") if len(words) == 1 and bare[0] == words[0] else "",
+    )
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:

@@ -45,7 +45,12 @@ class WorkerProcess:
     def __init__(self, folder: str) -> None:
         ours, theirs = socket.socketpair()
         path = json.dumps([os.path.abspath(p) if p else folder for p in sys.path])  # noqa: PTH100 (zip files and hooks stay)
-        command = [sys.executable, "-c", _PROGRAM.format(fd=theirs.fileno(), parent=os.getpid()), path]
+        command = [
+            sys.executable,
+            "-c",
+            _PROGRAM.format(fd=theirs.fileno(), parent=os.getpid()),
+            path,
+        ]
         environment = {"OMP_NUM_THREADS": "1", **os.environ}
         try:
             self.process = subprocess.Popen(

@@ -51,4 +51,14 @@ def view_of(rollout: Rollout) -> RolloutView:
     p = rollout.prompt
     prompt = PromptView(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source, dict(p.columns))
     r = rollout
-    return RolloutView(prompt, r.token_ids, r.sampled, r.logprobs, r.versions, r.finish_reason, r.seed, r.sample, r.text)
+    return RolloutView(
+        prompt,
+        r.token_ids,
+        r.sampled,
+        r.logprobs,
+        r.versions,
+        r.finish_reason,
+        r.seed,
+        r.sample,
+        r.text,
+    )

@@ -156,7 +156,16 @@ def main(fd: int, parent: int) -> None:
         rewards = [load_reward(name, options) for name, options in specs]
         warm_up([reward for reward in rewards if not _built_in(reward)])
     except BaseException as error:
-        told.write(json.dumps({"call": 0, "problem": f"could not start: {describe(error)}", "trace": _frames(error)}) + "\n")
+        told.write(
+            json.dumps(
+                {
+                    "call": 0,
+                    "problem": f"could not start: {describe(error)}",
+                    "trace": _frames(error),
+                }
+            )
+            + "\n"
+        )
         return
     ends = time.monotonic() + deadline
     for index, call in enumerate(calls):

@@ -162,7 +162,11 @@ class RewardWorker:
         for index in range(len(views)):
             if "terms" in outcome:
                 row = outcome["terms"]["rows"][index]
-                self.tell(i=index, s=seconds, **self._guarded(lambda row=row: terms_of(row), self.deadline))
+                self.tell(
+                    i=index,
+                    s=seconds,
+                    **self._guarded(lambda row=row: terms_of(row), self.deadline),
+                )
             else:
                 self.tell(i=index, s=seconds, again=outcome["kind"])
 
