@@ -342,7 +342,8 @@ def gae(
 @ADVANTAGES.register(
     "vapo",
     formula="A_t as in gae with lam_i = max(0, 1 - 1 / (alpha l_i)), l_i sampled tokens;  return_t as in gae with lam_critic",
-    latex=r"\hat A_t=\sum_{k\ge 0}(\gamma\lambda_i)^k\delta_{t+k},\ \lambda_i=1-\tfrac{1}{\alpha l_i},\quad"
+    latex=r"\hat A_t=\sum_{k\ge 0}(\gamma\lambda_i)^k\delta_{t+k},\ "
+    r"\lambda_i=1-\tfrac{1}{\alpha l_i},\quad "
     r"\hat R_t=V_t+\sum_{k\ge 0}(\gamma\lambda_{critic})^k\delta_{t+k}",
     paper="VAPO, arXiv 2504.05118, section 4.2; decoupled traces: VC-PPO, arXiv 2503.01491",
     needs=["critic"],
@@ -473,10 +474,11 @@ def prime_released(
 
 @ADVANTAGES.register(
     "otb",
-    formula="A_t = G_t - sum_i G_it W_it / (sum_i W_it + eps),  G_t = sum_{s>=t} r_s,  W_t = sum_{s<=t} (1 - 2 pi_s + sum_v pi_v^2), over "
-    "the responses of the group that have a token t",
-    latex=r"\hat A_t=G_t-\frac{\sum_iG_{i,t}W_{i,t}}{\sum_iW_{i,t}+\epsilon},\quad G_t=\sum_{s\ge t}r_s,\quad"
-    r"W_t=\sum_{s\le t}\Big(1-2\pi_s+\sum_v\pi_v^2\Big)",
+    formula="A_t = G_t - sum_i G_it W_it / (sum_i W_it + eps),  G_t = sum_{s>=t} r_s,  W_t = "
+    "sum_{s<=t} (1 - 2 pi_s + sum_v pi_v^2), over the responses of the group that have a "
+    "token t",
+    latex=r"\hat A_t=G_t-\frac{\sum_iG_{i,t}W_{i,t}}{\sum_iW_{i,t}+\epsilon},\quad "
+    r"G_t=\sum_{s\ge t}r_s,\quad W_t=\sum_{s\le t}\Big(1-2\pi_s+\sum_v\pi_v^2\Big)",
     paper="the optimal token baseline, arXiv 2602.07078",
     needs=["groups", "energy"],
     reads=["eps"],
@@ -518,10 +520,12 @@ def rows_in_group(batch: Batch) -> Tensor:
 
 @ADVANTAGES.register(
     "gigpo",
-    formula="A_t = (R_i - mean_group R) / F + weight (U_s - mean_state U) / F,  U_s = sum_{k>=s} gamma^(k-s) r_k of step s, the mean "
-    "over the steps of the group taken in an equal state;  F = std + eps, each of its own",
+    formula="A_t = (R_i - mean_group R) / F + weight (U_s - mean_state U) / F,  U_s = sum_{k>=s} "
+    "gamma^(k-s) r_k of step s, the mean over the steps of the group taken in an equal "
+    "state;  F = std + eps, each of its own",
     latex=r"\hat A_t=\frac{R_i-\operatorname{mean}(R)}{\operatorname{std}(R)+\epsilon}+\omega\,"
-    r"\frac{U_s-\operatorname{mean}_{state}(U)}{\operatorname{std}_{state}(U)+\epsilon},\quad U_s=\sum_{k\ge s}\gamma^{k-s}r_k",
+    r"\frac{U_s-\operatorname{mean}_{state}(U)}{\operatorname{std}_{state}(U)+\epsilon},\quad "
+    r"U_s=\sum_{k\ge s}\gamma^{k-s}r_k",
     paper="GiGPO, arXiv 2505.10978, eq. 3, 6, 7 and 8",
     needs=["groups", "steps"],
     reads=["gamma", "eps"],

@@ -81,8 +81,8 @@ def importance(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tens
     "tis",
     formula="w = clip( pi_old / pi_sampler, low, high ), of a token, or its product or geometric mean over the response (level)",
     latex=r"w=\operatorname{clip}\!\big(\pi_{old}/\mu,\ a,\ C\big)",
-    paper="truncated importance sampling: IMPALA, arXiv 1802.01561, eq. 1; Yao et al. 2025, Your efficient RL framework secretly "
-    "brings you off-policy training",
+    paper="truncated importance sampling: IMPALA, arXiv 1802.01561, eq. 1; Yao et al. 2025, Your "
+    "efficient RL framework secretly brings you off-policy training",
     needs=["old", "behavior"],
 )
 def tis(
@@ -227,9 +227,11 @@ def sequence_reject(
 
 @CORRECTIONS.register(
     "tis_normalized",
-    formula="w = v / mean v,  v = clip( pi_old / pi_sampler, low, high ), of a token, or its product or geometric mean over the response "
-    "(level); the mean is over the tokens of the mini-batch, or over its responses",
-    latex=r"w=\frac{v}{\operatorname{mean}_{batch}v},\quad v=\operatorname{clip}\!\big(\pi_{old}/\mu,\ a,\ C\big)",
+    formula="w = v / mean v,  v = clip( pi_old / pi_sampler, low, high ), of a token, or its product "
+    "or geometric mean over the response (level); the mean is over the tokens of the "
+    "mini-batch, or over its responses",
+    latex=r"w=\frac{v}{\operatorname{mean}_{batch}v},\quad "
+    r"v=\operatorname{clip}\!\big(\pi_{old}/\mu,\ a,\ C\big)",
     paper="self-normalised importance sampling, Owen 2013, Monte Carlo theory, section 9.2; as verl's rollout_is_batch_normalize",
     needs=["old", "behavior", "batch", "current"],
 )
@@ -287,9 +289,10 @@ DIVERGENCE_LEVELS: dict[str, Callable[[Tensor, TokenRows], Tensor]] = {
 
 @CORRECTIONS.register(
     "divergence_reject",
-    formula="w_t = 1 where D <= limit, else 0;  D = k2 or k3 of d_t = logp_sampler - logp_old (estimator), of a token, or its sum, mean or "
-    "maximum over the response (level)",
-    latex=r"w_t=\mathbb 1[D\le\delta],\quad D\in\big\{k_t,\ \textstyle\sum_tk_t,\ \tfrac1{l_i}\sum_tk_t,\ \max_tk_t\big\},\quad"
+    formula="w_t = 1 where D <= limit, else 0;  D = k2 or k3 of d_t = logp_sampler - logp_old "
+    "(estimator), of a token, or its sum, mean or maximum over the response (level)",
+    latex=r"w_t=\mathbb 1[D\le\delta],\quad "
+    r"D\in\big\{k_t,\ \textstyle\sum_tk_t,\ \tfrac1{l_i}\sum_tk_t,\ \max_tk_t\big\},\quad "
     r"k_t\in\{\tfrac12d_t^2,\ e^{-d_t}-1+d_t\},\ d_t=\log\mu-\log\pi_{old}",
     paper="Liu et al. 2025, When speed kills stability; estimators: Schulman 2020; as verl's rollout_rs",
     needs=["old", "behavior"],

@@ -90,8 +90,10 @@ RATIOS: dict[str, Callable[[Tensor, Tensor, TokenRows], Tensor]] = {
 
 @POLICY_LOSSES.register(
     "ppo_clip",
-    formula="L_t = -min( min(rho_t, ratio_cap) A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t ),  rho_t = exp(logp - logp_old)",
-    latex=r"L_{i,t}=-\min\!\big(\rho_t\hat A_t,\ \operatorname{clip}(\rho_t,1-\epsilon_l,1+\epsilon_h)\hat A_t\big),\quad"
+    formula="L_t = -min( min(rho_t, ratio_cap) A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t ),  "
+    "rho_t = exp(logp - logp_old)",
+    latex=r"L_{i,t}=-\min\!\big(\rho_t\hat A_t,\ "
+    r"\operatorname{clip}(\rho_t,1-\epsilon_l,1+\epsilon_h)\hat A_t\big),\quad "
     r"\rho_t=\pi_\theta/\pi_{old}",
     paper="PPO, arXiv 1707.06347, eq. 7; separate bounds: DAPO, arXiv 2503.14476; dual clip: arXiv 1912.09729, eq. 7",
     needs=["old"],
@@ -146,9 +148,11 @@ def importance(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRow
 
 @POLICY_LOSSES.register(
     "gmpo",
-    formula="L_t = -A_t exp( mean_t z_t ),  z_t = a min( a d_t, a clip(d_t, -clip_low, clip_high) ),  d_t = logp - logp_old, a = sign A_t",
-    latex=r"L_{i,t}=-\hat A_t\exp\!\Big(\frac1{l_i}\sum_t z_t\Big),\quad"
-    r"z_t=a\min\!\big(a\,d_t,\ a\operatorname{clip}(d_t,-\epsilon_l,\epsilon_h)\big),\ d_t=\log\rho_t,\ a=\operatorname{sign}\hat A_t",
+    formula="L_t = -A_t exp( mean_t z_t ),  z_t = a min( a d_t, a clip(d_t, -clip_low, clip_high) "
+    "),  d_t = logp - logp_old, a = sign A_t",
+    latex=r"L_{i,t}=-\hat A_t\exp\!\Big(\frac1{l_i}\sum_t z_t\Big),\quad z_t=a\min\!\big(a\,d_t,\ "
+    r"a\operatorname{clip}(d_t,-\epsilon_l,\epsilon_h)\big),\ d_t=\log\rho_t,\ "
+    r"a=\operatorname{sign}\hat A_t",
     paper="GMPO, arXiv 2507.20673, eq. 4; bounds in log space",
     needs=["old"],
     reads=["clip_low", "clip_high"],
@@ -272,9 +276,9 @@ def sapo(
 
 @POLICY_LOSSES.register(
     "vespo",
-    formula="L_t = -sg( phi(w) ) A_t logp,  phi(w) = w^k exp(lam - lam w),  w = exp( sum_t (logp - logp_old) ); "
-    "(k, lam) = (k_pos, lam_pos) where A_t >= 0, else (k_neg, lam_neg)",
-    latex=r"L_{i,t}=-\operatorname{sg}\!\big(w^k e^{\lambda-\lambda w}\big)\hat A_t\log\pi_\theta,\quad"
+    formula="L_t = -sg( phi(w) ) A_t logp,  phi(w) = w^k exp(lam - lam w),  w = exp( sum_t (logp - "
+    "logp_old) ); (k, lam) = (k_pos, lam_pos) where A_t >= 0, else (k_neg, lam_neg)",
+    latex=r"L_{i,t}=-\operatorname{sg}\!\big(w^k e^{\lambda-\lambda w}\big)\hat A_t\log\pi_\theta,\quad "
     r"w=\prod_t\pi_\theta/\pi_{old}",
     paper="VESPO, arXiv 2602.10693",
     needs=["old"],
@@ -314,8 +318,8 @@ def vespo(
 @POLICY_LOSSES.register(
     "dppo",
     formula="L_t = -rho_t A_t; 0 where A_t > 0 and exp(logp) - exp(logp_old) > high, or A_t < 0 and it is < -low",
-    latex=r"L_{i,t}=-M_t\,\rho_t\hat A_t,\quad M_t=0\text{ where }\hat A_t>0,\ \pi_\theta-\pi_{old}>\delta_h"
-    r"\ \text{or}\ \hat A_t<0,\ \pi_\theta-\pi_{old}<-\delta_l",
+    latex=r"L_{i,t}=-M_t\,\rho_t\hat A_t,\quad M_t=0\text{ where }\hat A_t>0,\ "
+    r"\pi_\theta-\pi_{old}>\delta_h\ \text{or}\ \hat A_t<0,\ \pi_\theta-\pi_{old}<-\delta_l",
     paper="DPPO, binary total variation, arXiv 2602.04879; its old policy is the sampler",
     needs=["old"],
 )
@@ -346,10 +350,13 @@ def dppo(
 
 @POLICY_LOSSES.register(
     "dppo_kl",
-    formula="L_t = -rho_t A_t; 0 where A_t > 0, pi > pi_old and D_t > high, or A_t < 0, pi < pi_old and D_t > low;  "
-    "D_t = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))",
-    latex=r"L_{i,t}=-M_t\,\rho_t\hat A_t,\quad D_t=\pi_{old}\log\tfrac{\pi_{old}}{\pi_\theta}+(1-\pi_{old})"
-    r"\log\tfrac{1-\pi_{old}}{1-\pi_\theta},\quad M_t=0\text{ where }D_t>\delta\text{ and }\pi_\theta\text{ moved along }\hat A_t",
+    formula="L_t = -rho_t A_t; 0 where A_t > 0, pi > pi_old and D_t > high, or A_t < 0, pi < pi_old "
+    "and D_t > low;  D_t = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - "
+    "pi))",
+    latex=r"L_{i,t}=-M_t\,\rho_t\hat A_t,\quad "
+    r"D_t=\pi_{old}\log\tfrac{\pi_{old}}{\pi_\theta}+(1-\pi_{old})"
+    r"\log\tfrac{1-\pi_{old}}{1-\pi_\theta},\quad "
+    r"M_t=0\text{ where }D_t>\delta\text{ and }\pi_\theta\text{ moved along }\hat A_t",
     paper="DPPO, binary KL, arXiv 2602.04879; its old policy is the sampler",
     needs=["old"],
 )
@@ -384,7 +391,7 @@ def dppo_kl(
     "topr",
     formula="L_t = -sg( clip(w, a, b) ) A_t logp,  w = exp( sum_t (logp - logp_old) ); "
     "(a, b) = (pos_low, pos_high) where A_t >= 0, else (neg_low, neg_high)",
-    latex=r"L_{i,t}=-\operatorname{sg}\!\big(\operatorname{clip}(w,a^\pm,b^\pm)\big)\hat A_t\log\pi_\theta,\quad"
+    latex=r"L_{i,t}=-\operatorname{sg}\!\big(\operatorname{clip}(w,a^\pm,b^\pm)\big)\hat A_t\log\pi_\theta,\quad "
     r"w=\prod_t\pi_\theta/\pi_{old}",
     paper="TOPR, arXiv 2503.14286, eq. 8; its old policy is the sampler",
     needs=["old"],

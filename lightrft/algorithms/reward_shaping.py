@@ -123,7 +123,8 @@ def cosine(
 
 @SHAPINGS.register(
     "kimi_length",
-    formula="R <- R + weight * (lam if R >= threshold else min(0, lam)), lam = 1/2 - (l - shortest) / (longest - shortest) in the group",
+    formula="R <- R + weight * (lam if R >= threshold else min(0, lam)), lam = 1/2 - (l - shortest) "
+    "/ (longest - shortest) in the group",
     latex=r"R\leftarrow R+w\lambda_i\ (\text{wrong: }\min(0,\lambda_i)),\quad \lambda_i=\tfrac12-\tfrac{l_i-\min l}{\max l-\min l}",
     paper="Kimi k1.5, arXiv 2501.12599, section 2.3.3",
 )

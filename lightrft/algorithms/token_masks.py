@@ -80,8 +80,8 @@ def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch
 
 @GATES.register(
     "clip_cov",
-    formula="leave out share * tokens of the mini-batch, drawn from those with low < (A_t - mean A)(logp_t - mean logp) < high that "
-    "the clip does not hold already",
+    formula="leave out share * tokens of the mini-batch, drawn from those with low < (A_t - mean "
+    "A)(logp_t - mean logp) < high that the clip does not hold already",
     latex=r"\text{leave out }\rho N\text{ tokens of }\{t:\ a<(\hat A_t-\bar A)(\log\pi_t-\overline{\log\pi})<b\}",
     paper="Clip-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 10 and 11",
     needs=["current", "old"],
@@ -117,7 +117,8 @@ def clip_cov(
 
 @GATES.register(
     "kl_cov",
-    formula="add coef |logp - logp_old| at the share * tokens of the mini-batch with the largest (A_t - mean A)(logp_t - mean logp)",
+    formula="add coef |logp - logp_old| at the share * tokens of the mini-batch with the largest "
+    "(A_t - mean A)(logp_t - mean logp)",
     latex=r"L_{i,t}\mathrel{+}=\beta\,\big|\log\pi_\theta-\log\pi_{old}\big|\ "
     r"\text{at the }\rho N\text{ largest }(\hat A_t-\bar A)(\log\pi_t-\overline{\log\pi})",
     paper="KL-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 12 and 13",
@@ -173,10 +174,12 @@ def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau:
 
 @GATES.register(
     "m2po_released",
-    formula="leave out A_t > 0 with rho_t > max(1 + floor_high, e^c) and A_t < 0 with rho_t < min(1 - floor_low, e^-c),  rho_t = pi / "
-    "pi_sampler;  c^2 is the largest d_t^2 of the tokens with A_t d_t > 0, d_t = log rho_t, at which mean min(d_t^2, c^2) < tau over them; "
-    "none where their mean d_t^2 <= tau",
-    latex=r"\text{leave out }\hat A_t>0,\ \rho_t>\max(1+\epsilon_h,e^{c})\ \text{and}\ \hat A_t<0,\ \rho_t<\min(1-\epsilon_l,e^{-c}),\quad"
+    formula="leave out A_t > 0 with rho_t > max(1 + floor_high, e^c) and A_t < 0 with rho_t < min(1 "
+    "- floor_low, e^-c),  rho_t = pi / pi_sampler;  c^2 is the largest d_t^2 of the tokens "
+    "with A_t d_t > 0, d_t = log rho_t, at which mean min(d_t^2, c^2) < tau over them; none "
+    "where their mean d_t^2 <= tau",
+    latex=r"\text{leave out }\hat A_t>0,\ \rho_t>\max(1+\epsilon_h,e^{c})\ \text{and}\ \hat A_t<0,\ "
+    r"\rho_t<\min(1-\epsilon_l,e^{-c}),\quad "
     r"\operatorname{mean}_{\hat A_td_t>0}\min(d_t^2,c^2)<\tau",
     paper="M2PO, arXiv 2510.01161, as its authors' released code has it",
     needs=["current", "behavior"],

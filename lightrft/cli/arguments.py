@@ -107,8 +107,8 @@ def memory_errors() -> Generator[None]:
         text = str(error)
         if isinstance(error, MemoryError) or "out of memory" in text or "can't allocate memory" in text:
             raise ResourceError(
-                "out of memory; lower train.micro_batch_tokens, engine.token_budget or model.logits_mb, "
-                f"or set model.gradient_checkpointing=true ({first_line(error)})"
+                "out of memory; lower train.micro_batch_tokens, engine.token_budget or "
+                f"model.logits_mb, or set model.gradient_checkpointing=true ({first_line(error)})"
             ) from error
         raise
 

@@ -102,8 +102,8 @@ def check_trained(summary: Mapping[str, Any]) -> None:
     """Raise ``NothingTrained`` for a finished run in which no step trained anything."""
     if summary.get("finished") and summary["steps"] and summary.get("steps_trained") == 0:
         raise NothingTrained(
-            f"nothing was trained (steps: {summary['steps']}): no response had an advantage, or no optimizer step was taken; "
-            "the warnings above and in log.txt say why"
+            f"nothing was trained (steps: {summary['steps']}): no response had an advantage, or "
+            "no optimizer step was taken; the warnings above and in log.txt say why"
         )
 
 

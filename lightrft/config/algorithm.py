@@ -146,7 +146,8 @@ class DistillConfig(Settings):
             raise ValueError(f"distill.beta = {self.beta} changes nothing: only kind jsd reads it")
         if not self.whole and self.temperature is not None:
             raise ValueError(
-                f"distill.temperature = {self.temperature} changes nothing with kind {self.kind}; sampling.temperature holds there"
+                f"distill.temperature = {self.temperature} changes nothing with kind "
+                f"{self.kind}; sampling.temperature holds there"
             )
         if self.kind == "none" and self.coef != 1.0:
             raise ValueError(f"distill.coef = {self.coef} changes nothing: set distill.kind, e.g. to sampled")
@@ -221,8 +222,9 @@ class NormalizeConfig(Settings):
     def _one_scale(self) -> NormalizeConfig:
         if self.terms != "none" and self.rewards != "none":
             raise ValueError(
-                f"normalize.terms is {self.terms!r} and normalize.rewards {self.rewards!r}: terms that have a scale of their own need no "
-                "other for their sum; leave one of them out"
+                f"normalize.terms is {self.terms!r} and normalize.rewards {self.rewards!r}: "
+                "terms that have a scale of their own need no other for their sum; leave one of "
+                "them out"
             )
         return self
 

@@ -225,8 +225,8 @@ def expand_shorthand(cls: type[Settings], tree: Tree) -> Tree:
     return full
 
 
-# Pydantic can fill in descriptions by itself (use_attribute_docstrings), but does so when a class is
-# made: 0.13 s at each start, of which only help and documentation would have any use.
+# Pydantic can fill in descriptions by itself (use_attribute_docstrings), but does so when a class
+# is made: 0.13 s at each start, of which only help and documentation would have any use.
 @cache
 def _descriptions_in(module: str) -> dict[str, dict[str, str]]:
     """Class to field to description, for all classes of ``module``. Empty without its source."""

@@ -124,7 +124,8 @@ class LaunchConfig(Settings):
     def _of_kind(self) -> LaunchConfig:
         if self.kind != "ray" and (given := [k for k, f in RayConfig.model_fields.items() if self._differs(k, f)]):
             raise ValueError(
-                f"launch.ray.{given[0]} = {getattr(self.ray, given[0])!r} changes nothing with kind {self.kind}; set launch.kind=ray"
+                f"launch.ray.{given[0]} = {getattr(self.ray, given[0])!r} changes nothing with "
+                f"kind {self.kind}; set launch.kind=ray"
             )
         return self
 

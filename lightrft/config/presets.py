@@ -269,8 +269,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 PAPERS: dict[str, str] = {
     "grpo": "DeepSeekMath, arXiv 2402.03300, eq. 3 and 21, section 4.2",
     "reinforce++": "REINFORCE++, arXiv 2501.03262, section 3",
-    "reinforce++_baseline": "REINFORCE++ with a baseline, arXiv 2501.03262, section 3; k2 and its coefficient as in the authors' "
-    "script of 2026",
+    "reinforce++_baseline": "REINFORCE++ with a baseline, arXiv 2501.03262, section 3; k2 and its coefficient as in "
+    "the authors' script of 2026",
     "rloo": "Back to basics, arXiv 2402.14740, section 3: the policy gradient of whole answers; coefficient as there for TL;DR",
     "remax": "ReMax, arXiv 2310.10505, algorithm 2; discount and coefficient of the KL as in the authors' scripts",
     "remax_released": "ReMax as in the authors' released code: each token bears its own KL alone, and the mean is over tokens",
@@ -292,28 +292,32 @@ PAPERS: dict[str, str] = {
     "luspo": "LUSPO, arXiv 2602.05261, section 5.1: GSPO times the length of each answer",
     "gmpo": "GMPO, arXiv 2507.20673, section 4: bounds (e^-0.4, e^0.4)",
     "cispo": "MiniMax-M1, arXiv 2506.13585, section 3.1: no lower bound; the upper one is not printed, so that of DAPO",
-    "cispo_cap": "CISPO as in ScaleRL, arXiv 2510.13786, sections 3.2 and 4: one bound, on the ratio itself; deviation of the "
-    "batch, mean over prompts. Its filter of groups with equal rewards and its curriculum are settings of their own",
-    "cpgd": "CPGD, arXiv 2505.12504, section 4; the deviation of the group and the numbers of the drift are those of the authors' "
-    "code, whose ratio less 1 pulls by at most 2",
+    "cispo_cap": "CISPO as in ScaleRL, arXiv 2510.13786, sections 3.2 and 4: one bound, on the ratio "
+    "itself; deviation of the batch, mean over prompts. Its filter of groups with equal "
+    "rewards and its curriculum are settings of their own",
+    "cpgd": "CPGD, arXiv 2505.12504, section 4; the deviation of the group and the numbers of the "
+    "drift are those of the authors' code, whose ratio less 1 pulls by at most 2",
     "sapo": "SAPO, arXiv 2511.20347, section 5",
     "vespo": "VESPO, arXiv 2602.10693: weights against the sampler",
-    "dppo": "DPPO, binary total variation, arXiv 2602.04879: the trust region is around the sampler; advantage and "
-    "denominator of the authors' script",
+    "dppo": "DPPO, binary total variation, arXiv 2602.04879: the trust region is around the sampler; "
+    "advantage and denominator of the authors' script",
     "dppo_kl": "DPPO, binary KL, arXiv 2602.04879: the trust region is around the sampler",
     "topr": "TOPR, arXiv 2503.14286, section 3: rewards of 1 and -1, no baseline",
     "kimi_k15": "Kimi k1.5, arXiv 2501.12599, section 2.3.2: mirror descent around the policy before the update",
     "otb": "the optimal token baseline, arXiv 2602.07078",
     "m2po": "M2PO, arXiv 2510.01161, section 5",
-    "m2po_released": "M2PO as in the authors' released code: the second moment of the tokens where clipping could act, and a clip that is "
-    "never narrower than its floors",
+    "m2po_released": "M2PO as in the authors' released code: the second moment of the tokens where clipping "
+    "could act, and a clip that is never narrower than its floors",
     "clip_cov": "The entropy mechanism, arXiv 2505.22617, section 4.2; clip and filter as in the authors' scripts",
     "kl_cov": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 7B models, and filter, as in the authors' scripts",
-    "kl_cov_32b": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 32B models, and filter, as in the authors' scripts",
+    "kl_cov_32b": "The entropy mechanism, arXiv 2505.22617, section 4.3; share for 32B models, and filter, "
+    "as in the authors' scripts",
     "high_entropy": "Beyond the 80/20 rule, arXiv 2506.01939, section 5: DAPO on the most uncertain fifth of the tokens",
-    "prime": "PRIME, arXiv 2502.01456: no KL, only prompts of which between 0.2 and 0.8 of the answers are right; see also ``process``",
+    "prime": "PRIME, arXiv 2502.01456: no KL, only prompts of which between 0.2 and 0.8 of the "
+    "answers are right; see also ``process``",
     "prime_released": "PRIME as in the authors' released code: process scores over their largest return, whitened advantages",
-    "opd": "On-policy distillation, arXiv 2306.13649, by the sampled token; distill: reverse_kl, forward_kl or jsd for whole vocabularies",
+    "opd": "On-policy distillation, arXiv 2306.13649, by the sampled token; distill: reverse_kl, "
+    "forward_kl or jsd for whole vocabularies",
 }
 """Source of each row, and of its parts if they come from several papers."""
 

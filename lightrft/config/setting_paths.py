@@ -42,8 +42,9 @@ def read_beside(cls: Any, tree: Any, file: Path, problems: list[str]) -> Any:
         found = os.path.normpath(folder / value)
         if not glob.has_magic(value) and not Path(found).exists() and Path(value).exists():
             problems.append(
-                f"{key} = {value!r} (from {file}): relative paths in a file are relative to it, and there is no {found}. "
-                f"For the one in the working directory write {os.path.relpath(value, folder)}"
+                f"{key} = {value!r} (from {file}): relative paths in a file are relative to it, "
+                f"and there is no {found}. For the one in the working directory write "
+                f"{os.path.relpath(value, folder)}"
             )
         return found
 

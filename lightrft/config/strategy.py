@@ -43,8 +43,9 @@ class OptimizerConfig(Settings):
         }.items():
             if value > LARGEST_LR:
                 raise ValueError(
-                    f"{name} = {value:g}: AdamW moves each weight by about {name} in a step, and weights are about 0.02, so the "
-                    f"model would be lost in the first step; lower it to {LARGEST_LR:g} at most (usual: 1e-6 to 1e-3)"
+                    f"{name} = {value:g}: AdamW moves each weight by about {name} in a step, and "
+                    "weights are about 0.02, so the model would be lost in the first step; "
+                    f"lower it to {LARGEST_LR:g} at most (usual: 1e-6 to 1e-3)"
                 )
         return self
 
@@ -101,8 +102,8 @@ class StrategyConfig(Settings):
         for name in ("tensor", "sequence"):
             if getattr(self, name) > 1 and self.kind not in ("auto", "fsdp2"):
                 raise ValueError(
-                    f"strategy.{name} = {getattr(self, name)} needs strategy.kind fsdp2, which is {self.kind}; set strategy.kind=fsdp2, "
-                    f"or strategy.{name}=1"
+                    f"strategy.{name} = {getattr(self, name)} needs strategy.kind fsdp2, which "
+                    f"is {self.kind}; set strategy.kind=fsdp2, or strategy.{name}=1"
                 )
         for name, kinds in _OF_KINDS.items():
             value, default = (
@@ -111,7 +112,8 @@ class StrategyConfig(Settings):
             )
             if self.kind not in kinds and value != default:
                 raise ValueError(
-                    f"strategy.{name} = {value} changes nothing with kind {self.kind}; set strategy.kind={kinds[-1]}, or leave it out"
+                    f"strategy.{name} = {value} changes nothing with kind {self.kind}; set "
+                    f"strategy.kind={kinds[-1]}, or leave it out"
                 )
         return self
 

@@ -284,7 +284,10 @@ def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
             own = tokenizer.get_vocab()
         other = sum(own.get(token) != number for token, number in tokenizer.get_vocab().items())
         if other:
-            says = f"= {config.model.tokenizer}: {other} of its {len(tokenizer)} tokens are not those of {config.model.path}, which was "
+            says = (
+                f"= {config.model.tokenizer}: {other} of its {len(tokenizer)} tokens are not "
+                f"those of {config.model.path}, which was "
+            )
             yield Finding(
                 "data",
                 "warn",
@@ -292,7 +295,10 @@ def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
                 f"{says}trained with its own; leave it out unless the model was made for it",
             )
     if tokenizer.eos_token_id is None:
-        says = "has no end token, so that every answer goes on to sampling.max_new_tokens; set sampling.stop or sampling.stop_token_ids"
+        says = (
+            "has no end token, so that every answer goes on to sampling.max_new_tokens; set "
+            "sampling.stop or sampling.stop_token_ids"
+        )
         yield Finding("data", "warn", "tokenizer", says)
 
 
@@ -492,7 +498,7 @@ def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
     cut += f", the tokens of a row over {config.strategy.sequence} (strategy.sequence)" if config.strategy.sequence > 1 else ""
     precise = "; weights that are trained lie in float32 alone" if shares.precise else ""
     names = {"state": "masters and moments"}
-    away = f"; {', '.join(names.get(part, part) for part in shares.away)} are in the memory of the host" if shares.away else ""
+    away = (f"; {', '.join(names.get(part, part) for part in shares.away)} are in the memory of the host") if shares.away else ""
     return f"of each trained model, a process holds {says}{cut}{precise}{away}"
 
 

@@ -282,8 +282,8 @@ def _other_terms(algorithm: AlgorithmConfig, found: tuple[Number, ...]) -> Itera
     if algorithm.positive_nll.coef:
         likelihood = About(
             "NLL = mean of -logp over the tokens of answers with R >= threshold",
-            r"\mathrm{NLL}=-\frac{\sum_{i\in\mathcal T,t}\log\pi_\theta}{\sum_{i\in\mathcal T}l_i},\quad"
-            r"\mathcal T=\{i:R_i\ge\mathrm{threshold}\}",
+            r"\mathrm{NLL}=-\frac{\sum_{i\in\mathcal T,t}\log\pi_\theta}{\sum_{i\in\mathcal "
+            r"T}l_i},\quad\mathcal T=\{i:R_i\ge\mathrm{threshold}\}",
             "VAPO, arXiv 2504.05118, section 4.4",
         )
         yield Line("right answers", "nll", likelihood, _below("algorithm.positive_nll", found))

@@ -118,8 +118,9 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
     saved = CheckpointStore(folder / "checkpoints", keep=1).steps()
     if step not in saved:
         raise CheckpointError(
-            f"{folder} has no checkpoint of step {step}, with whose weights the batch of step {step + 1} was trained on; it has "
-            f"{sorted(saved) or 'none'}. Set checkpoint.every=1 and checkpoint.keep in the run"
+            f"{folder} has no checkpoint of step {step}, with whose weights the batch of step "
+            f"{step + 1} was trained on; it has {sorted(saved) or 'none'}. Set "
+            "checkpoint.every=1 and checkpoint.keep in the run"
         )
     verify(saved[step])
     state: Mapping[str, Any] = load_state(saved[step] / "trainer")

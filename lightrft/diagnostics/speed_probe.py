@@ -86,10 +86,10 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
     run forward, then forward and backward, and an optimizer step with learning rate 0. Each is
     repeated ``REPEATS`` times.
 
-    Generation scales with the number of concurrent responses (``GenerationTiming``), at the sampled lengths.
-    Passes (``step_workload.forwards``) scale with tokens. Models of other roles count like the
-    policy. The lower bound assumes that a wider call costs nothing more. The upper bound assumes
-    responses of maximum length and the slowest repeat.
+    Generation scales with the number of concurrent responses (``GenerationTiming``), at the sampled
+    lengths. Passes (``step_workload.forwards``) scale with tokens. Models of other roles count like
+    the policy. The lower bound assumes that a wider call costs nothing more. The upper bound
+    assumes responses of maximum length and the slowest repeat.
 
     Args:
         config: settings of the run.

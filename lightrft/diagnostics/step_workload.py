@@ -84,11 +84,11 @@ def gradient(config: RLConfig) -> Iterator[str]:
     steps = train.updates * train.mini_batches
     yield "Tokens that the policy sampled get gradient; prompt, tool and environment tokens do not."
     if steps > 1:
-        yield f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts."
+        yield (f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts.")
     elif algorithm.proximal == "policy":
         yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts."
     else:
-        yield "Each batch gets one update; its ratio is to the sampler, not to the policy before the update."
+        yield ("Each batch gets one update; its ratio is to the sampler, not to the policy before the update.")
     if algorithm.proximal == "policy" and not needs_old_logprobs(config) and steps == 1:
         yield "Old log-probs are not computed: the new ones, detached, are the old ones."
     if algorithm.gates:
@@ -101,11 +101,13 @@ def gradient(config: RLConfig) -> Iterator[str]:
     if "critic" in needs:
         yield "The critic is trained on the returns beside the policy."
         if config.critic.warmup_steps:
-            yield f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy that answers stays as it is."
+            yield (
+                f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy that answers stays as it is."
+            )
     if "process" in needs:
-        yield "The process model is trained on the outcomes of each batch before the advantages are taken."
+        yield ("The process model is trained on the outcomes of each batch before the advantages are taken.")
     if config.ptx.coef:
-        yield f"Each optimizer step of the policy also learns {config.ptx.batch_size} conversations of ptx.data."
+        yield (f"Each optimizer step of the policy also learns {config.ptx.batch_size} conversations of ptx.data.")
     if not needs_reference(algorithm):
         yield "No KL term: no reference model is loaded or run."
     if algorithm.filters:

@@ -43,8 +43,9 @@ def check_complete(settings: Settings) -> None:
     missing = [name for name, value in _leaves(settings.model_dump(mode="json")) if isinstance(value, str) and MARK in value]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)}: the secret was left out of the file that these settings come from; give it again on the command "
-            "line, or leave it out and set it in the environment of the command"
+            f"{', '.join(missing)}: the secret was left out of the file that these settings come "
+            "from; give it again on the command line, or leave it out and set it in the "
+            "environment of the command"
         )
 
 

@@ -45,8 +45,8 @@ RULES = (
     Rule(
         "rollout/frac_reward_zero_std",
         0.5,
-        "{value:.0%} of groups have equal rewards (mean {reward:.3g}); such a group has no gradient. "
-        "The prompts are too easy or too hard for the policy, or the reward is constant",
+        "{value:.0%} of groups have equal rewards (mean {reward:.3g}); such a group has no "
+        "gradient. The prompts are too easy or too hard for the policy, or the reward is constant",
         needs="groups",
     ),
     Rule(
@@ -62,8 +62,9 @@ RULES = (
     Rule(
         "rollout/steps_not_trained",
         0,
-        "steps in a row that learned nothing: {value:.0f}; no response had an advantage, or no optimizer step was taken. "
-        "Look at rollout/frac_reward_zero_std and rollout/dropped/... in metrics.jsonl",
+        "steps in a row that learned nothing: {value:.0f}; no response had an advantage, or no "
+        "optimizer step was taken. Look at rollout/frac_reward_zero_std and rollout/dropped/... "
+        "in metrics.jsonl",
     ),
     Rule(
         "policy/skipped_steps",
@@ -79,8 +80,8 @@ RULES = (
         Rule(
             f"{data}/nonfinite_tokens",
             0,
-            "{value:.0f} tokens of the conversations have a log-prob that is not finite; they are not trained on. "
-            "Can the model give them: is a part of its vocabulary masked?",
+            "{value:.0f} tokens of the conversations have a log-prob that is not finite; they "
+            "are not trained on. Can the model give them: is a part of its vocabulary masked?",
         )
         for data in ("sft", "ptx")
     ),

@@ -150,8 +150,9 @@ class Scorer:
         unknown = sorted({s for s in sources if not self._terms_of(s)})
         if unknown:
             raise RewardError(
-                f"no reward for data source {', '.join(map(repr, unknown))}: reward.per_source has "
-                f"{', '.join(map(repr, sorted(self._per_source))) or 'none'} and reward.terms, which serves all others, is empty"
+                f"no reward for data source {', '.join(map(repr, unknown))}: reward.per_source "
+                f"has {', '.join(map(repr, sorted(self._per_source))) or 'none'} and "
+                "reward.terms, which serves all others, is empty"
             )
 
     def submit(self, rollout: Rollout) -> None:

@@ -47,7 +47,8 @@ def load_state(path: Path, device: str = "cpu") -> Any:
         if document["tensors"]:
             from safetensors.torch import load_file
 
-            # Copied, because tensors in a file are not aligned, and the rounding of a sum depends on the alignment of its tensor.
+            # Copied, because tensors in a file are not aligned, and the rounding of a sum depends
+            # on the alignment of its tensor.
             tensors = {name: tensor.clone() for name, tensor in load_file(where, device=device).items()}
         return _unpack(document["tree"], tensors)
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

@@ -183,7 +183,8 @@ def _account(run: RunData) -> str:
     )
     return (
         f'<div class="account card"><h3>{sampled:,.0f} tokens sampled <span>{verdict}</span></h3>'
-        f'{share_bar("Where the sampled tokens went", parts, classes)}<ul class="legend">{legend}</ul></div>'
+        f"{share_bar('Where the sampled tokens went', parts, classes)}<ul "
+        f'class="legend">{legend}</ul></div>'
     )
 
 

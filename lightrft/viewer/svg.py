@@ -271,9 +271,9 @@ def _hover(series: Sequence[Series], frame: _Frame, y_format: Callable[[float], 
         place = frame.x(x)
         dots = "".join(f'<circle class="f{s.color % 8}" cx="{place:.1f}" cy="{frame.y(y):.1f}" r="3.4"/>' for s, y in at[x])
         parts.append(
-            f'<g class="at"><title>{escape(text)}</title>'
-            f'<rect x="{edges[i]:.1f}" y="{TOP}" width="{edges[i + 1] - edges[i]:.1f}" height="{HEIGHT - TOP - BOTTOM}"/>'
-            f'<line x1="{place:.1f}" x2="{place:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>{dots}</g>'
+            f'<g class="at"><title>{escape(text)}</title><rect x="{edges[i]:.1f}" y="{TOP}" '
+            f'width="{edges[i + 1] - edges[i]:.1f}" height="{HEIGHT - TOP - BOTTOM}"/><line '
+            f'x1="{place:.1f}" x2="{place:.1f}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>{dots}</g>'
         )
     return "".join(parts)
 

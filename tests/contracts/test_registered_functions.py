@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -62,6 +63,11 @@ def test_every_registered_function_says_what_it_is(table: Registry[Any], name: s
     assert about.latex
     assert "\n" not in about.formula + about.latex + about.paper
     assert (table[name].__doc__ or "").strip().endswith((".", ".\n"))
+
+
+@pytest.mark.parametrize(("table", "name"), ENTRIES)
+def test_a_space_in_a_latex_formula_does_not_swallow_the_symbol_after_it(table: Registry[Any], name: str) -> None:
+    assert not re.search(r"\\quad[A-Za-z]", table.about(name).latex)
 
 
 SOURCED = [ADVANTAGES, POLICY_LOSSES, CORRECTIONS, GATES, AGGREGATIONS, KL_ESTIMATORS]

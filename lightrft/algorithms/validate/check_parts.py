@@ -77,15 +77,15 @@ def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:
     if settings.values and "critic" not in needs:
         yield f"algorithm.normalize.values = True changes nothing: advantage {name!r} has no critic"
     if algorithm.value != ValueConfig() and "critic" not in needs:
-        yield f"algorithm.value.clip = {algorithm.value.clip} changes nothing: advantage {name!r} has no critic"
+        yield (f"algorithm.value.clip = {algorithm.value.clip} changes nothing: advantage {name!r} has no critic")
     if settings == NormalizeConfig(eps=settings.eps) != NormalizeConfig():
-        yield f"algorithm.normalize.eps = {settings.eps} changes nothing: no terms, rewards or values are normalised"
+        yield (f"algorithm.normalize.eps = {settings.eps} changes nothing: no terms, rewards or values are normalised")
     given = [f"normalize.{k}" for k in ("terms", "rewards") if getattr(settings, k) != "none"]
     given += ["shaping"] if algorithm.shaping else []
     if "greedy" in needs and given:
         yield (
-            f"algorithm.{given[0]} changes the rewards of answers and not that of the greedy answer, which advantage {name!r} takes "
-            "off them; leave it out"
+            f"algorithm.{given[0]} changes the rewards of answers and not that of the greedy "
+            f"answer, which advantage {name!r} takes off them; leave it out"
         )
 
 

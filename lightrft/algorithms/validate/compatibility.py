@@ -26,8 +26,9 @@ def nonsense(algorithm: AlgorithmConfig) -> Iterator[str]:
     yield from _other_terms(algorithm)
     if algorithm.constant_length is not None and algorithm.aggregation != "constant":
         yield (
-            f"algorithm.constant_length = {algorithm.constant_length} changes nothing: aggregation {algorithm.aggregation!r} has no "
-            "constant divisor; take aggregation: constant, or leave it out"
+            f"algorithm.constant_length = {algorithm.constant_length} changes nothing: "
+            f"aggregation {algorithm.aggregation!r} has no constant divisor; take aggregation: "
+            "constant, or leave it out"
         )
 
 
@@ -35,25 +36,28 @@ def _ratio(algorithm: AlgorithmConfig) -> Iterator[str]:
     loss = algorithm.loss
     if loss.ratio_cap is not None and loss.ratio_cap <= 1 + loss.clip_high:
         yield (
-            f"algorithm.loss.ratio_cap = {loss.ratio_cap} is not above 1 + clip_high = {1 + loss.clip_high:g}: it would take the place "
-            "of the clip for positive advantages and the gradient of negative ones; raise it or leave it out"
+            f"algorithm.loss.ratio_cap = {loss.ratio_cap} is not above 1 + clip_high = "
+            f"{1 + loss.clip_high:g}: it would take the place of the clip for positive "
+            "advantages and the gradient of negative ones; raise it or leave it out"
         )
     if loss.ratio_cap is not None and loss.dual_clip is not None:
         idle = "dual_clip" if loss.dual_clip >= loss.ratio_cap else "ratio_cap"
         yield (
-            f"algorithm.loss: dual_clip = {loss.dual_clip} and ratio_cap = {loss.ratio_cap} both bound the loss of negative advantages, "
-            f"and {idle} never acts; leave one out"
+            f"algorithm.loss: dual_clip = {loss.dual_clip} and ratio_cap = {loss.ratio_cap} both "
+            f"bound the loss of negative advantages, and {idle} never acts; leave one out"
         )
     varies = _varies(algorithm)
     if loss.ratio == "sequence" and varies:
         yield (
-            f"algorithm.loss.ratio = sequence gives every token of a response the same gradient, so only the mean of its advantages "
-            f"would count, and {varies}; take ratio: sequence_token, which has the same ratio and the gradient of each token"
+            "algorithm.loss.ratio = sequence gives every token of a response the same gradient, "
+            f"so only the mean of its advantages would count, and {varies}; take ratio: "
+            "sequence_token, which has the same ratio and the gradient of each token"
         )
     if loss.ratio == "sequence" and algorithm.gates:
         yield (
-            f"algorithm.gates: {algorithm.gates[0].name!r} leaves tokens out, and with loss.ratio: sequence every token of a response has "
-            "the gradient of all, so that those left out would still get it; take ratio: sequence_token"
+            f"algorithm.gates: {algorithm.gates[0].name!r} leaves tokens out, and with "
+            "loss.ratio: sequence every token of a response has the gradient of all, so that "
+            "those left out would still get it; take ratio: sequence_token"
         )
 
 
@@ -77,14 +81,18 @@ def _proximal(algorithm: AlgorithmConfig) -> Iterator[str]:
     if proximal == "behavior":
         for name in weighing:
             yield (
-                f"algorithm.corrections: {name!r} weighs the old policy against the sampler, and with proximal: behavior they are one: "
-                "the ratio already holds the difference, which must not count twice. Leave it out, or take proximal: policy"
+                f"algorithm.corrections: {name!r} weighs the old policy against the sampler, and "
+                "with proximal: behavior they are one: the ratio already holds the difference, "
+                "which must not count twice. Leave it out, or take proximal: policy"
             )
     sampled = algorithm.distill.kind == "sampled"
     reads_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
     if proximal == "interpolated" and (reads_kl or sampled):
         which = "distill.kind: sampled" if sampled else "kl.where: reward" if kl.where == "reward" else "kl.controller: adaptive"
-        yield f"algorithm.proximal = interpolated computes no log-probs before the update, which {which} reads; take proximal: policy"
+        yield (
+            "algorithm.proximal = interpolated computes no log-probs before the update, which "
+            f"{which} reads; take proximal: policy"
+        )
     reads_old = loss not in POLICY_LOSSES or "old" in POLICY_LOSSES.about(loss).needs or algorithm.drift.coef > 0 or kl.weighted
     if proximal != "policy" and not (reads_old or weighing or algorithm.gates or reads_kl or sampled):
         yield f"algorithm.proximal = {proximal} changes nothing: loss {loss!r} has no ratio"
@@ -93,16 +101,17 @@ def _proximal(algorithm: AlgorithmConfig) -> Iterator[str]:
 def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     kl = algorithm.kl
     if kl.where == "none" and kl.final > 0:
-        yield f"algorithm.kl.final = {kl.final} but kl.where is 'none'; set kl.where to 'reward' or 'loss'"
+        yield (f"algorithm.kl.final = {kl.final} but kl.where is 'none'; set kl.where to 'reward' or 'loss'")
     if kl.weighted and kl.where != "loss":
         yield (
-            f"algorithm.kl.weighted weighs the KL term of the loss by the ratio, and kl.where is {kl.where!r}: a KL in the reward is a "
-            "number without gradient, weighed with the rest by the policy loss; set kl.where: loss, or leave kl.weighted out"
+            "algorithm.kl.weighted weighs the KL term of the loss by the ratio, and kl.where is "
+            f"{kl.where!r}: a KL in the reward is a number without gradient, weighed with the "
+            "rest by the policy loss; set kl.where: loss, or leave kl.weighted out"
         )
     if kl.weighted and kl.estimator == "k2":
         yield (
-            "algorithm.kl.weighted with estimator k2: the ratio times k2 is an estimate of no KL, and its expected gradient is not that "
-            "of KL(policy, reference); take k3 or k1"
+            "algorithm.kl.weighted with estimator k2: the ratio times k2 is an estimate of no "
+            "KL, and its expected gradient is not that of KL(policy, reference); take k3 or k1"
         )
     read = {
         "adaptive": {"target", "horizon"},
@@ -112,9 +121,9 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     unread = {"target", "horizon", "final", "steps"} - read.get(kl.controller, set())
     yield from _changes_nothing("algorithm.kl", kl, unread, f"kl.controller is {kl.controller!r}")
     if kl.controller in SCHEDULES and kl.steps is None:
-        yield f"algorithm.kl.steps is missing: controller {kl.controller!r} goes from kl.coef to kl.final in so many steps"
+        yield (f"algorithm.kl.steps is missing: controller {kl.controller!r} goes from kl.coef to kl.final in so many steps")
     if kl.controller == "adaptive" and kl.where != "none" and kl.coef == 0:
-        yield "algorithm.kl.coef = 0 stays 0 under kl.controller: adaptive, which multiplies it; start above 0"
+        yield ("algorithm.kl.coef = 0 stays 0 under kl.controller: adaptive, which multiplies it; start above 0")
 
 
 def _rewards(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -126,14 +135,15 @@ def _rewards(algorithm: AlgorithmConfig) -> Iterator[str]:
     if name == "rft":
         for key, value in given.items():
             yield (
-                f"algorithm.{key} = {value} moves rewards, and advantage 'rft' compares them with options.threshold, which is for "
-                "rewards as they were scored; leave it out (a KL may stand in the loss)"
+                f"algorithm.{key} = {value} moves rewards, and advantage 'rft' compares them "
+                "with options.threshold, which is for rewards as they were scored; leave it out "
+                "(a KL may stand in the loss)"
             )
     if name == "teacher":
         given |= {"shaping": algorithm.shaping[0].name} if algorithm.shaping else {}
         given |= {"advantage.whiten": algorithm.advantage.whiten} if algorithm.advantage.whiten != "none" else {}
         for key, value in given.items():
-            yield f"algorithm.{key} = {value} changes nothing: advantage 'teacher' takes no reward; leave it out"
+            yield (f"algorithm.{key} = {value} changes nothing: advantage 'teacher' takes no reward; leave it out")
 
 
 def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -141,11 +151,11 @@ def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:
     if entropy.target is None:
         yield from _changes_nothing("algorithm.entropy", entropy, {"rate"}, "entropy.target is not set")
     elif entropy.coef < 0:
-        yield f"algorithm.entropy.coef = {entropy.coef}: with entropy.target it is where the bonus starts, and is never below 0"
+        yield (f"algorithm.entropy.coef = {entropy.coef}: with entropy.target it is where the bonus starts, and is never below 0")
     if not drift.coef:
         yield from _changes_nothing("algorithm.drift", drift, {"estimator", "cap", "level"}, "drift.coef is 0")
     elif drift.cap is not None and drift.estimator != "k3":
-        yield f"algorithm.drift.cap bounds the gradient of k3 alone, and drift.estimator is {drift.estimator!r}; leave one out"
+        yield (f"algorithm.drift.cap bounds the gradient of k3 alone, and drift.estimator is {drift.estimator!r}; leave one out")
     if not positive.coef:
         yield from _changes_nothing("algorithm.positive_nll", positive, {"threshold"}, "positive_nll.coef is 0")
 

@@ -120,7 +120,7 @@ def misfit(key: str, registry: Registry[Any], part: ComponentConfig, arguments: 
         for name in sorted(set(given) - {p.name for p in named}):
             yield f"{key}: {part.name!r} must take the keyword {name}"
         for name in sorted(part.options.keys() - known):
-            yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}"
+            yield (f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}")
     for name, choices in _choices(function, part.options).items():
         if part.options[name] not in choices:
             yield f"{key}.options.{name} = {part.options[name]!r} is none of {', '.join(choices)}"
@@ -129,7 +129,7 @@ def misfit(key: str, registry: Registry[Any], part: ComponentConfig, arguments: 
             yield f"{key}.options.{p.name} is missing: {part.name!r} needs it"
     for p in ordered[arguments:]:
         if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
-            yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
+            yield (f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}")
 
 
 def _choices(function: Any, options: Collection[str]) -> dict[str, tuple[str, ...]]:

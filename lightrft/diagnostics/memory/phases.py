@@ -369,7 +369,10 @@ def traced(place: ProcessProfile, m: Model, trace: Callable[[], Traced], batch: 
         AttributeError,
         IndexError,
     ) as error:
-        problem = f"{m.name}: its passes cannot be traced ({first_line(error)[:120]}); activations are those of plain blocks, by formula"
+        problem = (
+            f"{m.name}: its passes cannot be traced ({first_line(error)[:120]}); activations are "
+            "those of plain blocks, by formula"
+        )
         if problem not in place.problems:
             place.problems.append(problem)
     text, itemsize = m.text, m.model.base.dtype.itemsize

@@ -33,7 +33,7 @@ _SIMPLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"(?P<sign>[-+]?)\s*{_CURRENCY}?\s*(?P<sign2>-?)\s*"
     rf"(?:(?P<whole>\d+)?\s*\\frac\s*(?:\{{\s*(?P<n1>-?\d+)\s*\}}\s*\{{\s*(?P<d1>\d+)\s*\}}|(?P<n2>\d)\s*(?P<d2>\d))"
-    rf"|(?:(?P<whole2>\d+)\s+)?(?P<n3>\d+)\s*/\s*(?P<d3>\d+)"
+    r"|(?:(?P<whole2>\d+)\s+)?(?P<n3>\d+)\s*/\s*(?P<d3>\d+)"
     rf"|(?P<simple>{_SIMPLE})(?:\s*(?:[eE](?P<e1>[-+]?\d{{1,3}})|(?:\\times|\\cdot|\*)\s*10\s*(?:\^|\*\*)\s*\{{?\s*(?P<e2>[-+]?\d{{1,3}})\s*\}}?))?)"
     rf"(?P<gap>\s*)(?:{_CURRENCY})?(?P<rest>.*)",
     re.DOTALL,
