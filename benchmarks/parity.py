@@ -84,13 +84,13 @@ WAYS: dict[str, Way] = {
         needs="ray",
         by_case={
             "grpo": on_ray(**APART, references=1),
-            "ppo": on_ray(**APART, references=1, critic=True),
+            "ppo": on_ray(**APART, references=1),
             "pictures": on_ray(**APART, references=1),
         },
         without=("sft",),
     ),
 }
-"""On Ray, ranks have all roles with them, or engine, scorer, reference and critic are in workers of their own; supervised training has
+"""On Ray, ranks have all roles with them, or engine, scorer and reference are in workers of their own; supervised training has
 none of these."""
 
 REWARD = "def varied(rollout):\n    return sum(rollout.token_ids) % 7 / 7\n"

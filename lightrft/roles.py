@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -69,60 +69,6 @@ class Trained:
     def load(self, strategy: Strategy, path: Path) -> None:
         """Restore what ``save`` wrote."""
         strategy.load(self.state, path)
-
-
-class ValueModel(Protocol):
-    """A model that estimates the value of a state. See ``Critic.values``."""
-
-    @overload
-    def values(self, batch: Batch, final: Literal[True]) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def values(self, batch: Batch, final: Literal[False] = False) -> tuple[Tensor, None]: ...
-
-    def values(self, batch: Batch, final: bool = False) -> tuple[Tensor, Tensor | None]: ...
-
-
-class Kept(Protocol):
-    """Something that a checkpoint saves: a model with its optimizer and learning-rate schedule.
-
-    ``shapes`` are the unsharded shapes of all parameters, by name.
-    """
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]: ...
-
-    def save(self, strategy: Strategy, path: Path) -> None:
-        """Write weights, optimizer and schedule to the folder ``path``."""
-        ...
-
-    def load(self, strategy: Strategy, path: Path) -> None:
-        """Restore what ``save`` wrote.
-
-        Raises:
-            CheckpointError: If it belongs to another model.
-        """
-        ...
-
-
-class ValueLearner(ValueModel, Kept, Protocol):
-    """A critic that trains itself."""
-
-    def learn(self, mini: Batch) -> Metrics:
-        """Take one optimizer step on ``mini``, which has returns and loss weights."""
-        ...
-
-
-class ProcessLearner(Reference, Kept, Protocol):
-    """A process reward model that trains itself."""
-
-    def learn(self, batch: Batch) -> tuple[Tensor, Metrics]:
-        """Take one optimizer step on ``batch``, which has rewards and log-probs of the reference.
-
-        Returns:
-            The model's log-probs before the step, ``[N]``, and metrics.
-        """
-        ...
 
 
 @runtime_checkable
@@ -218,8 +164,8 @@ class Roles:
     processor: Any = None
     reference: Reference | None = None
     teacher: Reference | None = None
-    critic: Trained | ValueLearner | None = None
-    process: Trained | ProcessLearner | None = None
+    critic: Trained | None = None
+    process: Trained | None = None
     ptx: Beside | None = None
     ahead: Engine | None = None
     ahead_ranks: Ranks | None = None
@@ -235,9 +181,9 @@ class Roles:
         self.held = self.engine.load_weights(self.weights(), version)
 
     @property
-    def trained(self) -> dict[str, Kept]:
+    def trained(self) -> dict[str, Trained]:
         """Return the roles that a checkpoint saves, by name."""
-        roles: dict[str, Kept | None] = {"policy": self.policy, "critic": self.critic, "process": self.process}
+        roles = {"policy": self.policy, "critic": self.critic, "process": self.process}
         return {name: role for name, role in roles.items() if role is not None}
 
     def drawing(self) -> AbstractContextManager[None]:
@@ -246,7 +192,7 @@ class Roles:
         In it, state that only training needs may be offloaded.
         """
         frozen = [role.model for role in (self.reference, self.teacher) if isinstance(role, Frozen)]
-        states = [role.state for role in self.trained.values() if isinstance(role, Trained)]
+        states = [role.state for role in self.trained.values()]
         return self.strategy.resting(states, frozen)
 
     @property
@@ -255,23 +201,18 @@ class Roles:
         return self.policy.model
 
     @property
-    def value_model(self) -> ValueModel | None:
-        """Return the model that estimates values; ``None`` without a critic."""
-        return self.critic.model if isinstance(self.critic, Trained) else self.critic
-
-    @property
     def device(self) -> torch.device:
         """Return the device of this rank."""
         return self.strategy.device
 
     def counts(self) -> Metrics:
         """Return event counts of each role since the last call, e.g. ``engine/restarts``."""
-        names = ("engine", "ahead", "scorer", "reference", "teacher", "critic")
+        names = ("engine", "ahead", "scorer", "reference", "teacher")
         roles = {name: role for name in names if isinstance(role := getattr(self, name), Counting)}
         return Metrics({f"{name}/{what}": Sum(n) for name, role in roles.items() for what, n in role.take_counts().items()})
 
     def close(self) -> None:
         """Close every role that owns more than memory."""
-        for role in (self.engine, self.ahead, self.scorer, self.reference, self.teacher, self.critic, self.process):
+        for role in (self.engine, self.ahead, self.scorer, self.reference, self.teacher):
             if isinstance(role, Closing):
                 role.close()

@@ -17,7 +17,7 @@ from typing import Any
 from lightrft.distributed.worker_api import Maker, WorkerLost
 
 _SERVER = mp.get_context("forkserver")
-_SERVER.set_forkserver_preload(["lightrft.workers.engine_workers", "lightrft.workers.trainable_workers"])
+_SERVER.set_forkserver_preload(["lightrft.workers.engine_workers", "lightrft.workers.model_workers"])
 
 
 def serve(made: bytes, connection: Connection) -> None:

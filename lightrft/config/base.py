@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from lightrft.config.other_names import own_name
+from lightrft.config.other_names import REMOVED, own_name
 from lightrft.config.setting_paths import branch_of, made_absolute, read_beside
 from lightrft.utils.errors import ConfigError
 
@@ -360,6 +360,8 @@ def _explain(cls: type[Settings], error: dict[str, Any], sources: Mapping[str, s
         for part in path[:-1]:
             owner = branch_of(owner, part)
         names = list(owner.model_fields)
+        if name in REMOVED:
+            return f"unknown setting {name}{where}; {REMOVED[name]}"
         if told := _translated(cls, name, error["input"]):
             return f"unknown setting {name}{where}; {told}"
         near = difflib.get_close_matches(path[-1], names, n=1)

@@ -13,8 +13,6 @@ WORKERS = {
     "scorers": "scorer",
     "references": "reference",
     "teachers": "teacher",
-    "critic": "critic",
-    "process": "process",
 }
 """Settings of ``RayConfig`` that give a role workers, mapped to the name of one such worker."""
 
@@ -51,10 +49,6 @@ class RayConfig(Settings):
     """Number of workers that each hold a copy of the reference; 0 holds it in the ranks."""
     teachers: int = Field(0, ge=0)
     """Number of workers that each hold a copy of the teacher; 0 holds it in the ranks."""
-    critic: bool = False
-    """Train the critic in a separate worker."""
-    process: bool = False
-    """Train the process reward model in a separate worker."""
     worker_cpus: float = Field(1.0, ge=0)
     """Processors that each worker asks for."""
     engine_devices: float | None = Field(None, gt=0, le=1)
@@ -76,8 +70,7 @@ class RayConfig(Settings):
     @property
     def staff(self) -> dict[str, int]:
         """Number of workers that each setting asks for."""
-        trained = {"critic": int(self.critic), "process": int(self.process)}
-        models = {"references": self.references, "teachers": self.teachers, **trained}
+        models = {"references": self.references, "teachers": self.teachers}
         return {"engines": self.engines, "scorers": self.scorers, **models}
 
     @property
@@ -91,18 +84,16 @@ class RayConfig(Settings):
 
     @model_validator(mode="after")
     def _of_workers(self) -> RayConfig:
-        models, moving = ("references", "teachers", "critic", "process"), ("engines", "references")
+        models, moving = ("references", "teachers"), ("engines", "references")
         needed = {
             "engine_devices": ("engines",),
             "weights": moving,
             "bucket_mb": moving,
             "model_devices": models,
-        }
-        for name, kinds in {
-            **needed,
             "worker_cpus": tuple(self.staff),
             "silence": tuple(self.staff),
-        }.items():
+        }
+        for name, kinds in needed.items():
             value = getattr(self, name)
             if value != type(self).model_fields[name].default and not any(self.staff[kind] for kind in kinds):
                 raise ValueError(f"launch.ray.{name} = {value!r} changes nothing without launch.ray.{' or '.join(kinds)}")

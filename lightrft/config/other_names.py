@@ -206,6 +206,15 @@ Units may differ; see ``docs/configuration.md``.
 """
 
 
+_LEARNS = "the ranks train it, and strategy.kind fsdp2 or deepspeed shards it over them; leave it out"
+
+REMOVED: dict[str, str] = {
+    "launch.ray.critic": f"it was removed: a critic in one worker cannot be sharded; {_LEARNS}",
+    "launch.ray.process": f"it was removed: a process reward model in one worker cannot be sharded; {_LEARNS}",
+}
+"""Settings that earlier versions had, with what to do instead."""
+
+
 def own_name(name: str) -> str | None:
     """Return the setting that does what ``name`` does in another program, or None.
 

@@ -173,6 +173,6 @@ class EngineConfig(Settings):
 def in_worker(strategy: StrategyConfig) -> StrategyConfig:
     """Return the part of ``strategy`` that acts in a worker of ``launch.ray``.
 
-    A worker is one process and serves calls, so sharding and sleeping do not apply.
+    A worker is one process that trains nothing, so only the device applies.
     """
-    return StrategyConfig(device=strategy.device, offload_activations=strategy.offload_activations)
+    return StrategyConfig(device=strategy.device)

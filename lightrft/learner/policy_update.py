@@ -226,10 +226,8 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
             mini = corrected(mini, config.algorithm)
             if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, config))
-            if isinstance(roles.critic, Trained):
+            if roles.critic is not None:
                 metrics.merge(critic_step(roles.strategy, roles.critic, mini, config))
-            elif roles.critic is not None:
-                metrics.merge(roles.critic.learn(mini))
     return metrics
 
 

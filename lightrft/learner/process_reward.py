@@ -37,13 +37,10 @@ def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: 
     process = roles.process
     if process is None:
         return batch
-    if isinstance(process, Trained):
-        model, (logprobs, found) = process.model, process_step(roles.strategy, process, batch, config)
-    else:
-        model, (logprobs, found) = process, process.learn(batch)
+    logprobs, found = process_step(roles.strategy, process, batch, config)
     metrics.merge(found)
     if config.process.forward == "double":
-        logprobs = logprobs_by_parts(model, batch, roles, config)
+        logprobs = logprobs_by_parts(process.model, batch, roles, config)
     return batch.replace(process_rewards=config.process.beta * (logprobs - _reference(batch).to(logprobs)))
 
 

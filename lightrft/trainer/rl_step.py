@@ -212,17 +212,16 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls
         config: settings of the run.
         controls: scale of the values.
     """
-    critic = roles.value_model
-    if critic is None:
+    if roles.critic is None:
         return batch
-    final = MicroBatches()
+    critic, final = roles.critic.model, MicroBatches()
 
     def score(part: Batch, index: Tensor) -> Tensor:
         values, after = critic.values(part, final=True)
         final.put(index, controls.values(after))
         return controls.values(values)
 
-    values = by_parts(batch, score, roles, config, critic)
+    values = by_parts(batch, score, roles, config)
     return batch.replace(values=values, final_values=roles.strategy.teams.sum(final.column(len(batch))))
 
 

@@ -21,7 +21,7 @@ from lightrft.observability.metrics import Metrics, Sum
 from lightrft.observability.observer import Nobody, Observer
 from lightrft.observability.run_directory import Elsewhere, RunFolder
 from lightrft.observability.timers import Timers, queued_is_done, tokens_per_second
-from lightrft.roles import Kept
+from lightrft.roles import Trained
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
 from lightrft.trainer.run_summary import headline, samples
@@ -75,7 +75,7 @@ class RunSession:
         """The wall-clock seconds of this run, including the time before a resume."""
         return self.before + _now() - self.began
 
-    def resume(self, strategy: Strategy, trained: Mapping[str, Kept]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    def resume(self, strategy: Strategy, trained: Mapping[str, Trained]) -> tuple[int, dict[str, Any], dict[str, Any]]:
         """Load the newest intact checkpoint of the folder. Repeated steps are logged.
 
         A fresh start returns step 0 and empty mappings. So does a folder whose run ended before its
@@ -142,7 +142,7 @@ class RunSession:
         return bool(reason), told[0][1]
 
     def save(
-        self, step: int, strategy: Strategy, trained: Mapping[str, Kept], state: Mapping[str, Any], values: Mapping[str, float]
+        self, step: int, strategy: Strategy, trained: Mapping[str, Trained], state: Mapping[str, Any], values: Mapping[str, float]
     ) -> None:
         """Write the checkpoint of ``step``: everything that the next step reads.
 
@@ -205,7 +205,7 @@ class RunSession:
         step: int,
         last: bool,
         strategy: Strategy,
-        trained: Mapping[str, Kept],
+        trained: Mapping[str, Trained],
         state: Callable[[], Mapping[str, Any]],
         values: Mapping[str, float],
     ) -> Metrics:
@@ -266,7 +266,7 @@ class RunSession:
         self.observer.update(row)
         return row
 
-    def _about(self, trained: Mapping[str, Kept]) -> dict[str, Any]:
+    def _about(self, trained: Mapping[str, Trained]) -> dict[str, Any]:
         return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.shapes) for name, t in trained.items()}}
 
 

@@ -16,7 +16,7 @@ from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.observability.run_health import Health
-from lightrft.roles import Kept, Roles
+from lightrft.roles import Roles, Trained
 from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
 from lightrft.rollout.evaluation import evaluate, reached
@@ -76,7 +76,7 @@ class Training(ABC):
         return {}
 
     @property
-    def trained(self) -> dict[str, Kept]:
+    def trained(self) -> dict[str, Trained]:
         """The models that a checkpoint saves, by name."""
         return self.roles.trained
 

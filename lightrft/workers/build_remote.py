@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lightrft.algorithms.requirements import needs_of, needs_reference
+from lightrft.algorithms.requirements import needs_reference
 from lightrft.config.strategy import StrategyConfig, in_worker
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ALONE, Ranks, together
@@ -24,7 +24,6 @@ from lightrft.workers.engine_workers import RemoteEngines, engine_host
 from lightrft.workers.local import local_frozen, local_roles, reference_model, teacher_model
 from lightrft.workers.model_workers import RemoteFollower, RemoteModel, RemoteTeacher, follower_host, model_host
 from lightrft.workers.reward_workers import RemoteScorer, scorer_host
-from lightrft.workers.trainable_workers import RemoteCritic, RemoteProcess, critic_host, process_host
 from lightrft.workers.weight_sync import Hand
 from lightrft.workers.worker_group import Limits
 
@@ -129,16 +128,6 @@ class Apart:
         workers = self.hire("teacher", partial(model_host, model, self.strategy, self.threads))
         return RemoteTeacher(workers, self.limits, strategy.device)
 
-    def critic(self, strategy: Strategy, steps: int) -> RemoteCritic:
-        """Build the critic. ``steps`` is the number of its optimizer steps."""
-        (worker,) = self.hire("critic", partial(critic_host, self.config, self.strategy, steps, self.threads))
-        return RemoteCritic(worker, self.limits, self.ranks)
-
-    def process(self, strategy: Strategy, steps: int) -> RemoteProcess:
-        """Build the process reward model. ``steps`` is the number of its optimizer steps."""
-        (worker,) = self.hire("process", partial(process_host, self.config, self.strategy, steps, self.threads))
-        return RemoteProcess(worker, self.limits, self.ranks)
-
     def _hand(self, strategy: Strategy, like: nn.Module | None) -> Hand:
         """Return the settings of a weight transfer.
 
@@ -156,8 +145,6 @@ def check_workers(config: RLConfig) -> None:
         "scorers": ("reward.terms is empty", not config.reward.terms and not config.reward.per_source),
         "references": ("no part in force reads a reference; set algorithm.kl", not needs_reference(algorithm)),
         "teachers": ("algorithm.distill is none", algorithm.distill.kind == "none"),
-        "critic": (f"advantage {algorithm.advantage.name!r} has no critic", "critic" not in needs_of(algorithm)),
-        "process": (f"advantage {algorithm.advantage.name!r} has no process reward", "process" not in needs_of(algorithm)),
     }
     for name, count in staff.items():
         why, unused = nothing.get(name, ("", False))

@@ -144,8 +144,8 @@ def local_roles(
             ahead=apart["ahead"](actor, strategy) if "ahead" in apart else local_ahead(config, actor, tokenizer, strategy),
             ahead_ranks=ranks.apart() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
-            critic=apart.get("critic", partial(local_critic, config))(strategy, max(1, steps * per_step)),
-            process=apart.get("process", partial(local_process, config))(strategy, steps),
+            critic=local_critic(config, strategy, max(1, steps * per_step)),
+            process=local_process(config, strategy, steps),
             ptx=Ptx.of(config.ptx, tokenizer, config.run.seed, processor),
         )
     except BaseException:

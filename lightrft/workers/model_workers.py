@@ -30,13 +30,12 @@ from lightrft.workers.weight_sync import Delivery, Hand, Receiver, led
 from lightrft.workers.worker_group import Crew, Limits
 
 PART_BYTES = 64 * 2**20
-"""Maximum number of bytes of one message, when a large tensor or file is sent."""
+"""Maximum number of bytes of one message, when a large tensor is sent."""
 
 
-def bare(batch: Batch, columns: Sequence[str] = ()) -> Batch:
-    """Return a CPU copy of ``batch`` with prompts, responses and only the given columns."""
-    kept = {name: getattr(batch, name) for name in columns}
-    return Batch(batch.prompts, batch.responses, batch.prompt_of, **kept).to("cpu")
+def bare(batch: Batch) -> Batch:
+    """Return a CPU copy of ``batch`` with prompts and responses only."""
+    return Batch(batch.prompts, batch.responses, batch.prompt_of).to("cpu")
 
 
 def model_host(model: ModelConfig, strategy: StrategyConfig, threads: int) -> ModelHost:

@@ -291,11 +291,11 @@ def test_workers_that_are_killed_or_fall_silent_are_started_anew_and_the_numbers
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
-def test_a_critic_that_is_killed_has_all_start_again_and_the_numbers_are_those_of_one_process(nodes, tree, tmp_path):
-    """While engines draw beside the training of two ranks, whose answers are then a step old."""
+def test_an_engine_that_is_killed_while_it_generates_ahead_of_training_changes_no_number(nodes, tree, tmp_path):
+    """Two ranks train on responses that are a step old."""
     tree = deep_merge(tree, {**PRESETS["ppo"], "rollout": {"staleness": 1}})
-    config = config_of(tree, tmp_path, "cluster", **staffed(engines=2, critic=True, weights="message"))
-    assert driven(config, {2: killed(workers("critic 0"))})["restarts"] == 1
+    config = config_of(tree, tmp_path, "cluster", **staffed(engines=2, weights="message"))
+    assert "restarts" not in driven(config, {2: killed(workers("engine 0"))})
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
@@ -332,9 +332,8 @@ def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have
 def test_a_reference_that_moves_and_a_teacher_that_is_compared_whole_go_on_where_they_were_when_they_are_killed(
     nodes, tree, tmp_path
 ):
-    """Beside a process reward model that learns in a worker."""
     tree = deep_merge(tree, beside(tmp_path / "teacher"))
-    config = config_of(tree, tmp_path, "cluster", **staffed(references=1, teachers=1, process=True, weights="message"))
+    config = config_of(tree, tmp_path, "cluster", **staffed(references=1, teachers=1, weights="message"))
     assert "restarts" not in driven(config, {1: killed(workers("reference 0", "teacher 0"))})
     rows = read_rows(tmp_path / "cluster" / "metrics.jsonl")
     assert all(sum(row[f"{role}/restarts"] for row in rows) for role in ("reference", "teacher"))

@@ -23,7 +23,6 @@ from lightrft.workers.engine_workers import RemoteEngines, engine_host
 from lightrft.workers.local import local_roles
 from lightrft.workers.model_workers import RemoteModel, model_host
 from lightrft.workers.reward_workers import RemoteScorer, scorer_host
-from lightrft.workers.trainable_workers import RemoteCritic, critic_host
 from lightrft.workers.weight_sync import Hand
 from lightrft.workers.worker_group import Limits
 from tests.e2e.several import PRESETS, beside, check_equal, rows_with_pictures
@@ -42,7 +41,7 @@ class Elsewhere:
     def __call__(self, config: RLConfig, tokenizer: Any, steps: int, processor: Any = None, ranks: Ranks = ALONE) -> Roles:
         roles = local_roles(config, tokenizer, steps, processor, ranks)
         roles.scorer.close()
-        cpu, per_step = config.strategy, config.train.updates * config.train.mini_batches
+        cpu = config.strategy
         trained = frozenset(name for name, p in roles.actor.model.named_parameters() if p.requires_grad)
         engines = [self.worker(f"engine {i}", engine_host, config.model, config.engine, cpu, 1) for i in range(2)]
         roles.engine = RemoteEngines(engines, config.engine, LIMITS, Hand("shared", 30_000, trained=trained), ranks)
@@ -50,9 +49,6 @@ class Elsewhere:
         if roles.reference is not None:
             model = config.model.model_copy(update={"lora": None})
             roles.reference = RemoteModel([self.worker("reference", model_host, model, cpu, 1)], LIMITS)
-        if roles.critic is not None:
-            worker = self.worker("critic", critic_host, config, cpu, max(1, steps * per_step), 1)
-            roles.critic = RemoteCritic(worker, LIMITS, ranks)
         return roles
 
     def worker(self, name: str, make: Any, *args: Any) -> ProcessWorker:
@@ -118,16 +114,6 @@ def test_roles_in_workers_give_the_numbers_of_one_process_whoever_is_killed(
     check_equal(found, one)
 
 
-def test_a_run_goes_on_with_its_critic_in_a_worker_and_back(tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = deep_merge(tree, {**PRESETS["ppo"], "eval": {"every": 1}, "train": {"steps": 3}})
-    whole = train(tree, "whole")
-    train(tree, "moved", train={"steps": 1})
-    with monkeypatch.context() as patched:
-        patched.setattr(rl, "local_roles", Elsewhere())
-        train(tree, "moved", train={"steps": 2})
-    check_equal(train(tree, "moved"), whole)
-
-
 class Office:
     """Where a run gets its workers from."""
 
@@ -137,7 +123,7 @@ class Office:
         return [ProcessWorker(f"{kind} 0", make)]
 
 
-def test_a_run_goes_on_with_its_moving_reference_whole_teacher_and_process_model_in_workers_and_back(
+def test_a_run_goes_on_with_its_moving_reference_and_whole_teacher_in_workers_and_back(
     tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tree = deep_merge(tree, {**beside(tmp_path / "teacher"), "eval": {"every": 1}})
@@ -145,7 +131,7 @@ def test_a_run_goes_on_with_its_moving_reference_whole_teacher_and_process_model
     train(tree, "moved", train={"steps": 1})
     with monkeypatch.context() as patched:
         patched.setattr(rl, "office_here", Office)
-        workers = {"references": 1, "teachers": 1, "process": True, "weights": "shared"}
+        workers = {"references": 1, "teachers": 1, "weights": "shared"}
         train(tree, "moved", train={"steps": 2}, launch={"kind": "ray", "ray": workers})
     check_equal(train(tree, "moved"), whole)
     assert all(row["policy/divergence"] > 0 and row["process/optimizer_steps"] for row in read_rows(whole / "metrics.jsonl")[1:])

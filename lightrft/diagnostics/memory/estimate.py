@@ -26,13 +26,7 @@ from lightrft.models.loading.meta_device import meta_model
 from lightrft.utils.onednn_cache import products_bytes
 
 MIB = 2**20
-ROLES = {
-    "engines": "engine",
-    "references": "reference",
-    "teachers": "teacher",
-    "critic": "critic",
-    "process": "process model",
-}
+ROLES = {"engines": "engine", "references": "reference", "teachers": "teacher"}
 """Roles with a model, by the setting that gives them workers."""
 
 
@@ -104,7 +98,7 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
     for role in staffed(config):
         assert isinstance(config, RLConfig)
         model = next(m for m in _models(config) if m.name == {"engine": "policy"}.get(role, role))
-        among = {"engine": config.launch.ray.engines, "critic": 1, "process model": 1}.get(role, device.processes)
+        among = config.launch.ray.engines if role == "engine" else device.processes
         place = ProcessProfile(config, lengths, replace(device, processes=1), in_worker(config.strategy), among)
         if role == "engine":
             model = replace(model, trained=False)

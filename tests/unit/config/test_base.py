@@ -250,3 +250,14 @@ def test_a_name_of_another_program_is_answered_with_ours(given, said):
     with pytest.raises(ConfigError) as raised:
         load_settings(RLConfig, overrides=[given])
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["critic", "process"])
+def test_a_setting_that_was_removed_is_refused_with_what_to_do_instead(name, tmp_path):
+    from lightrft.config.verbs import RLConfig
+
+    old = tmp_path / "old.yaml"
+    old.write_text(f"launch: {{kind: ray, ray: {{{name}: true}}}}")
+    said = rf"unknown setting launch\.ray\.{name} \(from .*old\.yaml\); it was removed: .* the ranks train it, and .* shards it"
+    with pytest.raises(ConfigError, match=said):
+        load_settings(RLConfig, [old])

@@ -34,12 +34,12 @@ def test_ranks_that_compute_on_processors_ask_for_no_device() -> None:
 
 def test_workers_take_what_ranks_leave_of_their_devices_and_else_have_bundles_of_their_own() -> None:
     plan = layout(
-        launch(devices=0.5, engines=4, engine_devices=0.5, worker_cpus=2, scorers=1, critic=True, model_devices=0.25),
+        launch(devices=0.5, engines=4, engine_devices=0.5, worker_cpus=2, scorers=1, teachers=1, model_devices=0.25),
         accelerated=True,
     )
     assert [slot.bundle for name, slot in plan.workers.items() if name.startswith("engine ")] == [0, 1, 2, 3]
     assert plan.bundles == (*[{"CPU": 3.0, "GPU": 1.0}] * 3, {"CPU": 2.0, "GPU": 0.5}, {"CPU": 2.0}, {"CPU": 2.0, "GPU": 0.25})
-    assert (plan.workers["scorer 0"].devices, plan.workers["critic 0"].devices) == (0.0, 0.25)
+    assert (plan.workers["scorer 0"].devices, plan.workers["teacher 0"].devices) == (0.0, 0.25)
 
 
 def test_on_processors_every_worker_has_a_bundle_of_its_own() -> None:
@@ -60,9 +60,7 @@ def test_a_setting_of_workers_is_refused_without_workers(setting: str) -> None:
         ({"ray": {"scorers": 1}}, "launch.ray.scorers = 1 changes nothing: reward.terms is empty"),
         ({"ray": {"references": 1}}, "launch.ray.references = 1 changes nothing: no part in force reads a reference"),
         ({"ray": {"teachers": 1}}, "launch.ray.teachers = 1 changes nothing: algorithm.distill is none"),
-        ({"ray": {"critic": True}}, "launch.ray.critic = 1 changes nothing: advantage 'grpo' has no critic"),
         ({"ray": {"references": 1}, "lora": True}, "launch.ray.references = 1: model.lora has the policy without its adapters"),
-        ({"ray": {"process": True}}, "launch.ray.process = 1 changes nothing: advantage 'grpo' has no process reward"),
         (
             {"ray": {"references": 1, "weights": "shared"}, "kl": {"refresh_every": 0}},
             "launch.ray.weights = shared changes nothing: there are no launch.ray.engines, and no reference that",
