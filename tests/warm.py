@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -117,6 +117,22 @@ def run(
     finally:
         process.send_signal(9)
         process.close()
+
+
+def spawn(work: Callable[[int, str], None], folder: Path, processes: int = 2) -> None:
+    """Call ``work(rank, folder)`` in so many processes at once, as ``torch.multiprocessing.spawn`` does.
+
+    ``work`` is imported by its name. Raises ``AssertionError`` with what a process wrote if it failed.
+    """
+    code = f"import sys; from {work.__module__} import {work.__name__} as work; work(int(sys.argv[1]), sys.argv[2])"
+    ranks = [Process(["-c", code, str(rank), folder], os.environ) for rank in range(processes)]
+    try:
+        for rank in ranks:
+            assert rank.wait(600) == 0, rank.said(2)
+    finally:
+        for rank in ranks:
+            rank.send_signal(9)
+            rank.close()
 
 
 _servers: list[socket.socket] = []

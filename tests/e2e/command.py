@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lightrft.cli.main import main
+from tests import warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,18 +33,24 @@ def command(capsys: pytest.CaptureFixture[str], *words: str | Path) -> Outcome:
     return Outcome(status, captured.out, captured.err)
 
 
-def process(*words: str | Path, cwd: Path, stdin: str = "", prelude: str = "", timeout: float = 300) -> Outcome:
-    """``lightrft words...`` as a process of its own in ``cwd``; ``prelude`` is Python that runs first in it."""
+def process(*words: str | Path, cwd: Path, stdin: str = "", prelude: str = "", fresh: bool = False) -> Outcome:
+    """Run ``lightrft words...`` as a process of its own.
+
+    Args:
+        words: the command line.
+        cwd: its working directory.
+        stdin: what it reads from standard input.
+        prelude: Python that runs first in it.
+        fresh: start a new interpreter, for tests of imports, start-up time and memory. Otherwise fork one that has torch imported.
+    """
     start = f"import sys\n{prelude}\nfrom lightrft.cli.main import main\nsys.exit(main())"
-    done = subprocess.run(
-        [sys.executable, "-c", start, *(str(w) for w in words)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-        cwd=cwd,
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    program = ["-c", start, *(str(w) for w in words)]
+    if not fresh:
+        done = warm.run(program, env=env, cwd=cwd, input=stdin)
+    else:
+        command = [sys.executable, *program]
+        done = subprocess.run(command, env=env, cwd=cwd, input=stdin, capture_output=True, text=True, timeout=300)
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 

@@ -435,5 +435,5 @@ def test_too_little_memory_says_what_to_lower(model_folder, data_folder, tmp_pat
         "train.steps=1",
         "data.max_prompt_tokens=1600",
     ]
-    outcome = process("rl", *words, *large, "train.micro_batch_tokens=2000000", cwd=tmp_path, prelude=bound)
+    outcome = process("rl", *words, *large, "train.micro_batch_tokens=2000000", cwd=tmp_path, prelude=bound, fresh=True)
     assert_refused(outcome, "out of memory", "train.micro_batch_tokens", "engine.token_budget")

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightrft.models.families import FAMILIES
 from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.types import Batch
+from tests import warm
 from tests.media_helpers import Rig, mixed_batch, mixed_prompts, rig
 from tests.model_helpers import Float64, gap, gradients, weights
 
@@ -56,7 +56,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("parallel")
-    spawn(work, (str(folder),), nprocs=2)
+    warm.spawn(work, folder)
     return [torch.load(folder / f"found_{rank}.pt", weights_only=True) for rank in (0, 1)]
 
 

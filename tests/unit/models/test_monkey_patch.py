@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import spawn
 from transformers import GenerationMixin
 from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList
 from transformers.models.llama.modeling_llama import LlamaAttention
@@ -24,6 +23,7 @@ from lightrft.models.monkey_patch import apply, hf_generate_patch
 from lightrft.models.monkey_patch.apply import apply_monkey_patch_to_llama, apply_monkey_patch_to_qwen2
 from lightrft.models.monkey_patch.hf_generate_patch import apply_monkey_patch_to_generation_mixin
 from lightrft.utils.errors import ModelError
+from tests import warm
 from tests.model_helpers import Float64, small_model
 
 FAMILIES = ("llama", "qwen2")
@@ -119,7 +119,7 @@ def work(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_with_half_of_each_row_give_the_logits_and_gradients_of_one_process(tmp_path: Path) -> None:
-    spawn(work, (str(tmp_path),), nprocs=2)
+    warm.spawn(work, tmp_path)
     ranks = [torch.load(tmp_path / f"found_{rank}.pt", weights_only=True) for rank in (0, 1)]
     for family in FAMILIES:
         with Float64():

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightrft.rollout.evaluation import Evaluation, evaluate
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.types import Prompt
 from lightrft.utils.errors import DataError
+from tests import warm
 from tests.media_helpers import Rig, rig
 from tests.unit.datasets.media_files import config_of, picture, written
 from tests.unit.rollout.test_collect import FakeEngine, FakeScorer, of_all_ranks
@@ -188,7 +188,7 @@ def test_a_process_ends_at_once_while_prompts_are_being_decoded(eye: Rig, rows: 
     script = tmp_path / "draws.py"
     script.write_text(
         f"""
-import time
+import ctypes, time
 from lightrft.datasets.media import MediaReader
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import load_processor
@@ -203,7 +203,8 @@ made = MediaReader._made
 MediaReader._made = lambda *a: time.sleep(0.2) or made(*a)
 stream.draw(4)
 print("drawn", time.perf_counter())
+ctypes.pythonapi.Py_Exit(0)  # ends as an interpreter does that was not forked
 """
     )
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=600)
+    done = warm.run([script], env=os.environ)
     assert done.returncode == 0 and done.stdout.startswith("drawn"), done.stderr
