@@ -111,8 +111,6 @@ def test_a_source_without_any_reward_is_refused_before_training(rl_config, data_
 
 OWN = '''
 import asyncio
-import torch
-from lightrft.rollout.collect import Rollout
 
 
 def advantage(batch, token_rewards, settings, *, factor):

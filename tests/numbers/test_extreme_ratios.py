@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ CORRECTED = [
     *((name, {"level": level}) for name in ("tis", "mis", "sequence_mask", "sequence_reject") for level in LEVELS),
     *((name, {"level": level, "high": float("inf")}) for name in ("tis", "mis", "sequence_mask") for level in LEVELS),
 ]
+OF_A_BATCH = ("tis_normalized",)
+"""Corrections in which rows depend on one another."""
 LOSSES = [
     *({"name": name} for name in POLICY_LOSSES),
     *({"ratio": r} for r in ("sequence", "sequence_token")),
@@ -67,10 +70,29 @@ def through(tree: dict[str, Any], batch: Batch, logprobs: Tensor) -> tuple[Tenso
     return loss, gradient(loss, leaf)
 
 
+@functools.cache
+def everywhere() -> tuple[Batch, Tensor]:
+    """Return the batches of all of ``WHERE`` in one, and the policy's log-probs."""
+    batches, logprobs = zip(*(far(policy, sampler) for policy, sampler in WHERE))
+    return Batch.cat(batches), torch.cat(logprobs)
+
+
 def assert_numbers(tree: dict[str, Any], **columns: Tensor) -> None:
+    """Fail unless loss and gradient are finite at each of ``WHERE``.
+
+    One batch holds them all: a loss that is not finite at one of them is not finite in the sum, and each token has a gradient of its own.
+    """
+    batch, logprobs = everywhere()
+    loss, slope = through(tree, batch.replace(**{name: column.repeat(len(WHERE)) for name, column in columns.items()}), logprobs)
+    lost = [WHERE[int(token) // 6] for token in (~torch.isfinite(slope)).nonzero()]
+    assert not lost, f"{tree}: the gradient is not finite at {lost}"
+    assert torch.isfinite(loss), f"{tree}: loss {loss}"
+
+
+def assert_numbers_apart(tree: dict[str, Any]) -> None:
+    """Fail unless loss and gradient are finite in a batch for each of ``WHERE``."""
     for policy, sampler in WHERE:
-        batch, logprobs = far(policy, sampler)
-        loss, slope = through(tree, batch.replace(**columns), logprobs)
+        loss, slope = through(tree, *far(policy, sampler))
         assert torch.isfinite(loss), f"{tree}: loss {loss} at {policy, sampler}"
         assert torch.isfinite(slope).all(), f"{tree}: gradient {slope} at {policy, sampler}"
 
@@ -85,7 +107,10 @@ def test_every_policy_loss_is_finite_however_far_the_policy_went(loss: dict[str,
 def test_every_correction_of_every_loss_is_finite_however_far_the_sampler_is(
     name: str, correction: str, options: dict[str, Any]
 ) -> None:
-    assert_numbers({"loss": {"name": name}, "corrections": [{"name": correction, "options": options}]})
+    tree = {"loss": {"name": name}, "corrections": [{"name": correction, "options": options}]}
+    assert_numbers(tree)
+    if correction in OF_A_BATCH and name == "importance":
+        assert_numbers_apart(tree)
 
 
 def test_several_corrections_that_are_all_large_are_finite_together() -> None:
@@ -101,16 +126,16 @@ def test_every_term_beside_the_policy_loss_is_finite(terms: dict[str, Any]) -> N
 def test_a_gate_of_0_leaves_nothing_of_a_token_however_far_it_is(name: str) -> None:
     shut = torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 1.0])
     assert_numbers({"loss": {"name": name}}, gate=shut)
-    for policy, sampler in WHERE:
-        batch, logprobs = far(policy, sampler)
-        assert through({"loss": {"name": name}}, batch.replace(gate=shut), logprobs)[1][:5].tolist() == [0.0] * 5
+    batch, logprobs = everywhere()
+    _, slope = through({"loss": {"name": name}}, batch.replace(gate=shut.repeat(len(WHERE))), logprobs)
+    assert not slope.view(len(WHERE), 6)[:, :5].any()
 
 
 @pytest.mark.parametrize("name", [*POLICY_LOSSES])
 def test_an_advantage_of_0_has_no_gradient_however_far_the_token_is(name: str) -> None:
-    for policy, sampler in WHERE:
-        batch, logprobs = far(policy, sampler, (0.0,) * 6)
-        assert through({"loss": {"name": name}}, batch, logprobs)[1].tolist() == [0.0] * 6
+    batch, logprobs = everywhere()
+    _, slope = through({"loss": {"name": name}}, batch.replace(advantages=torch.zeros_like(logprobs)), logprobs)
+    assert not slope.any()
 
 
 @pytest.mark.parametrize("gap", [41.0, 60.0, 89.0, 200.0, 1e4])
