@@ -73,14 +73,7 @@ class Trained:
 
 @runtime_checkable
 class Distant(Protocol):
-    """A model that runs in remote workers.
-
-    Attributes:
-        of_all: The first rank sends the whole batch. If false, each rank sends its own part.
-        in_flight: Number of micro-batches that the model accepts concurrently.
-    """
-
-    of_all: bool
+    """A model that runs in remote workers."""
 
     @property
     def in_flight(self) -> int:

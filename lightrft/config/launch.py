@@ -58,8 +58,8 @@ class RayConfig(Settings):
     """Share of an accelerator that each worker with a model takes, up to 1; ``null``: a whole one.
     What ranks leave of theirs is used first."""
     weights: Literal["broadcast", "shared", "message"] = "broadcast"
-    """Transport of new weights to engines, and to references that move. ``broadcast``: a process
-    group, to any node. ``shared``: memory that both sides see. ``message``: through Ray."""
+    """Transport of new weights to engines. ``broadcast``: a process group, to any node. ``shared``:
+    memory that both sides see. ``message``: through Ray."""
     bucket_mb: int = Field(256, ge=1)
     """Size in MiB of the buckets in which weights travel."""
     silence: float | None = Field(None, gt=0)
@@ -84,12 +84,11 @@ class RayConfig(Settings):
 
     @model_validator(mode="after")
     def _of_workers(self) -> RayConfig:
-        models, moving = ("references", "teachers"), ("engines", "references")
         needed = {
             "engine_devices": ("engines",),
-            "weights": moving,
-            "bucket_mb": moving,
-            "model_devices": models,
+            "weights": ("engines",),
+            "bucket_mb": ("engines",),
+            "model_devices": ("references", "teachers"),
             "worker_cpus": tuple(self.staff),
             "silence": tuple(self.staff),
         }

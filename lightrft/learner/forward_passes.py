@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.micro_batches import micro_batches, my_micro_batches
+from lightrft.learner.micro_batches import my_micro_batches
 from lightrft.models.actor import Actor
 from lightrft.roles import Distant, Frozen, Reference, Roles, Trained
 from lightrft.strategy.base import Strategy
@@ -25,8 +25,7 @@ def by_parts(
     """Compute a token column ``[N]`` without gradient, one micro-batch at a time.
 
     Each micro-batch is computed by one data-parallel rank, and the column is summed over ranks. A
-    remote model receives several micro-batches concurrently from threads. It may also require that
-    the first rank sends the whole batch.
+    remote model receives several micro-batches concurrently from threads.
 
     Args:
         batch: The batch.
@@ -36,20 +35,15 @@ def by_parts(
         config: The settings of the run.
         model: The model that ``score`` calls, if it may be remote.
     """
-    at_one_time, of_all = (model.in_flight, model.of_all) if isinstance(model, Distant) else (1, False)
-    ranks = roles.strategy.ranks if of_all else roles.strategy.teams
-    parts_of_column = MicroBatches()
+    at_one_time = model.in_flight if isinstance(model, Distant) else 1
+    ranks, parts_of_column = roles.strategy.teams, MicroBatches()
 
     @torch.no_grad()
     def one(index: Tensor) -> None:
         values = score(batch.select(index).to(roles.device), index)
         parts_of_column.put(rows_of(batch.lengths, index), values)
 
-    budget, layout = config.train.micro_batch_tokens, roles.actor.layout
-    if of_all:
-        parts = micro_batches(batch, budget, layout) if ranks.rank == 0 else []
-    else:
-        parts = my_micro_batches(batch, budget, layout, ranks)
+    parts = my_micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout, ranks)
     if at_one_time == 1:
         for index in parts:
             one(index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,26 +15,6 @@ from lightrft.models.actor import Actor
 from lightrft.roles import Frozen, Roles
 from lightrft.strategy.base import Strategy, on_host
 from lightrft.utils.errors import CheckpointError, ConfigError
-
-
-@runtime_checkable
-class Moving(Protocol):
-    """A reference that can follow the policy.
-
-    Every rank must call ``follow`` and ``load_state_dict``.
-    """
-
-    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
-        """Update the weights to ``decay * weights + (1 - decay) * parameters``."""
-        ...
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return the weights, or nothing while they are the initial weights."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load weights that ``state_dict`` returned."""
-        ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +121,7 @@ def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
         ConfigError: If the reference cannot move.
     """
     if kl.refresh_every and done and done % kl.refresh_every == 0:
-        if not isinstance(roles.reference, Moving):
+        if not isinstance(roles.reference, Follower):
             raise ConfigError(
                 f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot move; set "
                 "algorithm.kl.refresh_every=0"
@@ -151,11 +131,11 @@ def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
 
 def refreshed_state(roles: Roles) -> dict[str, Any]:
     """Return the checkpoint state of the reference; empty while it has not moved."""
-    state = roles.reference.state_dict() if isinstance(roles.reference, Moving) else {}
+    state = roles.reference.state_dict() if isinstance(roles.reference, Follower) else {}
     return {"reference": state} if state else {}
 
 
 def load_refreshed(roles: Roles, state: Mapping[str, Any]) -> None:
     """Restore the state that ``refreshed_state`` returned."""
-    if "reference" in state and isinstance(roles.reference, Moving):
+    if "reference" in state and isinstance(roles.reference, Follower):
         roles.reference.load_state_dict(state["reference"])

@@ -6,23 +6,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
-
 from lightrft.algorithms.requirements import needs_reference
-from lightrft.config.strategy import StrategyConfig, in_worker
+from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import ALONE, Ranks, together
+from lightrft.distributed.process_group import ALONE, Ranks
 from lightrft.distributed.worker_api import Maker, Worker
-from lightrft.learner.reference_update import Follower
 from lightrft.models.actor import Actor
 from lightrft.models.processors import Processor
-from lightrft.roles import Roles, Trained
+from lightrft.roles import Roles
 from lightrft.strategy.base import Strategy
-from lightrft.strategy.single import SingleStrategy
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.engine_workers import RemoteEngines, engine_host
-from lightrft.workers.local import local_frozen, local_roles, reference_model, teacher_model
-from lightrft.workers.model_workers import RemoteFollower, RemoteModel, RemoteTeacher, follower_host, model_host
+from lightrft.workers.local import local_roles, reference_model, teacher_model
+from lightrft.workers.model_workers import RemoteModel, RemoteTeacher, model_host
 from lightrft.workers.reward_workers import RemoteScorer, scorer_host
 from lightrft.workers.weight_sync import Hand
 from lightrft.workers.worker_group import Limits
@@ -89,7 +85,9 @@ class Apart:
 
     def _engines(self, actor: Actor, strategy: Strategy, ranks: Ranks) -> RemoteEngines:
         config = self.config
-        hand = self._hand(strategy, actor.model)
+        trained = frozenset(name for name, p in actor.model.named_parameters() if p.requires_grad)
+        asked = config.launch.ray
+        hand = Hand(asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained)
         make = partial(engine_host, config.model, config.engine, self.strategy, self.threads)
         workers = self.hire("engine", make) if ranks.rank == 0 else ()
         return RemoteEngines(workers, config.engine, self.limits, hand, ranks)
@@ -98,44 +96,16 @@ class Apart:
         """Build the scorer."""
         return RemoteScorer(self.hire("scorer", partial(scorer_host, self.config.reward)), self.limits)
 
-    def reference(self, policy: Trained, strategy: Strategy) -> RemoteModel:
-        """Build the reference, which follows the policy with ``algorithm.kl.refresh_every``."""
-        model, kl = reference_model(self.config), self.config.algorithm.kl
-        if kl.refresh_every:
-            return self._follower(policy, strategy)
-        return RemoteModel(self.hire("reference", partial(model_host, model, self.strategy, self.threads)), self.limits)
-
-    def _follower(self, policy: Trained, strategy: Strategy) -> RemoteFollower:
-        """Build a reference that follows the policy.
-
-        Rank 0 has the workers and a copy of the reference in CPU memory.
-        """
-        model, first, kept = reference_model(self.config), self.ranks.rank == 0, []
-        workers = self.hire("reference", partial(follower_host, model, self.strategy, self.threads)) if first else ()
-
-        def own() -> None:
-            if first:
-                home = SingleStrategy(StrategyConfig(device="cpu"))
-                kept.append(Follower.of(local_frozen(model, home), policy.shapes, home, self.config.algorithm.kl))
-
-        together(self.ranks, own)
-        hand = self._hand(strategy, None if self.config.reference else policy.model)
-        return RemoteFollower(workers, self.limits, hand, kept[0] if first else None, self.ranks)
+    def reference(self) -> RemoteModel:
+        """Build the reference."""
+        make = partial(model_host, reference_model(self.config), self.strategy, self.threads)
+        return RemoteModel(self.hire("reference", make), self.limits)
 
     def teacher(self, tokenizer: Any, strategy: Strategy) -> RemoteTeacher:
         """Build the teacher."""
         model = teacher_model(self.config, tokenizer)
         workers = self.hire("teacher", partial(model_host, model, self.strategy, self.threads))
         return RemoteTeacher(workers, self.limits, strategy.device)
-
-    def _hand(self, strategy: Strategy, like: nn.Module | None) -> Hand:
-        """Return the settings of a weight transfer.
-
-        With ``like``, only the parameters that are trained in it are sent again.
-        """
-        asked = self.config.launch.ray
-        trained = None if like is None else frozenset(name for name, p in like.named_parameters() if p.requires_grad)
-        return Hand(asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained)
 
 
 def check_workers(config: RLConfig) -> None:
@@ -155,10 +125,9 @@ def check_workers(config: RLConfig) -> None:
             f"launch.ray.references = {staff['references']}: model.lora has the policy without its adapters for a reference, which the "
             "ranks do themselves; leave it out"
         )
-    for name in ("weights", "bucket_mb"):
-        value, fields = getattr(config.launch.ray, name), type(config.launch.ray).model_fields
-        if value != fields[name].default and not staff["engines"] and not algorithm.kl.refresh_every:
-            raise ConfigError(
-                f"launch.ray.{name} = {value} changes nothing: there are no launch.ray.engines, and no reference that "
-                "algorithm.kl.refresh_every moves; leave it out"
-            )
+    if staff["references"] and algorithm.kl.refresh_every:
+        raise ConfigError(
+            f"launch.ray.references = {staff['references']}: with algorithm.kl.refresh_every = {algorithm.kl.refresh_every} "
+            "the reference follows the policy, and only the ranks can move it; set launch.ray.references=0, or "
+            "algorithm.kl.refresh_every=0"
+        )

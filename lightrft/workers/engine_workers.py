@@ -29,7 +29,7 @@ from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import WorkerError
 from lightrft.workers.local import local_frozen
-from lightrft.workers.weight_sync import Delivery, Hand, Receiver, led
+from lightrft.workers.weight_sync import Delivery, Hand, led
 from lightrft.workers.worker_group import Crew, Limits, Seat
 
 TURN_SECONDS = 0.25
@@ -55,7 +55,7 @@ def engine_host(model: ModelConfig, config: EngineConfig, strategy: StrategyConf
     return EngineHost(NativeEngine(KVDecoder(actor.model), load_tokenizer(model), config, shared=False))
 
 
-class EngineHost(Receiver):
+class EngineHost:
     """An engine inside its worker. It generates in short turns, so other calls run in between."""
 
     def __init__(self, engine: NativeEngine) -> None:
@@ -85,6 +85,13 @@ class EngineHost(Receiver):
         """Abort ``job`` and return its unfinished responses, packed."""
         drawing = self._drawings.pop(job, None)
         return [] if drawing is None else [pack_rollout(rollout) for rollout in drawing.abort()]
+
+    def weights(self, method: str, *args: Any) -> None:
+        """Call ``method`` of the inbox, on behalf of the transport."""
+        getattr(self.inbox, method)(*args)
+
+    def ping(self) -> None:
+        """Do nothing: a reply proves that the worker is alive."""
 
     def fingerprint(self) -> Fingerprint:
         """Return the checksums of the current weights."""

@@ -133,9 +133,7 @@ def local_roles(
         policy = Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
         return Roles(
             strategy=strategy,
-            reference=(
-                apart["reference"](policy, strategy) if "reference" in apart else local_reference(config, policy, strategy)
-            ),
+            reference=apart["reference"]() if "reference" in apart else local_reference(config, policy, strategy),
             policy=policy,
             engine=apart["engine"](actor, strategy) if "engine" in apart else engine,
             scorer=scorer,

@@ -1,8 +1,8 @@
-"""Frozen models in remote workers: reference, teacher, and a reference that follows the policy."""
+"""Frozen models in remote workers: reference and teacher."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -10,13 +10,8 @@ from torch import Tensor, nn
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import StrategyConfig
-from lightrft.distributed.process_group import ALONE, Ranks, together
 from lightrft.distributed.worker_api import Worker
-from lightrft.engines.base import Fingerprint
-from lightrft.engines.native import checksums
-from lightrft.engines.weight_transport import Inbox
 from lightrft.learner.forward_passes import settle_layout
-from lightrft.learner.reference_update import Follower
 from lightrft.models.actor import Scores
 from lightrft.models.divergence import Target
 from lightrft.models.families import head_transform
@@ -26,7 +21,6 @@ from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
 from lightrft.workers.local import local_frozen
-from lightrft.workers.weight_sync import Delivery, Hand, Receiver, led
 from lightrft.workers.worker_group import Crew, Limits
 
 PART_BYTES = 64 * 2**20
@@ -119,8 +113,6 @@ class RemoteModel:
     workers cannot be kept alive.
     """
 
-    of_all = False
-
     def __init__(self, workers: Sequence[Worker], limits: Limits) -> None:
         self.crew = Crew(workers, limits)
 
@@ -185,107 +177,3 @@ class RemoteTeacher(RemoteModel):
             for own, rows in zip(head.parameters(), self.crew.ask("head_rows", first, count), strict=True):
                 own[first : first + count] = rows.to(self._device)
         return form, head
-
-
-def follower_host(model: ModelConfig, strategy: StrategyConfig, threads: int) -> FollowerHost:
-    """Make the object of a worker with a ``model`` that receives its weights from rank 0.
-
-    Args:
-        model: the model to load.
-        strategy: settings that give the device.
-        threads: number of CPU threads.
-    """
-    made = model_host(model, strategy, threads)
-    return FollowerHost(made.role, made.strategy)
-
-
-class FollowerHost(ModelHost, Receiver):
-    """A reference model inside its worker, which receives new weights from time to time."""
-
-    def __init__(self, role: Frozen, strategy: Strategy) -> None:
-        super().__init__(role, strategy)
-        self.inbox = Inbox(self._take)
-        self._own = dict(role.model.named_parameters())
-
-    def fingerprint(self) -> Fingerprint:
-        """See ``Receiver.fingerprint``."""
-        return checksums(self._own.items())
-
-    def settle(self, version: int) -> Fingerprint:
-        """See ``Receiver.settle``."""
-        return self.fingerprint()
-
-    @torch.no_grad()
-    def _take(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        for name, tensor in weights:
-            self._own[name].copy_(tensor)
-
-
-class RemoteFollower(RemoteModel):
-    """A ``Moving`` reference over workers with a ``FollowerHost`` each.
-
-    Rank 0 also holds the reference as ``follower``, in CPU memory. It is updated there and sent to
-    the workers. A restarted worker receives it again. Only rank 0 calls the workers. Other ranks
-    could reach a restarted worker before it has received the weights.
-
-    Args:
-        workers: the workers. Empty on other ranks than 0.
-        limits: timeouts and restarts of workers.
-        hand: settings of the weight transfer.
-        follower: the reference, on rank 0. None on other ranks.
-        ranks: all ranks of the run.
-    """
-
-    of_all = True
-
-    def __init__(
-        self, workers: Sequence[Worker], limits: Limits, hand: Hand, follower: Follower | None, ranks: Ranks = ALONE
-    ) -> None:
-        self.delivery = Delivery(workers, limits, hand, self._weights)
-        self.crew = self.delivery.crew
-        self._follower = follower
-        self._ranks = ranks
-        self._moves = 0
-
-    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
-        """See ``Follower.follow``. Every rank must call it."""
-
-        def move(whole: Iterable[tuple[str, Tensor]]) -> None:
-            self.crew.settle()  # a restarting worker may still read the weights that change now
-            self._own.follow(whole, decay)
-            self._hand_over()
-
-        led(self._ranks, parameters, move)
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """See ``Follower.state_dict``."""
-        return {} if self._follower is None else self._follower.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """See ``Follower.load_state_dict``. Every rank must call it."""
-
-        def take() -> None:
-            if self._follower is not None:
-                self.crew.settle()
-                self._follower.load_state_dict(state)
-                self._hand_over()
-
-        together(self._ranks, take)
-
-    def take_counts(self) -> dict[str, int]:
-        """See ``Counting``."""
-        return self.delivery.take_counts()
-
-    @property
-    def _own(self) -> Follower:
-        if self._follower is None:
-            raise ValueError("the reference is on the first rank alone")
-        return self._follower
-
-    def _weights(self) -> Iterable[tuple[str, Tensor]]:
-        return self._own.model.named_parameters()
-
-    def _hand_over(self) -> None:
-        """Send the current weights of the reference to all workers."""
-        self._moves += 1
-        self.delivery.hand_over(self._weights(), self._moves)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from lightrft.distributed.process_group import Ranks, together
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.native import checksum
-from lightrft.engines.weight_transport import Carrier, Inbox, Layout, RayObject, Way, carrier_of, fill, used
+from lightrft.engines.weight_transport import Carrier, Layout, RayObject, Way, carrier_of, fill, used
 from lightrft.utils.errors import ModelError
 from lightrft.workers.worker_group import Crew, Limits
 
@@ -43,49 +42,26 @@ class Hand:
     trained: frozenset[str] | None = None
 
 
-class Receiver(ABC):
-    """Base class of a worker's object that receives weights."""
-
-    inbox: Inbox
-
-    def weights(self, method: str, *args: Any) -> None:
-        """Call ``method`` of the inbox, on behalf of the transport."""
-        getattr(self.inbox, method)(*args)
-
-    def ping(self) -> None:  # noqa: B027 (there is nothing to do)
-        """Do nothing: a reply proves that the worker is alive."""
-
-    @abstractmethod
-    def fingerprint(self) -> Fingerprint:
-        """Return the checksums of the current weights."""
-
-    @abstractmethod
-    def settle(self, version: int) -> Fingerprint:
-        """Finish the transfer of ``version`` and return the checksums of the weights."""
-
-
 class Delivery:
-    """Sends weights to ``workers`` with a ``Receiver`` each.
+    """Sends weights to ``workers`` with an ``EngineHost`` each.
 
-    A lost worker is restarted and receives the newest weights. This machine keeps a copy for that,
-    unless ``again`` provides them.
+    A lost worker is restarted and receives the newest weights. This machine keeps a copy in CPU
+    memory for that.
 
     Args:
         workers: the workers. Empty on other ranks than 0.
         limits: timeouts and restarts of workers.
         hand: settings of the transfer.
-        again: returns the newest weights. None keeps a copy in CPU memory.
 
     Raises:
         WorkerError: restarts do not help.
         ModelError: workers do not hold the same weights.
     """
 
-    def __init__(self, workers: Sequence[Worker], limits: Limits, hand: Hand, again: Callable[[], Weights] | None = None) -> None:
+    def __init__(self, workers: Sequence[Worker], limits: Limits, hand: Hand) -> None:
         self.crew = Crew(workers, limits, self._give)
         self.hand = hand
         self.version = 0
-        self._again = again
         self._begun = False
         self._kept: list[tuple[Layout, Tensor]] = []
         self._carrier: Carrier | None = None
@@ -160,8 +136,7 @@ class Delivery:
         arrived = carrier is not None
         slots = RayObject((), self.hand.bucket, 0.0).slots if carrier is None else carrier.slots
         for slot, layout in fill(weights, slots):
-            if self._again is None:
-                kept.append((layout, slots[slot][: used(layout)].to("cpu", copy=True)))
+            kept.append((layout, slots[slot][: used(layout)].to("cpu", copy=True)))
             arrived = arrived and carrier is not None and self._carried(carrier.send, slot, layout)
         return kept, arrived and carrier is not None and self._carried(carrier.flush)
 
@@ -210,18 +185,10 @@ class Delivery:
         if not self._begun:
             return
         silence = self.crew.limits.silence
-        for layout, data in self._buckets():
+        for layout, data in [*self._kept_frozen, *self._kept]:
             worker.call("weights", "put", data.numpy(), layout).result(silence)
         self._found[id(worker)] = worker.call("settle", self.version).result(silence)
         self._agreed({})
-
-    def _buckets(self) -> Iterator[tuple[Layout, Tensor]]:
-        """Yield the newest weights as messages."""
-        yield from [*self._kept_frozen, *self._kept]
-        if self._again is not None:
-            slots = RayObject((), self.hand.bucket, 0.0).slots
-            for slot, layout in fill(self._again(), slots):
-                yield layout, slots[slot][: used(layout)]
 
     def _agreed(self, sums: Fingerprint) -> Fingerprint:
         """Return the common fingerprint of all workers.

@@ -329,12 +329,10 @@ def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
-def test_a_reference_that_moves_and_a_teacher_that_is_compared_whole_go_on_where_they_were_when_they_are_killed(
-    nodes, tree, tmp_path
-):
+def test_a_teacher_that_is_compared_whole_is_started_again_when_it_is_killed_beside_a_moving_reference(nodes, tree, tmp_path):
     tree = deep_merge(tree, beside(tmp_path / "teacher"))
-    config = config_of(tree, tmp_path, "cluster", **staffed(references=1, teachers=1, weights="message"))
-    assert "restarts" not in driven(config, {1: killed(workers("reference 0", "teacher 0"))})
+    config = config_of(tree, tmp_path, "cluster", **staffed(teachers=1))
+    assert "restarts" not in driven(config, {1: killed(workers("teacher 0"))})
     rows = read_rows(tmp_path / "cluster" / "metrics.jsonl")
-    assert all(sum(row[f"{role}/restarts"] for row in rows) for role in ("reference", "teacher"))
+    assert sum(row["teacher/restarts"] for row in rows)
     check_equal(tmp_path / "cluster", one(tree, tmp_path))

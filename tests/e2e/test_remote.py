@@ -123,7 +123,7 @@ class Office:
         return [ProcessWorker(f"{kind} 0", make)]
 
 
-def test_a_run_goes_on_with_its_moving_reference_and_whole_teacher_in_workers_and_back(
+def test_a_run_with_a_moving_reference_goes_on_with_its_whole_teacher_in_a_worker_and_back(
     tree: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tree = deep_merge(tree, {**beside(tmp_path / "teacher"), "eval": {"every": 1}})
@@ -131,8 +131,7 @@ def test_a_run_goes_on_with_its_moving_reference_and_whole_teacher_in_workers_an
     train(tree, "moved", train={"steps": 1})
     with monkeypatch.context() as patched:
         patched.setattr(rl, "office_here", Office)
-        workers = {"references": 1, "teachers": 1, "weights": "shared"}
-        train(tree, "moved", train={"steps": 2}, launch={"kind": "ray", "ray": workers})
+        train(tree, "moved", train={"steps": 2}, launch={"kind": "ray", "ray": {"teachers": 1}})
     check_equal(train(tree, "moved"), whole)
     assert all(row["policy/divergence"] > 0 and row["process/optimizer_steps"] for row in read_rows(whole / "metrics.jsonl")[1:])
 

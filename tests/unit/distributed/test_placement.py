@@ -62,12 +62,13 @@ def test_a_setting_of_workers_is_refused_without_workers(setting: str) -> None:
         ({"ray": {"teachers": 1}}, "launch.ray.teachers = 1 changes nothing: algorithm.distill is none"),
         ({"ray": {"references": 1}, "lora": True}, "launch.ray.references = 1: model.lora has the policy without its adapters"),
         (
-            {"ray": {"references": 1, "weights": "shared"}, "kl": {"refresh_every": 0}},
-            "launch.ray.weights = shared changes nothing: there are no launch.ray.engines, and no reference that",
+            {"ray": {"references": 1}, "kl": {"where": "loss", "refresh_every": 2}},
+            "launch.ray.references = 1: with algorithm.kl.refresh_every = 2 the reference follows the policy, and only "
+            "the ranks can move it; set launch.ray.references=0, or",
         ),
     ],
 )
-def test_workers_of_a_role_that_the_run_has_not_or_has_itself_are_refused(tree: dict[str, Any], said: str) -> None:
+def test_workers_of_a_role_that_the_run_lacks_or_keeps_with_the_ranks_are_refused(tree: dict[str, Any], said: str) -> None:
     kl = {"coef": 0.1, **tree["kl"]} if "kl" in tree else {"coef": 0.1} if "lora" in tree else {"coef": 0.0}
     config = {
         "launch": {"kind": "ray", "ray": tree["ray"]},

@@ -27,8 +27,8 @@ from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
-from lightrft.workers.engine_workers import RemoteEngines, engine_host, portions
-from lightrft.workers.weight_sync import Hand, Receiver
+from lightrft.workers.engine_workers import EngineHost, RemoteEngines, engine_host, portions
+from lightrft.workers.weight_sync import Hand
 from lightrft.workers.worker_group import Limits
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
 from tests.worker_helpers import ProcessWorker
@@ -269,7 +269,7 @@ class Stalling:
         return
 
 
-class SmallHost(Receiver):
+class SmallHost(EngineHost):
     """Holds weights, and no engine."""
 
     def __init__(self) -> None:

@@ -10,25 +10,19 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.config.algorithm import KLConfig
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import ALONE
 from lightrft.learner.distillation import targets
 from lightrft.learner.forward_passes import logprobs_by_parts
-from lightrft.learner.reference_update import Follower, load_refreshed, refresh, refreshed_state
-from lightrft.models.actor import Actor
 from lightrft.models.divergence import token_divergence
 from lightrft.models.tiny.text import tiny_model
-from lightrft.roles import Frozen, Roles
-from lightrft.strategy.single import SingleStrategy, shapes_of
+from lightrft.roles import Frozen
+from lightrft.strategy.single import SingleStrategy
 from lightrft.workers.local import local_frozen
-from lightrft.workers.model_workers import RemoteFollower, RemoteModel, RemoteTeacher, follower_host, model_host
-from lightrft.workers.weight_sync import Hand
+from lightrft.workers.model_workers import RemoteModel, RemoteTeacher, model_host
 from lightrft.workers.worker_group import Limits
-from tests.unit.rollout.test_collect import Threads, of_all_ranks
 from tests.unit.trainer.test_rl_step import batch_of, roles_of
 from tests.worker_helpers import ProcessWorker
 
@@ -68,67 +62,6 @@ def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_
         assert remote.score(empty, temperature=1.0).logprobs.shape == (0,)
     finally:
         remote.close()
-
-
-@pytest.mark.parametrize(("decay", "dtype"), [(0.0, "float32"), (0.75, "bfloat16")])
-def test_a_reference_in_workers_follows_the_policy_bit_for_bit_on_every_rank_and_one_that_dies_catches_up(
-    folder: Path, decay: float, dtype: Any
-) -> None:
-    """Copies, and averages of half-precision weights, which go on from what was saved of them."""
-    config, model = config_of(folder), ModelConfig(path=str(folder), dtype=dtype)
-    kl = KLConfig(where="loss", coef=0.1, refresh_every=1, refresh_decay=decay)
-    strategy = SingleStrategy(CPU)
-    policies = [Actor(tiny_model("qwen2", seed=seed, dtype=getattr(torch, dtype))) for seed in (5, 6, 7)]
-    workers = [ProcessWorker(f"reference {i}", partial(follower_host, model, CPU, 1)) for i in range(2)]
-    batch = batch_of(groups=6)
-
-    def own() -> Follower:
-        return Follower.of(local_frozen(model, strategy), shapes_of(policies[0]), strategy, kl)
-
-    def told(
-        roles: Roles, reference: Any, ranks: Any, saved: dict[str, Any] | None, moves: range
-    ) -> tuple[list[Any], dict[str, Any]]:
-        roles.reference, roles.strategy.ranks = reference, ranks
-        load_refreshed(roles, saved or {})
-        found = [logprobs_by_parts(reference, batch, roles, config)]
-        for i in moves:
-            roles.policy.state = strategy.prepare(policies[i], config.optimizer, 1)
-            refresh(roles, kl, i + 1)
-            if ranks.rank == 0 and not isinstance(reference, Follower):
-                workers[i % 2].signal(signal.SIGKILL)
-            found.append(logprobs_by_parts(reference, batch, roles, config))
-        return found, {k: {n: t.clone() for n, t in v.items()} for k, v in refreshed_state(roles).items()}
-
-    def remote(saved: dict[str, Any] | None, moves: range) -> list[tuple[list[Any], dict[str, Any]]]:
-        made = [
-            roles_of(config),
-            roles_of(config),
-        ]  # not in threads: transformers has a dtype for the whole process while it loads
-        ours, hand = own(), Hand("shared", 30_000)
-
-        def one(ranks: Threads) -> tuple[list[Any], dict[str, Any]]:
-            first = ranks.rank == 0
-            reference = RemoteFollower(workers if first else (), LIMITS, hand, ours if first else None, ranks)
-            found = told(made[ranks.rank], reference, ranks, saved, moves)
-            if first:
-                reference.crew.settle()
-                assert reference.take_counts()["restarts"] >= 1
-            return found
-
-        return of_all_ranks(one, 2, minutes=5)
-
-    try:
-        expected, saved = told(roles_of(config), own(), ALONE, None, range(2))
-        (first, state), (second, nothing) = remote(None, range(2))
-        assert len({tuple(found.tolist()) for found in expected}) == 3
-        assert all(map(torch.equal, first, expected)) and all(map(torch.equal, second, expected)) and nothing == {}
-        assert all(torch.equal(saved["reference"][n], t) for n, t in state["reference"].items())
-        expected, _ = told(roles_of(config), own(), ALONE, saved, range(2, 3))
-        for found, _ in remote(state, range(2, 3)):
-            assert all(map(torch.equal, found, expected))
-    finally:
-        for worker in workers:
-            worker.close()
 
 
 @pytest.mark.parametrize("padded", [0, 5])
