@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lightrft.algorithms.group_filters import drop_reason
 from lightrft.algorithms.sample_selection import selected
-from lightrft.config.verbs import RLConfig
+from lightrft.config.base import ComponentConfig
 from lightrft.observability.metrics import Last, Max, Mean, Metrics, Min, Sum
 from lightrft.rewards.sandbox.results import UNGRADED
 from lightrft.types import Rollout
@@ -31,14 +31,17 @@ class FilterResult:
     reason: str = ""
 
 
-def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> FilterResult:
+def judge(
+    group: Sequence[Rollout], filters: Sequence[ComponentConfig], select: ComponentConfig | None, least: int
+) -> FilterResult:
     """Filter a group, then select responses.
 
     The reward of the greedy response is stored as the ``baseline`` of the others.
 
     Args:
         group: All responses of a prompt.
-        config: The settings of the run.
+        filters: The settings ``algorithm.filters``.
+        select: The setting ``rollout.select``. ``None`` keeps all responses.
         least: Smallest number of responses that must remain after each stage.
     """
     if any(r.finish_reason == "abort" for r in group):
@@ -52,8 +55,8 @@ def judge(group: Sequence[Rollout], config: RLConfig, least: int) -> FilterResul
             return FilterResult(reason="baseline_failed")
         for rollout in answers:
             rollout.baseline = greedy.reward
-    reason = drop_reason(answers, config.algorithm.filters, least)
-    kept = [] if reason else selected(answers, config.rollout.select)
+    reason = drop_reason(answers, filters, least)
+    kept = [] if reason else selected(answers, select)
     return FilterResult(kept) if len(kept) >= least else FilterResult(reason=reason or "too_few_selected")
 
 
@@ -69,7 +72,7 @@ class Collected:
     """The groups of one step, every rollout generated for them, and the token counts.
 
     Every token is counted once: sampled + carried_in = trained + filtered + failed + carried_out.
-    The lists ``finished``, ``carried`` and ``begun`` are empty after ``Source.settle``.
+    The lists ``finished``, ``carried`` and ``begun`` are empty after ``settle``.
 
     Attributes:
         groups: The groups to train on.
@@ -160,6 +163,12 @@ class Collected:
         self.begun.append(list(group))
         self.tokens["sampled"] += tokens_of(group)
         self.tokens["carried_out"] += tokens_of(group)
+
+    def settle(self, unreadable: int) -> None:
+        """Count the unreadable prompts, and empty the lists that only the source of prompts reads."""
+        if unreadable:
+            self.dropped["unreadable"] += unreadable
+        self.finished, self.carried, self.begun = [], [], []
 
     def _compare(self, scored: Sequence[Rollout]) -> None:
         """Count a group whose rewards can be compared."""

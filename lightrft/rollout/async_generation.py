@@ -21,15 +21,14 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import another_fails, patiently, together
 from lightrft.observability.metrics import Max, Mean, Metrics, Sum
 from lightrft.observability.timers import Timers, queued_is_done
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import Collected
-from lightrft.rollout.collect import collect
+from lightrft.rollout.collect import CollectSettings, collect
 from lightrft.rollout.prompt_stream import PromptStream
-from lightrft.rollout.rank_prefetch import OwnShares, Share, goes_on_alone
+from lightrft.rollout.rank_prefetch import PrefetchJob, RankPrefetcher, prefetches
 from lightrft.rollout.serialization import pack_collected, unpack_collected
 from lightrft.rollout.weight_probe import WeightProbe, load_checked
 from lightrft.types import Batch, Rollout
@@ -73,22 +72,33 @@ class AsyncGenerator:
 
     Args:
         roles: The models, the engine ``ahead`` and the scorer.
-        config: The settings of the run.
+        settings: Decide which groups are collected.
         stream: Source of prompts.
         steps: Number of steps of the run.
         stopped: Returns true when the run must stop.
+        check_logprobs: The setting ``engine.check_logprobs``.
 
     Raises:
         ValueError: If ``roles.ahead`` is missing.
     """
 
-    def __init__(self, roles: Roles, config: RLConfig, stream: PromptStream, steps: int, stopped: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        roles: Roles,
+        settings: CollectSettings,
+        stream: PromptStream,
+        steps: int,
+        stopped: Callable[[], bool],
+        check_logprobs: bool,
+    ) -> None:
         if roles.ahead is None:
             raise ValueError("roles.ahead is missing: generation beside training needs an engine with weights of its own")
         self._engine, self._weights = roles.ahead, roles.weights
         self._trained = frozenset(name for name, p in roles.actor.model.named_parameters() if p.requires_grad)
-        self._roles, self._config, self._stream, self._steps = replace(roles, engine=roles.ahead), config, stream, steps
-        self._staleness, self._stopped = config.rollout.staleness, stopped
+        self._roles, self._settings = replace(roles, engine=roles.ahead), settings
+        self._stream, self._steps = stream, steps
+        self._staleness, self._stopped = settings.rollout.staleness, stopped
+        self._check_logprobs = check_logprobs
         self._ranks = roles.strategy.ranks if roles.ahead_ranks is None else roles.ahead_ranks
         self._jobs: dict[int, _Job] = {}
         self._snapshots: dict[int, Weights] = {}
@@ -96,8 +106,9 @@ class AsyncGenerator:
         self._ended = 0.0
         self._halted = self._closing = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="generation")
-        alone = goes_on_alone(config, roles.ahead, self._ranks)
-        self._own = OwnShares(self._roles, config, stream, self._ranks, self._over) if alone else None
+        self._prefetcher: RankPrefetcher | None = None
+        if prefetches(settings.rollout, roles.ahead, self._ranks):
+            self._prefetcher = RankPrefetcher(self._roles, settings, stream, self._ranks, self._over, check_logprobs)
 
     def begin(self, step: int, state: Mapping[str, Any]) -> None:
         """Start to generate for a run at ``step``, from a state that ``state_dict`` returned.
@@ -170,8 +181,8 @@ class AsyncGenerator:
         """Stop generation at the next response and end the thread."""
         self._closing = True
         self._worker.shutdown(wait=True, cancel_futures=True)
-        if self._own is not None:
-            self._own.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
 
     def _submit(self, batch: int, step: int, groups: Sequence[Sequence[Rollout]] = ()) -> WeightProbe | None:
         """Queue ``batch`` for its due version, or for the current one if that is not stored.
@@ -185,10 +196,10 @@ class AsyncGenerator:
                 kept = self._trained if not self._engine.of_all or self._ranks.rank == 0 else ()
                 self._snapshots[version] = {n: w.detach().clone() for n, w in self._weights() if n in kept}
         weights = self._snapshots[version]
-        checked = self._config.engine.check_logprobs and version == step
-        probe = WeightProbe.of(groups, self._config.sampling, version) if checked else None
-        share = None if self._own is None else self._own.ask(batch, version, weights, probe)
-        future = self._worker.submit(self._draw, batch, version, weights, share, probe)
+        checked = self._check_logprobs and version == step
+        probe = WeightProbe.of(groups, self._settings.sampling, version) if checked else None
+        part = None if self._prefetcher is None else self._prefetcher.submit(batch, version, weights, probe)
+        future = self._worker.submit(self._generate, batch, version, weights, part, probe)
         self._jobs[batch] = _Job(version, future, probe)
         return probe
 
@@ -210,29 +221,34 @@ class AsyncGenerator:
         """
         return self._halted or self._closing or self._stopped() or another_fails()
 
-    def _draw(self, batch: int, version: int, weights: Weights, share: Share | None, probe: WeightProbe | None) -> GeneratedBatch:
+    def _generate(
+        self, batch: int, version: int, weights: Weights, part: PrefetchJob | None, probe: WeightProbe | None
+    ) -> GeneratedBatch:
         if self._halted:
             raise Interrupted
         try:
             if any(self._ranks.gather(self._over())):
                 raise Interrupted
-            return self._draw_here(batch, version, weights, probe) if share is None else self._told(batch, share)
+            if self._prefetcher is None or part is None:
+                return self._generate_here(batch, version, weights, probe)
+            collected, own = self._prefetcher.collect(part, batch)
+            return GeneratedBatch(collected, _metrics(own.timers, own.idle))
         except BaseException:
             self._halted = True
-            if self._own is not None and share is not None:
-                self._own.back_to(share)
+            if self._prefetcher is not None and part is not None:
+                self._prefetcher.rewind_to(part)
             raise
 
-    def _draw_here(self, batch: int, version: int, weights: Weights, probe: WeightProbe | None) -> GeneratedBatch:
+    def _generate_here(self, batch: int, version: int, weights: Weights, probe: WeightProbe | None) -> GeneratedBatch:
         """Generate ``batch`` in this thread."""
         began, timers = time.perf_counter(), Timers(queued_is_done)
         with self._stream.as_before_on_error():
             if self._loaded != version:
-                load_checked(self._engine, weights, version, self._config.engine.check_logprobs)
+                load_checked(self._engine, weights, version, self._check_logprobs)
                 self._loaded = version
             if probe is not None:
                 self._ask(probe)
-            collected = collect(self._roles, self._config, batch, self._stream, timers, self._over, self._ranks)
+            collected = collect(self._roles, self._settings, batch, self._stream, timers, self._over, self._ranks)
         idle = began - self._ended if self._ended else 0.0
         self._ended = time.perf_counter()
         return GeneratedBatch(collected, _metrics(timers, idle))
@@ -241,12 +257,6 @@ class AsyncGenerator:
         """Generate the probe's tokens on every engine of the run."""
         asks = not self._engine.of_all or self._ranks.rank == 0
         patiently(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
-
-    def _told(self, batch: int, share: Share) -> GeneratedBatch:
-        """Exchange this rank's ``share`` of ``batch`` with the parts of the other ranks."""
-        roles = replace(self._roles, engine=share, scorer=share)
-        collected = collect(roles, self._config, batch, share, Timers(), self._over, self._ranks)
-        return GeneratedBatch(collected, _metrics(share.timers, share.idle))
 
 
 def _metrics(timers: Timers, idle: float) -> Metrics:

@@ -1,27 +1,31 @@
-"""Generate, score and filter groups, and refill to the exact number of groups."""
+"""Collect the groups of a step: plan rounds of generation, gather their groups and admit them.
+
+A round is planned from the settings and the prompts (``plan_round``), generated and scored by each
+rank (``generate_and_score``), gathered over ranks, and filtered, selected and counted (``admit``).
+Rounds follow until enough groups have passed.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from lightrft.algorithms.requirements import needs_of
+from lightrft.config.base import ComponentConfig
+from lightrft.config.rollout import RolloutConfig
 from lightrft.config.strategy import SamplingConfig
-from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import Ranks, patiently
 from lightrft.engines.base import Engine, never
 from lightrft.observability.timers import Timers
 from lightrft.rewards.base import Scoring
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import GREEDY, Collected, FilterResult, judge
+from lightrft.rollout.accounting import Collected, FilterResult, judge
+from lightrft.rollout.generation import Quota, generate_all, generate_and_score, paused, requests_for, rest_of, score_groups
 from lightrft.rollout.serialization import pack_rollout, unpack_rollout
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import Interrupted, RewardError
-from lightrft.utils.seeding import request_seed
+from lightrft.utils.errors import RewardError
 
 
 class Source(Protocol):
@@ -44,14 +48,63 @@ class Source(Protocol):
         ...
 
 
-def silent() -> None:
-    """Do nothing; the default of ``sign``."""
-    return
+@dataclass(frozen=True, slots=True)
+class CollectSettings:
+    """The settings that decide which groups a step collects.
+
+    Attributes:
+        rollout: The settings ``rollout``.
+        sampling: The settings ``sampling``.
+        filters: The settings ``algorithm.filters``.
+        needs: The needs of the algorithm.
+        seed: The setting ``run.seed``.
+    """
+
+    rollout: RolloutConfig
+    sampling: SamplingConfig
+    filters: Sequence[ComponentConfig]
+    needs: frozenset[str]
+    seed: int
+
+    def judge(self, group: Sequence[Rollout]) -> FilterResult:
+        """Filter a group, then select responses."""
+        # A group that is compared within itself needs two responses.
+        least = 2 if "groups" in self.needs else 1
+        return judge(group, self.filters, self.rollout.select, least)
+
+
+@dataclass(slots=True)
+class Round:
+    """One round of generation.
+
+    Attributes:
+        requests: The requests of each group, identical on all ranks.
+        begun: Unfinished groups that the first of the ``requests`` continue.
+        quota: Decides which groups the step uses.
+    """
+
+    requests: list[list[Request]]
+    begun: list[list[Rollout]]
+    quota: Quota
+
+    @property
+    def ready(self) -> list[list[Rollout]]:
+        """Return the scored responses of each group from an earlier step."""
+        finished = [[r for r in group if r.finish_reason != "abort"] for group in self.begun]
+        return finished + [[] for _ in self.requests[len(self.begun) :]]
+
+    @property
+    def limit(self) -> Quota | None:
+        """Return the quota if it may end generation early.
+
+        Without oversampling every group is needed, so that none is cut short.
+        """
+        return self.quota if len(self.requests) > self.quota.wanted else None
 
 
 def collect(
     roles: Roles,
-    config: RLConfig,
+    settings: CollectSettings,
     step: int,
     source: Source,
     timers: Timers,
@@ -64,7 +117,7 @@ def collect(
 
     Args:
         roles: The engine and the scorer.
-        config: The settings of the run.
+        settings: Decide which groups are collected.
         step: Number of completed steps; determines the seeds.
         source: Source of prompts and of carried groups.
         timers: Record the time of generation and scoring.
@@ -76,46 +129,85 @@ def collect(
         RewardError: If every response failed to be scored.
     """
     ranks = roles.strategy.ranks if ranks is None else ranks
-    got = Collected()
-    got.take_in(source.carried)
+    collected = Collected()
+    collected.take_in(source.carried)
     waiting = deque(source.begun)
-    needs, asked = needs_of(config.algorithm), config.rollout
-    least = 2 if "groups" in needs else 1
-    while len(got.groups) < asked.prompts and got.rounds < asked.max_rounds:
-        missing = asked.prompts - len(got.groups)
-        wanted = math.ceil(missing * asked.oversample) - len(got.begun)
-        if wanted <= 0:
-            break
-        begun = [waiting.popleft() for _ in range(min(wanted, len(waiting)))]
-        prompts = source.draw(wanted - len(begun)) if wanted > len(begun) else []
-        seeds = (config.run.seed, step, got.rounds)
-        fresh = requests_for(prompts, asked.samples, *seeds, greedy="greedy" in needs)
-        requests = paused([*map(rest_of, begun), *fresh], asked.step_tokens)
-        ready = [[r for r in group if r.finish_reason != "abort"] for group in begun] + [[] for _ in fresh]
-        quota = Quota(missing, lambda group: judge(group, config, least))
-        # Without oversampling every group is needed, so that none is cut short.
-        limit = quota if len(requests) > missing else None
-        groups = scored_by_all(ranks, roles.engine, roles.scorer, requests, config.sampling, timers, stopped, limit, ready)
-        got.rounds += 1
-        for group in begun:
-            got.go_on(group)
-        for index, group in enumerate(groups):
-            _settle(got, group, quota.of(index, group), quota.uses(index), config)
-    got.begun += waiting
-    check_scored(got.rollouts, f"of step {step + 1}")
-    source.settle(got)
-    return got
+    while (planned := plan_round(settings, step, source, collected, waiting)) is not None:
+        groups = generate_on_ranks(
+            ranks,
+            roles.engine,
+            roles.scorer,
+            planned.requests,
+            settings.sampling,
+            timers,
+            stopped,
+            planned.limit,
+            planned.ready,
+        )
+        admit(collected, planned, groups, settings.rollout)
+    collected.begun += waiting
+    check_scored(collected.rollouts, f"of step {step + 1}")
+    source.settle(collected)
+    return collected
 
 
-def _settle(got: Collected, group: list[Rollout], verdict: FilterResult, used: bool, config: RLConfig) -> None:
-    if config.rollout.partial and any(r.finish_reason == "abort" for r in group):
-        got.leave(group)
+def plan_round(
+    settings: CollectSettings, step: int, source: Source, collected: Collected, waiting: deque[list[Rollout]]
+) -> Round | None:
+    """Take the prompts of the next round and build its requests.
+
+    Args:
+        settings: Decide how many groups are needed.
+        step: Number of completed steps; determines the seeds.
+        source: Source of prompts.
+        collected: The groups of earlier rounds.
+        waiting: Unfinished groups of the step before. Those that the round continues are removed.
+
+    Returns:
+        The round, or ``None`` if the step needs none.
+    """
+    rollout = settings.rollout
+    missing = rollout.prompts - len(collected.groups)
+    if missing <= 0 or collected.rounds >= rollout.max_rounds:
+        return None
+    wanted = math.ceil(missing * rollout.oversample) - len(collected.begun)
+    if wanted <= 0:
+        return None
+    begun = [waiting.popleft() for _ in range(min(wanted, len(waiting)))]
+    prompts = source.draw(wanted - len(begun)) if wanted > len(begun) else []
+    seeds = (settings.seed, step, collected.rounds)
+    fresh = requests_for(prompts, rollout.samples, *seeds, greedy="greedy" in settings.needs)
+    requests = paused([*map(rest_of, begun), *fresh], rollout.step_tokens)
+    return Round(requests, begun, Quota(missing, settings.judge))
+
+
+def admit(collected: Collected, planned: Round, groups: Sequence[list[Rollout]], rollout: RolloutConfig) -> None:
+    """Filter and select the groups of a round, and count their tokens.
+
+    Args:
+        collected: The groups of the step, to which the round is added.
+        planned: The round.
+        groups: The scored groups of all ranks, in the order of the requests.
+        rollout: The settings ``rollout``.
+    """
+    collected.rounds += 1
+    for group in planned.begun:
+        collected.go_on(group)
+    for index, group in enumerate(groups):
+        verdict = planned.quota.of(index, group)
+        _admit_group(collected, group, verdict, planned.quota.uses(index), rollout)
+
+
+def _admit_group(collected: Collected, group: list[Rollout], verdict: FilterResult, used: bool, rollout: RolloutConfig) -> None:
+    """Train on a group, keep it for the next step, or drop it."""
+    if rollout.partial and any(r.finish_reason == "abort" for r in group):
+        collected.leave(group)
     elif used or verdict.reason:
-        got.add(group, verdict)
-    elif config.rollout.carry_over and len(got.carried) < config.rollout.prompts:
-        got.carry(group, verdict)
+        collected.add(group, verdict)
+    elif rollout.carry_over and len(collected.carried) < rollout.prompts:
+        collected.carry(group, verdict)
     else:
-        got.add(group, FilterResult(reason="surplus"))
+        collected.add(group, FilterResult(reason="surplus"))
 
 
 def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
@@ -129,189 +221,41 @@ def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
         )
 
 
-def requests_for(
-    prompts: Sequence[Prompt], samples: int, *seeds: int | str, greedy: bool = False, first: int = 0
-) -> list[list[Request]]:
-    """Build one list of requests per prompt; each request has a distinct seed.
-
-    Args:
-        prompts: The prompts.
-        samples: Number of responses per prompt.
-        seeds: Parts of the seed.
-        greedy: Add a request for the greedy response, as the first of each prompt.
-        first: Index of the first prompt in the whole sequence of prompts.
-    """
-    extra = [GREEDY] if greedy else []
-    return [
-        [Request(p, request_seed(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
-        for i, p in enumerate(prompts, first)
-    ]
-
-
-def rest_of(group: Sequence[Rollout]) -> list[Request]:
-    """Return requests that continue the unfinished responses of ``group``."""
-    return [Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, begun=r) for r in group if r.finish_reason == "abort"]
-
-
-def paused(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[list[Request]]:
-    """Return ``requests`` that pause after at most ``tokens`` further tokens each."""
-    if tokens is None:
-        return [list(group) for group in requests]
-    return [[replace(r, pause=r.held + tokens) for r in group] for group in requests]
-
-
-@dataclass(slots=True)
-class Quota:
-    """Judges groups in the order in which their generation finished, until ``wanted`` of them pass.
+@dataclass(frozen=True, slots=True)
+class RankGroups:
+    """The groups that one rank generated, as plain data for the other ranks.
 
     Attributes:
-        wanted: Number of groups that must pass.
-        judge: Returns the verdict on a group.
-        passed: Number of groups that have passed.
+        groups: The packed rollouts of each group, by the group's index in the round.
+        counted: Indices of the groups that the rank counted towards the quota, in order.
     """
 
-    wanted: int
-    judge: Callable[[Sequence[Rollout]], FilterResult]
-    passed: int = 0
-    _verdicts: dict[int, FilterResult] = field(default_factory=dict)
-    _counted: dict[int, None] = field(default_factory=dict)
-
-    @property
-    def met(self) -> bool:
-        """Return whether enough groups have passed."""
-        return self.passed >= self.wanted
-
-    def of(self, index: int, group: Sequence[Rollout]) -> FilterResult:
-        """Return the verdict on group ``index``; each group is judged once."""
-        if index not in self._verdicts:
-            self._verdicts[index] = self.judge(group)
-        return self._verdicts[index]
-
-    def count(self, index: int, group: Sequence[Rollout]) -> None:
-        """Count group ``index`` towards the quota if it passes."""
-        if not self.of(index, group).reason:
-            self.passed += 1
-            self._counted[index] = None
-
-    @property
-    def counted(self) -> list[int]:
-        """Return the indices of the groups that count towards the quota, in order of judgment."""
-        return list(self._counted)
-
-    def uses(self, index: int) -> bool:
-        """Return whether a passing group is trained on: every one is while the quota is not met."""
-        return not self.met or index in self._counted
-
-
-@dataclass(slots=True)
-class PrecomputedEngine:
-    """Responses that already exist, in place of an engine."""
-
-    rollouts: list[Rollout]
+    groups: dict[int, list[dict[str, Any]]]
+    counted: Sequence[int] = ()
 
     @staticmethod
-    def of(
-        engine: Engine,
-        requests: Sequence[Sequence[Request]],
-        sampling: SamplingConfig,
-        timers: Timers,
-        sign: Callable[[], None],
-    ) -> PrecomputedEngine:
-        """Generate all responses with ``engine``, without interruption.
-
-        Args:
-            engine: Generates the responses.
-            requests: The requests of each prompt.
-            sampling: The sampling settings.
-            timers: Record the time of generation.
-            sign: Called between tokens.
-        """
-
-        def over() -> bool:
-            sign()
-            return False
-
-        with timers("generate"):
-            return PrecomputedEngine(list(engine.generate([r for group in requests for r in group], sampling, over)))
-
-    def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
-    ) -> Iterator[Rollout]:
-        """Yield the existing responses.
-
-        Args:
-            requests: Not used.
-            sampling: Not used.
-            stopped: Not used.
-        """
-        yield from self.rollouts
+    def of(places: Sequence[int], groups: Sequence[Sequence[Rollout]], counted: Sequence[int] = ()) -> RankGroups:
+        """Pack ``groups``, whose indices in the round are ``places``."""
+        packed = {i: [pack_rollout(r) for r in group] for i, group in zip(places, groups)}
+        return RankGroups(packed, counted)
 
 
-class Draws(Protocol):
-    """The part of an engine that generates responses. See ``Engine.generate``."""
+def unpack_groups(parts: Sequence[RankGroups], requests: Sequence[Sequence[Request]]) -> list[list[Rollout]]:
+    """Return the groups of all ranks in the order of ``requests``."""
+    found = {i: group for part in parts for i, group in part.groups.items()}
+    prompts = [group[0].prompt for group in requests]
+    return [[unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)]
 
-    def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
-    ) -> Iterator[Rollout]: ...
 
+def places_of(ranks: Ranks, count: int, together: int = 1) -> range:
+    """Return the indices of the groups that this rank generates, of ``count`` groups in all.
 
-def scored(
-    engine: Draws,
-    scorer: Scoring,
-    requests: Sequence[Sequence[Request]],
-    sampling: SamplingConfig,
-    timers: Timers,
-    stopped: Callable[[], bool] = never,
-    quota: Quota | None = None,
-    ready: Sequence[Sequence[Rollout]] = (),
-    sign: Callable[[], None] = silent,
-) -> list[list[Rollout]]:
-    """Generate and score a response to every request, and return the groups in order.
-
-    Scoring runs while other responses are still being generated. Once the ``quota`` is met,
-    unfinished responses are returned with finish reason ``abort`` and without a reward. After an
-    error, no rollout is left in ``scorer``.
-
-    Args:
-        engine: Generates the responses.
-        scorer: Scores the responses.
-        requests: The requests of each prompt.
-        sampling: The sampling settings.
-        timers: Record the time of generation and scoring.
-        stopped: Returns true when the run must stop.
-        quota: Stops generation early once enough groups pass. ``None`` finishes all groups.
-        ready: Scored responses of each group from an earlier step, which are added to the group.
-        sign: Called between tokens and with every score.
-
-    Raises:
-        Interrupted: If ``stopped`` interrupted generation.
+    ``together`` consecutive ranks generate the same groups.
     """
-    flow = _Flow(scorer, requests, ready, sign)
-
-    def over() -> bool:
-        sign()
-        return stopped() or (quota is not None and quota.met)
-
-    try:
-        with timers("generate"):
-            for rollout in engine.generate([r for group in requests for r in group], sampling, over):
-                flow.take(rollout)
-                flow.receive()
-                if quota is not None:
-                    flow.ask(quota)
-        with timers("reward"):
-            flow.receive(wait=True)
-    except Exception:
-        with suppress(RewardError):
-            for _ in scorer.results(wait=True):
-                pass
-        raise
-    if flow.cut and stopped() and not (quota is not None and quota.met):
-        raise Interrupted
-    return flow.result()
+    return range(ranks.rank // together, count, ranks.size // together)
 
 
-def scored_by_all(
+def generate_on_ranks(
     ranks: Ranks,
     engine: Engine,
     scorer: Scoring,
@@ -322,7 +266,7 @@ def scored_by_all(
     quota: Quota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
 ) -> list[list[Rollout]]:
-    """Run ``scored`` on all ranks and return all groups on each of them.
+    """Generate and score on all ranks, and return all groups on each of them.
 
     If each rank has an engine, each generates its part and finishes every group. The order of the
     groups, not time, then determines which groups a ``quota`` uses. If ``engine.together`` ranks
@@ -341,105 +285,33 @@ def scored_by_all(
         ready: Scored responses of each group from an earlier step.
     """
     if ranks.size == 1:
-        return scored(engine, scorer, requests, sampling, timers, stopped, quota, ready)
+        return generate_and_score(engine, scorer, requests, sampling, timers, stopped, quota, ready)
     leading = engine.of_all and ranks.rank == 0
-    places = list(range(len(requests)))
-    places = places if leading else places[ranks.rank // engine.together :: ranks.size // engine.together]
+    places = range(len(requests)) if leading else places_of(ranks, len(requests), engine.together)
+    asked = [requests[i] for i in places]
+    begun = [ready[i] for i in places] if ready else ()
+    own: list[list[Rollout]] = []
 
-    drawn: list[list[Rollout]] = []
-
-    def work(sign: Callable[[], None]) -> tuple[dict[int, list[dict[str, Any]]], list[int]]:
+    def work(sign: Callable[[], None]) -> RankGroups:
         if engine.of_all and not leading:
-            return {}, []
-        asked, begun = [requests[i] for i in places], [ready[i] for i in places] if ready else ()
+            return RankGroups({})
         engine.wake()
         try:
-            source = engine if engine.together == 1 else PrecomputedEngine.of(engine, asked, sampling, timers, sign)
-            if ranks.rank % engine.together == 0:
-                drawn.extend(scored(source, scorer, asked, sampling, timers, stopped, quota if leading else None, begun, sign))
+            if engine.together == 1:
+                limit = quota if leading else None
+                own.extend(generate_and_score(engine, scorer, asked, sampling, timers, stopped, limit, begun, sign))
+            else:
+                responses = generate_all(engine, asked, sampling, timers, sign)
+                if ranks.rank % engine.together == 0:
+                    own.extend(score_groups(responses, scorer, asked, timers, stopped, None, begun, sign))
         finally:
             engine.sleep(1)
-        packed = {i: [pack_rollout(r) for r in group] for i, group in zip(places, drawn)}
-        return packed, quota.counted if quota is not None and leading else []
+        return RankGroups.of(places, own, quota.counted if quota is not None and leading else ())
 
-    told = patiently(ranks, work)
+    parts = patiently(ranks, work)
     if leading:
-        return drawn  # the same objects that the quota has judged
-    found = {i: group for part, _ in told for i, group in part.items()}
-    prompts = [next(r.prompt for r in (*group, *some)) for group, some in zip(requests, ready or [()] * len(requests))]
-    groups = [[unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)]
+        return own  # the same objects that the quota has judged
+    groups = unpack_groups(parts, requests)
     if quota is not None:
-        for i in told[0][1] if engine.of_all else range(len(groups)):
-            if not quota.met:
-                quota.count(i, groups[i])
+        quota.count_in_order(parts[0].counted if engine.of_all else range(len(groups)), groups)
     return groups
-
-
-class _Flow:
-    """Moves responses from the engine to scoring, and from there to their groups."""
-
-    def __init__(
-        self,
-        scorer: Scoring,
-        requests: Sequence[Sequence[Request]],
-        ready: Sequence[Sequence[Rollout]],
-        sign: Callable[[], None],
-    ) -> None:
-        self.scorer = scorer
-        self._sign = sign
-        self.groups = [list(group) for group in ready] or [[] for _ in requests]
-        self.cut = False
-        self._group_of = {request.seed: g for g, group in enumerate(requests) for request in group}
-        self._undrawn = [len(group) for group in requests]
-        self._missing = list(self._undrawn)
-        self._drawn_out: deque[int] = deque()
-
-    def take(self, rollout: Rollout) -> None:
-        """Submit a response of the engine for scoring."""
-        if rollout.finish_reason == "abort":
-            self.cut = True
-            self._place(rollout)
-            return
-        self.scorer.submit(rollout)
-        group = self._group_of[rollout.seed]
-        self._undrawn[group] -= 1
-        if not self._undrawn[group]:
-            self._drawn_out.append(group)
-
-    def receive(self, wait: bool = False) -> None:
-        """Collect scored responses; with ``wait``, all of them."""
-        for done in self.scorer.results(wait=wait):
-            self._place(done)
-
-    def ask(self, quota: Quota) -> None:
-        """Judge finished groups in order, once there are enough of them to meet ``quota``.
-
-        Waits for their scores, so that the speed of scoring does not change the result.
-        """
-        while self._drawn_out and not quota.met and quota.passed + len(self._drawn_out) >= quota.wanted:
-            group = self._drawn_out.popleft()
-            if self._missing[group]:
-                for done in self.scorer.results(wait=True):
-                    self._place(done)
-                    if not self._missing[group]:
-                        break
-            quota.count(group, self._in_order(group))
-
-    def result(self) -> list[list[Rollout]]:
-        """Return the groups, each in the order of its samples.
-
-        Raises ``RuntimeError`` if responses are missing.
-        """
-        if waiting := sum(self._missing):
-            raise RuntimeError(f"{waiting} answers did not come back from generation and scoring")
-        return [self._in_order(group) for group in range(len(self.groups))]
-
-    def _in_order(self, group: int) -> list[Rollout]:
-        self.groups[group].sort(key=lambda r: r.sample)
-        return self.groups[group]
-
-    def _place(self, rollout: Rollout) -> None:
-        self._sign()
-        group = self._group_of[rollout.seed]
-        self.groups[group].append(rollout)
-        self._missing[group] -= 1

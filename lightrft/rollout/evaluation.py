@@ -13,7 +13,8 @@ from lightrft.engines.base import Engine
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.observability.timers import Timers
 from lightrft.rewards.base import Scoring
-from lightrft.rollout.collect import requests_for, scored_by_all
+from lightrft.rollout.collect import generate_on_ranks
+from lightrft.rollout.generation import requests_for
 from lightrft.types import Prompt, Rollout
 
 
@@ -68,7 +69,7 @@ def evaluate(
     groups: list[list[Rollout]] = []
     for first, part in in_parts(prompts, ranks):
         requests = requests_for(part, config.samples, seed, "eval", first=first)
-        groups += scored_by_all(ranks, engine, scorer, requests, config.sampling, Timers(), stopped)
+        groups += generate_on_ranks(ranks, engine, scorer, requests, config.sampling, Timers(), stopped)
     metrics = Metrics()
     by_source: dict[str, list[list[Rollout]]] = defaultdict(list)
     for group in groups:

@@ -102,12 +102,10 @@ class PromptStream:
         The lists of ``collected`` that only the stream reads are emptied.
         """
         self.carried, self.begun = collected.carried, collected.begun
-        if self.lost:
-            collected.dropped["unreadable"] += self.lost
-            self.lost = 0
         if isinstance(self.sampler, Curriculum):
             collected.curriculum = self.sampler.observe(collected.finished)
-        collected.finished, collected.carried, collected.begun = [], [], []
+        collected.settle(self.lost)
+        self.lost = 0
 
     def close(self) -> None:
         """Cancel the prefetch of prompts that will not be sampled."""

@@ -18,7 +18,7 @@ from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Engine
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import GREEDY
-from lightrft.rollout.collect import silent
+from lightrft.rollout.generation import silent
 from lightrft.rollout.logprob_check import Compared, batch_of, logits_at, refuse_gap, refuse_weights, room, seen_before
 from lightrft.types import Request, Rollout
 

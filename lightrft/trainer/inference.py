@@ -21,9 +21,10 @@ from lightrft.observability.run_directory import RunFolder
 from lightrft.observability.run_health import Health
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.rollout.collate import attached
-from lightrft.rollout.collect import check_scored, requests_for
+from lightrft.rollout.collect import check_scored
 from lightrft.rollout.eval_prompts import held_out
 from lightrft.rollout.evaluation import evaluate
+from lightrft.rollout.generation import requests_for
 from lightrft.rollout.logprob_check import CheckedEngine
 from lightrft.trainer.context_limits import check_lengths, longest
 from lightrft.trainer.saved_policy import resolved

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,7 +31,7 @@ from lightrft.rollout.serialization import save_batch, with_outcomes
 from lightrft.trainer.check_config import check
 from lightrft.trainer.context_limits import check_examples, check_lengths
 from lightrft.trainer.preflight import check_enough
-from lightrft.trainer.rl_step import StepResult, learn, rl_step
+from lightrft.trainer.rl_step import StepResult, collect_settings, learn, rl_step
 from lightrft.trainer.run_session import RunSession, open_session
 from lightrft.trainer.training_loop import Training, run_steps, take_up
 from lightrft.workers.build_remote import remote_roles
@@ -177,8 +178,25 @@ def prepare(config: RLConfig, session: RunSession) -> RLRun:
         stream=stream,
         controls=controls,
         health=Health(needs_of(config.algorithm)),
-        ahead=AsyncGenerator(roles, config, stream, steps, stopped) if config.rollout.staleness else None,
+        ahead=generator_ahead(roles, config, stream, steps, stopped),
     )
+
+
+def generator_ahead(
+    roles: Roles, config: RLConfig, stream: PromptStream, steps: int, stopped: Callable[[], bool]
+) -> AsyncGenerator | None:
+    """Build the asynchronous generator, or return None without ``rollout.staleness``.
+
+    Args:
+        roles: roles of the run.
+        config: settings of the run.
+        stream: source of prompts.
+        steps: number of steps of the run.
+        stopped: returns True once the run is asked to stop.
+    """
+    if not config.rollout.staleness:
+        return None
+    return AsyncGenerator(roles, collect_settings(config), stream, steps, stopped, config.engine.check_logprobs)
 
 
 def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks: Ranks) -> Roles:

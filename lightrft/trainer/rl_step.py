@@ -30,7 +30,7 @@ from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import Collected, rollout_metrics
 from lightrft.rollout.collate import collate
-from lightrft.rollout.collect import Source, collect
+from lightrft.rollout.collect import CollectSettings, Source, collect
 from lightrft.rollout.logprob_check import check_batch
 from lightrft.rollout.weight_probe import WeightProbe
 from lightrft.types import Batch, rows_of
@@ -69,8 +69,14 @@ def rl_step(
         stopped: returns True once the run is asked to stop.
     """
     with roles.drawing():
-        collected = collect(roles, config, step, source, timers, stopped)
+        collected = collect(roles, collect_settings(config), step, source, timers, stopped)
     return learn(roles, config, step, controls, collected, timers)
+
+
+def collect_settings(config: RLConfig) -> CollectSettings:
+    """Return the settings that decide which groups a step collects."""
+    algorithm = config.algorithm
+    return CollectSettings(config.rollout, config.sampling, algorithm.filters, needs_of(algorithm), config.run.seed)
 
 
 def learn(

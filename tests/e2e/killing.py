@@ -51,14 +51,14 @@ def at_call(nth: int, function: Callable[..., Any], after: bool, action: Callabl
 def main() -> int:
     file, where, nth, rank, how = [*sys.argv[1:], *("0", "kill")[len(sys.argv) - 4 :]]
     from lightrft.cli.main import main as lightrft
-    from lightrft.rollout import collect
+    from lightrft.rollout import collect, generation
     from lightrft.strategy import single
     from lightrft.strategy.checkpoint import CheckpointStore
     from lightrft.trainer.run_session import RunSession
 
     places: dict[str, tuple[Any, str, bool]] = {
-        "generation": (collect, "_settle", True),
-        "an answer": (collect._Flow, "take", False),
+        "generation": (collect, "_admit_group", True),
+        "an answer": (generation._Flow, "take", False),
         "backward": (single.SingleStrategy, "backward", True),
         "update": (single.SingleStrategy, "step", True),
         "checkpoint files": (single.SingleStrategy, "save", True),

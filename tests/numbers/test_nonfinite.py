@@ -168,7 +168,7 @@ def test_a_shaping_that_returns_nan_loses_its_own_response_alone() -> None:
 def test_a_rollout_whose_reward_is_not_finite_counts_as_failed(value: float) -> None:
     group = [rollout(r, 3) for r in (1.0, value, 0.0)]
     got = Collected()
-    got.add(group, judge(group, RLConfig(), 2))
+    got.add(group, judge(group, (), None, 2))
     metrics = rollout_metrics(got).compute()
     assert [r.reward for r in got.groups[0]] == [1.0, 0.0]
     assert group[1].failed == f"the reward is {value}"
@@ -180,7 +180,7 @@ def test_responses_that_shaping_spoiled_move_from_trained_to_failed() -> None:
     groups = [[rollout(1.0, 2), rollout(0.0, 3)], [rollout(1.0, 5)]]
     got = Collected()
     for group in groups:
-        got.add(group, judge(group, RLConfig(), 1))
+        got.add(group, judge(group, (), None, 1))
     got.keep([0])
     metrics = rollout_metrics(got).compute()
     assert (metrics["rollout/sampled"], metrics["rollout/trained"], metrics["rollout/failed"]) == (10, 2, 8)

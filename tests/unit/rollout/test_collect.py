@@ -24,8 +24,10 @@ from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import GREEDY, Collected, FilterResult, rollout_metrics, tokens_of
 from lightrft.rollout.collate import collate
-from lightrft.rollout.collect import Quota, collect, requests_for, scored
+from lightrft.rollout.collect import collect
+from lightrft.rollout.generation import Quota, generate_and_score, requests_for
 from lightrft.trainer.check_rollout import check_rollout
+from lightrft.trainer.rl_step import collect_settings
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, Interrupted, RankError, RewardError
 from lightrft.utils.seeding import request_seed
@@ -163,7 +165,7 @@ def of_all_ranks(work: Callable[[Threads], Any], count: int, minutes: float = 1 
 
 def run(config: RLConfig, scorer: FakeScorer, engine: FakeEngine | None = None, step: int = 0, **more: Any) -> Collected:
     roles = Roles(SimpleNamespace(ranks=more.pop("ranks", ALONE)), None, engine or FakeEngine(), scorer, None)  # type: ignore[arg-type]
-    return collect(roles, config, step, more.pop("prompts", Prompts()), Timers(), **more)
+    return collect(roles, collect_settings(config), step, more.pop("prompts", Prompts()), Timers(), **more)
 
 
 def conserves(got: Collected) -> bool:
@@ -426,7 +428,7 @@ def test_each_group_is_judged_once() -> None:
 
     requests = requests_for(Prompts().draw(5), 2, 0)
     quota = Quota(2, judge)
-    groups = scored(FakeEngine(), FakeScorer(late=3), requests, SamplingConfig(), Timers(), quota=quota)
+    groups = generate_and_score(FakeEngine(), FakeScorer(late=3), requests, SamplingConfig(), Timers(), quota=quota)
     for index, group in enumerate(groups):
         quota.of(index, group)
     assert sorted(judged) == [f"p{i}" for i in range(5)]

@@ -14,9 +14,9 @@ from lightrft.datasets.row_tables import BadRow
 from lightrft.datasets.sampler import in_parts
 from lightrft.distributed.process_group import Ranks
 from lightrft.rollout.accounting import Collected, rollout_metrics
-from lightrft.rollout.collect import requests_for
 from lightrft.rollout.eval_prompts import held_out
 from lightrft.rollout.evaluation import Evaluation, evaluate
+from lightrft.rollout.generation import requests_for
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.types import Prompt
 from lightrft.utils.errors import DataError

@@ -1,0 +1,291 @@
+"""Build requests, and generate and score the responses to them on this rank."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from lightrft.config.strategy import SamplingConfig
+from lightrft.engines.base import Engine, never
+from lightrft.observability.timers import Timers
+from lightrft.rewards.base import Scoring
+from lightrft.rollout.accounting import GREEDY, FilterResult
+from lightrft.types import Prompt, Request, Rollout
+from lightrft.utils.errors import Interrupted, RewardError
+from lightrft.utils.seeding import request_seed
+
+
+def silent() -> None:
+    """Do nothing; the default of ``sign``."""
+    return
+
+
+def requests_for(
+    prompts: Sequence[Prompt], samples: int, *seeds: int | str, greedy: bool = False, first: int = 0
+) -> list[list[Request]]:
+    """Build one list of requests per prompt; each request has a distinct seed.
+
+    Args:
+        prompts: The prompts.
+        samples: Number of responses per prompt.
+        seeds: Parts of the seed.
+        greedy: Add a request for the greedy response, as the first of each prompt.
+        first: Index of the first prompt in the whole sequence of prompts.
+    """
+    extra = [GREEDY] if greedy else []
+    return [
+        [Request(p, request_seed(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
+        for i, p in enumerate(prompts, first)
+    ]
+
+
+def rest_of(group: Sequence[Rollout]) -> list[Request]:
+    """Return requests that continue the unfinished responses of ``group``."""
+    unfinished = [r for r in group if r.finish_reason == "abort"]
+    return [Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, begun=r) for r in unfinished]
+
+
+def paused(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[list[Request]]:
+    """Return ``requests`` that pause after at most ``tokens`` further tokens each."""
+    if tokens is None:
+        return [list(group) for group in requests]
+    return [[replace(r, pause=r.held + tokens) for r in group] for group in requests]
+
+
+@dataclass(slots=True)
+class Quota:
+    """Judges groups in the order in which their generation finished, until ``wanted`` of them pass.
+
+    Attributes:
+        wanted: Number of groups that must pass.
+        judge: Returns the verdict on a group.
+        passed: Number of groups that have passed.
+    """
+
+    wanted: int
+    judge: Callable[[Sequence[Rollout]], FilterResult]
+    passed: int = 0
+    _verdicts: dict[int, FilterResult] = field(default_factory=dict)
+    _counted: dict[int, None] = field(default_factory=dict)
+
+    @property
+    def met(self) -> bool:
+        """Return whether enough groups have passed."""
+        return self.passed >= self.wanted
+
+    def of(self, index: int, group: Sequence[Rollout]) -> FilterResult:
+        """Return the verdict on group ``index``; each group is judged once."""
+        if index not in self._verdicts:
+            self._verdicts[index] = self.judge(group)
+        return self._verdicts[index]
+
+    def count(self, index: int, group: Sequence[Rollout]) -> None:
+        """Count group ``index`` towards the quota if it passes."""
+        if not self.of(index, group).reason:
+            self.passed += 1
+            self._counted[index] = None
+
+    def count_in_order(self, order: Iterable[int], groups: Sequence[Sequence[Rollout]]) -> None:
+        """Count the groups whose indices are ``order``, one by one, until the quota is met."""
+        for index in order:
+            if self.met:
+                return
+            self.count(index, groups[index])
+
+    @property
+    def counted(self) -> list[int]:
+        """Return the indices of the groups that count towards the quota, in order of judgment."""
+        return list(self._counted)
+
+    def uses(self, index: int) -> bool:
+        """Return whether a passing group is trained on: every one is while the quota is not met."""
+        return not self.met or index in self._counted
+
+
+def generate_and_score(
+    engine: Engine,
+    scorer: Scoring,
+    requests: Sequence[Sequence[Request]],
+    sampling: SamplingConfig,
+    timers: Timers,
+    stopped: Callable[[], bool] = never,
+    quota: Quota | None = None,
+    ready: Sequence[Sequence[Rollout]] = (),
+    sign: Callable[[], None] = silent,
+) -> list[list[Rollout]]:
+    """Generate and score a response to every request on this rank; return the groups in order.
+
+    It does not communicate with other ranks, so it may run in a thread. Scoring runs while other
+    responses are still being generated. Once the ``quota`` is met, unfinished responses are
+    returned with finish reason ``abort`` and without a reward.
+
+    Args:
+        engine: Generates the responses.
+        scorer: Scores the responses. After an error, no rollout is left in it.
+        requests: The requests of each prompt.
+        sampling: The sampling settings.
+        timers: Record the time of generation and scoring.
+        stopped: Returns true when the run must stop.
+        quota: Stops generation early once enough groups pass. ``None`` finishes all groups.
+        ready: Scored responses of each group from an earlier step, which are added to the group.
+        sign: Called between tokens and with every score.
+
+    Raises:
+        Interrupted: If ``stopped`` interrupted generation.
+    """
+
+    def over() -> bool:
+        sign()
+        return stopped() or (quota is not None and quota.met)
+
+    responses = engine.generate(_flat(requests), sampling, over)
+    return score_groups(responses, scorer, requests, timers, stopped, quota, ready, sign)
+
+
+def generate_all(
+    engine: Engine,
+    requests: Sequence[Sequence[Request]],
+    sampling: SamplingConfig,
+    timers: Timers,
+    sign: Callable[[], None],
+) -> list[Rollout]:
+    """Generate a response to every request, without interruption.
+
+    Ranks that shard one model must call it together, since none may stop before the others.
+
+    Args:
+        engine: Generates the responses.
+        requests: The requests of each prompt.
+        sampling: The sampling settings.
+        timers: Record the time of generation.
+        sign: Called between tokens.
+    """
+
+    def over() -> bool:
+        sign()
+        return False
+
+    with timers("generate"):
+        return list(engine.generate(_flat(requests), sampling, over))
+
+
+def score_groups(
+    responses: Iterable[Rollout],
+    scorer: Scoring,
+    requests: Sequence[Sequence[Request]],
+    timers: Timers,
+    stopped: Callable[[], bool] = never,
+    quota: Quota | None = None,
+    ready: Sequence[Sequence[Rollout]] = (),
+    sign: Callable[[], None] = silent,
+) -> list[list[Rollout]]:
+    """Score ``responses`` as they arrive and return the groups in order.
+
+    Args:
+        responses: One response to each request, in any order.
+        scorer: Scores the responses. After an error, no rollout is left in it.
+        requests: The requests of each prompt.
+        timers: Record the time of generation and scoring.
+        stopped: Returns true when the run must stop.
+        quota: Receives finished groups. ``None`` judges none.
+        ready: Scored responses of each group from an earlier step, which are added to the group.
+        sign: Called with every score.
+
+    Raises:
+        Interrupted: If ``stopped`` interrupted the responses.
+    """
+    flow = _Flow(scorer, requests, ready, sign)
+    try:
+        with timers("generate"):
+            for rollout in responses:
+                flow.take(rollout)
+                flow.receive()
+                if quota is not None:
+                    flow.ask(quota)
+        with timers("reward"):
+            flow.receive(wait=True)
+    except Exception:
+        # A rollout left in the scorer would come back in the next call.
+        with suppress(RewardError):
+            for _ in scorer.results(wait=True):
+                pass
+        raise
+    if flow.cut and stopped() and not (quota is not None and quota.met):
+        raise Interrupted
+    return flow.result()
+
+
+def _flat(requests: Sequence[Sequence[Request]]) -> list[Request]:
+    return [r for group in requests for r in group]
+
+
+class _Flow:
+    """Moves responses from the engine to scoring, and from there to their groups."""
+
+    def __init__(
+        self,
+        scorer: Scoring,
+        requests: Sequence[Sequence[Request]],
+        ready: Sequence[Sequence[Rollout]],
+        sign: Callable[[], None],
+    ) -> None:
+        self.scorer = scorer
+        self._sign = sign
+        self.groups = [list(group) for group in ready] or [[] for _ in requests]
+        self.cut = False
+        self._group_of = {request.seed: g for g, group in enumerate(requests) for request in group}
+        self._undrawn = [len(group) for group in requests]
+        self._missing = list(self._undrawn)
+        self._drawn_out: deque[int] = deque()
+
+    def take(self, rollout: Rollout) -> None:
+        """Submit a response of the engine for scoring."""
+        if rollout.finish_reason == "abort":
+            self.cut = True
+            self._place(rollout)
+            return
+        self.scorer.submit(rollout)
+        group = self._group_of[rollout.seed]
+        self._undrawn[group] -= 1
+        if not self._undrawn[group]:
+            self._drawn_out.append(group)
+
+    def receive(self, wait: bool = False) -> None:
+        """Collect scored responses; with ``wait``, all of them."""
+        for done in self.scorer.results(wait=wait):
+            self._place(done)
+
+    def ask(self, quota: Quota) -> None:
+        """Judge finished groups in order, once there are enough of them to meet ``quota``.
+
+        Waits for their scores, so that the speed of scoring does not change the result.
+        """
+        while self._drawn_out and not quota.met and quota.passed + len(self._drawn_out) >= quota.wanted:
+            group = self._drawn_out.popleft()
+            if self._missing[group]:
+                for done in self.scorer.results(wait=True):
+                    self._place(done)
+                    if not self._missing[group]:
+                        break
+            quota.count(group, self._in_order(group))
+
+    def result(self) -> list[list[Rollout]]:
+        """Return the groups, each in the order of its samples.
+
+        Raises ``RuntimeError`` if responses are missing.
+        """
+        if waiting := sum(self._missing):
+            raise RuntimeError(f"{waiting} answers did not come back from generation and scoring")
+        return [self._in_order(group) for group in range(len(self.groups))]
+
+    def _in_order(self, group: int) -> list[Rollout]:
+        self.groups[group].sort(key=lambda r: r.sample)
+        return self.groups[group]
+
+    def _place(self, rollout: Rollout) -> None:
+        self._sign()
+        group = self._group_of[rollout.seed]
+        self.groups[group].append(rollout)
+        self._missing[group] -= 1
