@@ -216,7 +216,10 @@ class Encoder:
         shown = [self._shield_all(m, m["role"] == "assistant") for m in messages]
         if cut:
             last = messages[-1]
-            shown[-1] = {**shown[-1], "content": self.shield(last["content"][cut:], answer=last["role"] == "assistant")}
+            shown[-1] = {
+                **shown[-1],
+                "content": self.shield(last["content"][cut:], answer=last["role"] == "assistant"),
+            }
         return shown
 
     def render(self, messages: Sequence[Message], where: str, *, generate: bool = False) -> str:
@@ -304,7 +307,14 @@ class Encoder:
         content = message["content"]
         kinds = {kind for kind, _ in marks(content)}
         if all(self._takes[kind] for kind in kinds or {"text"}):
-            return {**message, "content": as_parts(content)} if kinds or not self._takes["string"] else message
+            return (
+                {
+                    **message,
+                    "content": as_parts(content),
+                }
+                if kinds or not self._takes["string"]
+                else message
+            )
         return {**message, "content": self._written(self._surrounded(content))}
 
     @cached_property
@@ -347,7 +357,12 @@ class Encoder:
                 raise BadRow(f"{where}: the chat template writes {written!r} {held} times for {len(items)} items")
         return found.sub(lambda m: waiting[m[0]].pop(0), text)
 
-    def _expanded(self, record: Record, texts: Sequence[str], extents: Mapping[int, Extent | BadRow]) -> list[str] | BadRow:
+    def _expanded(
+        self,
+        record: Record,
+        texts: Sequence[str],
+        extents: Mapping[int, Extent | BadRow],
+    ) -> list[str] | BadRow:
         assert self.media is not None
         put: dict[int, str] = {}
         known = {number: extent for number, extent in extents.items() if not isinstance(extent, BadRow)}
@@ -437,7 +452,13 @@ def check_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> 
     Raises ``ModelError`` with the first violation and the possible settings.
     """
     encoder = Encoder(DataConfig(chat=True, chat_options=dict(options or {})), tokenizer)
-    turns = [{"role": r, "content": c} for r, c in zip(("user", "assistant") * 2, ("1+1=?", "It is 2.", "2+1=?", "It is 3."))]
+    turns = [
+        {
+            "role": r,
+            "content": c,
+        }
+        for r, c in zip(("user", "assistant") * 2, ("1+1=?", "It is 2.", "2+1=?", "It is 3."))
+    ]
     shorter: list[int] = []
     shown = ""
     for asked in (1, 3):

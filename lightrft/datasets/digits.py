@@ -14,7 +14,12 @@ from lightrft.utils.errors import ConfigError
 DIGITS = "0123456789"
 
 
-def handwritten(*, split: str = "train", guesses: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
+def handwritten(
+    *,
+    split: str = "train",
+    guesses: float = 0.0,
+    seed: int = 0,
+) -> list[dict[str, Any]]:
     """Return handwritten digits as rows with ``image``, ``label`` and ``id``.
 
     Images have 8 x 8 grey pixels. There are 1,437 rows in ``train`` and 360 in ``test``.
@@ -56,7 +61,15 @@ def _rows(name: str, split: str, guesses: float, seed: int) -> list[dict[str, An
     for row in _table(name, split):
         label = str(row["label"])
         response = chance.choice(DIGITS) if chance.random() < guesses else label
-        rows.append({**row, "prompt": "Which digit?", "response": response, "label": label, "data_source": name})
+        rows.append(
+            {
+                **row,
+                "prompt": "Which digit?",
+                "response": response,
+                "label": label,
+                "data_source": name,
+            }
+        )
     return rows
 
 

@@ -23,7 +23,14 @@ def generator(seed: int, *purpose: int) -> np.random.Generator:
     return np.random.default_rng([seed % 2**63, *purpose])
 
 
-def blend(lengths: Sequence[int], weights: Sequence[float], mode: Blend, *, shuffle: bool, seed: int) -> Order:
+def blend(
+    lengths: Sequence[int],
+    weights: Sequence[float],
+    mode: Blend,
+    *,
+    shuffle: bool,
+    seed: int,
+) -> Order:
     """Return the order of the mixed dataset, as positions in the concatenation of all sources.
 
     Args:

@@ -44,7 +44,11 @@ SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 
-def open_source(source: SourceConfig, malformed: Malformed = "error", indexes: Indexes | None = None) -> Rows:
+def open_source(
+    source: SourceConfig,
+    malformed: Malformed = "error",
+    indexes: Indexes | None = None,
+) -> Rows:
     """Return the rows of ``source``, converted by its reader.
 
     Args:
@@ -171,7 +175,12 @@ def _split_of(file: Path, splits: Sequence[str]) -> str | None:
     return next((s for s in splits if s.lower() in words), None)
 
 
-def _from_file(path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None) -> Rows:
+def _from_file(
+    path: Path,
+    malformed: Malformed,
+    limit: int | None,
+    indexes: Indexes | None,
+) -> Rows:
     kind = suffix_of(path)
     if kind == ".csv":
         return Csv(path, malformed, limit, indexes)
@@ -184,7 +193,12 @@ def _from_file(path: Path, malformed: Malformed, limit: int | None, indexes: Ind
     raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)} ({', '.join(OPENERS)} behind a text file's name)")
 
 
-def _from_json(path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None) -> Rows:
+def _from_json(
+    path: Path,
+    malformed: Malformed,
+    limit: int | None,
+    indexes: Indexes | None,
+) -> Rows:
     """Return the rows of a list of objects, or of JSON lines in a ``.json`` file."""
     text = utf8_of(path)
     with path.open("rb") if text is None else io.BytesIO(text) as file:
@@ -300,7 +314,13 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
         return {}
 
 
-def _check_keywords(function: Any, options: Mapping[str, Any], what: str, setting: str, positional: tuple[Any, ...]) -> None:
+def _check_keywords(
+    function: Any,
+    options: Mapping[str, Any],
+    what: str,
+    setting: str,
+    positional: tuple[Any, ...],
+) -> None:
     try:
         inspect.signature(function).bind(*positional, **options)
     except TypeError as error:

@@ -92,7 +92,11 @@ class Sources:
             raise error
         self.counts["unreadable"] += 1
 
-    def made(self, rows: Sequence[A], made: Sequence[list[str] | BadRow]) -> list[tuple[A, list[str]]]:
+    def made(
+        self,
+        rows: Sequence[A],
+        made: Sequence[list[str] | BadRow],
+    ) -> list[tuple[A, list[str]]]:
         """Return the pairs of ``rows`` and ``made`` without errors. Errors go to ``skip``."""
         pairs: list[tuple[A, list[str]]] = []
         for row, result in zip(rows, made):
@@ -120,7 +124,13 @@ class Sources:
         self.counts["overlong"] += 1
         self.first_problem = self.first_problem or problem
 
-    def read(self, keep: Keep, kept: Columns, cache: TokenCache | None, seed: int) -> tuple[np.ndarray, Sequence[str]]:
+    def read(
+        self,
+        keep: Keep,
+        kept: Columns,
+        cache: TokenCache | None,
+        seed: int,
+    ) -> tuple[np.ndarray, Sequence[str]]:
         """Open the sources and encode their rows, or restore them from the cache.
 
         Args:
@@ -149,7 +159,12 @@ class Sources:
             return order, names
         return order, unique_names([names[k] for k in order])
 
-    def _encode(self, keep: Keep, kept: Columns, cache: TokenCache | None) -> tuple[list[int], Sequence[str]]:
+    def _encode(
+        self,
+        keep: Keep,
+        kept: Columns,
+        cache: TokenCache | None,
+    ) -> tuple[list[int], Sequence[str]]:
         """Encode every row and write the cache.
 
         Return the number of stored rows per source, and their names.
@@ -165,14 +180,27 @@ class Sources:
         columns = {f"kept/{name}": np.asarray(column) for name, column in kept.items()}
         for s, index in enumerate(indexes):
             for k, known in enumerate(index.values()):
-                columns |= {f"offsets/{s}/{k}": np.asarray(known.offsets), f"lines/{s}/{k}": np.asarray(known.lines)}
+                columns |= {
+                    f"offsets/{s}/{k}": np.asarray(known.offsets),
+                    f"lines/{s}/{k}": np.asarray(known.lines),
+                }
         facts = {
             "counts": self.counts,
             "first_problem": self.first_problem,
             "data_sources": sorted(self.data_sources),
             "lengths": lengths,
             "unique": len(set(names)) == len(names),
-            "files": [[(path, known.malformed, known.first_problem) for path, known in index.items()] for index in indexes],
+            "files": [
+                [
+                    (
+                        path,
+                        known.malformed,
+                        known.first_problem,
+                    )
+                    for path, known in index.items()
+                ]
+                for index in indexes
+            ],
         }
         cache.write(Entry(columns, names, facts))
         return lengths, names
@@ -207,7 +235,14 @@ class Sources:
         """
         for spec, kept in zip(self.config.sources, lengths):
             if not kept:
-                counts = ", ".join(f"{self.counts[k]} {k}" for k in ("rows", "malformed", "overlong"))
+                counts = ", ".join(
+                    f"{self.counts[k]} {k}"
+                    for k in (
+                        "rows",
+                        "malformed",
+                        "overlong",
+                    )
+                )
                 why = f"; the first: {self.first_problem}" if self.first_problem else ""
                 raise DataError(f"data.sources: nothing is left of {spec.path} ({counts}){why}")
         weights = [s.weight for s in self.config.sources]
@@ -252,7 +287,14 @@ class PromptDataset:
         ModelError: the tokenizer lacks a chat template or token that the settings need.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, *, seed: int, processor: Any = None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        seed: int,
+        processor: Any = None,
+    ) -> None:
         self.config = config
         self.encoder = Encoder(config, tokenizer, processor)
         self._sources = Sources(config, self.encoder.reads)
@@ -364,7 +406,14 @@ class PromptDataset:
                 self._sources.skip(error)
         good = self._sources.made(shown, self.encoder.expanded([(record, [text]) for _, record, text in shown]))
         names, kept = [], self._kept
-        for ((row, record, text), _), ids in zip(good, self.encoder.encode_prompts([full for _, (full,) in good])):
+        for (
+            (
+                row,
+                record,
+                text,
+            ),
+            _,
+        ), ids in zip(good, self.encoder.encode_prompts([full for _, (full,) in good])):
             cut = 0
             if len(ids) > self.config.max_prompt_tokens:
                 shorter = self._truncate(record, ids) if self.config.overlong == "truncate" and not record.media else None

@@ -34,8 +34,22 @@ USUAL: dict[str, tuple[str, ...]] = {
         "instruction",
     ),
     "response": ("response", "output", "completion", "answer", "target", "solution"),
-    "label": ("label", "answer", "final_answer", "reward_model.ground_truth", "ground_truth", "extra_info.label"),
-    "reference": ("reference", "solution", "response", "output", "reward_model.ground_truth", "ground_truth"),
+    "label": (
+        "label",
+        "answer",
+        "final_answer",
+        "reward_model.ground_truth",
+        "ground_truth",
+        "extra_info.label",
+    ),
+    "reference": (
+        "reference",
+        "solution",
+        "response",
+        "output",
+        "reward_model.ground_truth",
+        "ground_truth",
+    ),
     "data_source": ("data_source", "datasource"),
     "id": ("id",),
 }
@@ -86,7 +100,16 @@ class Record:
     @property
     def messages(self) -> list[Message]:
         """Return the whole conversation. A text prompt becomes a user message."""
-        asked = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+        asked = (
+            [
+                {
+                    "role": "user",
+                    "content": self.prompt,
+                }
+            ]
+            if isinstance(self.prompt, str)
+            else self.prompt
+        )
         if isinstance(self.response, str):
             return [*asked, {"role": "assistant", "content": self.response}]
         return [*asked, *(self.response or [])]
@@ -105,7 +128,13 @@ class Record:
         return replaced(last["content"], lambda *_: "") if last["role"] == "assistant" else None
 
 
-def read_record(row: Row, columns: Columns, where: str, reads: Reads = NOTHING, root: Path = Path()) -> Record:
+def read_record(
+    row: Row,
+    columns: Columns,
+    where: str,
+    reads: Reads = NOTHING,
+    root: Path = Path(),
+) -> Record:
     """Return ``row`` as a ``Record``.
 
     Args:
@@ -129,7 +158,16 @@ def read_record(row: Row, columns: Columns, where: str, reads: Reads = NOTHING, 
         "id": columns.id,
     }
     found = {what: _pick(row, what, name, where) for what, name in chosen.items()}
-    finder = Finder(reads, where, root, {"image": columns.images, "video": columns.videos, "audio": columns.audios})
+    finder = Finder(
+        reads,
+        where,
+        root,
+        {
+            "image": columns.images,
+            "video": columns.videos,
+            "audio": columns.audios,
+        },
+    )
     asked = found["prompt"][1]
     if (asked is None or asked == "") and finder.has_columns(row):
         found["prompt"] = (found["prompt"][0], " ")
@@ -161,7 +199,12 @@ def read_record(row: Row, columns: Columns, where: str, reads: Reads = NOTHING, 
     )
 
 
-def read_conversation(messages: Sequence[Mapping[str, Any]], where: str, reads: Reads = NOTHING, root: Path = Path()) -> Record:
+def read_conversation(
+    messages: Sequence[Mapping[str, Any]],
+    where: str,
+    reads: Reads = NOTHING,
+    root: Path = Path(),
+) -> Record:
     """Return a record of messages whose content may contain media as parts.
 
     Media markers in the text are ordinary words.
@@ -181,7 +224,13 @@ def read_conversation(messages: Sequence[Mapping[str, Any]], where: str, reads: 
     return Record(prompt, None, None, None, "", "", {}, {}, where, finder.items)
 
 
-def read_prompt(value: Any, where: str, finder: Finder | None = None, *, blank: bool = False) -> str | list[Message]:
+def read_prompt(
+    value: Any,
+    where: str,
+    finder: Finder | None = None,
+    *,
+    blank: bool = False,
+) -> str | list[Message]:
     """Return a prompt as text, or as messages with ``role`` and ``content``.
 
     Args:

@@ -159,7 +159,13 @@ class _TextFile:
     The text of a compressed or UTF-16 file is kept in memory.
     """
 
-    def __init__(self, path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        malformed: Malformed,
+        limit: int | None,
+        indexes: Indexes | None = None,
+    ) -> None:
         self.path = path
         self._text = utf8_of(path)
         indexes = {} if indexes is None else indexes
@@ -174,7 +180,13 @@ class _TextFile:
     def _open(self) -> IO[bytes]:
         return self.path.open("rb") if self._text is None else io.BytesIO(self._text)
 
-    def _scan(self, file: IO[bytes], line: int, malformed: Malformed, limit: int | None) -> TextIndex:
+    def _scan(
+        self,
+        file: IO[bytes],
+        line: int,
+        malformed: Malformed,
+        limit: int | None,
+    ) -> TextIndex:
         """Return the index of all records from the position of ``file``.
 
         The position comes after ``line`` lines.
@@ -260,7 +272,13 @@ class Csv(_TextFile):
         indexes: known indexes of text files. None scans the file.
     """
 
-    def __init__(self, path: Path, malformed: Malformed, limit: int | None, indexes: Indexes | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        malformed: Malformed,
+        limit: int | None,
+        indexes: Indexes | None = None,
+    ) -> None:
         self._names: list[str] = []
         csv.field_size_limit(sys.maxsize)  # the default limit of the csv module (128 KiB) is shorter than some documents
         super().__init__(path, malformed, limit, indexes)
@@ -380,7 +398,13 @@ class Converted:
         options: keyword arguments of the reader.
     """
 
-    def __init__(self, rows: Rows, reader: Callable[..., Row], name: str, options: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        reader: Callable[..., Row],
+        name: str,
+        options: Mapping[str, Any],
+    ) -> None:
         self.rows = rows
         self.reader = reader
         self.name = name

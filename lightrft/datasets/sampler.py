@@ -151,7 +151,10 @@ class HeldOut(Sequence[Prompt]):
                 prompt.media = {}
 
 
-def in_parts(prompts: Sequence[Prompt], ranks: Ranks = ALONE) -> Iterator[tuple[int, Sequence[Prompt]]]:
+def in_parts(
+    prompts: Sequence[Prompt],
+    ranks: Ranks = ALONE,
+) -> Iterator[tuple[int, Sequence[Prompt]]]:
     """Yield ``prompts`` in parts, each with the index of its first prompt.
 
     See ``HeldOut.parts``.

@@ -102,7 +102,15 @@ class SFTDataset:
             the tokenizer has no EOS token.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, *, max_tokens: int, seed: int, processor: Any = None) -> None:
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: Any,
+        *,
+        max_tokens: int,
+        seed: int,
+        processor: Any = None,
+    ) -> None:
         self.config = config
         self.max_tokens = max_tokens
         self.encoder = Encoder(config, tokenizer, processor)
@@ -306,7 +314,13 @@ class SFTDataset:
             ids, trained = [*ids, self.encoder.eos], [*trained, True]
         return ids, trained
 
-    def _extend(self, ids: list[int], shorter: str, longer: str, known: dict[str, list[int]]) -> list[int]:
+    def _extend(
+        self,
+        ids: list[int],
+        shorter: str,
+        longer: str,
+        known: dict[str, list[int]],
+    ) -> list[int]:
         """Return the tokens of ``longer``, which begin with ``ids``, the tokens of ``shorter``.
 
         If a merge across the border would change ``ids``, the rest is encoded separately. The

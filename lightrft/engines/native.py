@@ -42,7 +42,11 @@ class DecodeSession(Protocol):
 
     def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int, /) -> None: ...
 
-    def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+    def prefill(
+        self,
+        prompts: Sequence[Prompt],
+        begun: Sequence[int] = (),
+    ) -> tuple[list[int], Tensor]:
         """Compute prompts.
 
         Return a handle for each, and the logits ``[P, V]`` of the first response tokens.
@@ -152,7 +156,12 @@ class NativeEngine:
         check_requests(wanted, sampling, self.config)
         return self._answers(wanted, sampling, stopped)
 
-    def _answers(self, requests: list[Request], sampling: SamplingConfig, stopped: Callable[[], bool]) -> Iterator[Rollout]:
+    def _answers(
+        self,
+        requests: list[Request],
+        sampling: SamplingConfig,
+        stopped: Callable[[], bool],
+    ) -> Iterator[Rollout]:
         drawing = GenerationBatch(self, requests, sampling)
         while drawing.unfinished:
             if stopped():
@@ -196,7 +205,12 @@ class NativeEngine:
 class GenerationBatch:
     """Responses in progress, advanced by the caller. More requests may join at any time."""
 
-    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+    def __init__(
+        self,
+        engine: NativeEngine,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+    ) -> None:
         self._engine = engine
         self._run = _Run(engine, requests, sampling)
 
@@ -231,7 +245,11 @@ class GenerationBatch:
         return self._run.abort()
 
 
-def check_requests(requests: Iterable[Request], sampling: SamplingConfig, config: EngineConfig) -> None:
+def check_requests(
+    requests: Iterable[Request],
+    sampling: SamplingConfig,
+    config: EngineConfig,
+) -> None:
     """Check that every request asks for tokens and fits the cache.
 
     Args:
@@ -309,7 +327,14 @@ def checksums(tensors: Iterable[tuple[str, Tensor]]) -> Fingerprint:
         # twice its size.
         sums = torch.stack([part.sum(dtype=torch.int64) for part in bits.split(CHECKSUM_PART)])
         sampled = bits[:: max(1, bits.numel() // 4096)].contiguous()
-        made.setdefault(tensor.device, []).append((name, f"{tensor.dtype}{list(tensor.shape)}", sums, sampled))
+        made.setdefault(tensor.device, []).append(
+            (
+                name,
+                f"{tensor.dtype}{list(tensor.shape)}",
+                sums,
+                sampled,
+            )
+        )
     found: Fingerprint = {}
     for rows in made.values():
         raw = torch.cat([x.view(torch.uint8) for _, _, *both in rows for x in both]).cpu().numpy()
@@ -383,7 +408,14 @@ class _Rows:
         self._resize(len(self), max(self.tokens.shape[1], int(held.max(initial=0))))
         for row, request in enumerate(requests, start=first):
             if request.begun is not None:
-                for column, values in zip((self.tokens, self.logprobs, self.versions), _columns(request.begun)):
+                for column, values in zip(
+                    (
+                        self.tokens,
+                        self.logprobs,
+                        self.versions,
+                    ),
+                    _columns(request.begun),
+                ):
                     column[row, : request.held] = values
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
@@ -399,7 +431,15 @@ class _Rows:
             self.requests[dst], self.groups[dst] = self.requests[src], self.groups[src]
         if moves:
             to, of = (list(side) for side in zip(*moves))
-            for column in (self.keys, self.greedy, self.limits, self.steps, self.tokens, self.logprobs, self.versions):
+            for column in (
+                self.keys,
+                self.greedy,
+                self.limits,
+                self.steps,
+                self.tokens,
+                self.logprobs,
+                self.versions,
+            ):
                 column[to] = column[of]
         del self.requests[rows:], self.groups[rows:]
         self.keys, self.greedy = self.keys[:rows], self.greedy[:rows]
@@ -430,13 +470,27 @@ class _Run:
     """State of one ``generate`` call: waiting requests, growing rows and the cache. ``advance``
     adds one token to every row."""
 
-    def __init__(self, engine: NativeEngine, requests: Sequence[Request], sampling: SamplingConfig) -> None:
+    def __init__(
+        self,
+        engine: NativeEngine,
+        requests: Sequence[Request],
+        sampling: SamplingConfig,
+    ) -> None:
         self._engine, self._sampling, self._config = engine, sampling, engine.config
         self._likeliest = sampling.model_copy(update={"temperature": 0.0})
         self._device = engine.decoder.device
         self._session = engine.decoder.session()
         eos = () if engine.tokenizer.eos_token_id is None else (engine.tokenizer.eos_token_id,)
-        self._ends = np.unique(np.array([*engine.decoder.eos_token_ids, *eos, *sampling.stop_token_ids], dtype=np.int64))
+        self._ends = np.unique(
+            np.array(
+                [
+                    *engine.decoder.eos_token_ids,
+                    *eos,
+                    *sampling.stop_token_ids,
+                ],
+                dtype=np.int64,
+            )
+        )
         self._stops = engine.stop_strings(sampling.stop) if sampling.stop else None
         self._waiting: deque[_Group] = deque()
         self._open: list[_Group] = []  # groups whose prompt is in the cache

@@ -77,7 +77,12 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + float(np.log(p)), -torch.inf)
 
 
-def process(logits: Tensor, sampling: SamplingConfig, seen: Tensor | None = None, suppress: Tensor | None = None) -> Tensor:
+def process(
+    logits: Tensor,
+    sampling: SamplingConfig,
+    seen: Tensor | None = None,
+    suppress: Tensor | None = None,
+) -> Tensor:
     """Return the logits of the distribution to sample from, ``[R, V]`` float32.
 
     At temperature 0 only the repetition penalty and ``suppress`` apply, since the other filters do

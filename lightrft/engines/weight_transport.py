@@ -60,7 +60,10 @@ def used(layout: Layout) -> int:
     return layout[-1].at + layout[-1].count
 
 
-def fill(weights: Iterable[tuple[str, Tensor]], slots: Sequence[Tensor]) -> Iterator[tuple[int, Layout]]:
+def fill(
+    weights: Iterable[tuple[str, Tensor]],
+    slots: Sequence[Tensor],
+) -> Iterator[tuple[int, Layout]]:
     """Copy ``weights`` into ``slots`` in turn. Yield the index of each full slot with its layout.
 
     ``slots`` are uint8 buffers ``[bytes]`` of equal size. The next slot is overwritten as soon as
@@ -106,7 +109,16 @@ class Inbox:
         """Load the contents of the sender's ``slot``."""
         self._take(self._slots[slot], layout)
 
-    def join(self, host: str, port: int, rank: int, size: int, bucket: int, device: str, seconds: float) -> None:
+    def join(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        size: int,
+        bucket: int,
+        device: str,
+        seconds: float,
+    ) -> None:
         """Join the process group that ``host`` opens as ``rank``.
 
         Block until all members have joined.
@@ -164,7 +176,13 @@ class Carrier(ABC):
         seconds: Timeout of one call.
     """
 
-    def __init__(self, workers: Sequence[Worker], size: int, device: torch.device, seconds: float) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        size: int,
+        device: torch.device,
+        seconds: float,
+    ) -> None:
         self.workers = list(workers)
         self.seconds = seconds
         self.slots = [torch.empty(-(-size // ALIGNED) * ALIGNED, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -210,7 +228,13 @@ class RayObject(Carrier):
 class SharedMemory(Carrier):
     """Sends buckets through memory of this machine, or of a device that the workers use too."""
 
-    def __init__(self, workers: Sequence[Worker], size: int, device: torch.device, seconds: float) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        size: int,
+        device: torch.device,
+        seconds: float,
+    ) -> None:
         super().__init__(workers, size, device, seconds)
         handles = [handle_of(slot) for slot in self.slots]
         for future in self._ask("attach", handles):
@@ -228,7 +252,14 @@ class Broadcast(Carrier):
     ``host`` is the address of this process, as the workers reach it.
     """
 
-    def __init__(self, workers: Sequence[Worker], size: int, device: torch.device, seconds: float, host: str) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        size: int,
+        device: torch.device,
+        seconds: float,
+        host: str,
+    ) -> None:
         super().__init__(workers, size, device, seconds)
         patience, members = timedelta(seconds=seconds), len(self.workers) + 1
         self._store = (

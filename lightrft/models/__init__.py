@@ -13,7 +13,12 @@ _HOMES = {
     "actor_language": ("ActorLanguage", "ActorText", "CriticLanguage"),
     "actor_vl": ("ActorVL", "CriticVL"),
     "actor_al": ("ActorAL",),
-    "actor_modality": ("MODALITY_PARAMETERS", "ActorModality", "get_supported_parameters", "supports_parameter"),
+    "actor_modality": (
+        "MODALITY_PARAMETERS",
+        "ActorModality",
+        "get_supported_parameters",
+        "supports_parameter",
+    ),
     "critic": ("Critic",),
     "loading.from_pretrained": ("load_model", "load_tokenizer", "save_model"),
     "logprobs": ("entropy_from_logits", "log_probs_from_logits", "token_logprobs"),

@@ -196,7 +196,11 @@ class Backbone(nn.Module):
             raise _rows_of_their_own(self._team)
         row = Row(self._team, packed.input_ids.numel())
         ids, positions = row.own(packed.input_ids), row.own(packed.position_ids)
-        inputs = {"input_ids": ids, "position_ids": positions, "attention_plan": Exchanged(plan, row)}
+        inputs = {
+            "input_ids": ids,
+            "position_ids": positions,
+            "attention_plan": Exchanged(plan, row),
+        }
         return inputs, row.own(packed.source, -1)
 
     @property
@@ -238,7 +242,10 @@ class Backbone(nn.Module):
         own = self.config.attention or self.family.padded_attention or self._own_attention
         self.text_config._attn_implementation = interface.NAME if kind == "flat" else own
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, object] | None = None,
+    ) -> None:
         """Recompute layers in the backward pass.
 
         transformers does so only while the model is in training mode.
@@ -260,7 +267,13 @@ class Actor(Backbone):
     """The policy. With adapters off, it is its own reference."""
 
     @classmethod
-    def load(cls, config: ModelConfig, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Actor:
+    def load(
+        cls,
+        config: ModelConfig,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+    ) -> Actor:
         """Load the model of ``config.path``.
 
         Adapters, frozen parts and gradient checkpointing are set up by ``config``.
@@ -364,7 +377,14 @@ class Actor(Backbone):
         head = self.base.get_output_embeddings() if head is None else head
         return Target(self(batch, states_alone=True), head, kind, temperature, beta, softcap, scale)
 
-    def score_states(self, states: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
+    def score_states(
+        self,
+        states: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Scores:
         """Return log-probs of ``targets [N]`` from the ``states [N, H]`` that predict them.
 
         Args:
@@ -375,7 +395,12 @@ class Actor(Backbone):
         """
         softcap, scale = head_transform(self.base.config, self.family)
         head = self.base.get_output_embeddings()
-        options = {"softcap": softcap, "scale": scale, "entropy": entropy, "chunk_mb": self.config.logits_mb}
+        options = {
+            "softcap": softcap,
+            "scale": scale,
+            "entropy": entropy,
+            "chunk_mb": self.config.logits_mb,
+        }
         return Scores(*token_logprobs(states, head, targets, temperature=temperature, **options))
 
     def logits(self, states: Tensor) -> Tensor:
@@ -470,7 +495,14 @@ class Actor(Backbone):
         self.eval()
         reasons = []
         try:
-            checks = [(rows, at := self._compared(rows), self.own_logprobs(rows, at)) for rows in (few, *self._long_rows(few))]
+            checks = [
+                (
+                    rows,
+                    at := self._compared(rows),
+                    self.own_logprobs(rows, at),
+                )
+                for rows in (few, *self._long_rows(few))
+            ]
             for layout in _ORDER[_ORDER.index(self._layout) :]:
                 why = next(filter(None, (self._differs(rows, layout, at, truth) for rows, at, truth in checks)), "")
                 if not why:
@@ -507,7 +539,15 @@ class Actor(Backbone):
         before, self._layout = self._layout, layout
         try:
             found = self.score(batch).logprobs[at]
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError, ModelError) as error:
+        except (
+            RuntimeError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            AssertionError,
+            ModelError,
+        ) as error:
             return f"failed with {type(error).__name__}: {error}"
         finally:
             self._layout = before

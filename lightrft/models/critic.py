@@ -41,7 +41,13 @@ class Critic(Backbone):
         seed: Seed of the head's initial weights.
     """
 
-    def __init__(self, model: nn.Module, config: ModelConfig | None = None, *, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        config: ModelConfig | None = None,
+        *,
+        seed: int = 0,
+    ) -> None:
         super().__init__(model, config)
         width = self.base.config.get_text_config().hidden_size
         self.value_head = _Head(width, 1, bias=False, device=self.device, dtype=torch.float32)

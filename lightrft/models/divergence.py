@@ -102,7 +102,15 @@ def token_divergence(
 
 class _TokenDivergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Target, bend: Bend, rows: int) -> Tensor:
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Target,
+        bend: Bend,
+        rows: int,
+    ) -> Tensor:
         values = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
         for start in range(0, hidden.shape[0], rows):
             part = slice(start, start + rows)
@@ -130,12 +138,24 @@ class _TokenDivergence(torch.autograd.Function):
         return *sums.inputs(), None, None, None
 
 
-def _logprobs(hidden: Tensor, weight: Tensor, bias: Tensor | None, bend: Bend) -> tuple[Tensor, Tensor | None]:
+def _logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    bend: Bend,
+) -> tuple[Tensor, Tensor | None]:
     logits, slope = bend.forward(F.linear(hidden, weight, bias).to(wide(hidden.dtype)))
     return logits.sub_(logits.logsumexp(-1, keepdim=True)), slope
 
 
-def _generic(hidden: Tensor, head: nn.Module, target: Target, bend: Bend, width: int, rows: int) -> Tensor:
+def _generic(
+    hidden: Tensor,
+    head: nn.Module,
+    target: Target,
+    bend: Bend,
+    width: int,
+    rows: int,
+) -> Tensor:
     """Apply any other head (with adapters, quantised) by plain autograd in chunks, recomputed in
     the backward pass."""
 

@@ -103,4 +103,8 @@ def _jsd_gradient(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return (1 - beta) * _centred(student, student - _mixture(student, teacher, beta))
 
 
-GRADIENTS |= {"reverse_kl": _reverse_kl_gradient, "forward_kl": _forward_kl_gradient, "jsd": _jsd_gradient}
+GRADIENTS |= {
+    "reverse_kl": _reverse_kl_gradient,
+    "forward_kl": _forward_kl_gradient,
+    "jsd": _jsd_gradient,
+}

@@ -91,7 +91,17 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_OWN_EAGER_ATTENTION, _EAGER),
     **dict.fromkeys(("gemma2", "vaultgemma"), Family(padded_attention="eager")),  # scores are soft-capped
     **dict.fromkeys(("gpt2", "gpt-sw3", "gpt_bigcode", "ctrl"), _GPT),
-    **dict.fromkeys(("bloom", "codegen", "gpt_neo", "gptj", "mpt", "openai-gpt"), replace(_EAGER, decoder="transformer")),
+    **dict.fromkeys(
+        (
+            "bloom",
+            "codegen",
+            "gpt_neo",
+            "gptj",
+            "mpt",
+            "openai-gpt",
+        ),
+        replace(_EAGER, decoder="transformer"),
+    ),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), _MAMBA),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared"), _GRANITE),
     **dict.fromkeys(("granite_swa", "granitemoe_swa"), replace(_EAGER, divisor="logits_scaling")),

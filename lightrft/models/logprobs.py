@@ -58,7 +58,12 @@ class Bend:
         return grad if factor == 1.0 else grad.mul_(factor)
 
 
-def bend_logits(x: Tensor, scale: float | None, softcap: float | None, temperature: float = 1.0) -> Tensor:
+def bend_logits(
+    x: Tensor,
+    scale: float | None,
+    softcap: float | None,
+    temperature: float = 1.0,
+) -> Tensor:
     """Return a head's output ``x [..., V]`` as logits, by plain autograd.
 
     ``token_logprobs`` does the same in place for each chunk.
@@ -139,7 +144,13 @@ class HeadGradient:
     d_bias: Tensor | None
 
     @staticmethod
-    def of(needed: Sequence[bool], hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> HeadGradient:
+    def of(
+        needed: Sequence[bool],
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> HeadGradient:
         """Return zero gradients.
 
         Args:
@@ -239,7 +250,12 @@ def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
         yield slice(start + at, start + min(n, at + rows)), logits[at : at + rows]
 
 
-def _logit_gradient(x: Tensor, targets: Tensor, on_logprob: Tensor | None, on_entropy: tuple[Tensor, Tensor] | None) -> None:
+def _logit_gradient(
+    x: Tensor,
+    targets: Tensor,
+    on_logprob: Tensor | None,
+    on_entropy: tuple[Tensor, Tensor] | None,
+) -> None:
     """Turn log-probs ``x [n, V]`` in place into the gradient in the logits.
 
     ``d logprob = onehot - p`` and ``d entropy = -p (log p + H)``, each times the incoming gradient.
@@ -332,7 +348,11 @@ def head_width(head: nn.Module, hidden: Tensor) -> int:
         return head(hidden.new_zeros(1, hidden.shape[-1])).shape[-1]
 
 
-def log_probs_from_logits(logits: Tensor, labels: Tensor, disable_logprobs_flashattn: bool = False) -> Tensor:
+def log_probs_from_logits(
+    logits: Tensor,
+    labels: Tensor,
+    disable_logprobs_flashattn: bool = False,
+) -> Tensor:
     """Return log-probs of ``labels`` under the softmax of ``logits``.
 
     They are float32 (float64 for float64 logits). Half-precision logits are processed row by row,

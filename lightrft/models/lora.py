@@ -22,7 +22,12 @@ _TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower")
 _CONNECTORS = ("multi_modal_projector", "merger", "embed_vision", "embed_audio")
 
 
-def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterable[str] = ()) -> nn.Module:
+def add_adapters(
+    model: PreTrainedModel,
+    config: LoRAConfig,
+    *,
+    exclude: Iterable[str] = (),
+) -> nn.Module:
     """Add trainable adapters to ``model`` and freeze everything else. Return the peft model.
 
     Args:
@@ -56,7 +61,11 @@ def add_adapters(model: PreTrainedModel, config: LoRAConfig, *, exclude: Iterabl
         raise ModelError(f"model.lora.targets = {config.targets!r}: {error}") from None
 
 
-def target_modules(model: PreTrainedModel, config: LoRAConfig, exclude: Iterable[str] = ()) -> list[str]:
+def target_modules(
+    model: PreTrainedModel,
+    config: LoRAConfig,
+    exclude: Iterable[str] = (),
+) -> list[str]:
     """Return the full names of the modules that ``config.targets`` selects inside ``config.parts``.
 
     Full names, because a last component alone would match modules of other parts too.
@@ -201,4 +210,7 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
 def trainable_summary(model: nn.Module) -> dict[str, Any]:
     """Return the numbers of trainable and of all parameters."""
     parameters = list(model.parameters())
-    return {"trainable": sum(p.numel() for p in parameters if p.requires_grad), "all": sum(p.numel() for p in parameters)}
+    return {
+        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        "all": sum(p.numel() for p in parameters),
+    }

@@ -50,7 +50,11 @@ class ModuleActor(Actor):
     def states(self, packed: Packed, seen: Seen | None = None) -> Tensor:
         """Return the logits ``[B, L, V]``, which take the place of hidden states here."""
         mask = (packed.source != -1).view(packed.input_ids.shape).long()
-        inputs = {"input_ids": packed.input_ids, "attention_mask": mask, "position_ids": packed.position_ids}
+        inputs = {
+            "input_ids": packed.input_ids,
+            "attention_mask": mask,
+            "position_ids": packed.position_ids,
+        }
         kept = {name: value for name, value in inputs.items() if self._takes_all or name in self._taken}
         name = type(self.model).__name__
         if "attention_mask" not in kept and not bool(mask.all()):
@@ -63,7 +67,14 @@ class ModuleActor(Actor):
             raise ModelError(f"the forward of {name} returned {type(output).__name__} without logits")
         return logits
 
-    def score_states(self, states: Tensor, targets: Tensor, *, temperature: float = 1.0, entropy: bool = False) -> Scores:
+    def score_states(
+        self,
+        states: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        entropy: bool = False,
+    ) -> Scores:
         """Return log-probs of ``targets [N]`` from their logits ``[N, V]``.
 
         Args:
@@ -80,7 +91,10 @@ class ModuleActor(Actor):
         """Return ``states``, which are logits here."""
         return states
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, object] | None = None,
+    ) -> None:
         """Call the module's method of the same name. Raises ``ModelError`` if it has none."""
         self._call("gradient_checkpointing_enable", gradient_checkpointing_kwargs or {"use_reentrant": False})
 
@@ -94,7 +108,12 @@ class ModuleActor(Actor):
         getattr(self.model, name)(*arguments)
 
     @torch.no_grad()
-    def generate(self, input_ids: Tensor, attention_mask: Tensor, options: dict[str, Any]) -> Tensor:
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        options: dict[str, Any],
+    ) -> Tensor:
         """Sample responses token by token, without a cache.
 
         Return rows ``[B, L]``, padded with ``pad_token_id``.

@@ -65,7 +65,10 @@ class DocumentedModel(nn.Module):
         """The model inside: a transformers or peft model, or the module that was given."""
         return self.backbone.model
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, object] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, object] | None = None,
+    ) -> None:
         """Recompute layers in the backward pass, in training mode only.
 
         ``None`` stands for ``{"use_reentrant": False}``.
@@ -198,7 +201,12 @@ class DocumentedActor(DocumentedModel):
         return output if logprobs is None else (logprobs, output)
 
     @torch.no_grad()
-    def sample_rows(self, input_ids: Tensor, media: Given, given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    def sample_rows(
+        self,
+        input_ids: Tensor,
+        media: Given,
+        given: dict[str, Any],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Generate responses by transformers' ``generate``.
 
         Every ``generate`` of an actor calls it.
@@ -221,7 +229,14 @@ class DocumentedActor(DocumentedModel):
         unknown = sorted(set(given) - set(_GENERATE))
         if unknown:
             raise TypeError(f"generate() got unknown {', '.join(unknown)}; known: {', '.join(_GENERATE)}")
-        options = {name: value for name, value in {**_GENERATE, **given}.items() if value is not None}
+        options = {
+            name: value
+            for name, value in {
+                **_GENERATE,
+                **given,
+            }.items()
+            if value is not None
+        }
         options.setdefault("early_stopping", options["num_beams"] > 1)
         generation = getattr(self.actor.base, "generation_config", None)
         for name in ("eos_token_id", "pad_token_id"):
@@ -415,7 +430,13 @@ def _has_flash_attention() -> bool:
     return False
 
 
-def _adapt(model: nn.Module, rank: int, alpha: float, dropout: float, targets: str | list[str] | None) -> nn.Module:
+def _adapt(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: str | list[str] | None,
+) -> nn.Module:
     if not _is_known(model):
         raise ModelError(f"lora_rank = {rank}: adapters need a path or a transformers model, not a {type(model).__name__}")
     if is_adapted(model):

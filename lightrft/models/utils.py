@@ -161,7 +161,11 @@ def compute_reward(
     return pieces
 
 
-def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_entropy_ratio: float = 0.2) -> Tensor:
+def create_high_entropy_mask(
+    entropy: Tensor,
+    action_mask: Tensor | None,
+    high_entropy_ratio: float = 0.2,
+) -> Tensor:
     """Return a mask ``[B, L]`` of each row's actions with the highest entropy.
 
     It keeps a fraction of the actions, at least one (arXiv 2506.01939). A row without actions keeps
@@ -184,7 +188,12 @@ def create_high_entropy_mask(entropy: Tensor, action_mask: Tensor | None, high_e
     return (mask & (rank < keep[:, None])).to(action_mask.dtype)
 
 
-def process_sequences(sequences: Tensor, input_len: int, eos_token_id: int, pad_token_id: int) -> tuple[Tensor, Tensor, Tensor]:
+def process_sequences(
+    sequences: Tensor,
+    input_len: int,
+    eos_token_id: int,
+    pad_token_id: int,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return generated rows with their attention and action masks.
 
     The shapes are ``[B, L]``, ``[B, L]`` and ``[B, L - input_len]``. The row ends one place after

@@ -36,12 +36,26 @@ def mmau(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
     The label is a letter. ``root`` is the folder of relative paths.
     """
     choices = lettered(row["choices"])
-    return {**row, **_question("mmau", row["question"], choices, row["answer"], placed(row["audio_id"], root))}
+    return {
+        **row,
+        **_question("mmau", row["question"], choices, row["answer"], placed(row["audio_id"], root)),
+    }
 
 
-def _question(source: str, question: str, choices: Mapping[str, str], answer: Any, clip: Any) -> dict[str, Any]:
+def _question(
+    source: str,
+    question: str,
+    choices: Mapping[str, str],
+    answer: Any,
+    clip: Any,
+) -> dict[str, Any]:
     letter = letter_of(choices, answer)
-    named = {"audios": [clip], "prompt": question + shown(choices), "label": letter, "reference": choices[letter]}
+    named = {
+        "audios": [clip],
+        "prompt": question + shown(choices),
+        "label": letter,
+        "reference": choices[letter],
+    }
     return {**named, "data_source": source}
 
 
@@ -50,6 +64,12 @@ def _message(message: Mapping[str, Any], root: str) -> dict[str, Any]:
     content = message["content"]
     if not isinstance(content, str):
         content = [
-            {"type": "audio", "audio": placed(p["audio_url"], root)} if p.get("audio_url") is not None else p for p in content
+            {
+                "type": "audio",
+                "audio": placed(p["audio_url"], root),
+            }
+            if p.get("audio_url") is not None
+            else p
+            for p in content
         ]
     return {**message, "content": content}

@@ -26,5 +26,11 @@ def gsm8k(row: Mapping[str, Any], *, keep_marks: bool = False) -> dict[str, Any]
         raise ValueError("the column 'answer' has no '#### number' at its end")
     response = solution if keep_marks else MARK.sub("", solution)
     label = found[1].replace(",", "")
-    named = {"prompt": row["question"], "response": response, "label": label, "reference": response, "data_source": "gsm8k"}
+    named = {
+        "prompt": row["question"],
+        "response": response,
+        "label": label,
+        "reference": response,
+        "data_source": "gsm8k",
+    }
     return {**row, **named}

@@ -22,7 +22,12 @@ VERDICT = re.compile(r"<answer>\s*Image ([12]) is better\s*</answer>")
 
 
 @READERS.register("hpdv3")
-def hpdv3(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def hpdv3(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read ``{prompt, path1, path2, model1, model2, confidence, choice_dist}``.
 
     ``path1`` is the preferred image.
@@ -40,7 +45,12 @@ def hpdv3(row: Row, *, task_instruction: Instruction | None = None, root: str = 
 
 
 @READERS.register("imagerewarddb")
-def imagerewarddb(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def imagerewarddb(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read pairs ``{prompt_id, prompt, image_path, rank, overall_rating, classification}``.
 
     Columns that differ between the two images have two values: see ``imagerewarddb_pairs``. Raises
@@ -95,13 +105,23 @@ def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> dict[str, Any]:
         content += [{"type": "text", "text": f"\n\nImage {k}:\n"}, part]
     named = {"prompt": [{"role": "user", "content": content}], "response": said}
     letter = "AB"[best]
-    labels = {"label": letter, "preference": letter, "verdict": f"Image {best + 1} is better", "shown": [0, 1]}
+    labels = {
+        "label": letter,
+        "preference": letter,
+        "verdict": f"Image {best + 1} is better",
+        "shown": [0, 1],
+    }
     sides = {"chosen": parts[best], "rejected": parts[1 - best]}
     return {**row, **named, **labels, **sides, "data_source": "imagegen-cot-reward-5k"}
 
 
 @READERS.register("genai_bench")
-def genai_bench(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def genai_bench(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read ``{Prompt, HumanRatings: {model: ratings}, Index}`` of two models.
 
     The row has one more column per model, with its image: see ``genai_bench_pairs``. The image with
@@ -170,4 +190,8 @@ def _of_two(rows: Rows, key: tuple[int, str, str]) -> dict[str, Any]:
     i, *two = key
     row = rows[i]
     plain = {k: v for k, v in row.items() if k not in row["HumanRatings"]}
-    return {**plain, "HumanRatings": {m: row["HumanRatings"][m] for m in two}, **{m: row[m] for m in two}}
+    return {
+        **plain,
+        "HumanRatings": {m: row["HumanRatings"][m] for m in two},
+        **{m: row[m] for m in two},
+    }

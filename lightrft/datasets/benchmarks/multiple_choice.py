@@ -30,7 +30,16 @@ def with_choices(prompt: Any, choices: Mapping[str, str]) -> Any:
 
     A prompt that already shows all choices is returned unchanged.
     """
-    turns: Sequence[Any] = [{"from": "user", "value": prompt}] if isinstance(prompt, str) else prompt
+    turns: Sequence[Any] = (
+        [
+            {
+                "from": "user",
+                "value": prompt,
+            }
+        ]
+        if isinstance(prompt, str)
+        else prompt
+    )
     last = dict(turns[-1])
     key = "value" if "value" in last else "content"
     if all(text in last[key] for text in choices.values()):

@@ -15,7 +15,12 @@ WINNERS: dict[Any, Winner] = {"response1": 0, "response2": 1, "tie": None}
 
 
 @READERS.register("omnirewardbench-t2i")
-def omnirewardbench_t2i(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def omnirewardbench_t2i(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read ``{prompt, response1, response2, criteria, criteria_preference, id, model1, model2}``.
 
     If the row has no ``response1``, the path ``response1_path`` is used.
@@ -24,18 +29,34 @@ def omnirewardbench_t2i(row: Row, *, task_instruction: Instruction | None = None
 
 
 @READERS.register("omnirewardbench-t2v")
-def omnirewardbench_t2v(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def omnirewardbench_t2v(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read rows as ``omnirewardbench-t2i`` does, with videos."""
     return _read(row, "omnirewardbench-t2v", "text-to-video", task_instruction, root)
 
 
 @READERS.register("omnirewardbench-t2a")
-def omnirewardbench_t2a(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def omnirewardbench_t2a(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read rows as ``omnirewardbench-t2i`` does, with sounds."""
     return _read(row, "omnirewardbench-t2a", "text-to-audio", task_instruction, root)
 
 
-def _read(row: Row, source: str, task: str, task_instruction: Instruction | None, root: str) -> dict[str, Any]:
+def _read(
+    row: Row,
+    source: str,
+    task: str,
+    task_instruction: Instruction | None,
+    root: str,
+) -> dict[str, Any]:
     said = row["criteria_preference"]
     if said not in WINNERS:
         raise ValueError(f"criteria_preference is {said!r}, not one of {', '.join(WINNERS)}")

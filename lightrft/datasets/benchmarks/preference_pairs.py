@@ -29,7 +29,12 @@ Instruction = str | Mapping[str, str]
 Winner = int | None
 """The position of the better candidate, 0 or 1, or None for a tie."""
 
-KINDS = {"text-to-image": "image", "text-to-video": "video", "text-to-audio": "audio", "image-to-video": "video"}
+KINDS = {
+    "text-to-image": "image",
+    "text-to-video": "video",
+    "text-to-audio": "audio",
+    "image-to-video": "video",
+}
 """The media kind of the candidates of each task."""
 
 NOUNS = {"image": "pictures", "video": "videos", "audio": "clips"}
@@ -73,7 +78,13 @@ def judged(
     parts = [{"type": kind, kind: placed(c, root)} for c in candidates]
     content = [_text(_instruction(task, task_instruction, request, criteria))]
     if given is not None:
-        content += [_text("\n\nThey start from:\n"), {"type": "image", "image": placed(given, root)}]
+        content += [
+            _text("\n\nThey start from:\n"),
+            {
+                "type": "image",
+                "image": placed(given, root),
+            },
+        ]
     for letter, k in zip("AB", order):
         content += [_text(f"\n\n{letter}:\n"), parts[k]]
     content.append(_text("\n\n" + _question(NOUNS[kind], ties)))

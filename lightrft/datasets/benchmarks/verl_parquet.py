@@ -21,7 +21,15 @@ def verl(row: Mapping[str, Any]) -> dict[str, Any]:
     source = row.get("data_source") or ""
     named = {"prompt": row["prompt"], "label": truth, "reference": solution, "data_source": source}
     if extra.get("index") is not None:
-        named["id"] = "/".join(str(part) for part in (source, extra.get("split"), extra["index"]) if part not in (None, ""))
+        named["id"] = "/".join(
+            str(part)
+            for part in (
+                source,
+                extra.get("split"),
+                extra["index"],
+            )
+            if part not in (None, "")
+        )
     return {**row, **named}
 
 
@@ -33,7 +41,12 @@ def lmm_r1(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     message = row["message"]
     prompt = json.loads(message) if isinstance(message, str) else message
-    return {**row, "prompt": prompt, "label": row["answer"], "data_source": row.get("datasource") or ""}
+    return {
+        **row,
+        "prompt": prompt,
+        "label": row["answer"],
+        "data_source": row.get("datasource") or "",
+    }
 
 
 vermulti = READERS.register("vermulti")(lmm_r1)

@@ -19,7 +19,12 @@ from lightrft.utils.errors import DataError
 
 
 @READERS.register("rapidata-t2v")
-def rapidata_t2v(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def rapidata_t2v(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read ``{prompt, file_name1, file_name2, weighted_results1_Preference, ...}``.
 
     The video with the higher score is preferred. The same holds for coherence and alignment.
@@ -28,7 +33,12 @@ def rapidata_t2v(row: Row, *, task_instruction: Instruction | None = None, root:
 
 
 @READERS.register("rapidata-i2v")
-def rapidata_i2v(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def rapidata_i2v(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read rows as ``rapidata-t2v`` does.
 
     ``prompt_asset`` is the image that both videos start from.
@@ -36,7 +46,14 @@ def rapidata_i2v(row: Row, *, task_instruction: Instruction | None = None, root:
     return _rapidata(row, "rapidata-i2v", "image-to-video", row["prompt_asset"], task_instruction, root)
 
 
-def _rapidata(row: Row, source: str, task: str, given: Any, task_instruction: Instruction | None, root: str) -> dict[str, Any]:
+def _rapidata(
+    row: Row,
+    source: str,
+    task: str,
+    given: Any,
+    task_instruction: Instruction | None,
+    root: str,
+) -> dict[str, Any]:
     heads = ("Preference", "Coherence", "Alignment")
     scores = {head.lower(): [row[f"weighted_results{k}_{head}"] for k in (1, 2)] for head in heads}
     return judged(
@@ -54,7 +71,12 @@ def _rapidata(row: Row, source: str, task: str, given: Any, task_instruction: In
 
 
 @READERS.register("videodpo")
-def videodpo(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def videodpo(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read ``{video1, video2, frame_caption}`` of ``pair.json``, where ``video1`` is preferred.
 
     The columns are numbers of videos. Video 2n is ``winvideos/n.mp4`` and video 2n + 1 is
@@ -73,13 +95,23 @@ def videodpo(row: Row, *, task_instruction: Instruction | None = None, root: str
 
 
 @READERS.register("videogen-rewardbench")
-def videogen_rewardbench(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def videogen_rewardbench(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read ``{path_A, path_B, prompt, Overall, VQ, MQ, TA}``, where the last four are A, B or same.
 
     They become ``preference``, ``visual_quality``, ``motion_quality`` and ``text_alignment``. Their
     letters are the letters of the candidates in the prompt.
     """
-    names = {"preference": "Overall", "visual_quality": "VQ", "motion_quality": "MQ", "text_alignment": "TA"}
+    names = {
+        "preference": "Overall",
+        "visual_quality": "VQ",
+        "motion_quality": "MQ",
+        "text_alignment": "TA",
+    }
     return judged(
         row,
         source="videogen-rewardbench",
@@ -101,7 +133,12 @@ def _side(letter: Any, column: str) -> Winner:
 
 
 @READERS.register("genai_bench_video")
-def genai_bench_video(row: Row, *, task_instruction: Instruction | None = None, root: str = "") -> dict[str, Any]:
+def genai_bench_video(
+    row: Row,
+    *,
+    task_instruction: Instruction | None = None,
+    root: str = "",
+) -> dict[str, Any]:
     """Read ``{id, prompt, models: {model: ratings}}`` of two models.
 
     See ``genai_bench_video_pairs``. The videos are ``<model>/<id>.mp4``. The video with the higher

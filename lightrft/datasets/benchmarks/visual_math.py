@@ -18,7 +18,12 @@ def geo3k(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """Read ``{images, problem, answer}`` of hiyouga/geometry3k, or the layout of verl."""
     if "reward_model" in row:
         return verl(row)
-    named = {"images": row["images"], "prompt": row["problem"], "label": row["answer"], "reference": row["answer"]}
+    named = {
+        "images": row["images"],
+        "prompt": row["problem"],
+        "label": row["answer"],
+        "reference": row["answer"],
+    }
     return {**row, **named, "data_source": "geo3k"}
 
 

@@ -186,10 +186,28 @@ def _header(content: Path | bytes) -> Any:
         info = library.info(stream(content))
     except library.LibsndfileError:
         return None
-    return info if info.format in ("WAV", "WAVEX", "FLAC", "AIFF", "RF64", "W64", "AU", "CAF") else None
+    return (
+        info
+        if info.format
+        in (
+            "WAV",
+            "WAVEX",
+            "FLAC",
+            "AIFF",
+            "RF64",
+            "W64",
+            "AU",
+            "CAF",
+        )
+        else None
+    )
 
 
-def _of_container(content: Path | bytes, problem: str, hearing: Hearing) -> tuple[int, Iterator[np.ndarray]]:
+def _of_container(
+    content: Path | bytes,
+    problem: str,
+    hearing: Hearing,
+) -> tuple[int, Iterator[np.ndarray]]:
     """Return rate and blocks of sound that only FFmpeg can read, such as AAC."""
     try:
         import av

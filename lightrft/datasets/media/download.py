@@ -71,7 +71,13 @@ def receive(url: str, file: IO[bytes], bounds: Bounds) -> None:
             address = address.join(moved)
     except (Late, httpcore.TimeoutException) as error:
         raise ValueError(f"{refused} within data.media.timeout = {bounds.seconds:g} s") from error
-    except (httpx.InvalidURL, httpcore.NetworkError, httpcore.ProtocolError, httpcore.UnsupportedProtocol, OSError) as error:
+    except (
+        httpx.InvalidURL,
+        httpcore.NetworkError,
+        httpcore.ProtocolError,
+        httpcore.UnsupportedProtocol,
+        OSError,
+    ) as error:
         raise ValueError(f"{refused}: {type(error).__name__}: {error}") from error
     except ValueError as error:
         raise ValueError(f"{refused}: {error}") from error

@@ -28,7 +28,18 @@ from lightrft.datasets.media.access import UNRESTRICTED, Access
 from lightrft.datasets.media.download import Bounds, public, receive
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]{32,}={0,2}\s*")
-_NESTED = ("image", "video", "audio", "image_url", "video_url", "audio_url", "input_audio", "url", "path", "file")
+_NESTED = (
+    "image",
+    "video",
+    "audio",
+    "image_url",
+    "video_url",
+    "audio_url",
+    "input_audio",
+    "url",
+    "path",
+    "file",
+)
 _ANIMATED = ("GIF", "PNG", "WEBP")
 _PICTURES = (*_ANIMATED, "BMP", "JPEG", "PPM", "TIFF")
 _FORMATS = (*_PICTURES, "AVIF", "DIB", "ICO", "JPEG2000", "MPO", "PCX", "QOI", "SGI", "TGA")
@@ -318,7 +329,12 @@ def _feed(seen: Any, content: Content) -> None:
 def _feed_shown(seen: Any, picture: Image.Image) -> None:
     """Hash everything that a model can see of ``picture``, including its palette."""
     picture.load()
-    about = (picture.mode, picture.size, picture.getexif().get(0x0112), picture.info.get("transparency"))
+    about = (
+        picture.mode,
+        picture.size,
+        picture.getexif().get(0x0112),
+        picture.info.get("transparency"),
+    )
     seen.update(repr((*about, picture.getpalette("RGBA"))).encode())
     seen.update(picture.tobytes())
 

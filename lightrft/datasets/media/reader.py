@@ -100,7 +100,12 @@ class MediaReader:
         """Return the text of an item, with its placeholders."""
         return self._told(item, lambda: self._part(item).expand(extent))
 
-    def inputs(self, items: Sequence[Item], ids: Sequence[int], where: str) -> tuple[Media, tuple[Attachment, ...]]:
+    def inputs(
+        self,
+        items: Sequence[Item],
+        ids: Sequence[int],
+        where: str,
+    ) -> tuple[Media, tuple[Attachment, ...]]:
         """Return the model inputs and previews of one sample.
 
         Args:
@@ -115,7 +120,12 @@ class MediaReader:
         self._check(items, ready, ids, where)
         return joined(ready), tuple(one.attachment for one in ready)
 
-    def split(self, items: Sequence[Item], parts: tuple[list[int], list[int]], where: str) -> tuple[Media, Media]:
+    def split(
+        self,
+        items: Sequence[Item],
+        parts: tuple[list[int], list[int]],
+        where: str,
+    ) -> tuple[Media, Media]:
         """Return the model inputs of the items of the first part and of the second part.
 
         Args:
@@ -145,7 +155,13 @@ class MediaReader:
         """Return the decoded and processed item. A cache by content is used."""
         return self._told(item, lambda: self._load(item))
 
-    def _check(self, items: Sequence[Item], ready: Sequence[Ready], ids: Sequence[int], where: str) -> None:
+    def _check(
+        self,
+        items: Sequence[Item],
+        ready: Sequence[Ready],
+        ids: Sequence[int],
+        where: str,
+    ) -> None:
         features = dict.fromkeys(self.processor.tokens.values(), 0)
         for item, one in zip(items, ready):
             features[self.processor.tokens[item.kind]] += self._part(item).count(one.inputs)

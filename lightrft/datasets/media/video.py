@@ -31,7 +31,24 @@ PASSED_BY = 8
 All frames count, because each must be decoded to reach the next one.
 """
 CONTAINERS = (
-    *("mov", "matroska", "avi", "flv", "mpegts", "mpeg", "asf", "ogg", "mp3", "aac", "wav", "flac", "aiff", "au", "caf", "ac3"),
+    *(
+        "mov",
+        "matroska",
+        "avi",
+        "flv",
+        "mpegts",
+        "mpeg",
+        "asf",
+        "ogg",
+        "mp3",
+        "aac",
+        "wav",
+        "flac",
+        "aiff",
+        "au",
+        "caf",
+        "ac3",
+    ),
     *(
         "eac3",
         "amr",
@@ -165,7 +182,11 @@ def _decoded(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
             raise ValueError(f"the video is damaged: {error.strerror}") from None
 
 
-def _one_size(content: np.ndarray | Frames, chosen: Sequence[int], viewing: Viewing) -> tuple[int, int, int]:
+def _one_size(
+    content: np.ndarray | Frames,
+    chosen: Sequence[int],
+    viewing: Viewing,
+) -> tuple[int, int, int]:
     """Return the common size of all ``chosen`` frames, from their headers."""
     sizes = {picture_size(_frame(content, k), viewing.max_source_pixels) for k in chosen}
     if len(sizes) > 1:
@@ -237,7 +258,10 @@ def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Ex
         raise ValueError("no video in the file")
     source = container.streams.video[0]
     viewing.check(1, source.codec_context.height, source.codec_context.width)  # must come before the first frame is decoded
-    source.codec_context.options = {**source.codec_context.options, "max_pixels": str(viewing.max_source_pixels)}
+    source.codec_context.options = {
+        **source.codec_context.options,
+        "max_pixels": str(viewing.max_source_pixels),
+    }
     try:
         packets = islice(container.demux(source), MOST_PACKETS)
         stamps = sorted(p.pts for p in packets if p.pts is not None and not p.is_discard)
@@ -254,7 +278,15 @@ def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Ex
     chosen = viewing.choose(times)
     height, width = _upright(first).shape[:2]
     viewing.check(len(chosen), height, width)
-    return [stamps[k] for k in chosen], Extent((len(chosen), height, width, 3), tuple(times[k] for k in chosen))
+    return [stamps[k] for k in chosen], Extent(
+        (
+            len(chosen),
+            height,
+            width,
+            3,
+        ),
+        tuple(times[k] for k in chosen),
+    )
 
 
 def _upright(frame: Any) -> np.ndarray:
@@ -354,7 +386,12 @@ def _container(library: Any, content: Content) -> Any:
 def opened(library: Any, content: Path | bytes) -> Any:
     """Open a container of one of ``CONTAINERS``. It cannot open other files or addresses."""
     return library.open(
-        stream(content), "r", container_options={"format_whitelist": ",".join(CONTAINERS), "protocol_whitelist": "file"}
+        stream(content),
+        "r",
+        container_options={
+            "format_whitelist": ",".join(CONTAINERS),
+            "protocol_whitelist": "file",
+        },
     )
 
 

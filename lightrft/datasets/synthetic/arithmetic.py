@@ -121,7 +121,23 @@ def _rows(
         made += 1
         seen.add(problem)
         wrong = chance.random() < mistakes
-        slip = (chance.randrange(len(working)), chance.choice((-10, -2, -1, 1, 2, 10))) if wrong else None
+        slip = (
+            (
+                chance.randrange(len(working)),
+                chance.choice(
+                    (
+                        -10,
+                        -2,
+                        -1,
+                        1,
+                        2,
+                        10,
+                    )
+                ),
+            )
+            if wrong
+            else None
+        )
         yield _row(problem, numbers, signs, chance.random() < steps, slip)
 
 
@@ -130,7 +146,11 @@ def is_heldout(problem: str, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(problem.encode(), digest_size=8).digest(), "big") < share * 2**64
 
 
-def work(numbers: Sequence[int], signs: Sequence[str], slip: tuple[int, int] | None = None) -> list[tuple[int, str, int, int]]:
+def work(
+    numbers: Sequence[int],
+    signs: Sequence[str],
+    slip: tuple[int, int] | None = None,
+) -> list[tuple[int, str, int, int]]:
     """Return the steps ``(a, sign, b, result)`` of a solution, in the order of precedence.
 
     Args:
@@ -152,7 +172,13 @@ def work(numbers: Sequence[int], signs: Sequence[str], slip: tuple[int, int] | N
     return done
 
 
-def _row(problem: str, numbers: list[int], signs: list[str], steps: bool, slip: tuple[int, int] | None) -> dict[str, Any]:
+def _row(
+    problem: str,
+    numbers: list[int],
+    signs: list[str],
+    steps: bool,
+    slip: tuple[int, int] | None,
+) -> dict[str, Any]:
     written = work(numbers, signs, slip)
     lines = [f"{a}{sign}{b}={c}" for a, sign, b, c in written] if steps else []
     digest = hashlib.blake2b(problem.encode(), digest_size=6).hexdigest()

@@ -83,7 +83,14 @@ class _Flat:
         return self.end - length, length
 
 
-def pack(batch: Batch, layout: Layout, *, final: bool = False, pad: int = 0, axes: Tensor | None = None) -> Packed:
+def pack(
+    batch: Batch,
+    layout: Layout,
+    *,
+    final: bool = False,
+    pad: int = 0,
+    axes: Tensor | None = None,
+) -> Packed:
     """Build one model call from ``batch``.
 
     Rows of length 0 and empty batches are allowed: nothing is read from them.

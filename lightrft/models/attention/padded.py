@@ -150,7 +150,12 @@ class PaddedRows:
         return [some for some, n in zip(self.num_actions, self.lengths or ()) if n]
 
 
-def _runs(backbone: Backbone, tokens: Tensor, lengths: Tensor, media: dict[str, Tensor]) -> Segments:
+def _runs(
+    backbone: Backbone,
+    tokens: Tensor,
+    lengths: Tensor,
+    media: dict[str, Tensor],
+) -> Segments:
     """Return samples with their media.
 
     Media tensors do not say which rows belong to which sample. But they are in order, and exactly

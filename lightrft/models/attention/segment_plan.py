@@ -60,7 +60,19 @@ class SelfSegment:
         if real is None:
             return SelfSegment(0, length, to_device(flat, device), None)
         kept = real.reshape(-1).nonzero()[:, 0]
-        return SelfSegment(0, length, *(to_device(x, device) for x in (flat, real, kept, flat[kept])))
+        return SelfSegment(
+            0,
+            length,
+            *(
+                to_device(x, device)
+                for x in (
+                    flat,
+                    real,
+                    kept,
+                    flat[kept],
+                )
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)

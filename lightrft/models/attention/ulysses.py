@@ -111,13 +111,30 @@ class Exchanged:
         copies = _copies(query.shape[1], key.shape[1], self.row.team)
         if copies > 1:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
-        parts = [x[0].unflatten(0, (size, -1)) for x in (query, key, value)]  # [size, h, t, d], a block of heads for each rank
+        parts = [
+            x[0].unflatten(0, (size, -1))
+            for x in (
+                query,
+                key,
+                value,
+            )
+        ]  # [size, h, t, d], a block of heads for each rank
         sizes = [part[0].numel() for part in parts]
         sent = torch.cat([part.reshape(size, -1) for part in parts], 1)
         got = exchange(sent, self.row.team.group).split(sizes, 1)
         q, k, v = (self._row_of(x.view_as(part)) for x, part in zip(got, parts))
         out = self.plan.attend(layer, q, k, v, scale=scale, softcap=softcap, window=window)[0]  # [tokens, h, d]
-        out = F.pad(out, (0, 0, 0, 0, 0, self.row.each * size - self.row.tokens)).unflatten(0, (-1, size))  # [t, size, h, d]
+        out = F.pad(
+            out,
+            (
+                0,
+                0,
+                0,
+                0,
+                0,
+                self.row.each * size - self.row.tokens,
+            ),
+        ).unflatten(0, (-1, size))  # [t, size, h, d]
         back = exchange(out.transpose(0, 1).contiguous(), self.row.team.group)  # [size, t, h, d], a block of heads from each
         return back.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 

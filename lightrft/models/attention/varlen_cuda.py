@@ -67,7 +67,11 @@ def usable(query: Tensor, value: Tensor, softcap: float | None) -> bool:
     return query.is_cuda and half and softcap is None and fits and kernel() is not None
 
 
-def gather_keys(runs: Sequence[Run], shared: Sequence[tuple[Run, Sequence[Run]]], device: torch.device) -> Keys:
+def gather_keys(
+    runs: Sequence[Run],
+    shared: Sequence[tuple[Run, Sequence[Run]]],
+    device: torch.device,
+) -> Keys:
     """Gather each run of ``runs`` with the earlier run that it attends to, if any.
 
     Args:
@@ -90,7 +94,14 @@ def gather_keys(runs: Sequence[Run], shared: Sequence[tuple[Run, Sequence[Run]]]
     return Keys(positions(runs), positions(flat), starts(queries), starts(keys), max(queries), max(keys))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, keys: Keys, scale: float, window: int | None) -> Tensor:
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Keys,
+    scale: float,
+    window: int | None,
+) -> Tensor:
     """Return attention ``[1, T, H, d]``, causal from the lower right.
 
     Args:

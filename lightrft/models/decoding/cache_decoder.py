@@ -155,7 +155,14 @@ class CachedDecodeSession:
         """
         return rows * (prompt_tokens + response_tokens)
 
-    def reserve(self, prompts: int, prompt_tokens: int, rows: int, response_tokens: int, budget: int) -> None:
+    def reserve(
+        self,
+        prompts: int,
+        prompt_tokens: int,
+        rows: int,
+        response_tokens: int,
+        budget: int,
+    ) -> None:
         """Allow these shapes within a budget. Caches allocate memory as they grow.
 
         Args:
@@ -167,7 +174,11 @@ class CachedDecodeSession:
         """
         self._room = _Room(budget, self.tokens(prompts, prompt_tokens, rows, response_tokens))
 
-    def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+    def prefill(
+        self,
+        prompts: Sequence[Prompt],
+        begun: Sequence[int] = (),
+    ) -> tuple[list[int], Tensor]:
         """Compute ``prompts``.
 
         Return a handle for each, and the logits ``[P, V]`` of their first response tokens.
@@ -251,7 +262,14 @@ class CachedDecodeSession:
             cache.tokens = torch.cat([cache.tokens, ids], dim=1)
             logits, _ = self._call({"input_ids": cache.tokens}, 0, cache.length + 1, use_cache=False)
         else:
-            logits, output = self._call({"input_ids": ids, cache.name: cache.state}, cache.length + cache.shift, 1)
+            logits, output = self._call(
+                {
+                    "input_ids": ids,
+                    cache.name: cache.state,
+                },
+                cache.length + cache.shift,
+                1,
+            )
             cache.state = output[cache.name]
         cache.length += 1
         return logits
@@ -292,7 +310,13 @@ class CachedDecodeSession:
         logits = bend_logits(head(output.last_hidden_state[:, -1]), scale, softcap)
         return _Cache(1, length, shift, "past_key_values", state), logits
 
-    def _call(self, inputs: dict[str, Any], first: int, width: int, use_cache: bool = True) -> tuple[Tensor, Any]:
+    def _call(
+        self,
+        inputs: dict[str, Any],
+        first: int,
+        width: int,
+        use_cache: bool = True,
+    ) -> tuple[Tensor, Any]:
         """Run the model's own forward over ``width`` tokens from position ``first``.
 
         Return the logits ``[n, V]`` after the last token, and the full output.

@@ -166,7 +166,14 @@ class PlanDecodeSession:
         """
         return prompts * prompt_tokens + rows * answer_tokens
 
-    def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int) -> None:
+    def reserve(
+        self,
+        prompts: int,
+        prompt_tokens: int,
+        rows: int,
+        answer_tokens: int,
+        budget: int,
+    ) -> None:
         """Allow these shapes within a budget.
 
         Responses allocate memory as they grow. Earlier, larger arrays stay unless they could exceed
@@ -187,7 +194,11 @@ class PlanDecodeSession:
         self._prompts.resize(prompts, prompt_tokens, len(self._handles), int(self._prompt_lengths.max(initial=0)))
         self._answers.resize(rows, min(self._room, self._answers.columns), len(self), int(self._lengths.max(initial=0)))
 
-    def prefill(self, prompts: Sequence[Prompt], begun: Sequence[int] = ()) -> tuple[list[int], Tensor]:
+    def prefill(
+        self,
+        prompts: Sequence[Prompt],
+        begun: Sequence[int] = (),
+    ) -> tuple[list[int], Tensor]:
         """Compute ``prompts`` into new slots.
 
         Return a handle for each, and the logits ``[P, V]`` of their first response tokens.
@@ -280,7 +291,12 @@ class PlanDecodeSession:
         self._prompt_lengths, self._shifts = self._prompt_lengths[:-1], self._shifts[:-1]
         self._rows = None
 
-    def _logits(self, inputs: dict[str, Any], plan: interface.AttentionPlan, keep: Tensor | None = None) -> Tensor:
+    def _logits(
+        self,
+        inputs: dict[str, Any],
+        plan: interface.AttentionPlan,
+        keep: Tensor | None = None,
+    ) -> Tensor:
         """Return the logits ``[T, V]`` of one flat row of tokens, or of its positions ``keep``."""
         states = self._decoder(**inputs, use_cache=False, attention_plan=plan).last_hidden_state
         softcap, scale = head_transform(self._model.config, self._family)
@@ -385,7 +401,13 @@ class _Rows:
     """The position of each row, and its lane among the rows of its prompt. Rebuilt when rows are
     added or removed."""
 
-    def __init__(self, slots: np.ndarray, prompt_lengths: np.ndarray, lengths: np.ndarray, device: torch.device) -> None:
+    def __init__(
+        self,
+        slots: np.ndarray,
+        prompt_lengths: np.ndarray,
+        lengths: np.ndarray,
+        device: torch.device,
+    ) -> None:
         self.device = device
         self.count, self.slots = len(slots), len(prompt_lengths)
         order = np.argsort(slots, kind="stable")

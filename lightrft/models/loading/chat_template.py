@@ -21,7 +21,12 @@ _CLASSES = {"qwen2_audio": "Qwen2AudioProcessor"}
 tokenizer's template, for text alone."""
 
 
-def fit_template(tokenizer: PreTrainedTokenizerBase, settings: PreTrainedConfig, where: str, revision: str | None) -> None:
+def fit_template(
+    tokenizer: PreTrainedTokenizerBase,
+    settings: PreTrainedConfig,
+    where: str,
+    revision: str | None,
+) -> None:
     """Give ``tokenizer`` the processor's chat template if that accepts more kinds.
 
     The kinds are the media that the model reads. A tokenizer without any template gets one from a
@@ -63,7 +68,13 @@ def _taken(tokenizer: PreTrainedTokenizerBase, template: str | None, kinds: set[
     return {kind for kind, text in texts.items() if text is not None and text != alone and "(word)" in text}
 
 
-def _of_processor(model_type: str, where: str, revision: str | None, *, chat: bool) -> Iterator[str]:
+def _of_processor(
+    model_type: str,
+    where: str,
+    revision: str | None,
+    *,
+    chat: bool,
+) -> Iterator[str]:
     """Yield templates in transformers' order of preference: of files, then, with ``chat``, of the
     processor's class."""
     from transformers import ProcessorMixin  # imported here, since text models need none of the modules that it loads

@@ -35,10 +35,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _log = logging.getLogger(__name__)
-_PADS = ("<pad>", "<|pad|>", "[PAD]", "<|finetune_right_pad_id|>", "<|endoftext|>", "<|fim_pad|>", "<|vision_pad|>", "<unk>")
+_PADS = (
+    "<pad>",
+    "<|pad|>",
+    "[PAD]",
+    "<|finetune_right_pad_id|>",
+    "<|endoftext|>",
+    "<|fim_pad|>",
+    "<|vision_pad|>",
+    "<unk>",
+)
 _TOKENIZER_FILES = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "*.spm")
 _PLAIN_CLASSES = ("TokenizersBackend", "PreTrainedTokenizerFast")  # newer and older name of the same class
-BROKEN = (OSError, ValueError, RuntimeError, KeyError, EOFError, SafetensorError, pickle.UnpicklingError)
+BROKEN = (
+    OSError,
+    ValueError,
+    RuntimeError,
+    KeyError,
+    EOFError,
+    SafetensorError,
+    pickle.UnpicklingError,
+)
 
 
 def load_model(
@@ -202,9 +219,17 @@ def model_settings(config: ModelConfig) -> PreTrainedConfig:
         ) from error
 
 
-def _options(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | None) -> dict[str, Any]:
+def _options(
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> dict[str, Any]:
     kind = dtype or ("auto" if config.dtype == "auto" else getattr(torch, config.dtype))
-    options: dict[str, Any] = {"dtype": kind, "revision": config.revision, "trust_remote_code": config.trust_remote_code}
+    options: dict[str, Any] = {
+        "dtype": kind,
+        "revision": config.revision,
+        "trust_remote_code": config.trust_remote_code,
+    }
     if config.load_in_4bit:
         if find_spec("bitsandbytes") is None:
             raise ModelError("model.load_in_4bit needs bitsandbytes: pip install 'lightrft[quant]'")

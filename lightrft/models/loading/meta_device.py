@@ -26,7 +26,17 @@ def meta_model(config: ModelConfig) -> nn.Module:
     adapters = Path(config.path).expanduser() / "adapter_config.json"
     if adapters.is_file():
         base = json.loads(adapters.read_text(encoding="utf-8")).get("base_model_name_or_path") or ""
-        return _with_saved_adapters(meta_model(config.model_copy(update={"path": base, "lora": None})), adapters.parent)
+        return _with_saved_adapters(
+            meta_model(
+                config.model_copy(
+                    update={
+                        "path": base,
+                        "lora": None,
+                    }
+                )
+            ),
+            adapters.parent,
+        )
     settings = known_settings(config)
     try:
         with torch.device("meta"), quiet(local=True):

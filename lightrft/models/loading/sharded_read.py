@@ -141,7 +141,10 @@ class Unread:
             "different values for them; set tie_word_embeddings to false there"
         )
 
-    def _from_first_rank(self, wanted: Mapping[str, tuple[tuple[int, ...], Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _from_first_rank(
+        self,
+        wanted: Mapping[str, tuple[tuple[int, ...], Tensor]],
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield each of ``wanted`` in full, with that shape, and with that tensor's dtype and
         device."""
         several = dist.is_available() and dist.is_initialized()
@@ -187,7 +190,11 @@ class Unread:
                 part.copy_(torch.linalg.norm(stored[(*index, slice(None))].to(self.types[name]), dim=1))
 
 
-def made(config: ModelConfig, device: torch.device | str, dtype: torch.dtype | None) -> tuple[nn.Module, Unread | None]:
+def made(
+    config: ModelConfig,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+) -> tuple[nn.Module, Unread | None]:
     """Build the model of ``config.path`` with adapters on ``device``.
 
     On the meta device, also return the sources of its weights.
@@ -243,7 +250,11 @@ def _settings(config: ModelConfig) -> PreTrainedConfig:
     return settings
 
 
-def _stored_dtype(config: ModelConfig, settings: PreTrainedConfig, keys: Mapping[str, str]) -> torch.dtype:
+def _stored_dtype(
+    config: ModelConfig,
+    settings: PreTrainedConfig,
+    keys: Mapping[str, str],
+) -> torch.dtype:
     """Return the dtype as transformers does: of the setting, of the model's config, or of the first
     float tensor."""
     if config.dtype != "auto" or settings.dtype is not None:
@@ -318,7 +329,10 @@ def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
     if vars(settings).get("transformers_weights") or (hasattr(kind, "extra_files") and kind.extra_files):
         return {}
     where = where_of(config)
-    options: dict[str, Any] = {"revision": config.revision, "_raise_exceptions_for_missing_entries": False}
+    options: dict[str, Any] = {
+        "revision": config.revision,
+        "_raise_exceptions_for_missing_entries": False,
+    }
     try:
         if (single := cached_file(where, SINGLE, **options)) is not None:
             files = {Path(single).name: single}

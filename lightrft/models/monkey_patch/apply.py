@@ -11,7 +11,12 @@ import torch.distributed as dist
 from lightrft.models.monkey_patch.replaced import original, remove_monkey_patches, replace
 from lightrft.models.monkey_patch.ulysses import Slices, attend
 
-__all__ = ["MONKEY_PATCH_FUNC", "apply_monkey_patch_to_llama", "apply_monkey_patch_to_qwen2", "remove_monkey_patches"]
+__all__ = [
+    "MONKEY_PATCH_FUNC",
+    "apply_monkey_patch_to_llama",
+    "apply_monkey_patch_to_qwen2",
+    "remove_monkey_patches",
+]
 
 
 def apply_monkey_patch_to_llama(group: dist.ProcessGroup | None = None) -> None:

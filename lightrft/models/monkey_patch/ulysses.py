@@ -114,6 +114,18 @@ def _gather_rows(x: Tensor, slices: Slices) -> Tensor:
 def _scatter_rows(out: Tensor, slices: Slices, rows: int) -> Tensor:
     """Exchange ``[1, B * L, h / n, d]`` of all tokens for ``[B, t, h * d]`` of this rank's
     tokens."""
-    tokens = out[0].unflatten(0, (rows, slices.size, -1)).transpose(0, 1).contiguous()  # [n, B, t, h / n, d]
+    tokens = (
+        out[0]
+        .unflatten(
+            0,
+            (
+                rows,
+                slices.size,
+                -1,
+            ),
+        )
+        .transpose(0, 1)
+        .contiguous()
+    )  # [n, B, t, h / n, d]
     got = exchange(tokens, slices.group)  # [n, ...], a block of heads from each rank
     return got.permute(1, 2, 0, 3, 4).flatten(2)

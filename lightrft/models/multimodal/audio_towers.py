@@ -54,7 +54,11 @@ def qwen2_audio_features(frames: int) -> int:
     return ((frames - 1) // 2 + 1) // 2
 
 
-def _clips(inputs: dict[str, Tensor], window: int, kept: Callable[[int, int], int]) -> tuple[list[Tensor], Tensor]:
+def _clips(
+    inputs: dict[str, Tensor],
+    window: int,
+    kept: Callable[[int, int], int],
+) -> tuple[list[Tensor], Tensor]:
     """Return the frames ``[k, mels]`` of each clip, and the number of them that belong to the clip
     itself."""
     own = inputs["feature_lengths"]
@@ -101,7 +105,11 @@ def _qwen2_audio(model: Any, inputs: dict[str, Tensor]) -> Features:
     return Features(torch.cat([row[:n] for row, n in zip(features, counts, strict=True)]))
 
 
-def _own_frames(clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None) -> list[int]:
+def _own_frames(
+    clips: Sequence[Tensor],
+    lengths: Sequence[int] | None,
+    places: Sequence[int] | None,
+) -> list[int]:
     """Return the number of valid frames of each clip ``[mels, T]``.
 
     Without ``lengths`` all frames are valid, unless they would make more features than the clip has
@@ -120,13 +128,29 @@ def _qwen2_audio_arranged(
     own = _own_frames([clip[:, :window] for clip in clips], lengths, places)
     kept = [frames_around(n, window) for n in own]
     frames = [torch.nn.functional.pad(clip[:, :n], (0, max(0, n - clip.shape[1]))) for clip, n in zip(clips, kept)]
-    return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor(own)}
+    return {
+        "input_features": torch.cat(frames, dim=1).t().contiguous(),
+        "feature_lengths": torch.tensor(own),
+    }
 
 
 def _qwen2_audio_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     window = _window(model.model.audio_tower)
     clips, own = _clips(inputs, window, frames_around)
-    mels = torch.stack([torch.nn.functional.pad(clip, (0, 0, 0, window - len(clip))) for clip in clips])
+    mels = torch.stack(
+        [
+            torch.nn.functional.pad(
+                clip,
+                (
+                    0,
+                    0,
+                    0,
+                    window - len(clip),
+                ),
+            )
+            for clip in clips
+        ]
+    )
     mask = torch.arange(window, device=own.device) < own[:, None]
     return {"input_features": mels.transpose(1, 2), "feature_attention_mask": mask.long()}
 
@@ -146,7 +170,10 @@ def _voxtral_arranged(
     """Return the media of ``windows [mels, T]`` each, all of whose frames are valid."""
     window = _window(model.model.audio_tower)
     frames = [torch.nn.functional.pad(part[:, :window], (0, max(0, window - part.shape[1]))) for part in windows]
-    return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor([window] * len(frames))}
+    return {
+        "input_features": torch.cat(frames, dim=1).t().contiguous(),
+        "feature_lengths": torch.tensor([window] * len(frames)),
+    }
 
 
 def _omni_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -167,7 +194,10 @@ def _omni_arranged(
 ) -> dict[str, Tensor]:
     own = _own_frames(clips, lengths, places)
     frames = [clip[:, :n] for clip, n in zip(clips, own)]
-    return {"input_features": torch.cat(frames, dim=1).t().contiguous(), "feature_lengths": torch.tensor(own)}
+    return {
+        "input_features": torch.cat(frames, dim=1).t().contiguous(),
+        "feature_lengths": torch.tensor(own),
+    }
 
 
 def _omni_video(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -175,7 +205,13 @@ def _omni_video(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     return {names.get(name, name): values for name, values in inputs.items()}
 
 
-def _omni_positions(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
+def _omni_positions(
+    model: Any,
+    ids: Tensor,
+    types: Tensor,
+    mask: Tensor,
+    media: dict[str, Tensor],
+) -> Tensor:
     """Return positions by the model's own ``get_rope_index``, which reads the tokens of media and
     the marks before them.
 
@@ -242,7 +278,12 @@ _OMNI = (
 )
 _OMNI_PARTS = {  # with and without a prefix: older releases of transformers have none
     "tower": ("model.audio_tower.", "model.visual.", "audio_tower.", "visual."),
-    "projector": ("model.audio_tower.proj.", "model.visual.merger.", "audio_tower.proj.", "visual.merger."),
+    "projector": (
+        "model.audio_tower.proj.",
+        "model.visual.merger.",
+        "audio_tower.proj.",
+        "visual.merger.",
+    ),
 }
 _OMNI_UNREAD = ("model.audio_tower.audio_bos_eos_token.", "audio_tower.audio_bos_eos_token.")
 OMNI = Reader(_OMNI, _omni_positions, _OMNI_PARTS, unread=_OMNI_UNREAD)

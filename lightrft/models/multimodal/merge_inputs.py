@@ -81,7 +81,13 @@ class Seen:
         lengths = torch.diff(starts, append=starts.new_tensor([len(source)]))
         return [(s, n) for s, n, b in zip(starts.tolist(), lengths.tolist(), block[starts].tolist()) if b >= 0]
 
-    def masks(self, config: PreTrainedConfig, embeddings: Tensor, source: Tensor, real: Tensor | None) -> dict[str, object]:
+    def masks(
+        self,
+        config: PreTrainedConfig,
+        embeddings: Tensor,
+        source: Tensor,
+        real: Tensor | None,
+    ) -> dict[str, object]:
         """Return the decoder's mask keywords for the ``padded`` layout.
 
         They are for the model's own attention.
@@ -296,7 +302,12 @@ def _rope(model: PreTrainedModel, reader: Reader, runs: Segments, inside: Tensor
     return [row[:, :n] for row, n in zip(found.unbind(1), lengths)]
 
 
-def own_inputs(model: PreTrainedModel, family: Family, batch: Batch, packed: Packed) -> dict[str, Any]:
+def own_inputs(
+    model: PreTrainedModel,
+    family: Family,
+    batch: Batch,
+    packed: Packed,
+) -> dict[str, Any]:
     """Return the keywords of the model's own forward for ``packed`` rows with media.
 
     It is slower, and the reference for the layouts.
@@ -322,7 +333,12 @@ def own_inputs(model: PreTrainedModel, family: Family, batch: Batch, packed: Pac
     return made | own_keywords(model, reader, packed.input_ids, whole.media)
 
 
-def own_keywords(model: PreTrainedModel, reader: Reader, ids: Tensor, media: Media) -> dict[str, Any]:
+def own_keywords(
+    model: PreTrainedModel,
+    reader: Reader,
+    ids: Tensor,
+    media: Media,
+) -> dict[str, Any]:
     """Return the keywords of the model's own forward for the media of some rows.
 
     Args:

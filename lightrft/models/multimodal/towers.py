@@ -37,7 +37,15 @@ def as_they_are(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     return dict(inputs)
 
 
-Arrange = Callable[[Any, Sequence[Tensor], Sequence[int] | None, Sequence[int] | None], dict[str, Tensor]]
+Arrange = Callable[
+    [
+        Any,
+        Sequence[Tensor],
+        Sequence[int] | None,
+        Sequence[int] | None,
+    ],
+    dict[str, Tensor],
+]
 """Maps ``(model, one array per clip, lengths of the clips, placeholders of each)`` to media by
 name. Lengths and placeholders may be ``None``."""
 
@@ -136,7 +144,13 @@ def _joined(values: Any) -> Tensor:
     return values.flatten(0, -2) if isinstance(values, Tensor) else torch.cat([v.flatten(0, -2) for v in values])
 
 
-def rope_index(model: Any, ids: Tensor, types: Tensor, mask: Tensor, media: dict[str, Tensor]) -> Tensor:
+def rope_index(
+    model: Any,
+    ids: Tensor,
+    types: Tensor,
+    mask: Tensor,
+    media: dict[str, Tensor],
+) -> Tensor:
     """Return positions ``[3, P, L]`` by the model's own ``get_rope_index``.
 
     They depend on the grids in ``media``.
@@ -167,7 +181,10 @@ VIDEO = replace(
 TIMED_VIDEO = replace(VIDEO, hints=("second_per_grid_ts",))
 
 _QWEN_PARTS = {"tower": ("model.visual.",), "projector": ("model.visual.merger.",)}
-_QWEN3_PARTS = {**_QWEN_PARTS, "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list.")}
+_QWEN3_PARTS = {
+    **_QWEN_PARTS,
+    "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
+}
 QWEN2_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS)
 QWEN2_5_VL = Reader((IMAGE, TIMED_VIDEO), rope_index, _QWEN_PARTS)
 QWEN3_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN3_PARTS)

@@ -24,7 +24,11 @@ from lightrft.models.processors.base import ModalityProcessor, known, spelling
 from lightrft.types import Extent
 
 
-def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
+def qwen2_audio(
+    config: ModelConfig,
+    settings: Any,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Mapping[str, ModalityProcessor]:
     """Build the part of clips up to the tower's window.
 
     Args:
@@ -42,7 +46,11 @@ def qwen2_audio(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokeniz
     return {"audio": Clip(extractor, written, around, audio_towers.qwen2_audio_features, kept)}
 
 
-def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
+def voxtral(
+    config: ModelConfig,
+    settings: Any,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Mapping[str, ModalityProcessor]:
     """Build the part of clips of any length, in as many windows as needed.
 
     Args:
@@ -64,7 +72,11 @@ def voxtral(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBa
     return {"audio": Clip(extractor, written, around, features, kept, windows=None)}
 
 
-def omni(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
+def omni(
+    config: ModelConfig,
+    settings: Any,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Mapping[str, ModalityProcessor]:
     """Build the parts of Qwen2.5-Omni: clips, pictures and frames.
 
     Clips have up to the extractor's window. Pictures and frames are as in Qwen2.5-VL. The

@@ -20,11 +20,19 @@ from lightrft.config.model import ModelConfig
 from lightrft.models.processors.base import ModalityProcessor, spelling, within
 from lightrft.types import Extent
 
-_CROPS = {"pan_and_scan_min_crop_size": 256, "pan_and_scan_max_num_crops": 4, "pan_and_scan_min_ratio_to_activate": 1.2}
+_CROPS = {
+    "pan_and_scan_min_crop_size": 256,
+    "pan_and_scan_max_num_crops": 4,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
 """Values that ``Gemma3Processor`` uses where a folder's settings are null."""
 
 
-def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
+def build(
+    config: ModelConfig,
+    settings: Any,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Mapping[str, ModalityProcessor]:
     """Build the part of pictures from the folder's picture processor.
 
     Args:
@@ -34,7 +42,12 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
     """
     processor = Gemma3ImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
     begin, soft, end = (
-        spelling(tokenizer, i) for i in (settings.boi_token_index, settings.image_token_index, settings.eoi_token_index)
+        spelling(tokenizer, i)
+        for i in (
+            settings.boi_token_index,
+            settings.image_token_index,
+            settings.eoi_token_index,
+        )
     )
     features = settings.mm_tokens_per_image
     return {"image": GemmaImage(processor, begin, f"\n\n{begin}{soft * features}{end}\n\n", features)}

@@ -24,7 +24,11 @@ from lightrft.models.processors.base import ModalityProcessor, spelling, write_s
 from lightrft.types import Extent
 
 
-def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
+def build(
+    config: ModelConfig,
+    settings: Any,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Mapping[str, ModalityProcessor]:
     """Build the parts of pictures and frames from the folder's processors.
 
     Without a video processor, frames use the pictures'.
@@ -44,7 +48,11 @@ def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase
     clip: dict[str, Any] = {"processor": frames, "written": video, "fields": fields}
     plain = QwenVideo(**clip, around=marks)
     timed = replace(plain, timed=True)
-    kinds: dict[str, QwenVideo] = {"qwen2_vl": plain, "qwen2_5_vl": timed, "qwen2_5_omni_thinker": timed}
+    kinds: dict[str, QwenVideo] = {
+        "qwen2_vl": plain,
+        "qwen2_5_vl": timed,
+        "qwen2_5_omni_thinker": timed,
+    }
     return {
         "image": QwenImage(processor, image, marks),
         "video": kinds.get(settings.model_type) or Qwen3Video(**clip, marks=marks),
@@ -134,12 +142,24 @@ class QwenVideo:
         return replace(self, processor=limited, fields={**self.fields, "size": dict(limited.size)})
 
     def save(self, path: Path) -> None:
-        write_settings(path / "video_preprocessor_config.json", {**self.fields, "video_processor_type": "Qwen2VLVideoProcessor"})
+        write_settings(
+            path / "video_preprocessor_config.json",
+            {
+                **self.fields,
+                "video_processor_type": "Qwen2VLVideoProcessor",
+            },
+        )
 
     def _grid(self, extent: Extent) -> Tensor:
         """Return the number of patches along time, height and width."""
         height, width = (n // self.processor.patch_size for n in self._resized(*extent.shape[:3]))
-        return torch.tensor([-(-extent.shape[0] // self.processor.temporal_patch_size), height, width])
+        return torch.tensor(
+            [
+                -(-extent.shape[0] // self.processor.temporal_patch_size),
+                height,
+                width,
+            ]
+        )
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
         size = self.processor.size
@@ -174,7 +194,13 @@ class Qwen3Video(QwenVideo):
         return replace(self, each=(low if min_pixels is None else min_pixels, high if max_pixels is None else max_pixels))
 
     def save(self, path: Path) -> None:
-        write_settings(path / "video_preprocessor_config.json", {**self.fields, "video_processor_type": "Qwen3VLVideoProcessor"})
+        write_settings(
+            path / "video_preprocessor_config.json",
+            {
+                **self.fields,
+                "video_processor_type": "Qwen3VLVideoProcessor",
+            },
+        )
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
         size, step = self.processor.size, self.least

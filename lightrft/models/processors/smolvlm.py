@@ -23,7 +23,11 @@ from lightrft.models.processors.base import ModalityProcessor, spelling, within
 from lightrft.types import Extent
 
 
-def build(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
+def build(
+    config: ModelConfig,
+    settings: Any,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Mapping[str, ModalityProcessor]:
     """Build the part of pictures from the folder's picture processor.
 
     Args:

@@ -24,7 +24,11 @@ from lightrft.models.processors.base import ModalityProcessor, spelling, write_s
 from lightrft.types import Extent
 
 
-def internvl(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
+def internvl(
+    config: ModelConfig,
+    settings: Any,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Mapping[str, ModalityProcessor]:
     """Build the part of pictures.
 
     A tile is a square of the tower's size. Its features are shuffled into fewer, wider ones.
@@ -71,7 +75,13 @@ class InternImage:
         tile = self.processor.size["height"] * self.processor.size["width"]
         most = fields["max_patches"] if max_pixels is None else max(1, max_pixels // tile)
         least = fields["min_patches"] if min_pixels is None else -(-min_pixels // tile)
-        limited = type(self.processor).from_dict({**fields, "min_patches": max(1, min(least, most)), "max_patches": most})
+        limited = type(self.processor).from_dict(
+            {
+                **fields,
+                "min_patches": max(1, min(least, most)),
+                "max_patches": most,
+            }
+        )
         return replace(self, processor=limited)
 
     def save(self, path: Path) -> None:
@@ -80,7 +90,11 @@ class InternImage:
         write_settings(path / "processor_config.json", fields)
 
 
-def onevision(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizerBase) -> Mapping[str, ModalityProcessor]:
+def onevision(
+    config: ModelConfig,
+    settings: Any,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Mapping[str, ModalityProcessor]:
     """Build the parts of pictures and frames.
 
     Without a video processor in the folder, frames use the pictures'.
@@ -106,7 +120,10 @@ def onevision(config: ModelConfig, settings: Any, tokenizer: PreTrainedTokenizer
     side = settings.vision_config.image_size // settings.vision_config.patch_size
     most = int(settings.vision_aspect_ratio.removeprefix("anyres_max_"))
     image, video = (spelling(tokenizer, i) for i in (settings.image_token_index, settings.video_token_index))
-    return {"image": OnevisionImage(processor, image, side, most), "video": OnevisionVideo(frames, video, side, fields)}
+    return {
+        "image": OnevisionImage(processor, image, side, most),
+        "video": OnevisionVideo(frames, video, side, fields),
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +217,10 @@ class OnevisionVideo:
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
         made = self.processor(images=[Image.fromarray(frame) for frame in value], return_tensors="pt")
-        return {"pixel_values_videos": made["pixel_values"], "video_lengths": torch.tensor([len(value)])}
+        return {
+            "pixel_values_videos": made["pixel_values"],
+            "video_lengths": torch.tensor([len(value)]),
+        }
 
     def count(self, inputs: Mapping[str, Tensor]) -> int:
         return len(inputs["pixel_values_videos"]) * math.ceil(self.side / 2) ** 2 + len(inputs["video_lengths"])

@@ -125,5 +125,11 @@ def _chat_template(written: dict[str, str]) -> str:
     )
 
 
-_FAMILIES: dict[str, Tiny] = {**qwen.FAMILIES, **tiles.FAMILIES, **gemma.FAMILIES, **smolvlm.FAMILIES, **audio.FAMILIES}
+_FAMILIES: dict[str, Tiny] = {
+    **qwen.FAMILIES,
+    **tiles.FAMILIES,
+    **gemma.FAMILIES,
+    **smolvlm.FAMILIES,
+    **audio.FAMILIES,
+}
 MEDIA_FAMILIES: tuple[str, ...] = tuple(_FAMILIES)

@@ -15,11 +15,20 @@ from lightrft.models.tiny.spec import Tiny
 
 def _whisper_extractor(**settings: Any) -> Any:
     """Build an extractor with windows of one second at 16 kHz and 16 mel bins: 100 frames."""
-    sizes: dict[str, Any] = {"feature_size": 16, "chunk_length": 1, "sampling_rate": 16000, **settings}
+    sizes: dict[str, Any] = {
+        "feature_size": 16,
+        "chunk_length": 1,
+        "sampling_rate": 16000,
+        **settings,
+    }
     return transformers.WhisperFeatureExtractor(**sizes)
 
 
-def _qwen2_audio(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _qwen2_audio(
+    sizes: dict[str, Any],
+    ids: dict[str, int],
+    tower: dict[str, Any],
+) -> PreTrainedConfig:
     audio = {
         "model_type": "qwen2_audio_encoder",
         "num_mel_bins": 16,
@@ -48,7 +57,11 @@ def _voxtral(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) 
         **tower,
     }
     audio.setdefault("intermediate_size", 2 * audio["hidden_size"])
-    text = {"model_type": "llama", "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"], **sizes}
+    text = {
+        "model_type": "llama",
+        "head_dim": sizes["hidden_size"] // sizes["num_attention_heads"],
+        **sizes,
+    }
     return transformers.VoxtralConfig(audio_config=audio, text_config=text, audio_token_id=ids["[AUDIO]"])
 
 

@@ -33,14 +33,31 @@ def _gemma3(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -
         **tower,
     }
     layers = ["full_attention" if i % 2 else "sliding_attention" for i in range(sizes["num_hidden_layers"])]
-    text = {"head_dim": head, "query_pre_attn_scalar": head, "sliding_window": 8, "layer_types": layers, **sizes}
+    text = {
+        "head_dim": head,
+        "query_pre_attn_scalar": head,
+        "sliding_window": 8,
+        "layer_types": layers,
+        **sizes,
+    }
     begin, end, soft = ids.values()
-    fields: dict[str, Any] = {"boi_token_index": begin, "eoi_token_index": end, "image_token_index": soft}
+    fields: dict[str, Any] = {
+        "boi_token_index": begin,
+        "eoi_token_index": end,
+        "image_token_index": soft,
+    }
     return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=9, **fields)
 
 
 FAMILIES = {
     "gemma3": Tiny(
-        ("<start_of_image>", "<end_of_image>", "<image_soft_token>"), {"image": "<start_of_image>"}, _gemma3, _processor
+        (
+            "<start_of_image>",
+            "<end_of_image>",
+            "<image_soft_token>",
+        ),
+        {"image": "<start_of_image>"},
+        _gemma3,
+        _processor,
     ),
 }

@@ -25,7 +25,12 @@ def processor(**settings: Any) -> Any:
     """Build a processor with patches of 4 pixels, 2 x 2 of which make a feature."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    sizes: dict[str, Any] = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024}, **settings}
+    sizes: dict[str, Any] = {
+        "patch_size": 4,
+        "merge_size": 2,
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+        **settings,
+    }
     return Qwen2VLImageProcessorPil(**sizes)
 
 
@@ -33,10 +38,22 @@ def text(sizes: dict[str, Any], **rope: Any) -> dict[str, Any]:
     """Return the fields of a text config whose positions have three axes."""
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
     sections = [head // 2 - 2 * (head // 6), head // 6, head // 6]
-    return {**sizes, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections, **rope}}
+    return {
+        **sizes,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "mrope_section": sections,
+            **rope,
+        },
+    }
 
 
-def _qwen2_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _qwen2_vl(
+    sizes: dict[str, Any],
+    ids: dict[str, int],
+    tower: dict[str, Any],
+) -> PreTrainedConfig:
     vision = {
         "depth": 2,
         "embed_dim": 32,
@@ -69,7 +86,11 @@ def vision_2_5(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _qwen2_5_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _qwen2_5_vl(
+    sizes: dict[str, Any],
+    ids: dict[str, int],
+    tower: dict[str, Any],
+) -> PreTrainedConfig:
     return transformers.Qwen2_5_VLConfig(text_config=text(sizes), vision_config=vision_2_5(sizes, tower), **_ids(ids))
 
 
@@ -93,15 +114,34 @@ def _qwen3_text(sizes: dict[str, Any]) -> dict[str, Any]:
     return {**text(sizes, mrope_interleaved=True), "head_dim": head}
 
 
-def _qwen3_vl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _qwen3_vl(
+    sizes: dict[str, Any],
+    ids: dict[str, int],
+    tower: dict[str, Any],
+) -> PreTrainedConfig:
     vision = _qwen3_vision(sizes, tower)
     return transformers.Qwen3VLConfig(text_config=_qwen3_text(sizes), vision_config=vision, **_ids(ids))
 
 
-def _qwen3_vl_moe(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": sizes["hidden_size"] // 2}
+def _qwen3_vl_moe(
+    sizes: dict[str, Any],
+    ids: dict[str, int],
+    tower: dict[str, Any],
+) -> PreTrainedConfig:
+    experts = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": sizes["hidden_size"] // 2,
+    }
     vision = _qwen3_vision(sizes, tower)
-    return transformers.Qwen3VLMoeConfig(text_config={**experts, **_qwen3_text(sizes)}, vision_config=vision, **_ids(ids))
+    return transformers.Qwen3VLMoeConfig(
+        text_config={
+            **experts,
+            **_qwen3_text(sizes),
+        },
+        vision_config=vision,
+        **_ids(ids),
+    )
 
 
 def _qwen3_5_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
@@ -112,7 +152,12 @@ def _qwen3_5_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, A
 def _qwen3_5_text(sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a text config whose layers are recurrent, except for the last, which
     attends."""
-    states = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+    states = {
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    }
     layers = ["linear_attention"] * (sizes["num_hidden_layers"] - 1) + ["full_attention"]
     return {**states, **_qwen3_text(sizes), "layer_types": layers}
 
@@ -122,7 +167,11 @@ def _qwen3_5(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) 
     return transformers.Qwen3_5Config(text_config=_qwen3_5_text(sizes), vision_config=vision, **_ids(ids))
 
 
-def _qwen3_5_moe(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _qwen3_5_moe(
+    sizes: dict[str, Any],
+    ids: dict[str, int],
+    tower: dict[str, Any],
+) -> PreTrainedConfig:
     width = sizes["hidden_size"] // 2
     experts = {
         "num_experts": 4,
@@ -131,7 +180,14 @@ def _qwen3_5_moe(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, An
         "shared_expert_intermediate_size": width,
     }
     vision = _qwen3_5_vision(sizes, tower)
-    return transformers.Qwen3_5MoeConfig(text_config={**experts, **_qwen3_5_text(sizes)}, vision_config=vision, **_ids(ids))
+    return transformers.Qwen3_5MoeConfig(
+        text_config={
+            **experts,
+            **_qwen3_5_text(sizes),
+        },
+        vision_config=vision,
+        **_ids(ids),
+    )
 
 
 FAMILIES = {

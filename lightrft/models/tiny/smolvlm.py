@@ -16,7 +16,11 @@ from lightrft.models.tiny.spec import Tiny
 def _processor(**settings: Any) -> Any:
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    sizes: dict[str, Any] = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}, **settings}
+    sizes: dict[str, Any] = {
+        "size": {"longest_edge": 32},
+        "max_image_size": {"longest_edge": 16},
+        **settings,
+    }
     return SmolVLMImageProcessorPil(**sizes)
 
 
@@ -39,6 +43,14 @@ _CROPS = tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2
 
 FAMILIES = {
     "smolvlm": Tiny(
-        ("<image>", "<fake_token_around_image>", "<global-img>", *_CROPS), {"image": "<image>"}, _smolvlm, _processor
+        (
+            "<image>",
+            "<fake_token_around_image>",
+            "<global-img>",
+            *_CROPS,
+        ),
+        {"image": "<image>"},
+        _smolvlm,
+        _processor,
     ),
 }

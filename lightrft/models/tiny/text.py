@@ -45,7 +45,18 @@ def tiny_tokenizer(
         special: More special tokens, last in the vocabulary.
         chat_template: The chat template.
     """
-    vocabulary = dict.fromkeys([PAD, UNK, START, END, *chars, *extra_chars, *(ROLES if whole_roles else ()), *special])
+    vocabulary = dict.fromkeys(
+        [
+            PAD,
+            UNK,
+            START,
+            END,
+            *chars,
+            *extra_chars,
+            *(ROLES if whole_roles else ()),
+            *special,
+        ]
+    )
     backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(vocabulary)}, unk_token=UNK))
     role = rf"^(?:{'|'.join(ROLES)})(?=\n)|" if whole_roles else ""
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(role + r"[\s\S]"), "isolated")
@@ -139,7 +150,10 @@ def tiny_config(family: str, *, vocab_size: int, **overrides: Any) -> PreTrained
     }
     sizes.setdefault("intermediate_size", 2 * sizes["hidden_size"])
     sizes.setdefault("num_key_value_heads", max(1, sizes["num_attention_heads"] // 2))
-    derived = {**sizes, "head_dim": sizes.get("head_dim", max(1, sizes["hidden_size"] // sizes["num_attention_heads"]))}
+    derived = {
+        **sizes,
+        "head_dim": sizes.get("head_dim", max(1, sizes["hidden_size"] // sizes["num_attention_heads"])),
+    }
     # Initial weights are wider than transformers' 0.02: at this size the model would otherwise
     # start almost uniform.
     tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3, "initializer_range": 0.1}

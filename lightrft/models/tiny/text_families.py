@@ -70,13 +70,23 @@ _SIZES: dict[str, Any] = {
 }
 """Fields that are set if a family's config has them."""
 
-_GRANITE = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.2}
+_GRANITE = {
+    "logits_scaling": 3.0,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+}
 _SLIDING = ["sliding_attention", "full_attention"]
 _LINEAR = ["linear_attention", "full_attention"]
 _INDEXED = {"mlp_layer_types": ["dense", "sparse"]}
 _DEEPSEEK = {"first_k_dense_replace": 1, "num_key_value_heads": 4, "n_group": 2}
 _WINDOWED = {"sliding_window": WINDOW, "layer_types": _SLIDING}
-_SCALED = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+_SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 _LLAMA3 = {"rope_parameters": {**_SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 
@@ -101,7 +111,12 @@ _ROWS: dict[str, dict[str, Any]] = {
     "codegen": {"rotary_dim": 4},
     "cohere": {"logit_scale": 0.25},
     "cohere2": {"logit_scale": 0.25, **_WINDOWED},
-    "cohere2_moe": {"logit_scale": 0.25, **_WINDOWED, "mlp_layer_types": ["dense", "sparse"], "num_shared_experts": 1},
+    "cohere2_moe": {
+        "logit_scale": 0.25,
+        **_WINDOWED,
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_shared_experts": 1,
+    },
     "ctrl": {"n_embd": 32, "dff": 64},
     "cwm": {**_WINDOWED, **_LLAMA3, "bos_token_id": 1},
     "dbrx": {
@@ -111,12 +126,20 @@ _ROWS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 2.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "deepseek_v2": {**_DEEPSEEK, "topk_method": "group_limited_greedy", "moe_intermediate_size": 32},
+    "deepseek_v2": {
+        **_DEEPSEEK,
+        "topk_method": "group_limited_greedy",
+        "moe_intermediate_size": 32,
+    },
     "deepseek_v3": _DEEPSEEK,
     "deepseek_v32": {**_INDEXED, "num_key_value_heads": 4},
     "deepseek_v4": {
         "num_hidden_layers": 3,
-        "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        "layer_types": [
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+        ],
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
         "mlp_layer_types": ["hash_moe", "moe", "moe"],
         "sliding_window": WINDOW,
@@ -137,13 +160,23 @@ _ROWS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "shared_experts_intermediate_size": 32,
         "per_layer_config": {
-            1: {"num_attention_heads": 2, "num_key_value_heads": 2, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "head_dim": 16}
+            1: {
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "kv_lora_rank": 8,
+                "qk_nope_head_dim": 8,
+                "head_dim": 16,
+            }
         },
     },
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_end_index": 1},
     "exaone4": {**_WINDOWED, "sliding_window_pattern": 2},
-    "exaone_moe": {**_WINDOWED, "sliding_window_pattern": 2, "mlp_layer_types": ["dense", "sparse"]},
+    "exaone_moe": {
+        **_WINDOWED,
+        "sliding_window_pattern": 2,
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "falcon": {},
     "falcon_h1": {
         "mamba_d_ssm": 64,
@@ -157,7 +190,12 @@ _ROWS: dict[str, dict[str, Any]] = {
     "flex_olmo": {},
     "flint": {},
     "gemma": {},
-    "gemma2": {"query_pre_attn_scalar": 8, **_WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma2": {
+        "query_pre_attn_scalar": 8,
+        **_WINDOWED,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
     "gemma3_text": {"query_pre_attn_scalar": 8, **_WINDOWED},
     "gemma3n_text": {
         "num_hidden_layers": 4,
@@ -246,7 +284,11 @@ _ROWS: dict[str, dict[str, Any]] = {
     "laguna": {},
     "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "lfm3": {"layer_types": ["conv", "sliding_attention", "full_attention"], "num_hidden_layers": 3, "sliding_window": WINDOW},
+    "lfm3": {
+        "layer_types": ["conv", "sliding_attention", "full_attention"],
+        "num_hidden_layers": 3,
+        "sliding_window": WINDOW,
+    },
     "llama": {},
     "llama4_text": {
         "intermediate_size_mlp": 64,
@@ -282,7 +324,11 @@ _ROWS: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "mistral": {"sliding_window": WINDOW},
     "mixtral": {"sliding_window": WINDOW},
-    "modernbert-decoder": {"bos_token_id": 1, "layer_types": _SLIDING, "local_attention": 2 * WINDOW},
+    "modernbert-decoder": {
+        "bos_token_id": 1,
+        "layer_types": _SLIDING,
+        "local_attention": 2 * WINDOW,
+    },
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256},
     "nanochat": {"final_logit_softcapping": 3.0},
     "nemotron": {},
@@ -322,16 +368,31 @@ _ROWS: dict[str, dict[str, Any]] = {
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
     },
-    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": WINDOW, "logits_soft_cap": 3.0},
+    "recurrent_gemma": {
+        "num_hidden_layers": 3,
+        "lru_width": 32,
+        "attention_window_size": WINDOW,
+        "logits_soft_cap": 3.0,
+    },
     "rwkv": {"attention_hidden_size": 32},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 0]},
     "solar_open": {},
     "stablelm": {},
     "starcoder2": {"sliding_window": WINDOW},
-    "vaultgemma": {"query_pre_attn_scalar": 8, **_WINDOWED, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "vaultgemma": {
+        "query_pre_attn_scalar": 8,
+        **_WINDOWED,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 3.0,
+    },
     "xglm": {"ffn_dim": 64},
-    "xlstm": {"hidden_size": 128, "num_heads": 2, "ffn_proj_factor": 0.5, "output_logit_soft_cap": 3.0},
+    "xlstm": {
+        "hidden_size": 128,
+        "num_heads": 2,
+        "ffn_proj_factor": 0.5,
+        "output_logit_soft_cap": 3.0,
+    },
     "youtu": {"num_key_value_heads": 4},
     "zamba": {
         "num_hidden_layers": 4,
@@ -360,18 +421,73 @@ _ROWS: dict[str, dict[str, Any]] = {
 
 OTHERS: dict[str, tuple[str, ...]] = {
     "an encoder, or an encoder with a decoder": (
-        *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot", "blenderbot-small", "camembert"),
-        *("data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp", "pegasus", "plbart", "prophetnet"),
-        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "trocr", "whisper", "xlm", "xlm-roberta"),
+        *(
+            "bart",
+            "bert",
+            "bert-generation",
+            "big_bird",
+            "bigbird_pegasus",
+            "blenderbot",
+            "blenderbot-small",
+            "camembert",
+        ),
+        *(
+            "data2vec-text",
+            "electra",
+            "ernie",
+            "marian",
+            "mbart",
+            "megatron-bert",
+            "mvp",
+            "pegasus",
+            "plbart",
+            "prophetnet",
+        ),
+        *(
+            "rembert",
+            "roberta",
+            "roberta-prelayernorm",
+            "roc_bert",
+            "roformer",
+            "trocr",
+            "whisper",
+            "xlm",
+            "xlm-roberta",
+        ),
         *("xlm-roberta-xl", "xlnet", "xmod"),
     ),
     "a model of several modalities": (
-        *("dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git", "got_ocr2", "llama4", "mllama"),
-        *("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal", "qwen3_5", "qwen3_5_moe"),
+        *(
+            "dots3_note",
+            "emu3",
+            "fuyu",
+            "gemma3",
+            "gemma3n",
+            "gemma4",
+            "gemma4_unified",
+            "git",
+            "got_ocr2",
+            "llama4",
+            "mllama",
+        ),
+        *(
+            "moshi",
+            "moss_transcribe_diarize",
+            "musicgen",
+            "musicgen_melody",
+            "phi4_multimodal",
+            "qwen3_5",
+            "qwen3_5_moe",
+        ),
         "qwen4_exp",
     ),
     "a draft model that reads the states of another": ("gemma4_assistant", "gemma4_unified_assistant"),
-    "not a language model over one row of tokens": ("blt", "cohere_compass_text", "cpmant", "reformer"),
+    "not a language model over one row of tokens": (
+        "blt",
+        "cohere_compass_text",
+        "cpmant",
+        "reformer",
+    ),
 }
 """Other model types that transformers registers as causal language models, by the reason why they
 are not in the table."""

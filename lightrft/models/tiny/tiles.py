@@ -11,14 +11,28 @@ from lightrft.models.tiny.spec import Tiny
 
 
 def _tower(tower: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64, "patch_size": 4}
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "patch_size": 4,
+    }
     return {**sizes, **fields, **tower}
 
 
-def _internvl(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _internvl(
+    sizes: dict[str, Any],
+    ids: dict[str, int],
+    tower: dict[str, Any],
+) -> PreTrainedConfig:
     vision = _tower(tower, image_size=16, initializer_range=0.1)
     text = {"model_type": "qwen2", **sizes}
-    settings: dict[str, Any] = {"image_token_id": ids["<IMG_CONTEXT>"], "image_seq_length": 4, "tie_word_embeddings": False}
+    settings: dict[str, Any] = {
+        "image_token_id": ids["<IMG_CONTEXT>"],
+        "image_seq_length": 4,
+        "tie_word_embeddings": False,
+    }
     return transformers.InternVLConfig(text_config=text, vision_config=vision, **settings)
 
 
@@ -32,23 +46,49 @@ def _internvl_processor(**settings: Any) -> Any:
 _GRIDS = [[12, 12], [12, 24], [24, 12], [24, 24]]
 
 
-def _onevision(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _onevision(
+    sizes: dict[str, Any],
+    ids: dict[str, int],
+    tower: dict[str, Any],
+) -> PreTrainedConfig:
     vision: dict[str, Any] = _tower(tower, image_size=12, vision_use_head=False, model_type="siglip_vision_model")
     text = {"model_type": "qwen2", **sizes}
-    tokens: dict[str, Any] = {"image_token_index": ids["<image>"], "video_token_index": ids["<video>"]}
+    tokens: dict[str, Any] = {
+        "image_token_index": ids["<image>"],
+        "video_token_index": ids["<video>"],
+    }
     return transformers.LlavaOnevisionConfig(text_config=text, vision_config=vision, image_grid_pinpoints=_GRIDS, **tokens)
 
 
 def _onevision_processor(**settings: Any) -> Any:
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-    fields: dict[str, Any] = {"size": {"height": 12, "width": 12}, "image_grid_pinpoints": _GRIDS, **settings}
+    fields: dict[str, Any] = {
+        "size": {"height": 12, "width": 12},
+        "image_grid_pinpoints": _GRIDS,
+        **settings,
+    }
     return LlavaOnevisionImageProcessorPil(**fields)
 
 
 FAMILIES = {
-    "internvl": Tiny(("<img>", "</img>", "<IMG_CONTEXT>"), {"image": "<IMG_CONTEXT>\n"}, _internvl, _internvl_processor),
+    "internvl": Tiny(
+        (
+            "<img>",
+            "</img>",
+            "<IMG_CONTEXT>",
+        ),
+        {"image": "<IMG_CONTEXT>\n"},
+        _internvl,
+        _internvl_processor,
+    ),
     "llava_onevision": Tiny(
-        ("<image>", "<video>"), {"image": "<image>\n", "video": "<video>\n"}, _onevision, _onevision_processor
+        ("<image>", "<video>"),
+        {
+            "image": "<image>\n",
+            "video": "<video>\n",
+        },
+        _onevision,
+        _onevision_processor,
     ),
 }
