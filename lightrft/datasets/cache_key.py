@@ -49,11 +49,15 @@ def token_cache_of(
     """
     if config.token_cache is None:
         return None
-    found = [files_of(s) for s in config.sources]
+    found = [files_of(source) for source in config.sources]
     if obstacle := _obstacle(config, tokenizer, processor, all(found)):
-        _log.info("data.token_cache: the tokens of %s are not kept, and each start tokenizes them: %s", purpose, obstacle)
+        problem = "are not kept, and each start tokenizes them"
+        _log.info("data.token_cache: the tokens of %s %s: %s", purpose, problem, obstacle)
         return None
-    files = [file for some in found for file in some or ()]
+    files: list[Path] = []
+    for some in found:
+        files += some or ()
+    # small files are tokenized faster than they are looked up
     if sum(file.stat().st_size for file in files) < config.token_cache_min_mb * MIB:
         return None
     made_of = {
@@ -65,7 +69,8 @@ def token_cache_of(
         "code": _code_digest(),
         "libraries": {name: metadata.version(name) for name in LIBRARIES},
     }
-    key = hashlib.blake2b(json.dumps(made_of, sort_keys=True, default=str).encode(), digest_size=20).hexdigest()
+    text = json.dumps(made_of, sort_keys=True, default=str)
+    key = hashlib.blake2b(text.encode(), digest_size=20).hexdigest()
     return TokenCache(Path(config.token_cache).expanduser() / f"{key}.arrow")
 
 
@@ -78,13 +83,16 @@ def _obstacle(config: DataConfig, tokenizer: Any, processor: Any, files: bool) -
         return "the model reads media"
     if not files:
         return "a source is not a file of this machine"
-    if any(s.reader is not None and ":" in s.reader for s in config.sources):
+    if any(source.reader is not None and ":" in source.reader for source in config.sources):
         return "a reader is a function of your own, which may change"
     if not hasattr(tokenizer, "backend_tokenizer"):
         return "the tokenizer is not a fast one"
-    if not type(tokenizer).__module__.startswith("transformers."):  # the digest does not cover the code of such a tokenizer
+    # the digest does not cover the code of a tokenizer from elsewhere
+    if not type(tokenizer).__module__.startswith("transformers."):
         return "the tokenizer is not one of transformers' own"
-    return "the chat template writes the date" if "strftime" in str(tokenizer.chat_template) else ""
+    if "strftime" in str(tokenizer.chat_template):
+        return "the chat template writes the date"
+    return ""
 
 
 def digest_of_file(path: Path) -> str:
@@ -98,13 +106,18 @@ def stamps(config: DataConfig) -> Sequence[tuple[str, int, int]]:
 
     The values are equal before and after reading if no file changed in between.
     """
-    files = [file for source in config.sources for file in files_of(source) or ()]
-    return [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    found = []
+    for source in config.sources:
+        for file in files_of(source) or ():
+            stat = file.stat()
+            found.append((str(file), stat.st_size, stat.st_mtime_ns))
+    return found
 
 
 def _settings(config: DataConfig) -> dict[str, Any]:
     tree = config.model_dump(mode="json", exclude=IRRELEVANT)
     for source in tree["sources"]:
+        # the weight changes how often a row is read, not its tokens
         del source["weight"]
     return tree
 
@@ -129,4 +142,5 @@ def _code_digest() -> str:
     """
     here = Path(__file__).parent
     files = [*sorted(here.rglob("*.py")), here.parent / "utils" / "chat_template.py"]
-    return hashlib.blake2b(b"".join(file.read_bytes() for file in files), digest_size=32).hexdigest()
+    code = b"".join(file.read_bytes() for file in files)
+    return hashlib.blake2b(code, digest_size=32).hexdigest()

@@ -14,6 +14,7 @@ expects around an item, it is written here (``unwritten``).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 
 from lightrft.config.data import DataConfig
 from lightrft.datasets.media import NOTHING, MediaReader, Reads
-from lightrft.datasets.media.items import MARK, as_parts, mark, marks, replaced
+from lightrft.datasets.media.items import MARK, Item, as_parts, mark, marks, replaced
 from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
 from lightrft.datasets.row_parser import Message, Record, read_conversation
 from lightrft.datasets.row_tables import BadRow, look_up
@@ -56,54 +57,87 @@ class Encoder:
     def __init__(self, config: DataConfig, tokenizer: Any, processor: Any = None) -> None:
         self.tokenizer = tokenizer
         self.media = None if processor is None else MediaReader(config.media, processor)
-        has = bool(tokenizer.chat_template)
-        if config.chat is True and not has:
-            raise ModelError(f"data.chat is true, but the tokenizer {_name(tokenizer)} has no chat template; {WAYS_OUT}")
-        self.chat = (has and config.template is None) if config.chat == "auto" else config.chat
-        self.template = None if config.template is None else _parse_template(config.template, processor is not None)
+        has_template = bool(tokenizer.chat_template)
+        if config.chat is True and not has_template:
+            problem = f"the tokenizer {_name(tokenizer)} has no chat template"
+            raise ModelError(f"data.chat is true, but {problem}; {WAYS_OUT}")
+        if config.chat == "auto":
+            self.chat = has_template and config.template is None
+        else:
+            self.chat = config.chat
+        self.template = None
+        if config.template is not None:
+            self.template = _parse_template(config.template, self.media is not None)
         self.system = config.system
         self.options = dict(config.chat_options)
-        if not self.chat and (config.system is not None or config.chat_options):
-            named = "data.system" if config.system is not None else "data.chat_options"
-            raise ConfigError(f"{named} needs a chat template, and none is in use; put the text in data.template, or: {WAYS_OUT}")
         self._as_text = config.special_tokens == "text"
+        if not self.chat:
+            _refuse_chat_settings(config)
+        self._build_tables()
+        if self.chat:
+            for kind, text in self.unwritten.items():
+                way_out = "each is written into the text of its message"
+                _log.warning("the chat template takes no %s: %s as %r", kind, way_out, text)
+
+    def _build_tables(self) -> None:
+        """Collect the spellings that ``shield`` replaces, and the ids of control tokens."""
+        tokenizer = self.tokenizer
         added = tokenizer.added_tokens_decoder
-        special = {t.content for t in added.values() if t.special} | set(tokenizer.all_special_tokens)
+        special = {token.content for token in added.values() if token.special}
+        special |= set(tokenizer.all_special_tokens)
         parts = [] if self.media is None else list(self.media.parts.values())
         places = {part.written for part in parts}
-        source = "".join([str(tokenizer.chat_template), *(text for part in parts for text in part.around)])
-        written = {t.content for t in added.values() if MARKUP.fullmatch(t.content) and t.content in source}
+        # added tokens that are markup of the template, such as <tool_call>, without being special
+        source = str(tokenizer.chat_template)
+        for part in parts:
+            source += "".join(part.around)
+        contents = {token.content for token in added.values()}
+        written = {text for text in contents if MARKUP.fullmatch(text) and text in source}
+        spellings = special | written | places
         # longest first, because a regular expression takes the first alternative that matches
-        self._table = [*sorted(special | written | places, key=lambda s: (-len(s), s)), OPEN, CLOSE]
+        longest_first = sorted(spellings, key=lambda spelling: (-len(spelling), spelling))
+        self._table = [*longest_first, OPEN, CLOSE]
         self._place = {spelling: k for k, spelling in enumerate(self._table)}
         self._anyone = _any_of(self._table)
-        self._answer = _any_of([s for s in self._table if s in special or s in places or s in (OPEN, CLOSE)])
-        unknown = tokenizer.unk_token_id
-        # without the unknown token, which ordinary text can produce
-        self.special_ids = frozenset({*tokenizer.all_special_ids, *(k for k, t in added.items() if t.special)} - {unknown})
-        self._control_ids = self.special_ids | {k for k, t in added.items() if t.content in written}
-        for kind, text in self.unwritten.items() if self.chat else ():
-            _log.warning("the chat template takes no %s: each is written into the text of its message as %r", kind, text)
+        never_in_answers = special | places | {OPEN, CLOSE}
+        self._answer = _any_of([text for text in self._table if text in never_in_answers])
+        special_ids = {k for k, token in added.items() if token.special}
+        special_ids |= set(tokenizer.all_special_ids)
+        # ordinary text can produce the unknown token
+        special_ids.discard(tokenizer.unk_token_id)
+        self.special_ids = frozenset(special_ids)
+        written_ids = {k for k, token in added.items() if token.content in written}
+        self._control_ids = self.special_ids | written_ids
 
     @cached_property
     def reads(self) -> Reads:
         """Return the media that rows may contain, with their spellings."""
         if self.media is None:
             return NOTHING
-        own = {kind: () if self._as_text else (part.written,) for kind, part in self.media.parts.items()}
-        return Reads({kind: tuple(dict.fromkeys((f"<{kind}>", *spelled))) for kind, spelled in own.items()})
+        spellings = {}
+        for kind, part in self.media.parts.items():
+            # with special_tokens: text, the model's own placeholder in a row is an ordinary word
+            own = () if self._as_text else (part.written,)
+            spellings[kind] = tuple(dict.fromkeys((f"<{kind}>", *own)))
+        return Reads(spellings)
 
     @cached_property
     def unwritten(self) -> dict[str, str]:
         """Return the text of one item, for each kind of media that no template writes."""
-        parts = {} if self.media is None else self.media.parts
-        own = {kind: part for kind, part in parts.items() if not (self.chat and self._takes[kind])}
-        return {kind: part.written.join(part.around) for kind, part in own.items()}
+        if self.media is None:
+            return {}
+        texts = {}
+        for kind, part in self.media.parts.items():
+            if not self.chat or not self._takes[kind]:
+                texts[kind] = part.written.join(part.around)
+        return texts
 
     @cached_property
     def placeholders(self) -> frozenset[int]:
         """Return the token ids that stand for media features."""
-        return frozenset() if self.media is None else frozenset(self.media.processor.tokens.values())
+        if self.media is None:
+            return frozenset()
+        return frozenset(self.media.processor.tokens.values())
 
     @property
     def eos(self) -> int:
@@ -111,17 +145,22 @@ class Encoder:
 
         Raises ``ModelError`` for a tokenizer without an EOS token.
         """
-        if self.tokenizer.eos_token_id is None:
-            raise ModelError(f"the tokenizer {_name(self.tokenizer)} has no eos token, so no answer could end")
-        return self.tokenizer.eos_token_id
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            name = _name(self.tokenizer)
+            raise ModelError(f"the tokenizer {name} has no eos token, so no answer could end")
+        return eos
 
     @cached_property
     def start(self) -> list[int]:
         """Return the tokens that the tokenizer puts before a plain text, such as BOS."""
+        # tokenizers declare these tokens in different places, so encode with and without them
         bare = self._plain_ids(["a"], add_special_tokens=False)[0]
         full = self._plain_ids(["a"], add_special_tokens=True)[0]
-        at = next((k for k in range(len(full)) if full[k : k + len(bare)] == bare), 0)
-        return full[:at]
+        for k in range(len(full)):
+            if full[k : k + len(bare)] == bare:
+                return full[:k]
+        return []
 
     def ask(self, messages: Sequence[Message], where: str) -> Prompt:
         """Return a prompt, without id, for chat messages.
@@ -148,11 +187,19 @@ class Encoder:
         """
         if self.media is None:
             return [list(texts) for _, texts in shown]
-        used = [sorted({number for text in texts for _, number in marks(text)}) for _, texts in shown]
-        items = [record.media[k] for (record, _), numbers in zip(shown, used) for k in numbers]
+        used: list[list[int]] = []
+        items: list[Item] = []
+        for record, texts in shown:
+            numbers = {number for text in texts for _, number in marks(text)}
+            used.append(sorted(numbers))
+            items += [record.media[number] for number in used[-1]]
+        # one call measures the items of all records, so that they are read concurrently
         extents = iter(self.media.measured(items))
-        rows = [{k: next(extents) for k in numbers} for numbers in used]
-        return [self._expanded(record, texts, known) for (record, texts), known in zip(shown, rows)]
+        made = []
+        for (record, texts), numbers in zip(shown, used):
+            known = {number: next(extents) for number in numbers}
+            made.append(self._expanded(record, texts, known))
+        return made
 
     def attach(self, prompt: Prompt, record: Record, shown: str) -> None:
         """Load the media whose marks are in ``shown`` and add them to ``prompt``.
@@ -165,9 +212,11 @@ class Encoder:
         Raises:
             BadRow: the media cannot be read.
         """
-        if self.media is not None and (order := marks(shown)):
-            items = [record.media[number] for _, number in order]
-            prompt.media, prompt.attachments = self.media.inputs(items, prompt.token_ids, record.where)
+        order = marks(shown)
+        if self.media is None or not order:
+            return
+        items = [record.media[number] for _, number in order]
+        prompt.media, prompt.attachments = self.media.inputs(items, prompt.token_ids, record.where)
 
     def readable(self, shown: str) -> str:
         """Return a rendered text in human-readable form."""
@@ -216,10 +265,8 @@ class Encoder:
         shown = [self._shield_all(m, m["role"] == "assistant") for m in messages]
         if cut:
             last = messages[-1]
-            shown[-1] = {
-                **shown[-1],
-                "content": self.shield(last["content"][cut:], answer=last["role"] == "assistant"),
-            }
+            rest = self.shield(last["content"][cut:], answer=last["role"] == "assistant")
+            shown[-1] = {**shown[-1], "content": rest}
         return shown
 
     def render(self, messages: Sequence[Message], where: str, *, generate: bool = False) -> str:
@@ -238,8 +285,13 @@ class Encoder:
             text = self._apply(shown, generate)
         except Exception as error:  # jinja's errors and whatever a template raises
             roles = ", ".join(m["role"] for m in messages)
-            raise BadRow(f"{where}: the chat template refuses messages with the roles {roles}: {error}") from error
-        order = [] if self.media is None else [m for message in messages for m in marks(message["content"])]
+            problem = f"the chat template refuses messages with the roles {roles}"
+            raise BadRow(f"{where}: {problem}: {error}") from error
+        if self.media is None:
+            return text
+        order: list[tuple[str, int]] = []
+        for message in messages:
+            order += marks(message["content"])
         return self._with_marks(text, order, where) if order else text
 
     def shield(self, text: str, *, answer: bool = False) -> str:
@@ -250,11 +302,14 @@ class Encoder:
         """
         if not self._as_text:
             return text
-        return (self._answer if answer else self._anyone).sub(lambda m: f"{OPEN}{self._place[m[0]]}{CLOSE}", text)
+        pattern = self._answer if answer else self._anyone
+        return pattern.sub(lambda match: f"{OPEN}{self._place[match[0]]}{CLOSE}", text)
 
     def unshield(self, text: str) -> str:
         """Return ``text`` with markers replaced by the spellings."""
-        return MARKER.sub(lambda m: self._table[int(m[1])], text) if self._as_text else text
+        if not self._as_text:
+            return text
+        return MARKER.sub(lambda match: self._table[int(match[1])], text)
 
     def is_shielded(self, text: str) -> bool:
         """Return True if ``text`` contains a spelled-out special token."""
@@ -262,7 +317,9 @@ class Encoder:
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of rendered texts, without added special tokens."""
+        # each text becomes: plain text, number of a spelling, plain text, number, plain text ...
         cut = [MARKER.split(t) if self.is_shielded(t) else [t] for t in texts]
+        # one call for all plain pieces: a fast tokenizer encodes them in parallel
         plain = self._plain_ids([piece for pieces in cut for piece in pieces[::2]])
         ids: list[list[int]] = []
         at = 0
@@ -286,7 +343,9 @@ class Encoder:
 
         Nothing is added if a chat template is in use or if ``ids`` already begin with them.
         """
-        return ids if self.chat or ids[: len(self.start)] == self.start else [*self.start, *ids]
+        if self.chat or ids[: len(self.start)] == self.start:
+            return ids
+        return [*self.start, *ids]
 
     def marked(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Return the tokens of messages and the mask of assistant tokens, each ``[T]``.
@@ -300,22 +359,23 @@ class Encoder:
         return made["input_ids"], [bool(m) for m in made["assistant_masks"]]
 
     def _apply(self, messages: Sequence[Message], generate: bool) -> str:
-        return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate, **self.options)
+        return self.tokenizer.apply_chat_template(
+            list(messages),
+            tokenize=False,
+            add_generation_prompt=generate,
+            **self.options,
+        )
 
     def _with_parts(self, message: Message) -> Message:
         """Return ``message`` with media as parts or text, as the chat template accepts it."""
         content = message["content"]
         kinds = {kind for kind, _ in marks(content)}
-        if all(self._takes[kind] for kind in kinds or {"text"}):
-            return (
-                {
-                    **message,
-                    "content": as_parts(content),
-                }
-                if kinds or not self._takes["string"]
-                else message
-            )
-        return {**message, "content": self._written(self._surrounded(content))}
+        if not all(self._takes[kind] for kind in kinds or {"text"}):
+            return {**message, "content": self._written(self._surrounded(content))}
+        # text alone stays a string, unless the template reads only parts
+        if kinds or not self._takes["string"]:
+            return {**message, "content": as_parts(content)}
+        return message
 
     @cached_property
     def _takes(self) -> dict[str, bool]:
@@ -325,10 +385,12 @@ class Encoder:
             text = rendered(lambda messages: self._apply(messages, False), content)
             return text is not None and all(text.count(e) == 1 for e in expected)
 
-        parts = {} if self.media is None else self.media.parts
         word = {"type": "text", "text": "(word)"}
-        kinds = {kind: writes([{"type": kind}, word], part.written, "(word)") for kind, part in parts.items()}
-        return {"string": writes("(word)", "(word)"), "text": writes([word], "(word)"), **kinds}
+        takes = {"string": writes("(word)", "(word)"), "text": writes([word], "(word)")}
+        if self.media is not None:
+            for kind, part in self.media.parts.items():
+                takes[kind] = writes([{"type": kind}, word], part.written, "(word)")
+        return takes
 
     def _written(self, text: str) -> str:
         assert self.media is not None
@@ -342,20 +404,29 @@ class Encoder:
         made, *cut = MARK.split(text)
         for kind, number, after in zip(cut[::3], cut[1::3], cut[2::3]):
             left, right = self.media.parts[kind].around
-            made += left * (not made.endswith(left)) + mark(kind, int(number)) + right * (not after.startswith(right)) + after
+            if not made.endswith(left):
+                made += left
+            made += mark(kind, int(number))
+            if not after.startswith(right):
+                made += right
+            made += after
         return made
 
     def _with_marks(self, text: str, order: Sequence[tuple[str, int]], where: str) -> str:
         """Return ``text`` with the marks of ``order`` in place of the template's media text."""
         assert self.media is not None
-        spelled = {kind: self.media.parts[kind].written for kind, _ in order}
-        waiting = {w: [mark(*m) for m in order if spelled[m[0]] == w] for w in spelled.values()}
+        parts = self.media.parts
+        # kinds may share a spelling, so the marks that wait for a place are kept by spelling
+        waiting: dict[str, list[str]] = {}
+        for kind, number in order:
+            waiting.setdefault(parts[kind].written, []).append(mark(kind, number))
         found = _any_of(sorted(waiting, key=len, reverse=True))
         for written, items in waiting.items():
-            held = sum(m[0] == written for m in found.finditer(text))
+            held = sum(match[0] == written for match in found.finditer(text))
             if held != len(items):
-                raise BadRow(f"{where}: the chat template writes {written!r} {held} times for {len(items)} items")
-        return found.sub(lambda m: waiting[m[0]].pop(0), text)
+                problem = f"writes {written!r} {held} times for {len(items)} items"
+                raise BadRow(f"{where}: the chat template {problem}")
+        return found.sub(lambda match: waiting[match[0]].pop(0), text)
 
     def _expanded(
         self,
@@ -364,13 +435,15 @@ class Encoder:
         extents: Mapping[int, Extent | BadRow],
     ) -> list[str] | BadRow:
         assert self.media is not None
+        known: dict[int, Extent] = {}
+        for number, extent in extents.items():
+            if isinstance(extent, BadRow):
+                return extent
+            known[number] = extent
+        items = [record.media[number] for number in known]
         put: dict[int, str] = {}
-        known = {number: extent for number, extent in extents.items() if not isinstance(extent, BadRow)}
         try:
-            for extent in extents.values():
-                if isinstance(extent, BadRow):
-                    raise extent
-            self.media.check_total([record.media[number] for number in known], list(known.values()), record.where)
+            self.media.check_total(items, list(known.values()), record.where)
             for number, extent in known.items():
                 put[number] = self.media.expand(record.media[number], extent)
         except BadRow as error:
@@ -382,10 +455,9 @@ class Encoder:
         if not isinstance(prompt, str):
             asked = _asking(record)
             if len(asked) != 1 or asked[0]["role"] != "user":
-                raise BadRow(
-                    f"{record.where}: a conversation of {len(asked)} messages needs a chat template, and none is in use; "
-                    "set model.chat_template to a template file"
-                )
+                problem = f"a conversation of {len(asked)} messages needs a chat template"
+                way_out = "set model.chat_template to a template file"
+                raise BadRow(f"{record.where}: {problem}, and none is in use; {way_out}")
             prompt = asked[0]["content"]
         if self.template is None:
             return self.shield(prompt[cut:])
@@ -393,21 +465,33 @@ class Encoder:
 
     def _fill(self, template: list[tuple[str, str]], record: Record, prompt: str) -> str:
         parts: list[str] = []
-        text = "" if any(name == "prompt" for _, name in template) else "".join(m[0] for m in MARK.finditer(prompt))
+        text = ""
+        if all(name != "prompt" for _, name in template):
+            # without a field for the prompt, its media come first
+            text = "".join(match[0] for match in MARK.finditer(prompt))
         for literal, name in template:
             if literal and text:
                 parts.append(self.shield(text))
                 text = ""
             parts.append(literal)
             if name:
-                value = prompt if name == "prompt" else look_up(record.row, name)
-                if value is None:
-                    have = ", ".join(record.row)
-                    raise BadRow(f"{record.where}: data.template names {{{name}}}; the row has: {have}")
-                if self.media is not None and name != "prompt" and MEDIA_OPEN in str(value):
-                    raise BadRow(f"{record.where}: {{{name}}} of data.template holds U+FDD2, which is reserved; take it out")
-                text += str(value)  # adjacent fields are shielded as one text, because a spelling could span them
+                # adjacent fields are shielded as one text, because a spelling could span them
+                text += self._field(name, record, prompt)
         return "".join([*parts, self.shield(text)])
+
+    def _field(self, name: str, record: Record, prompt: str) -> str:
+        """Return the text of the field ``name`` of the template."""
+        if name == "prompt":
+            return prompt
+        value = look_up(record.row, name)
+        if value is None:
+            have = ", ".join(record.row)
+            problem = f"data.template names {{{name}}}; the row has: {have}"
+            raise BadRow(f"{record.where}: {problem}")
+        if self.media is not None and MEDIA_OPEN in str(value):
+            problem = f"{{{name}}} of data.template holds U+FDD2, which is reserved"
+            raise BadRow(f"{record.where}: {problem}; take it out")
+        return str(value)
 
     def _shield_all(self, value: Any, answer: bool) -> Any:
         if isinstance(value, str):
@@ -424,11 +508,14 @@ class Encoder:
         Encodes character by character if the tokenizer otherwise produces the special token.
         """
         text = self._table[place]
+        # some tokenizers find the special token even so, but never in single characters
         for pieces in ([text], list(text)):
-            ids = [t for row in self._plain_ids(pieces, split_special_tokens=True) for t in row]
+            rows = self._plain_ids(pieces, split_special_tokens=True)
+            ids = list(itertools.chain.from_iterable(rows))
             if not self._control_ids & set(ids):
                 return ids
-        raise ModelError(f"the tokenizer {_name(self.tokenizer)} cannot write {text!r} as plain text")
+        name = _name(self.tokenizer)
+        raise ModelError(f"the tokenizer {name} cannot write {text!r} as plain text")
 
     def _plain_ids(self, texts: list[str], *, add_special_tokens: bool = False, **options: Any) -> list[list[int]]:
         if not texts:
@@ -452,22 +539,23 @@ def check_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> 
     Raises ``ModelError`` with the first violation and the possible settings.
     """
     encoder = Encoder(DataConfig(chat=True, chat_options=dict(options or {})), tokenizer)
-    turns = [
-        {
-            "role": r,
-            "content": c,
-        }
-        for r, c in zip(("user", "assistant") * 2, ("1+1=?", "It is 2.", "2+1=?", "It is 3."))
+    where = f"the tokenizer {_name(tokenizer)}"
+    turns: list[Message] = [
+        {"role": "user", "content": "1+1=?"},
+        {"role": "assistant", "content": "It is 2."},
+        {"role": "user", "content": "2+1=?"},
+        {"role": "assistant", "content": "It is 3."},
     ]
     shorter: list[int] = []
     shown = ""
-    for asked in (1, 3):
-        for upto, generate in ((asked, True), (asked + 1, False)):
-            text = encoder.render(turns[:upto], f"the tokenizer {_name(tokenizer)}", generate=generate)
-            ids = encoder.encode([text])[0]
-            if ids[: len(shorter)] != shorter:
-                raise prefix_error(tokenizer, shown, text)
-            shorter, shown = ids, text
+    for upto in range(1, len(turns) + 1):
+        # after a user's turn, the prompt includes the start of the answer
+        text = encoder.render(turns[:upto], where, generate=turns[upto - 1]["role"] == "user")
+        ids = encoder.encode([text])[0]
+        if ids[: len(shorter)] != shorter:
+            raise prefix_error(tokenizer, shown, text)
+        shorter = ids
+        shown = text
 
 
 def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
@@ -478,12 +566,18 @@ def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
         shorter: the text of the shorter conversation.
         longer: the text of the longer conversation, which should begin with ``shorter``.
     """
-    at = next((k for k, (a, b) in enumerate(zip(shorter, longer)) if a != b), min(len(shorter), len(longer)))
+    at = min(len(shorter), len(longer))
+    for k, (a, b) in enumerate(zip(shorter, longer)):
+        if a != b:
+            at = k
+            break
     near = slice(max(0, at - 20), at + 40)
+    change = f"{shorter[near]!r} becomes {longer[near]!r} once the conversation goes on"
     return ModelError(
-        f"the chat template of {_name(tokenizer)} does not keep what came before: {shorter[near]!r} becomes {longer[near]!r} "
-        "once the conversation goes on, so its turns cannot share one row of tokens. Set data.turns: each (or last) if it is "
-        "earlier turns that change, model.chat_template to a template without this, or data.chat_options to switch it off"
+        f"the chat template of {_name(tokenizer)} does not keep what came before: {change}, "
+        "so its turns cannot share one row of tokens. Set data.turns: each (or last) "
+        "if it is earlier turns that change, model.chat_template to a template without this, "
+        "or data.chat_options to switch it off"
     )
 
 
@@ -503,18 +597,34 @@ def _parse_template(template: str, media: bool) -> list[tuple[str, str]]:
     Raises ``ConfigError`` for a template without a field, unless rows differ in their ``media``.
     """
     parts: list[tuple[str, str]] = []
-    literal, at = "", 0
+    literal = ""
+    at = 0
     for match in FIELD.finditer(template):
         literal += template[at : match.start()]
         at = match.end()
-        if match[1]:
-            parts.append((literal, match[1]))
+        name = match[1]
+        if name:
+            parts.append((literal, name))
             literal = ""
         else:
-            literal += match[0][0]
+            literal += match[0][0]  # {{ stands for {, and }} for }
     if not parts and not media:
-        raise ConfigError(f"data.template = {template!r} has no field; write {{prompt}} where the prompt goes")
-    return [*parts, (literal + template[at:], "")]
+        way_out = "write {prompt} where the prompt goes"
+        raise ConfigError(f"data.template = {template!r} has no field; {way_out}")
+    literal += template[at:]
+    return [*parts, (literal, "")]
+
+
+def _refuse_chat_settings(config: DataConfig) -> None:
+    """Raise ``ConfigError`` for settings that act only through a chat template."""
+    if config.system is not None:
+        named = "data.system"
+    elif config.chat_options:
+        named = "data.chat_options"
+    else:
+        return
+    problem = f"{named} needs a chat template, and none is in use"
+    raise ConfigError(f"{problem}; put the text in data.template, or: {WAYS_OUT}")
 
 
 def _name(tokenizer: Any) -> str:

@@ -60,14 +60,20 @@ def blend(
 def _picks(lengths: Sequence[int], weights: Sequence[float], mode: Blend, seed: int) -> np.ndarray:
     """Return the source of each row, ``[N]``, ending with the row that ends the mix."""
     share = np.asarray(weights, dtype=np.float64)
+    share = share / share.sum()
     chance = generator(seed, 0)
     picks = np.empty(0, dtype=np.int64)
     while True:
         # samples in blocks, because the end of the mix is known only afterwards
-        picks = np.concatenate([picks, chance.choice(len(lengths), size=2 * max(lengths) + 64, p=share / share.sum())])
-        ends = [np.flatnonzero(picks == s)[n - 1 : n] for s, n in enumerate(lengths)]
-        known = [int(e[0]) + 1 for e in ends if e.size]
-        if mode == "sample" and known:
-            return picks[: min(known)]
-        if len(known) == len(lengths):
-            return picks[: max(known)]
+        block = chance.choice(len(lengths), size=2 * max(lengths) + 64, p=share)
+        picks = np.concatenate([picks, block])
+        # number of picks after which each source is used up
+        used_up = []
+        for source, length in enumerate(lengths):
+            places = np.flatnonzero(picks == source)
+            if len(places) >= length:
+                used_up.append(int(places[length - 1]) + 1)
+        if mode == "sample" and used_up:
+            return picks[: min(used_up)]
+        if len(used_up) == len(lengths):
+            return picks[: max(used_up)]

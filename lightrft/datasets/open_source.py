@@ -79,10 +79,14 @@ def source_name(source: SourceConfig) -> str:
     """Return the name of the rows of ``source`` that do not name their data source."""
     if source.name:
         return source.name
-    if is_function(source.path):
-        return source.path.rpartition(":")[0].rpartition(".")[2] if ".py:" not in source.path else Path(source.path).stem
     path = Path(source.path)
-    return (Path(path.stem).stem if path.suffix in OPENERS else path.stem) or source.path
+    if is_function(source.path):
+        if ".py:" in source.path:
+            return path.stem
+        module, _, _ = source.path.rpartition(":")
+        return module.rpartition(".")[2]
+    stem = Path(path.stem).stem if path.suffix in OPENERS else path.stem
+    return stem or source.path
 
 
 def media_root(root: str, path: str) -> Path:
@@ -93,17 +97,21 @@ def media_root(root: str, path: str) -> Path:
     if root:
         return Path(root).expanduser()
     source = Path(path).expanduser()
-    if is_function(path) or not (source.exists() or glob.has_magic(path)):
+    is_local = source.exists() or glob.has_magic(path)
+    if is_function(path) or not is_local:
         return Path()
     if source.is_dir():
         return source
-    return next(p for p in source.parents if not glob.has_magic(str(p)))
+    # the innermost folder that holds all files of a pattern
+    return next(parent for parent in source.parents if not glob.has_magic(str(parent)))
 
 
 def is_function(path: str) -> bool:
     """Return True if ``path`` has the form ``module:function`` or ``file.py:function``."""
     where, colon, attribute = path.rpartition(":")
-    return bool(colon and where and attribute.isidentifier()) and "://" not in path and not Path(path).exists()
+    if not colon or not where or not attribute.isidentifier():
+        return False
+    return "://" not in path and not Path(path).exists()
 
 
 def files_of(source: SourceConfig) -> list[Path] | None:
@@ -115,12 +123,15 @@ def files_of(source: SourceConfig) -> list[Path] | None:
     if is_function(source.path) or _on_hub(source):
         return None
     if path.is_dir():
-        return sorted(p for p in path.rglob("*") if p.is_file()) if _is_saved(path) else _files_of_folder(path, source)
+        if _is_saved(path):
+            return sorted(file for file in path.rglob("*") if file.is_file())
+        return _files_of_folder(path, source)
     if path.is_file():
         return [path]
     if glob.has_magic(source.path):
-        matches = [Path(m) for m in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207  absolute patterns
-        files = [m for m in matches if m.is_file()]
+        # glob instead of Path.glob, which takes no absolute pattern
+        names = sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
+        files = [Path(name) for name in names if Path(name).is_file()]
         if not files:
             raise DataError(f"data.sources: no file matches {source.path}")
         return files
@@ -144,8 +155,9 @@ def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -
 def _on_hub(source: SourceConfig) -> bool:
     """Return True if ``source`` can only be the name of a dataset on the hub."""
     path = Path(source.path).expanduser()
-    there = path.is_dir() or path.is_file() or glob.has_magic(source.path)
-    return not there and not looks_like_path(source.path) and bool(HUB_NAME.fullmatch(source.path))
+    if path.is_dir() or path.is_file() or glob.has_magic(source.path):
+        return False
+    return not looks_like_path(source.path) and bool(HUB_NAME.fullmatch(source.path))
 
 
 def _is_saved(path: Path) -> bool:
@@ -155,24 +167,30 @@ def _is_saved(path: Path) -> bool:
 def _files_of_folder(path: Path, source: SourceConfig) -> list[Path]:
     files = sorted(p for p in path.rglob("*") if suffix_of(p) in SUFFIXES and p.is_file())
     if not files:
-        raise DataError(f"data.sources: {path} is neither a saved data set nor a folder with {', '.join(SUFFIXES)} files")
-    named = [f for f in files if _split_of(f, (source.split,))]
+        wanted = f"a folder with {', '.join(SUFFIXES)} files"
+        raise DataError(f"data.sources: {path} is neither a saved data set nor {wanted}")
+    named = [file for file in files if _split_of(file, (source.split,))]
     if not named:
-        others = sorted({s for f in files if (s := _split_of(f, SPLITS))})
+        splits = {_split_of(file, SPLITS) for file in files}
+        others = ", ".join(sorted(split for split in splits if split))
         if others:
-            raise DataError(f"data.sources: {path} has no files of split {source.split!r}, but of: {', '.join(others)}")
+            problem = f"has no files of split {source.split!r}, but of: {others}"
+            raise DataError(f"data.sources: {path} {problem}")
+        # no file name contains a split, so the folder is one
         named = files
-    kinds = sorted({suffix_of(f) for f in named})
+    kinds = sorted({suffix_of(file) for file in named})
     if len(kinds) > 1:
-        raise DataError(
-            f"data.sources: {path} mixes {' and '.join(kinds)} files; say which with a pattern, e.g. {path}/*{kinds[-1]}"
-        )
+        way_out = f"say which with a pattern, e.g. {path}/*{kinds[-1]}"
+        raise DataError(f"data.sources: {path} mixes {' and '.join(kinds)} files; {way_out}")
     return named
 
 
 def _split_of(file: Path, splits: Sequence[str]) -> str | None:
     words = re.split(r"[^a-z0-9]+", file.stem.lower())
-    return next((s for s in splits if s.lower() in words), None)
+    for split in splits:
+        if split.lower() in words:
+            return split
+    return None
 
 
 def _from_file(
@@ -189,8 +207,10 @@ def _from_file(
     if kind == ".json":
         return _from_json(path, malformed, limit, indexes)
     if path.suffix in (".parquet", ".arrow"):
-        return Listed(_load(path.suffix[1:], str(path), data_files=[str(path)], split="train"), str(path))
-    raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)} ({', '.join(OPENERS)} behind a text file's name)")
+        table = _load(path.suffix[1:], str(path), data_files=[str(path)], split="train")
+        return Listed(table, str(path))
+    packed = f"{', '.join(OPENERS)} behind a text file's name"
+    raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)} ({packed})")
 
 
 def _from_json(
@@ -208,21 +228,25 @@ def _from_json(
     try:
         items = json.loads(path.read_bytes() if text is None else text)
     except json.JSONDecodeError as error:
-        raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg} at column {error.colno}") from None
+        problem = f"{error.msg} at column {error.colno}"
+        raise DataError(f"{path}, line {error.lineno}: not JSON: {problem}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
     return _listed(items, str(path), malformed)
 
 
 def _listed(items: Iterable[Any], name: str, malformed: Malformed) -> Listed:
-    good, bad, first = [], 0, ""
+    good = []
+    bad = 0
+    first = ""
     for i, item in enumerate(items):
         try:
             good.append(as_row(item, f"{name}, row {i + 1}"))
         except BadRow as error:
             if malformed == "error":
                 raise BadRow(f"{error}. Mend the row, or set data.malformed: skip") from None
-            bad, first = bad + 1, first or str(error)
+            bad += 1
+            first = first or str(error)
     return Listed(good, name, bad, first)
 
 
@@ -248,14 +272,17 @@ def _undecoded(dataset: Any) -> Any:
             return {name: bare(inner) for name, inner in feature.items()}
         if isinstance(feature, list):
             return [bare(inner) for inner in feature]
-        if dataclasses.is_dataclass(feature) and getattr(feature, "decode", False) is True:
+        if not dataclasses.is_dataclass(feature):
+            return feature
+        if getattr(feature, "decode", False) is True:
             return dataclasses.replace(feature, decode=False)
-        if dataclasses.is_dataclass(feature) and hasattr(feature, "feature"):
+        if hasattr(feature, "feature"):
             return dataclasses.replace(feature, feature=bare(feature.feature))
         return feature
 
     for name, feature in (dataset.features or {}).items():
-        if (plain := bare(feature)) != feature:
+        plain = bare(feature)
+        if plain != feature:
             dataset = dataset.cast_column(name, plain)
     return dataset
 
@@ -296,15 +323,23 @@ def _from_function(source: SourceConfig, malformed: Malformed) -> Rows:
     _check_keywords(function, options, source.path, "data.sources.options", ())
     try:
         made = function(**options)
-        if isinstance(made, Sequence) or (
-            hasattr(made, "__len__") and hasattr(made, "__getitem__") and not isinstance(made, Mapping)
-        ):
-            return Listed(_undecoded(made) if hasattr(made, "cast_column") else made, source.path)
-        return _listed(itertools.islice(made, source.limit), source.path, malformed)
+        if not _is_table(made):
+            return _listed(itertools.islice(made, source.limit), source.path, malformed)
+        # a data set of the hub would decode every picture of a row on access
+        rows = _undecoded(made) if hasattr(made, "cast_column") else made
+        return Listed(rows, source.path)
     except UserError:
         raise
     except Exception as error:  # whatever a user's function raises
-        raise DataError(f"data.sources: {source.path} raised {type(error).__name__}: {error}") from error
+        problem = f"{type(error).__name__}: {error}"
+        raise DataError(f"data.sources: {source.path} raised {problem}") from error
+
+
+def _is_table(made: object) -> bool:
+    """Return True if ``made`` has a length and can be indexed by position."""
+    if isinstance(made, Mapping):
+        return False
+    return isinstance(made, Sequence) or (hasattr(made, "__len__") and hasattr(made, "__getitem__"))
 
 
 def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:

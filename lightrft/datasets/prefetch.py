@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from lightrft.datasets.media import MediaReader, Workers
 from lightrft.datasets.row_tables import BadRow
@@ -20,7 +20,9 @@ class Fetcher(Generic[T]):
 
     def __init__(self, read: Callable[[int], T], media: MediaReader | None) -> None:
         self._read = read
-        self._workers: Workers | None = media.workers if media is not None and media.workers.count else None
+        # without threads, an entry is read when it is asked for
+        has_threads = media is not None and media.workers.count > 0
+        self._workers: Workers | None = media.workers if has_threads else None
         self._begun: dict[int, Future[T | BadRow]] = {}
 
     def fetch(self, indices: Sequence[int]) -> list[T | BadRow]:
@@ -30,7 +32,11 @@ class Fetcher(Generic[T]):
         """
         if self._workers is None:
             return [self._tried(i) for i in indices]
-        started = {i: self._begun.pop(i, None) or self._workers.submit(self._tried, i) for i in dict.fromkeys(indices)}
+        started: dict[int, Future[T | BadRow]] = {}
+        # an index may occur twice: one read serves both
+        for i in dict.fromkeys(indices):
+            begun = self._begun.pop(i, None)
+            started[i] = begun or self._workers.submit(self._tried, i)
         return [started[i].result() for i in indices]
 
     def prefetch(self, indices: Sequence[int]) -> None:
@@ -41,7 +47,8 @@ class Fetcher(Generic[T]):
         if self._workers is None:
             return
         wanted = set(indices)
-        for i in [i for i in self._begun if i not in wanted]:
+        dropped = [i for i in self._begun if i not in wanted]
+        for i in dropped:
             self._begun.pop(i).cancel()
         for i in dict.fromkeys(indices):
             if i not in self._begun:
@@ -53,5 +60,5 @@ class Fetcher(Generic[T]):
         except BadRow as error:
             return error
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_begun": {}}

@@ -172,35 +172,31 @@ class Sources:
         before = () if cache is None else stamps(self.config)
         indexes: list[Indexes] = [{} for _ in self.config.sources]
         self._open(indexes)
-        found = [[name for chunk in self.chunks(s) for name in keep(s, chunk)] for s in range(len(self.rows))]
-        lengths, names = [len(some) for some in found], [name for some in found for name in some]
+        lengths: list[int] = []
+        names: list[str] = []
+        for s in range(len(self.rows)):
+            start = len(names)
+            for chunk in self.chunks(s):
+                names += keep(s, chunk)
+            lengths.append(len(names) - start)
         # a file that changed during reading must not be cached under the digest of one version
         if cache is None or stamps(self.config) != before:
             return lengths, names
         columns = {f"kept/{name}": np.asarray(column) for name, column in kept.items()}
+        files: list[list[tuple[str, int, str]]] = []
         for s, index in enumerate(indexes):
-            for k, known in enumerate(index.values()):
-                columns |= {
-                    f"offsets/{s}/{k}": np.asarray(known.offsets),
-                    f"lines/{s}/{k}": np.asarray(known.lines),
-                }
+            files.append([])
+            for k, (path, known) in enumerate(index.items()):
+                columns[f"offsets/{s}/{k}"] = np.asarray(known.offsets)
+                columns[f"lines/{s}/{k}"] = np.asarray(known.lines)
+                files[-1].append((path, known.malformed, known.first_problem))
         facts = {
             "counts": self.counts,
             "first_problem": self.first_problem,
             "data_sources": sorted(self.data_sources),
             "lengths": lengths,
             "unique": len(set(names)) == len(names),
-            "files": [
-                [
-                    (
-                        path,
-                        known.malformed,
-                        known.first_problem,
-                    )
-                    for path, known in index.items()
-                ]
-                for index in indexes
-            ],
+            "files": files,
         }
         cache.write(Entry(columns, names, facts))
         return lengths, names
@@ -224,9 +220,10 @@ class Sources:
         return facts["lengths"], entry.names if facts["unique"] else list(entry.names)
 
     def _open(self, indexes: Sequence[Indexes]) -> None:
-        self.rows = [open_source(s, self.config.malformed, index) for s, index in zip(self.config.sources, indexes)]
-        self.counts["malformed"] += sum(r.malformed for r in self.rows)
-        self.first_problem = next((r.first_problem for r in self.rows if r.first_problem), "")
+        self.rows = [open_source(source, self.config.malformed, index) for source, index in zip(self.config.sources, indexes)]
+        self.counts["malformed"] += sum(rows.malformed for rows in self.rows)
+        problems = [rows.first_problem for rows in self.rows if rows.first_problem]
+        self.first_problem = problems[0] if problems else ""
 
     def order(self, lengths: Sequence[int], seed: int) -> np.ndarray:
         """Return the mixing order of the stored rows, given the number of rows of each source.
@@ -235,17 +232,11 @@ class Sources:
         """
         for spec, kept in zip(self.config.sources, lengths):
             if not kept:
-                counts = ", ".join(
-                    f"{self.counts[k]} {k}"
-                    for k in (
-                        "rows",
-                        "malformed",
-                        "overlong",
-                    )
-                )
+                kinds = ("rows", "malformed", "overlong")
+                counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in kinds)
                 why = f"; the first: {self.first_problem}" if self.first_problem else ""
                 raise DataError(f"data.sources: nothing is left of {spec.path} ({counts}){why}")
-        weights = [s.weight for s in self.config.sources]
+        weights = [source.weight for source in self.config.sources]
         return blend(lengths, weights, self.config.blend, shuffle=self.config.shuffle, seed=seed)
 
 
@@ -365,8 +356,10 @@ class PromptDataset:
         """
         wanted = set(ids)
         found = {name: i for i, name in enumerate(self._ids) if name in wanted}
-        if missing := [name for name in ids if name not in found]:
-            raise CheckpointError(f"the checkpoint holds answers to prompt {missing[0]!r}, which the data does not have")
+        missing = [name for name in ids if name not in found]
+        if missing:
+            problem = f"the checkpoint holds answers to prompt {missing[0]!r}"
+            raise CheckpointError(f"{problem}, which the data does not have")
         return [found[name] for name in ids]
 
     @property

@@ -100,16 +100,10 @@ class Record:
     @property
     def messages(self) -> list[Message]:
         """Return the whole conversation. A text prompt becomes a user message."""
-        asked = (
-            [
-                {
-                    "role": "user",
-                    "content": self.prompt,
-                }
-            ]
-            if isinstance(self.prompt, str)
-            else self.prompt
-        )
+        if isinstance(self.prompt, str):
+            asked = [{"role": "user", "content": self.prompt}]
+        else:
+            asked = self.prompt
         if isinstance(self.response, str):
             return [*asked, {"role": "assistant", "content": self.response}]
         return [*asked, *(self.response or [])]
@@ -125,7 +119,10 @@ class Record:
         if isinstance(self.response, str):
             return self.response
         last = self.messages[-1]
-        return replaced(last["content"], lambda *_: "") if last["role"] == "assistant" else None
+        if last["role"] != "assistant":
+            return None
+        # without the marks of media, which are no text
+        return replaced(last["content"], lambda *_: "")
 
 
 def read_record(
@@ -158,32 +155,20 @@ def read_record(
         "id": columns.id,
     }
     found = {what: _pick(row, what, name, where) for what, name in chosen.items()}
-    finder = Finder(
-        reads,
-        where,
-        root,
-        {
-            "image": columns.images,
-            "video": columns.videos,
-            "audio": columns.audios,
-        },
-    )
-    asked = found["prompt"][1]
-    if (asked is None or asked == "") and finder.has_columns(row):
-        found["prompt"] = (found["prompt"][0], " ")
-    if found["prompt"][1] is None:
-        if any(name in row for name in USUAL["prompt"]):
-            raise BadRow(f"{where}: the prompt is empty")
-        raise BadRow(
-            f"{where}: no column with a prompt (looked for {', '.join(USUAL['prompt'])}); the row has: "
-            f"{', '.join(row) or 'nothing'}. Name the column in data.columns.prompt"
-        )
-    if found["prompt"][0] in ("input", "instruction") and not columns.prompt and "instruction" in row and "input" in row:
-        raise BadRow(f"{where}: both 'instruction' and 'input'; set the source's reader: alpaca, or data.columns.prompt")
-    prompt = read_prompt(found["prompt"][1], where, finder, blank=finder.has_columns(row))
-    ends = not isinstance(prompt, str) and prompt[-1]["role"] == "assistant"
-    response = None if ends else _response(found["response"][1], where, finder)
+    media_columns = {"image": columns.images, "video": columns.videos, "audio": columns.audios}
+    finder = Finder(reads, where, root, media_columns)
+    has_media = finder.has_columns(row)
+    name, asked = found["prompt"]
+    if has_media and (asked is None or asked == ""):
+        asked = " "  # the prompt is the media alone
+    _check_prompt_column(row, columns, name, asked, where)
+    prompt = read_prompt(asked, where, finder, blank=has_media)
+    if not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
+        response = None  # the messages already end with the response
+    else:
+        response = _response(found["response"][1], where, finder)
     prompt, response = _placed(prompt, response, finder, row)
+    # the column of the response stays, since rewards may compare with it
     taken = {found[what][0] for what in chosen if what != "response"} | finder.taken(row)
     return Record(
         prompt=prompt,
@@ -192,11 +177,46 @@ def read_record(
         reference=found["reference"][1],
         data_source=_text(found["data_source"][1]),
         id=_text(found["id"][1]),
-        columns={k: v for k, v in row.items() if k not in taken and not (reads.spellings and is_raw(v))},
+        columns=_other_columns(row, taken, reads),
         row=row,
         where=where,
         media=finder.items,
     )
+
+
+def _check_prompt_column(
+    row: Row,
+    columns: Columns,
+    name: str,
+    asked: object,
+    where: str,
+) -> None:
+    """Raise ``BadRow`` if the prompt ``asked`` in column ``name`` is missing or ambiguous."""
+    if asked is None:
+        if any(usual in row for usual in USUAL["prompt"]):
+            raise BadRow(f"{where}: the prompt is empty")
+        raise BadRow(
+            f"{where}: no column with a prompt (looked for {', '.join(USUAL['prompt'])}); "
+            f"the row has: {', '.join(row) or 'nothing'}. Name the column in data.columns.prompt"
+        )
+    # alpaca rows have their question in one column and its material in the other
+    of_alpaca = "instruction" in row and "input" in row
+    if of_alpaca and name in ("input", "instruction") and not columns.prompt:
+        way_out = "set the source's reader: alpaca, or data.columns.prompt"
+        raise BadRow(f"{where}: both 'instruction' and 'input'; {way_out}")
+
+
+def _other_columns(row: Row, taken: set[str], reads: Reads) -> dict[str, Any]:
+    """Return the columns of ``row`` that are neither ``taken`` nor media."""
+    kept = {}
+    for name, value in row.items():
+        if name in taken:
+            continue
+        # a model of text alone has no use for media, but a reward may
+        if reads.spellings and is_raw(value):
+            continue
+        kept[name] = value
+    return kept
 
 
 def read_conversation(
@@ -247,19 +267,27 @@ def read_prompt(
     if isinstance(value, str):
         inside = _json_messages(value)
         if inside is None:
-            if not value.strip() and not blank:
-                raise BadRow(f"{where}: the prompt is empty")
-            return finder.text(value.strip() if blank and not value.strip() else value, where)
+            return _read_text_prompt(value, where, finder, blank)
         value = inside
     if not isinstance(value, list | tuple):
-        raise BadRow(f"{where}: a prompt must be text or a list of messages, not {type(value).__name__}")
+        kind = type(value).__name__
+        raise BadRow(f"{where}: a prompt must be text or a list of messages, not {kind}")
     messages = [read_message(m, f"{where}, message {k + 1}", finder) for k, m in enumerate(value)]
-    if not messages or not (blank or any(m.get("content") for m in messages if m["role"] != "system")):
+    filled = [m for m in messages if m["role"] != "system" and m.get("content")]
+    if not messages or not (blank or filled):
         raise BadRow(f"{where}: the prompt is empty")
     return messages
 
 
-def read_message(value: Any, where: str, finder: Finder) -> Message:
+def _read_text_prompt(value: str, where: str, finder: Finder, blank: bool) -> str:
+    if value.strip():
+        return finder.text(value, where)
+    if not blank:
+        raise BadRow(f"{where}: the prompt is empty")
+    return finder.text("", where)
+
+
+def read_message(value: object, where: str, finder: Finder) -> Message:
     """Return one message as ``{"role", "content", ...}``.
 
     The content becomes text with marks for media. Null fields are left out.
@@ -273,39 +301,50 @@ def read_message(value: Any, where: str, finder: Finder) -> Message:
         BadRow: ``value`` is not a message, or its content names media that the model does not read.
     """
     if not isinstance(value, Mapping):
-        raise BadRow(f"{where}: a message must have a role and content, not be a {type(value).__name__}")
+        kind = type(value).__name__
+        raise BadRow(f"{where}: a message must have a role and content, not be a {kind}")
+    # parquet stores null for the fields of other messages
     fields = {k: v for k, v in value.items() if v is not None}
     if "role" in fields:
-        role, content = fields.pop("role"), fields.pop("content", "")
+        role = fields.pop("role")
+        content = fields.pop("content", "")
     elif "from" in fields:
-        speaker, content = fields.pop("from"), fields.pop("value", "")
+        speaker = fields.pop("from")
+        content = fields.pop("value", "")
         if speaker not in SHAREGPT_ROLES:
             raise BadRow(f"{where}: 'from' is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
         role = SHAREGPT_ROLES[speaker]
     else:
-        raise BadRow(f"{where}: neither 'role' nor 'from'; it has: {', '.join(value) or 'nothing'}")
+        have = ", ".join(value) or "nothing"
+        raise BadRow(f"{where}: neither 'role' nor 'from'; it has: {have}")
     _check_texts([str(role), fields], where, finder)
     return {"role": str(role), "content": _content(content, where, finder), **fields}
 
 
-def _content(content: Any, where: str, finder: Finder) -> str:
+def _content(content: object, where: str, finder: Finder) -> str:
     if isinstance(content, str):
         return finder.text(content, where)
     if not isinstance(content, list | tuple):
-        raise BadRow(f"{where}: content must be text or a list of parts, not {type(content).__name__}")
-    texts = []
-    for part in content:
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        kind = type(content).__name__
+        raise BadRow(f"{where}: content must be text or a list of parts, not {kind}")
+    return "".join(_content_part(part, where, finder) for part in content)
+
+
+def _content_part(part: Any, where: str, finder: Finder) -> str:
+    """Return the text of a content part, or the mark of its media."""
+    if not isinstance(part, Mapping):
+        kind = type(part).__name__
+    else:
+        kind = part.get("type", "text")
         if kind == "text" and isinstance(part.get("text"), str):
-            texts.append(finder.plain(part["text"], where))
-        elif isinstance(part, Mapping) and (place := finder.part(part, where)) is not None:
-            texts.append(place)
-        else:
-            raise BadRow(f"{where}: a content part of type {kind!r}; the model reads {finder.reads}")
-    return "".join(texts)
+            return finder.plain(part["text"], where)
+        place = finder.part(part, where)
+        if place is not None:
+            return place
+    raise BadRow(f"{where}: a content part of type {kind!r}; the model reads {finder.reads}")
 
 
-def _check_texts(value: Any, where: str, finder: Finder) -> None:
+def _check_texts(value: object, where: str, finder: Finder) -> None:
     """Raise ``BadRow`` if any text in ``value`` contains reserved mark characters.
 
     A chat template may write such text, however deeply it is nested.
@@ -323,10 +362,16 @@ def _placed(
     prompt: str | list[Message], response: str | list[Message] | None, finder: Finder, row: Row
 ) -> tuple[str | list[Message], str | list[Message] | None]:
     """Return prompt and response with the media of the row at their positions."""
-    asked = [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    if isinstance(prompt, str):
+        asked = [prompt]
+        users = [0]
+    else:
+        asked = [m["content"] for m in prompt]
+        users = [k for k, m in enumerate(prompt) if m["role"] == "user"]
     answers = [m["content"] for m in response] if isinstance(response, list) else []
-    users = [0] if isinstance(prompt, str) else [k for k, m in enumerate(prompt) if m["role"] == "user"]
-    texts = finder.place([*asked, *answers], users[-1] if users else len(asked) - 1, row)
+    # media without a place in the text go before the last message of the user
+    last = users[-1] if users else len(asked) - 1
+    texts = finder.place([*asked, *answers], last, row)
     if not finder.items:
         return prompt, response
     if isinstance(response, list):
@@ -338,32 +383,47 @@ def _placed(
 
 def _json_messages(text: str) -> list[Any] | None:
     """Return the messages that ``text`` contains as JSON, or None if it is plain text."""
+    # parsing every prompt would be slow
     if not text.lstrip().startswith("["):
         return None
     try:
         value = json.loads(text)
     except ValueError:
         return None
-    keys = ({"role", "content"}, {"from", "value"})
-    good = isinstance(value, list) and value and all(isinstance(m, dict) and any(k <= set(m) for k in keys) for m in value)
-    return value if good else None
+    if not isinstance(value, list) or not value:
+        return None
+    return value if all(map(_is_message, value)) else None
 
 
-def _response(value: Any, where: str, finder: Finder) -> str | list[Message] | None:
-    if isinstance(value, list | tuple):
-        return [read_message(m, f"{where}, response message {k + 1}", finder) for k, m in enumerate(value)]
-    return None if value is None else finder.plain(str(value), f"{where}, response")
+def _is_message(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    names = set(value)
+    return {"role", "content"} <= names or {"from", "value"} <= names
+
+
+def _response(value: object, where: str, finder: Finder) -> str | list[Message] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple):
+        return finder.plain(str(value), f"{where}, response")
+    where = f"{where}, response message"
+    return [read_message(m, f"{where} {k + 1}", finder) for k, m in enumerate(value)]
 
 
 def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, Any]:
     """Return name and value of the column for ``what``, or ``("", None)`` if there is none."""
     if not chosen:
-        return next(((name, value) for name in USUAL[what] if (value := look_up(row, name)) is not None), ("", None))
+        for name in USUAL[what]:
+            value = look_up(row, name)
+            if value is not None:
+                return name, value
+        return "", None
     value = named_column(row, chosen, what, where)
     if value is None and what == "prompt":
         raise BadRow(f"{where}: the column {chosen!r} (data.columns.prompt) is empty")
     return chosen, value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return "" if value is None else str(value)

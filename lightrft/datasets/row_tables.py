@@ -20,6 +20,7 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Literal, Protocol
 
@@ -29,6 +30,9 @@ Row = Mapping[str, Any]
 Malformed = Literal["error", "skip"]
 ABSENT: Any = object()
 """Marker that distinguishes a missing column from a null value in ``look_up``."""
+
+
+_CHANGED = "Has the file changed since it was opened?"
 
 
 class BadRow(DataError):
@@ -50,7 +54,7 @@ class Rows(Protocol):
     def where(self, i: int, /) -> str: ...
 
 
-def look_up(row: Mapping[str, Any], name: str, absent: Any = None) -> Any:
+def look_up(row: Row, name: str, absent: Any = None) -> Any:
     """Return the column ``name`` of ``row``.
 
     Dots select nested columns, unless the row has a column with the dotted name itself.
@@ -87,11 +91,12 @@ def named_column(row: Row, name: str, what: str, where: str) -> Any:
         near = difflib.get_close_matches(name, list(row), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         have = ", ".join(row) or "nothing"
-        raise BadRow(f"{where}: no column {name!r} (data.columns.{what}); the row has: {have}{hint}")
+        problem = f"no column {name!r} (data.columns.{what})"
+        raise BadRow(f"{where}: {problem}; the row has: {have}{hint}")
     return value
 
 
-def as_row(value: Any, where: str) -> Row:
+def as_row(value: object, where: str) -> Row:
     """Return ``value`` unchanged. Raises ``BadRow`` unless it is a dictionary."""
     if not isinstance(value, Mapping):
         raise BadRow(f"{where}: a row must be a set of named values, not {type(value).__name__}")
@@ -109,7 +114,7 @@ class TextIndex:
         first_problem: reason for the first skipped record.
     """
 
-    offsets: Any
+    offsets: Any  # an array, or a column of the token cache
     lines: Any
     malformed: int = 0
     first_problem: str = ""
@@ -118,7 +123,11 @@ class TextIndex:
 Indexes = dict[str, TextIndex]
 """Index of each text file by path. Opening a file that is not in the table adds it."""
 
-OPENERS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+OPENERS: dict[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+}
 """Functions that open compressed files, by suffix."""
 
 
@@ -140,17 +149,19 @@ def utf8_of(path: Path) -> bytes | None:
         with opener(path) if opener else path.open("rb") as file:
             head = file.read(4)
             encoding = json.detect_encoding(head)
-            plain = encoding.startswith("utf-8")
-            if plain and opener is None:
+            is_utf8 = encoding.startswith("utf-8")
+            if is_utf8 and opener is None:
                 return None
             data = head + file.read()
-        return data if plain else data.decode(encoding).encode("utf-8")
+        return data if is_utf8 else data.decode(encoding).encode("utf-8")
     except (EOFError, OSError, lzma.LZMAError) as error:
+        # an OSError of a plain file is about the disk, not about its compression
         if opener is None and isinstance(error, OSError):
             raise
         raise DataError(f"{path}: cannot be decompressed: {error}") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: not {encoding} text: {error.reason} at byte {error.start}") from None
+        problem = f"{error.reason} at byte {error.start}"
+        raise DataError(f"{path}: not {encoding} text: {problem}") from None
 
 
 class _TextFile:
@@ -174,8 +185,10 @@ class _TextFile:
             if str(path) not in indexes:
                 indexes[str(path)] = self._scan(file, line, malformed, limit)
         index = indexes[str(path)]
-        self._offsets, self._lines = index.offsets, index.lines
-        self.malformed, self.first_problem = index.malformed, index.first_problem
+        self._offsets = index.offsets
+        self._lines = index.lines
+        self.malformed = index.malformed
+        self.first_problem = index.first_problem
 
     def _open(self) -> IO[bytes]:
         return self.path.open("rb") if self._text is None else io.BytesIO(self._text)
@@ -220,11 +233,12 @@ class _TextFile:
         with self._open() as file:
             file.seek(self._offsets[i])
             try:
-                row = self._read(file)[1]
+                _, row = self._read(file)
             except ValueError as error:
-                raise BadRow(f"{self.where(i)}: {error}. Has the file changed since it was opened?") from None
+                problem = f"{error}. {_CHANGED}"
+                raise BadRow(f"{self.where(i)}: {problem}") from None
         if row is None:
-            raise BadRow(f"{self.where(i)}: the row is gone. Has the file changed since it was opened?")
+            raise BadRow(f"{self.where(i)}: the row is gone. {_CHANGED}")
         return row
 
     def where(self, i: int) -> str:
@@ -232,6 +246,7 @@ class _TextFile:
 
     def _read_header(self, file: IO[bytes]) -> int:
         """Move to the first record. Return the number of lines before it."""
+        # a byte order mark
         if file.read(3) != b"\xef\xbb\xbf":
             file.seek(0)
         return 0
@@ -280,7 +295,8 @@ class Csv(_TextFile):
         indexes: Indexes | None = None,
     ) -> None:
         self._names: list[str] = []
-        csv.field_size_limit(sys.maxsize)  # the default limit of the csv module (128 KiB) is shorter than some documents
+        # the default limit of the csv module (128 KiB) is shorter than some documents
+        csv.field_size_limit(sys.maxsize)
         super().__init__(path, malformed, limit, indexes)
 
     def _read_header(self, file: IO[bytes]) -> int:
@@ -289,9 +305,10 @@ class Csv(_TextFile):
             used, self._names = self._record(file)
         except ValueError as error:
             raise DataError(f"{self.path}, line 1: {error}") from None
-        doubled = {n for n in self._names if self._names.count(n) > 1}
+        doubled = {name for name in self._names if self._names.count(name) > 1}
         if doubled:
-            raise DataError(f"{self.path}, line 1: the header names {', '.join(sorted(doubled))} twice")
+            names = ", ".join(sorted(doubled))
+            raise DataError(f"{self.path}, line 1: the header names {names} twice")
         return used
 
     def _read(self, file: IO[bytes]) -> tuple[int, Row | None]:
@@ -349,9 +366,11 @@ class Joined:
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self.parts = list(parts)
-        self.malformed = sum(p.malformed for p in self.parts)
-        self.first_problem = next((p.first_problem for p in self.parts if p.first_problem), "")
-        self._ends = [sum(len(p) for p in self.parts[: k + 1]) for k in range(len(self.parts))]
+        self.malformed = sum(part.malformed for part in self.parts)
+        problems = [part.first_problem for part in self.parts if part.first_problem]
+        self.first_problem = problems[0] if problems else ""
+        # index after the last row of each part
+        self._ends = list(accumulate(len(part) for part in self.parts))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -366,7 +385,8 @@ class Joined:
 
     def _find(self, i: int) -> tuple[Rows, int]:
         k = bisect_right(self._ends, i)
-        return self.parts[k], i - (self._ends[k - 1] if k else 0)
+        start = self._ends[k - 1] if k else 0
+        return self.parts[k], i - start
 
 
 class First:
@@ -421,9 +441,11 @@ class Converted:
             converted = self.reader(row, **self.options)
         except KeyError as error:
             have = ", ".join(row)
-            raise BadRow(f"{self.where(i)}: reader {self.name!r} needs column {error}; the row has: {have}") from None
+            problem = f"reader {self.name!r} needs column {error}"
+            raise BadRow(f"{self.where(i)}: {problem}; the row has: {have}") from None
         except (ValueError, TypeError, LookupError) as error:
-            raise BadRow(f"{self.where(i)}: reader {self.name!r} cannot read the row: {error}") from error
+            problem = f"reader {self.name!r} cannot read the row: {error}"
+            raise BadRow(f"{self.where(i)}: {problem}") from error
         return as_row(converted, f"{self.where(i)}, after reader {self.name!r}")
 
     def where(self, i: int) -> str:

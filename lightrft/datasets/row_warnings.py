@@ -10,9 +10,12 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lightrft.utils.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +34,11 @@ class UnknownText:
     These are unknown tokens or, for a tokenizer without an unknown token, dropped characters.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         unknown = tokenizer.unk_token_id
-        ends = unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id)  # GPT-2 has one token for all three
+        # GPT-2 has one token for unknown text, begin and end: its presence tells nothing
+        ends = unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id)
         self._unknown = None if ends else unknown
         self._drops = self._unknown is None and not self._ids(EXOTIC)
         self._known: dict[str, bool] = {}
@@ -47,7 +51,9 @@ class UnknownText:
         """
         if self._unknown is not None:
             return sum(i == self._unknown for i in ids)
-        return sum(not self._knows(character) for character in text) if self._drops else 0
+        if not self._drops:
+            return 0
+        return sum(not self._knows(character) for character in text)
 
     def _knows(self, character: str) -> bool:
         if character not in self._known:
@@ -75,7 +81,7 @@ def note_text(counts: Counter[str], unknown: int, tokens: int, source: int, row:
         counts[UNKNOWN] += unknown
 
 
-def note_label(counts: Counter[str], data_source: str, gold: Any, source: int, row: int) -> None:
+def note_label(counts: Counter[str], data_source: str, gold: object, source: int, row: int) -> None:
     """Count a row that has neither a label nor a reference to compare a response with.
 
     Args:
@@ -91,15 +97,24 @@ def note_label(counts: Counter[str], data_source: str, gold: Any, source: int, r
         counts[name] += 1
 
 
-def is_missing(gold: Any) -> bool:
+def is_missing(gold: object) -> bool:
     """Return True if a label is null, blank or NaN."""
-    blank = isinstance(gold, str) and not gold.strip()
-    return gold is None or blank or (isinstance(gold, float) and math.isnan(gold))
+    if gold is None:
+        return True
+    if isinstance(gold, str):
+        return not gold.strip()
+    # pandas and parquet write NaN for a missing value
+    return isinstance(gold, float) and math.isnan(gold)
 
 
 def unlabelled(counts: Counter[str]) -> dict[str, int]:
     """Return the number of rows without a label, for each data source that has any."""
-    return {name.partition("/")[2]: count for name, count in counts.items() if name.startswith(f"{UNLABELLED}/")}
+    found = {}
+    for name, count in counts.items():
+        kind, _, data_source = name.partition("/")
+        if kind == UNLABELLED:
+            found[data_source] = count
+    return found
 
 
 def first_place(counts: Counter[str], name: str) -> tuple[int, int]:
@@ -114,7 +129,8 @@ def is_plain(name: str) -> bool:
 
 def _place(counts: Counter[str], name: str, source: int, row: int) -> None:
     if name not in counts:
-        counts[f"{_SOURCE}/{name}"], counts[f"{_ROW}/{name}"] = source, row
+        counts[f"{_SOURCE}/{name}"] = source
+        counts[f"{_ROW}/{name}"] = row
 
 
 MOST_UNKNOWN = 0.01
@@ -136,13 +152,14 @@ def check_text(rows: CountedRows, key: str) -> None:
 
     Raises ``DataError`` if their fraction exceeds ``MOST_UNKNOWN``.
     """
-    unknown, tokens = rows.counts[UNKNOWN], rows.counts[TOKENS]
+    unknown = rows.counts[UNKNOWN]
+    tokens = rows.counts[TOKENS]
     if not unknown:
         return
-    problem = (
-        f"{key}: {unknown} of {tokens} tokens are of text that the tokenizer does not know; the first are in "
-        f"{rows.first_with(UNKNOWN)}"
-    )
+    count = f"{unknown} of {tokens} tokens"
+    first = f"the first are in {rows.first_with(UNKNOWN)}"
+    problem = f"{key}: {count} are of text that the tokenizer does not know; {first}"
     if unknown > MOST_UNKNOWN * tokens:
-        raise DataError(f"{problem}. Set model.tokenizer (or model.path) to one that was made for this text, or mend the rows")
+        way_out = "Set model.tokenizer (or model.path) to one that was made for this text"
+        raise DataError(f"{problem}. {way_out}, or mend the rows")
     log.warning("%s", problem)

@@ -46,7 +46,10 @@ class PromptSampler:
     def order(self, epoch: int) -> np.ndarray:
         """Return the order of one epoch, ``[length]``."""
         if self._known is None or self._known[0] != epoch:
-            order = generator(self.seed, 2, epoch).permutation(self.length) if self.shuffle else np.arange(self.length)
+            if self.shuffle:
+                order = generator(self.seed, 2, epoch).permutation(self.length)
+            else:
+                order = np.arange(self.length)
             self._known = (epoch, order)
         return self._known[1]
 
@@ -215,7 +218,9 @@ def _agreed(fetched: Sequence[T | BadRow], ranks: Ranks) -> list[T | BadRow]:
     All ranks then have the same prompts.
     """
     own = {k: str(entry) for k, entry in enumerate(fetched) if isinstance(entry, BadRow)}
-    lost = {k: why for found in ranks.gather(own) for k, why in found.items()}
+    lost: dict[int, str] = {}
+    for found in ranks.gather(own):
+        lost |= found
     return [BadRow(lost[k]) if k in lost else entry for k, entry in enumerate(fetched)]
 
 
@@ -238,6 +243,11 @@ def report(what: str, counts: Mapping[str, int], first: str = "") -> None:
         counts: number of rows by outcome.
         first: reason why the first row was left out. Empty if none was.
     """
-    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count and is_plain(name))
+    said = []
+    for name, count in counts.items():
+        if count and is_plain(name):
+            said.append(f"{count} {name}")
     lost = sum(counts.get(name, 0) for name in ("malformed", "overlong", "truncated"))
-    log.log(WARNING if lost else INFO, "%s: %s%s", what, said, f"; the first left out: {first}" if first else "")
+    level = WARNING if lost else INFO
+    example = f"; the first left out: {first}" if first else ""
+    log.log(level, "%s: %s%s", what, ", ".join(said), example)

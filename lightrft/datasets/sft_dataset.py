@@ -72,6 +72,11 @@ class _Part:
     name: str = ""
     items: tuple[int, ...] = ()
 
+    @property
+    def texts(self) -> list[str]:
+        """Return the texts of all turns, in order."""
+        return [text for turn in self.turns for text in turn]
+
 
 class SFTDataset:
     """The examples of ``config``, encoded once.
@@ -197,22 +202,34 @@ class SFTDataset:
                 part.name = stem if len(made) == 1 else f"{stem}#{k + 1}"
             rows.append(made)
         parts = self._expanded(rows)
-        texts = list(dict.fromkeys(t for part in parts for turn in part.turns for t in turn))
-        ids = dict(zip(texts, self.encoder.encode(texts)))
-        return [part.name for part in parts if self._keep(source, part, *self._tokens_of(part, ids))]
+        # each text once, in one call: turns of one conversation share their beginnings
+        texts: dict[str, None] = {}
+        for part in parts:
+            texts |= dict.fromkeys(part.texts)
+        ids = dict(zip(texts, self.encoder.encode(list(texts))))
+        names = []
+        for part in parts:
+            tokens, trained = self._tokens_of(part, ids)
+            if self._keep(source, part, tokens, trained):
+                names.append(part.name)
+        return names
 
     def _expanded(self, rows: Sequence[list[_Part]]) -> list[_Part]:
         """Return the parts of all rows, with the text of their media in the turns.
 
         Unreadable rows are left out.
         """
-        shown = [(made[0].record, [t for part in made for turn in part.turns for t in turn]) for made in rows]
+        shown: list[tuple[Record, list[str]]] = []
+        for made in rows:
+            own = [text for part in made for text in part.texts]
+            shown.append((made[0].record, own))
         parts: list[_Part] = []
         for made, texts in self._sources.made(rows, self.encoder.expanded(shown)):
             whole = iter(texts)
             for part in made:
-                last = part.turns[-1][1] if self.encoder.chat else "".join(part.turns[-1])
-                part.items = tuple(number for _, number in marks(last)) if part.record.media else ()
+                if part.record.media:
+                    last = part.turns[-1][1] if self.encoder.chat else "".join(part.turns[-1])
+                    part.items = tuple(number for _, number in marks(last))
                 part.turns = [(next(whole), next(whole)) for _ in part.turns]
             parts += made
         return parts
@@ -220,27 +237,31 @@ class SFTDataset:
     def _keep(self, source: int, part: _Part, ids: list[int], trained: list[bool]) -> bool:
         """Store an example if it fits or can be truncated. Return True if it was stored."""
         kept = self._kept
+        placeholders = self.encoder.placeholders
         if part.items:
-            trained = [t and i not in self.encoder.placeholders for t, i in zip(trained, ids)]
+            # the model is not trained to write the placeholders of media
+            trained = [t and i not in placeholders for t, i in zip(trained, ids)]
             if not any(trained):
                 self._sources.skip(_no_answer(part.record))
                 return False
         if len(ids) > self.max_tokens:
-            cut = self.config.overlong == "truncate" and self.encoder.placeholders.isdisjoint(ids[self.max_tokens :])
-            if not cut or not any(trained[: self.max_tokens]):
+            # media cannot be cut: their placeholders must fit their features
+            may_cut = self.config.overlong == "truncate" and placeholders.isdisjoint(ids[self.max_tokens :])
+            if not may_cut or not any(trained[: self.max_tokens]):
                 self._sources.overlong(part.record.where, len(ids), self.max_tokens, "max_tokens")
                 return False
             self.counts["truncated"] += 1
-            ids, trained = ids[: self.max_tokens], trained[: self.max_tokens]
-        self.counts["special_tokens"] += any(self.encoder.is_shielded(t) for t in part.turns[-1])
+            ids = ids[: self.max_tokens]
+            trained = trained[: self.max_tokens]
+        self.counts["special_tokens"] += any(map(self.encoder.is_shielded, part.turns[-1]))
         if part.items:
             self._media[len(kept["ends"])] = (source, part.row, part.items)
         kept["split"].append(len(kept["tokens"]) + trained.index(True))
         kept["tokens"].extend(ids)
         kept["trained"].extend(trained)
         kept["ends"].append(len(kept["tokens"]))
-        text = "".join(t for turn in part.turns for t in turn)
-        note_text(self.counts, self._unknown.count(text, ids), len(ids), source, part.row)
+        unknown = self._unknown.count("".join(part.texts), ids)
+        note_text(self.counts, unknown, len(ids), source, part.row)
         return True
 
     def _parts(self, row: int, record: Record) -> list[_Part]:
@@ -249,33 +270,49 @@ class SFTDataset:
         Raises ``BadRow`` if there is no response to train on.
         """
         if not self.encoder.chat:
-            answer = record.answer
-            if answer is None or not answer.strip():
-                raise _no_answer(record)
-            # some datasets end a response with EOS, which _tokens_of appends
-            answer = answer.removesuffix(self.encoder.tokenizer.eos_token or "")
-            prompt = self.encoder.prompt(record)
-            return [_Part(row, record, [(prompt, self.encoder.shield(answer, answer=True))], [])]
+            return [self._plain_part(row, record)]
         messages = record.messages
         first = 0 if record.response is None else record.asked
-        spoken = [k for k, m in enumerate(messages) if k >= first and m["role"] == "assistant"]
-        if not spoken or not any(messages[k]["content"].strip() or len(messages[k]) > 2 for k in spoken):
+        spoken = []
+        for k in range(first, len(messages)):
+            if messages[k]["role"] == "assistant":
+                spoken.append(k)
+        # a message of more than role and content, such as tool calls, is an answer without text too
+        answered = any(messages[k]["content"].strip() or len(messages[k]) > 2 for k in spoken)
+        if not answered:
             raise _no_answer(record)
         if spoken[0] == 0:
             raise BadRow(f"{record.where}: the conversation begins with the assistant")
         shown = self.encoder.conversation(record)
-        ahead = len(shown) - len(messages)
+        ahead = len(shown) - len(messages)  # 1 with the configured system message
         turns = [self._turn(shown, k + ahead, record.where) for k in spoken]
         if self.config.turns == "each":
             return [_Part(row, record, [turn], []) for turn in turns]
         if self.config.turns == "last":
             return [_Part(row, record, turns[-1:], [])]
-        if self._marks and record.response is None and not record.media and not self.encoder.is_shielded(turns[-1][1]):
+        if self._marks_answers(record, turns):
             return [_Part(row, record, turns, shown[: spoken[-1] + ahead + 1])]
         if len(turns) > 1 and not self._checked:
             check_template(self.encoder.tokenizer, self.config.chat_options)
             self._checked = True
         return [_Part(row, record, turns, [])]
+
+    def _plain_part(self, row: int, record: Record) -> _Part:
+        """Return the example of a record without a chat template."""
+        answer = record.answer
+        if answer is None or not answer.strip():
+            raise _no_answer(record)
+        # some datasets end a response with EOS, which _tokens_of appends
+        answer = answer.removesuffix(self.encoder.tokenizer.eos_token or "")
+        turn = (self.encoder.prompt(record), self.encoder.shield(answer, answer=True))
+        return _Part(row, record, [turn], [])
+
+    def _marks_answers(self, record: Record, turns: Sequence[tuple[str, str]]) -> bool:
+        """Return True if the template can mark the answers of ``record`` with ``generation``."""
+        if not self._marks or record.response is not None or record.media:
+            return False
+        # the template knows nothing of spellings that are encoded as plain text
+        return not self.encoder.is_shielded(turns[-1][1])
 
     def _turn(self, messages: list[Message], k: int, where: str) -> tuple[str, str]:
         """Return the text that asks for message ``k``, and the text that ends with it."""

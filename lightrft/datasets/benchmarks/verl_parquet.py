@@ -3,50 +3,47 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row
 
 
 @READERS.register("verl")
-def verl(row: Mapping[str, Any]) -> dict[str, Any]:
+def verl(row: Row) -> Row:
     """Read ``{data_source, prompt: messages, reward_model: {ground_truth}, extra_info}``.
 
     ``extra_info`` is ``{split, index, ...}``.
     """
     extra = row.get("extra_info") or {}
     truth = row["reward_model"]["ground_truth"]
-    solution = next((extra[k] for k in ("answer", "reference") if extra.get(k) is not None), truth)
+    solutions = [extra[key] for key in ("answer", "reference") if extra.get(key) is not None]
     source = row.get("data_source") or ""
-    named = {"prompt": row["prompt"], "label": truth, "reference": solution, "data_source": source}
+    named = {
+        "prompt": row["prompt"],
+        "label": truth,
+        "reference": solutions[0] if solutions else truth,
+        "data_source": source,
+    }
     if extra.get("index") is not None:
-        named["id"] = "/".join(
-            str(part)
-            for part in (
-                source,
-                extra.get("split"),
-                extra["index"],
-            )
-            if part not in (None, "")
-        )
+        # the index counts from 0 in each split of each source
+        parts = (source, extra.get("split"), extra["index"])
+        named["id"] = "/".join(str(part) for part in parts if part not in (None, ""))
     return {**row, **named}
 
 
 @READERS.register("lmm_r1")
-def lmm_r1(row: Mapping[str, Any]) -> dict[str, Any]:
+def lmm_r1(row: Row) -> Row:
     """Read ``{message: "[{...}]", answer, datasource?}``, with messages as a JSON string.
 
     Raises ``ValueError`` if it is not JSON.
     """
     message = row["message"]
-    prompt = json.loads(message) if isinstance(message, str) else message
-    return {
-        **row,
-        "prompt": prompt,
+    named = {
+        "prompt": json.loads(message) if isinstance(message, str) else message,
         "label": row["answer"],
         "data_source": row.get("datasource") or "",
     }
+    return {**row, **named}
 
 
 vermulti = READERS.register("vermulti")(lmm_r1)

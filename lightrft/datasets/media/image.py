@@ -89,8 +89,12 @@ def _read(content: Content) -> np.ndarray:
 
 
 def _orientation(picture: Image.Image) -> int:
-    if picture.format == "TIFF" or (picture.format == "PNG" and "exif" not in picture.info):
-        return 1  # Pillow turns a TIFF when it loads it; getexif() would decode the whole PNG
+    # Pillow turns a TIFF when it loads it
+    if picture.format == "TIFF":
+        return 1
+    # getexif() would decode the whole PNG
+    if picture.format == "PNG" and "exif" not in picture.info:
+        return 1
     return picture.getexif().get(_ORIENTATION, 1)
 
 
@@ -98,17 +102,22 @@ def _within(height: int, width: int, limit: int) -> tuple[int, int, int]:
     if height < 1 or width < 1:
         raise ValueError(f"the picture is empty: {width} x {height} pixels")
     if height * width > limit:
-        raise ValueError(f"the picture has {width} x {height} pixels, more than data.media.max_source_pixels = {limit}")
+        allowed = f"data.media.max_source_pixels = {limit}"
+        raise ValueError(f"the picture has {width} x {height} pixels, more than {allowed}")
     return height, width, 3
 
 
 def _rows_first(array: np.ndarray) -> np.ndarray:
     """Return an array ``[H, W, C]`` from ``[H, W]``, ``[H, W, C]`` or ``[C, H, W]``."""
+    channels = (1, 3, 4)
     if array.ndim == 2:
         return array[..., None]
-    if array.ndim != 3 or (array.shape[-1] not in (1, 3, 4) and array.shape[0] not in (1, 3, 4)):
-        raise ValueError(f"an array of shape {array.shape} is no picture; it must be [height, width, 3]")
-    return array if array.shape[-1] in (1, 3, 4) else np.moveaxis(array, 0, -1)
+    if array.ndim == 3 and array.shape[-1] in channels:
+        return array
+    if array.ndim == 3 and array.shape[0] in channels:
+        return np.moveaxis(array, 0, -1)
+    problem = f"an array of shape {array.shape} is no picture"
+    raise ValueError(f"{problem}; it must be [height, width, 3]")
 
 
 def _eight_bit(array: np.ndarray) -> np.ndarray:
@@ -120,7 +129,11 @@ def _eight_bit(array: np.ndarray) -> np.ndarray:
         array = np.round(array * 255).astype(np.uint8)
     elif array.dtype != np.uint8:
         if array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255:
-            raise ValueError(f"a picture must be uint8, not {array.dtype} from {array.min()} to {array.max()}")
+            given = f"{array.dtype} from {array.min()} to {array.max()}"
+            raise ValueError(f"a picture must be uint8, not {given}")
         array = array.astype(np.uint8)
-    array = np.repeat(array, 3, axis=-1) if array.shape[-1] == 1 else array
-    return np.ascontiguousarray(array if array.shape[-1] == 3 else np.asarray(to_rgb(Image.fromarray(array))))
+    if array.shape[-1] == 1:
+        array = np.repeat(array, 3, axis=-1)
+    elif array.shape[-1] == 4:
+        array = np.asarray(to_rgb(Image.fromarray(array)))
+    return np.ascontiguousarray(array)

@@ -7,7 +7,7 @@ chat templates like ordinary text. Rows must not contain these characters.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path, PurePath
@@ -61,16 +61,20 @@ def marks(text: str) -> list[tuple[str, int]]:
 
 def replaced(text: str, put: Callable[[str, int], str]) -> str:
     """Return ``text`` with each mark replaced by ``put(kind, number)``."""
-    return MARK.sub(lambda m: put(m[1], int(m[2])), text) if OPEN in text else text
+    if OPEN not in text:
+        return text
+    return MARK.sub(lambda match: put(match[1], int(match[2])), text)
 
 
 def as_parts(text: str) -> list[dict[str, str]]:
     """Return text with marks as content parts for a chat template."""
+    # split with two groups gives: text, kind, number, text, kind, number, text ...
     cut = MARK.split(text)
     parts = [{"type": "text", "text": cut[0]}]
     for kind, after in zip(cut[1::3], cut[3::3]):
-        parts += [{"type": kind}, {"type": "text", "text": after}]
-    return [p for p in parts if p.get("text") != ""]
+        parts.append({"type": kind})
+        parts.append({"type": "text", "text": after})
+    return [part for part in parts if part.get("text") != ""]
 
 
 def kind_of(part: Mapping[str, Any]) -> str | None:
@@ -84,7 +88,8 @@ def payload(part: Mapping[str, Any], kind: str) -> Any:
     for name in (kind, f"{kind}_url", f"input_{kind}"):
         if part.get(name) is not None:
             return part[name]
-    own = {name: part[name] for name in (*_FIELDS, "sampling_rate") if part.get(name) is not None}
+    fields = (*_FIELDS, "sampling_rate")
+    own = {name: part[name] for name in fields if part.get(name) is not None}
     return own or None
 
 
@@ -98,14 +103,23 @@ def listed(value: Any, kind: str, root: Path) -> list[Any]:
         kind: the media kind of the column.
         root: folder of relative paths.
     """
-    if value is None or (isinstance(value, str | bytes) and not value):
+    if value is None:
+        return []
+    if isinstance(value, str | bytes) and not value:
         return []
     if not isinstance(value, list | tuple):
         return [value]
-    some = [v for v in value if v is not None]
-    if some and (isinstance(some[0], int | float) or (kind == "video" and all(_is_frame(v, root) for v in some))):
+    some = [item for item in value if item is not None]
+    if some and _is_one_item(some, kind, root):
         return [some]
     return some
+
+
+def _is_one_item(values: Sequence[Any], kind: str, root: Path) -> bool:
+    """Return True if ``values`` are the samples of one sound or the frames of one video."""
+    if isinstance(values[0], int | float):
+        return True
+    return kind == "video" and all(_is_frame(value, root) for value in values)
 
 
 def is_raw(value: Any) -> bool:
@@ -113,8 +127,12 @@ def is_raw(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(is_raw, value.values()))
     if isinstance(value, list | tuple):
+        # a list of samples may hold millions of numbers, and its first items tell its kind
         return any(map(is_raw, value[:8]))
-    return isinstance(value, bytes | bytearray) or hasattr(value, "getexif") or hasattr(value, "__array_interface__")
+    if isinstance(value, bytes | bytearray):
+        return True
+    # images of PIL, and arrays of numpy
+    return hasattr(value, "getexif") or hasattr(value, "__array_interface__")
 
 
 def _is_frame(value: Any, root: Path) -> bool:
@@ -125,14 +143,18 @@ def _is_frame(value: Any, root: Path) -> bool:
     if isinstance(value, Mapping) and all(value.get(name) is None for name in _RAW):
         inside = nested(value)
         return inside is not None and _is_frame(inside, root)
+    if isinstance(value, list | tuple):
+        return False
     try:
         if isinstance(value, str | PathLike) and _ending(fspath(value)) in PICTURE_SUFFIXES:
             return True
-        return not isinstance(value, list | tuple) and is_still(Fetch(root, 1.0, offline=True).content(value, root))
+        content = Fetch(root, 1.0, offline=True).content(value, root)
+        return is_still(content)
     except Exception:  # the error is raised again, with its reason, when the item is read
         return False
 
 
 def _ending(name: str) -> str:
+    # a data URL may be megabytes long, so only its ends are looked at
     path = urlparse(name).path if "://" in name[:16] else name[-16:]
     return PurePath(path).suffix.lower()

@@ -66,11 +66,15 @@ class Finder:
         if kind is None:
             return None
         if kind not in self.reads.spellings:
-            raise BadRow(f"{where}: a content part of type {part['type']!r}, but the model reads {self.reads}")
+            given = f"a content part of type {part['type']!r}"
+            raise BadRow(f"{where}: {given}, but the model reads {self.reads}")
         value = payload(part, kind)
         if value is None:
             return _waiting(kind)
-        limits = {name: _whole(part[name], name, where) for name in ("min_pixels", "max_pixels") if part.get(name) is not None}
+        limits = {}
+        for name in ("min_pixels", "max_pixels"):
+            if part.get(name) is not None:
+                limits[name] = _whole(part[name], name, where)
         fps = None if part.get("fps") is None else _rate(part["fps"], where)
         return self._add(Item(kind, value, f"{where}, {kind}", self.root, fps=fps, **limits))
 
@@ -81,8 +85,10 @@ class Finder:
         """
         if not self.reads.spellings:
             return text
+        # without this check, a row could write a mark itself and read an item of its choice
         if OPEN in text or CLOSE in text:
-            raise BadRow(f"{where}: the text holds U+FDD2 or U+FDD3, which are reserved for places of media; take them out")
+            reserved = "U+FDD2 or U+FDD3, which are reserved for places of media"
+            raise BadRow(f"{where}: the text holds {reserved}; take them out")
         for kind, spellings in self.reads.spellings.items():
             for spelling in spellings:
                 text = text.replace(spelling, _waiting(kind))
@@ -103,8 +109,14 @@ class Finder:
 
     def taken(self, row: Row) -> set[str]:
         """Return the names of the media columns, except for columns that only name a file."""
-        names = {name for kind in self.reads.spellings for name in self._names(kind, row)}
-        return {name for name in names if not (isinstance(row.get(name), str) and not row[name].startswith("data:"))}
+        taken = set()
+        for kind in self.reads.spellings:
+            for name in self._names(kind, row):
+                value = row.get(name)
+                names_a_file = isinstance(value, str) and not value.startswith("data:")
+                if not names_a_file:
+                    taken.add(name)
+        return taken
 
     def place(self, texts: Sequence[str], last: int, row: Row) -> list[str]:
         """Return ``texts`` with marks for the items of the media columns of ``row``.
@@ -119,47 +131,63 @@ class Finder:
         Raises:
             BadRow: the numbers of markers and items differ, or the model does not read a kind.
         """
-        texts, front = list(texts), ""
+        texts = list(texts)
+        front = ""
         for kind in KINDS:
-            expected = sum(t.count(_waiting(kind)) for t in texts) if kind in self.reads.spellings else 0
+            expected = 0
+            if kind in self.reads.spellings:
+                expected = sum(text.count(_waiting(kind)) for text in texts)
             explicit = any(item.kind == kind for item in self.items)
+            # media in the messages replace the usual columns, but not a column that is named
             if explicit and not expected and not self.named.get(kind):
                 continue
             column, values = self._column(kind, row)
-            if values and kind not in self.reads.spellings:
-                raise BadRow(
-                    f"{self.where}: column {column!r} holds {_count(kind, len(values))}, but the model reads {self.reads}; take a "
-                    f"model that reads it, or leave the column out with data.columns.{kind}s: null"
-                )
-            if expected and expected != len(values):
-                raise BadRow(
-                    f"{self.where}: the text has {expected} places for {kind} (<{kind}>), but the row has {_count(kind, len(values))}"
-                    + (f" in column {column!r}" if column else f"; name their column in data.columns.{kind}s")
-                )
-            places = [self._add(Item(kind, v, self._column_name(column, k, values), self.root)) for k, v in enumerate(values)]
+            self._check_count(kind, column, len(values), expected)
+            places = []
+            for k, value in enumerate(values):
+                where = f"{self.where}, column {column!r}"
+                if len(values) > 1:
+                    where = f"{where}, item {k + 1}"
+                places.append(self._add(Item(kind, value, where, self.root)))
             if expected:
-                texts = [_filled(t, kind, places) for t in texts]
+                texts = [_filled(text, kind, places) for text in texts]
             else:
                 front += "".join(places)
         if front:
             texts[last] = front + texts[last]
         return texts
 
+    def _check_count(self, kind: str, column: str, count: int, expected: int) -> None:
+        """Raise ``BadRow`` unless the ``count`` items of ``column`` fit the markers of the text."""
+        held = _count(kind, count)
+        if count and kind not in self.reads.spellings:
+            problem = f"column {column!r} holds {held}, but the model reads {self.reads}"
+            way_out = f"leave the column out with data.columns.{kind}s: null"
+            raise BadRow(f"{self.where}: {problem}; take a model that reads it, or {way_out}")
+        if not expected or expected == count:
+            return
+        problem = f"the text has {expected} places for {kind} (<{kind}>), but the row has {held}"
+        if column:
+            raise BadRow(f"{self.where}: {problem} in column {column!r}")
+        raise BadRow(f"{self.where}: {problem}; name their column in data.columns.{kind}s")
+
     def _names(self, kind: str, row: Row) -> tuple[str, ...]:
         named = self.named.get(kind, "")
+        # None switches the kind off, and an empty name stands for the usual columns
         if named is None:
             return ()
-        return (named,) if named else tuple(name for name in USUAL[kind] if name in row)
+        if named:
+            return (named,)
+        return tuple(name for name in USUAL[kind] if name in row)
 
     def _column(self, kind: str, row: Row) -> tuple[str, list[Any]]:
         """Return name and items of the first column of ``kind`` that has items."""
         for name in self._names(kind, row):
-            if values := listed(named_column(row, name, f"{kind}s", self.where), kind, self.root):
+            value = named_column(row, name, f"{kind}s", self.where)
+            values = listed(value, kind, self.root)
+            if values:
                 return name, values
         return "", []
-
-    def _column_name(self, column: str, k: int, values: Sequence[Any]) -> str:
-        return f"{self.where}, column {column!r}" + (f", item {k + 1}" if len(values) > 1 else "")
 
     def _add(self, item: Item) -> str:
         self.items.append(item)
@@ -178,8 +206,9 @@ def _count(kind: str, number: int) -> str:
     return f"{number or 'no'} {kind}{'' if number == 1 else 's'}"
 
 
-def _whole(value: Any, name: str, where: str) -> int:
-    if not isinstance(value, int | float) or value % 1 != 0 or value < 1:  # inf % 1 and nan % 1 are nan, so both are refused
+def _whole(value: object, name: str, where: str) -> int:
+    # inf % 1 and nan % 1 are nan, so both are refused
+    if not isinstance(value, int | float) or value % 1 != 0 or value < 1:
         raise BadRow(f"{where}: {name} is {value!r}, not a number of pixels")
     return int(value)
 

@@ -138,17 +138,23 @@ class MediaReader:
                 features do not match.
         """
         ready = [self.load(item) for item in items]
+        # number of placeholders of the first part that have no item yet
         room = {token: parts[0].count(token) for token in set(self.processor.tokens.values())}
         first: list[int] = []
+        second: list[int] = []
         for k, (item, one) in enumerate(zip(items, ready)):
-            token, size = self.processor.tokens[item.kind], self._part(item).count(one.inputs)
+            token = self.processor.tokens[item.kind]
+            size = self._part(item).count(one.inputs)
             if size <= room[token]:
                 room[token] -= size
                 first.append(k)
+            else:
+                second.append(k)
         whole: list[Media] = []
-        for ids, numbers in zip(parts, (first, [k for k in range(len(items)) if k not in first])):
-            self._check([items[k] for k in numbers], [ready[k] for k in numbers], ids, where)
-            whole.append(joined([ready[k] for k in numbers]))
+        for ids, numbers in zip(parts, (first, second)):
+            own = [ready[k] for k in numbers]
+            self._check([items[k] for k in numbers], own, ids, where)
+            whole.append(joined(own))
         return whole[0], whole[1]
 
     def load(self, item: Item) -> Ready:
@@ -166,11 +172,11 @@ class MediaReader:
         for item, one in zip(items, ready):
             features[self.processor.tokens[item.kind]] += self._part(item).count(one.inputs)
         for token, expected in features.items():
-            if (held := ids.count(token)) != expected:
+            held = ids.count(token)
+            if held != expected:
                 kinds = "/".join(kind for kind, t in self.processor.tokens.items() if t == token)
-                raise BadRow(
-                    f"{where}: {held} {kinds} placeholders for {expected} features; has a file changed since the data was opened?"
-                )
+                problem = f"{held} {kinds} placeholders for {expected} features"
+                raise BadRow(f"{where}: {problem}; has a file changed since the data was opened?")
 
     def _part(self, item: Item) -> Any:
         part = self.parts[item.kind]
@@ -188,10 +194,9 @@ class MediaReader:
             raise
         except Exception as error:  # decoders raise arbitrary errors
             reason = str(error) or type(error).__name__
-            known = isinstance(error, ValueError)
-            raise BadRow(
-                f"{item.where}: {shown(item.value)}: {reason if known else f'{type(error).__name__}: {reason}'}"
-            ) from error
+            if not isinstance(error, ValueError):
+                reason = f"{type(error).__name__}: {reason}"
+            raise BadRow(f"{item.where}: {shown(item.value)}: {reason}") from error
 
     def _measured(self, item: Item) -> Extent | BadRow:
         try:
@@ -257,10 +262,13 @@ def joined(ready: Sequence[Ready]) -> Media:
     for one in ready:
         for name, tensor in one.inputs.items():
             made.setdefault(name, []).append(tensor)
-    return {
-        name: Ragged(each[0] if len(each) == 1 else torch.cat(each), torch.tensor([sum(map(len, each))]))
-        for name, each in made.items()
-    }
+    media: Media = {}
+    for name, tensors in made.items():
+        length = sum(map(len, tensors))
+        # one item is not copied
+        values = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        media[name] = Ragged(values, torch.tensor([length]))
+    return media
 
 
 @dataclass
@@ -277,13 +285,15 @@ class _Recent:
             if key in self._kept:
                 self._kept.move_to_end(key)
                 return self._kept[key]
+        # outside the lock, so that items are made concurrently
         made = make()
         with self._lock:
             if key not in self._kept:
                 self._kept[key] = made
                 self._size += made.size
             while self._size > self.limit and self._kept:
-                self._size -= self._kept.popitem(last=False)[1].size
+                _, dropped = self._kept.popitem(last=False)
+                self._size -= dropped.size
         return made
 
     def __getstate__(self) -> dict[str, Any]:
