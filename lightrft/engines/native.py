@@ -141,7 +141,10 @@ class NativeEngine:
         self.size = sum(tensor.numel() for _, tensor in decoder.parameters())
 
     def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+        self,
+        requests: Iterable[Request],
+        sampling: SamplingConfig,
+        stopped: Callable[[], bool] = never,
     ) -> Iterator[Rollout]:
         """Yield responses, see ``Engine.generate``.
 
@@ -231,11 +234,14 @@ class GenerationBatch:
         Return none once ``stopped`` returns ``True``. It is called between tokens. The policy is
         back in its training state whenever the caller has control.
         """
-        engine, run = self._engine, self._run
+        engine = self._engine
+        run = self._run
         done: list[Rollout] = []
         if not engine.awake:
-            raise RuntimeError("the engine was put to sleep or closed while answers were being drawn; call wake() first")
-        with threads_for(2.0 * engine.size * run.width, engine.decoder.device), engine.decoder.running():
+            problem = "the engine was put to sleep or closed while answers were being drawn"
+            raise RuntimeError(f"{problem}; call wake() first")
+        threads = threads_for(2.0 * engine.size * run.width, engine.decoder.device)
+        with threads, engine.decoder.running():
             while run.unfinished and not done and not stopped():
                 done = run.advance()
         return done
@@ -513,7 +519,8 @@ class _Run:
     @property
     def width(self) -> int:
         """Number of rows that grow, now or once the first requests are admitted."""
-        return len(self._rows) or min(self._config.max_rows, sum(len(group.waiting) for group in self._waiting))
+        waiting = sum(len(group.waiting) for group in self._waiting)
+        return len(self._rows) or min(self._config.max_rows, waiting)
 
     @property
     def unfinished(self) -> bool:
@@ -540,29 +547,44 @@ class _Run:
 
     def abort(self) -> list[Rollout]:
         """Return the unfinished responses as they are."""
-        begun = [self._rollout(row, "abort", None) for row in range(len(self._rows))]
-        waiting = [r for group in self._waiting for r in group.waiting]
-        return begun + [r.begun or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in waiting]
+        aborted = [self._rollout(row, "abort", None) for row in range(len(self._rows))]
+        for group in self._waiting:
+            for request in group.waiting:
+                prompt = request.prompt
+                empty = Rollout(prompt, [], [], [], [], "abort", request.seed, request.sample)
+                aborted.append(request.begun or empty)
+        return aborted
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        rows, sampling = self._rows, self._sampling
-        suppress = None
-        if sampling.min_new_tokens and len(self._ends) and (early := rows.steps < sampling.min_new_tokens).any():
-            mask = np.zeros(tuple(logits.shape), dtype=bool)
-            mask[np.ix_(early, self._ends)] = True
-            suppress = to_device(torch.from_numpy(mask), self._device)
+        rows = self._rows
+        sampling = self._sampling
+        suppress = self._suppressed(logits)
         if sampling.temperature == 0 or rows.greedy.all():
-            tokens, logprobs = draws.greedy(draws.process(logits, self._likeliest, self._seen, suppress))
+            processed = draws.process(logits, self._likeliest, self._seen, suppress)
+            tokens, logprobs = draws.greedy(processed)
         else:
             u = to_device(torch.from_numpy(draws.uniforms(rows.keys, rows.steps)), self._device)
             tokens, logprobs = draws.draw(draws.process(logits, sampling, self._seen, suppress), u)
             if rows.greedy.any():
                 at = to_device(torch.from_numpy(np.flatnonzero(rows.greedy)), self._device)
                 part = [None if mask is None else mask[at] for mask in (self._seen, suppress)]
-                tokens[at], logprobs[at] = draws.greedy(draws.process(logits[at], self._likeliest, *part))
+                processed = draws.process(logits[at], self._likeliest, *part)
+                tokens[at], logprobs[at] = draws.greedy(processed)
         if self._seen is not None:
             self._seen[torch.arange(len(rows), device=self._device), tokens] = True
         return tokens, logprobs
+
+    def _suppressed(self, logits: Tensor) -> Tensor | None:
+        """Return ``[R, V]`` bool, the ends that rows below ``min_new_tokens`` must not sample."""
+        least = self._sampling.min_new_tokens
+        if not least or not len(self._ends):
+            return None
+        early = self._rows.steps < least
+        if not early.any():
+            return None
+        mask = np.zeros(tuple(logits.shape), dtype=bool)
+        mask[np.ix_(early, self._ends)] = True
+        return to_device(torch.from_numpy(mask), self._device)
 
     def _admit(self) -> list[Tensor]:
         """Admit the waiting requests that fit, in order. Return the logits ``[V]`` of each new
@@ -570,15 +592,18 @@ class _Run:
         entering: list[tuple[_Group, Request]] = []
         fresh: list[_Group] = []
         shape = _Shape(
-            len(self._open),
-            max((len(g.prompt.token_ids) for g in self._open), default=0),
-            len(self._rows),
-            max((_room(r, self._sampling) for r in self._rows.requests), default=0),
+            prompts=len(self._open),
+            prompt_tokens=max((len(group.prompt.token_ids) for group in self._open), default=0),
+            rows=len(self._rows),
+            answer_tokens=max((_room(r, self._sampling) for r in self._rows.requests), default=0),
         )
         while self._waiting and shape.rows < self._config.max_rows:
             group = self._waiting[0]
+            request = group.waiting[0]
             new = group.handle < 0 and (not fresh or fresh[-1] is not group)
-            larger = shape.with_row(_room(group.waiting[0], self._sampling), len(group.prompt.token_ids) if new else None)
+            prompt_tokens = len(group.prompt.token_ids) if new else None
+            larger = shape.with_row(_room(request, self._sampling), prompt_tokens)
+            # in order: a later request that fits does not overtake, or a long one might wait forever
             if self._session.tokens(*larger) > self._config.token_budget:
                 break
             shape = larger
@@ -604,16 +629,19 @@ class _Run:
         self._open += fresh
 
     def _enter(self, entering: list[tuple[_Group, Request]]) -> list[Tensor]:
-        groups, requests = [g for g, _ in entering], [r for _, r in entering]
-        logits = [g.logits for g in groups if g.logits is not None]
+        groups = [group for group, _ in entering]
+        requests = [request for _, request in entering]
+        logits = [group.logits for group in groups if group.logits is not None]
         self._rows.append(requests, groups, [_end(r, self._sampling) for r in requests])
         if self._sampling.repetition_penalty != 1:
-            seen = torch.zeros(len(groups), logits[0].shape[0], dtype=torch.bool, device=self._device)
+            shape = (len(groups), logits[0].shape[0])
+            seen = torch.zeros(shape, dtype=torch.bool, device=self._device)
             for row, group in zip(seen, groups):
                 row[index_on(self._device, group.prompt.token_ids)] = True
             self._seen = seen if self._seen is None else torch.cat([self._seen, seen])
         for group in groups:
             group.rows += 1
+            # the logits are kept while a request of the group still waits
             if not group.waiting:
                 group.logits = None
         return logits
@@ -622,20 +650,31 @@ class _Run:
         rows = self._rows
         late = rows.steps >= self._sampling.min_new_tokens
         stopped = np.isin(tokens, self._ends) & late
-        cuts: dict[int, str] = {}
-        if self._stops is not None:
-            for row in np.flatnonzero(~stopped & late).tolist():
-                if self._stops.may_end(int(tokens[row])):
-                    cut = self._stops.cut(rows.tokens[row, : rows.steps[row]])
-                    if cut is not None:
-                        cuts[row] = cut
+        cuts = self._cuts(tokens, ~stopped & late)
         stopped[list(cuts)] = True
         finished = np.flatnonzero(stopped | (rows.steps >= rows.limits))
         if not len(finished):
             return []
-        done = [self._rollout(row, "stop" if stopped[row] else self._cut(row), cuts.get(row)) for row in finished.tolist()]
+        done = []
+        for row in finished.tolist():
+            reason = "stop" if stopped[row] else self._cut(row)
+            done.append(self._rollout(row, reason, cuts.get(row)))
         self._evict(finished)
         return done
+
+    def _cuts(self, tokens: np.ndarray, searched: np.ndarray) -> dict[int, str]:
+        """Return the text before a stop string, for each of the ``searched`` rows that ends in one."""
+        cuts: dict[int, str] = {}
+        if self._stops is None:
+            return cuts
+        for row in np.flatnonzero(searched).tolist():
+            # decoding a response is slow, and most tokens cannot end a stop string
+            if not self._stops.may_end(int(tokens[row])):
+                continue
+            cut = self._stops.cut(self._rows.tokens[row, : self._rows.steps[row]])
+            if cut is not None:
+                cuts[row] = cut
+        return cuts
 
     def _cut(self, row: int) -> FinishReason:
         """Return the finish reason of a row that did not stop: ``length`` at its limit, ``abort``

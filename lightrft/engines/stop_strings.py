@@ -33,8 +33,9 @@ class StopStrings:
             piece = self._tokenizer.decode([token])
             # Tokenizers may strip blanks from a lone token, and decode part of a character as
             # U+FFFD.
-            unsure = "\ufffd" in piece or any(e.isspace() for e in self._ends)
-            known = token not in self._special and (unsure or any(e in piece for e in self._ends))
+            unsure = "\ufffd" in piece or any(end.isspace() for end in self._ends)
+            fits = unsure or any(end in piece for end in self._ends)
+            known = token not in self._special and fits
             self._may_end[token] = known
         return known
 
@@ -47,10 +48,13 @@ class StopStrings:
         text = self._decode(tail)
         # U+FFFD at the end is part of a character that the newest token may complete.
         before = len(self._decode(tail[:-1]).rstrip("\ufffd"))
-        ends = [i for i in (self._first(text, s, before) for s in self._stop) if i is not None]
-        if not ends:
+        found = [self._first(text, stop, before) for stop in self._stop]
+        starts = [start for start in found if start is not None]
+        if not starts:
             return None
-        return self._decode(tokens.tolist())[: min(ends) - len(text) or None]
+        # counted from the end, since the tail is a suffix of the whole text
+        cut = min(starts) - len(text)
+        return self._decode(tokens.tolist())[: cut or None]
 
     def _first(self, text: str, stop: str, before: int) -> int | None:
         """Return the start of the first ``stop`` that ends after character ``before``, or
@@ -61,10 +65,11 @@ class StopStrings:
     def _tail(self, tokens: np.ndarray) -> list[int]:
         tail: list[int] = []
         for token in tokens[::-1].tolist():
-            if token not in self._special:
-                tail.append(token)
-                if len(tail) == self._window:
-                    break
+            if token in self._special:
+                continue
+            tail.append(token)
+            if len(tail) == self._window:
+                break
         return tail[::-1]
 
     def _decode(self, tokens: list[int]) -> str:

@@ -158,12 +158,21 @@ class Backbone(nn.Module):
     def read(self, batch: Batch, final: bool = False) -> tuple[Read, Read | None]:
         """Return the states of ``hidden``, and which of all requested states they are."""
         batch = batch.to(self.device)
-        seen = see(self.base, self.family, batch.prompts, batch.responses, batch.prompt_of, every_tower=self.run_towers)
-        packed = pack(batch, self._layout, final=final, axes=None if seen is None else seen.positions)
-        states = self.states(packed, seen).flatten(0, 1)
-        return self._read(states, packed, packed.gather), None if packed.final is None else self._read(
-            states, packed, packed.final
+        seen = see(
+            self.base,
+            self.family,
+            batch.prompts,
+            batch.responses,
+            batch.prompt_of,
+            every_tower=self.run_towers,
         )
+        axes = None if seen is None else seen.positions
+        packed = pack(batch, self._layout, final=final, axes=axes)
+        states = self.states(packed, seen).flatten(0, 1)
+        read = self._read(states, packed, packed.gather)
+        if packed.final is None:
+            return read, None
+        return read, self._read(states, packed, packed.final)
 
     def _read(self, states: Tensor, packed: Packed, places: Tensor) -> Read:
         if self._team.size == 1:
@@ -177,16 +186,19 @@ class Backbone(nn.Module):
         In a sequence-parallel group, ``T`` counts this rank's tokens.
         """
         self.use_attention("padded" if packed.plan is None else "flat")
-        inputs, source = packed.inputs, packed.source
         if self._team.size > 1:
             inputs, source = self._own_tokens(packed)
+        else:
+            inputs = packed.inputs
+            source = packed.source
         if seen is not None:
             inputs |= seen.inputs(self.base, inputs.pop("input_ids"), source)
         if packed.plan is not None:
             packed.plan.last_layer = self.text_config.num_hidden_layers - 1
             packed.plan.spans = [] if seen is None else seen.spans(packed.source)
         elif seen is not None:
-            inputs |= seen.masks(self.text_config, inputs["inputs_embeds"], packed.source, packed.mask)
+            embeddings = inputs["inputs_embeds"]
+            inputs |= seen.masks(self.text_config, embeddings, packed.source, packed.mask)
         return self.decoder(**inputs, use_cache=False).last_hidden_state
 
     def _own_tokens(self, packed: Packed) -> tuple[dict[str, Any], Tensor]:
@@ -226,9 +238,13 @@ class Backbone(nn.Module):
         """
         if self._run_towers is not None:
             return self._run_towers
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1 and torch.is_grad_enabled()):
+        if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
             return False
-        return any(p.requires_grad and self.part_of(name) != LANGUAGE for name, p in self.named_parameters())
+        if not torch.is_grad_enabled():
+            return False
+        # ranks must agree on the gradients that they reduce, whichever of them has media
+        trained = [name for name, parameter in self.named_parameters() if parameter.requires_grad]
+        return any(self.part_of(name) != LANGUAGE for name in trained)
 
     @run_towers.setter
     def run_towers(self, always: bool | None) -> None:
@@ -239,8 +255,15 @@ class Backbone(nn.Module):
 
         It applies to the text layers; towers keep theirs.
         """
-        own = self.config.attention or self.family.padded_attention or self._own_attention
-        self.text_config._attn_implementation = interface.NAME if kind == "flat" else own
+        if kind == "flat":
+            self.text_config._attn_implementation = interface.NAME
+        else:
+            self.text_config._attn_implementation = self._padded_attention
+
+    @property
+    def _padded_attention(self) -> str | None:
+        """The transformers implementation of attention in the ``padded`` layout."""
+        return self.config.attention or self.family.padded_attention or self._own_attention
 
     def gradient_checkpointing_enable(
         self,
@@ -361,7 +384,13 @@ class Actor(Backbone):
 
     @torch.no_grad()
     def target(
-        self, batch: Batch, kind: str, *, temperature: float = 1.0, beta: float = 0.5, head: nn.Module | None = None
+        self,
+        batch: Batch,
+        kind: str,
+        *,
+        temperature: float = 1.0,
+        beta: float = 0.5,
+        head: nn.Module | None = None,
     ) -> Target:
         """Return this model's distributions at the response tokens, for a student to match.
 
@@ -518,13 +547,21 @@ class Actor(Backbone):
         empty if there is no window."""
         reach = attention_reach(self.text_config, LONG_ROW - LONG_ROW_MARGIN)
         tokens = batch.responses.tokens
-        length = min(reach + LONG_ROW_MARGIN, self.longest_row or LONG_ROW, context_length(self.base.config) or LONG_ROW)
-        scores = 4 * self.text_config.num_attention_heads * length**2
-        eager = (self.config.attention or self.family.padded_attention or self._own_attention) == "eager"
-        if not reach or not len(tokens) or length < 16 or (eager and scores > LONG_ROW_BYTES):
+        if not reach or not len(tokens):
             return []
-        row = tokens.repeat(length // len(tokens) + 1)[:length]
-        prompts, responses = Segments.of([row[8:].tolist()]), Segments.of([row[:8].tolist(), row[4:8].tolist()])
+        length = min(
+            reach + LONG_ROW_MARGIN,
+            self.longest_row or LONG_ROW,
+            context_length(self.base.config) or LONG_ROW,
+        )
+        if length < 16:
+            return []
+        score_bytes = 4 * self.text_config.num_attention_heads * length**2
+        if self._padded_attention == "eager" and score_bytes > LONG_ROW_BYTES:
+            return []
+        row = tokens.repeat(length // len(tokens) + 1)[:length].tolist()
+        prompts = Segments.of([row[8:]])
+        responses = Segments.of([row[:8], row[4:8]])
         return [Batch(prompts, responses, torch.zeros(2, dtype=torch.long)).to(self.device)]
 
     def _compared(self, batch: Batch) -> Tensor:
@@ -563,12 +600,21 @@ class Actor(Backbone):
         """
         reader = self.family.reader
         if reader is not None and reader.alone and len(batch) > 1:
-            rows = [batch.select(torch.tensor([b], device=batch.prompt_of.device)) for b, n in enumerate(batch.lengths) if n]
-            whole = torch.cat([self.own_logprobs(row) for row in rows])
+            # the family's own forward takes the media of one row only
+            rows = []
+            for b, length in enumerate(batch.lengths):
+                if length:
+                    row = batch.select(torch.tensor([b], device=batch.prompt_of.device))
+                    rows.append(self.own_logprobs(row))
+            whole = torch.cat(rows)
             return whole if at is None else whole[at]
         self.use_attention("padded")
-        packed, targets = pack(batch, "padded"), batch.responses.tokens
-        gather, targets = (packed.gather, targets) if at is None else (packed.gather[at], targets[at])
+        packed = pack(batch, "padded")
+        gather = packed.gather
+        targets = batch.responses.tokens
+        if at is not None:
+            gather = gather[at]
+            targets = targets[at]
         inputs = own_inputs(self.base, self.family, batch, packed)
         with _only(self.base.get_output_embeddings(), gather):
             logits = self.base(**inputs, use_cache=False).logits[0]

@@ -119,7 +119,7 @@ FAMILIES: dict[str, Family] = {
     "recurrent_gemma": replace(_PADDED, softcap="logits_soft_cap"),
     "rwkv": Family(refused="transformers changes its weights in place between training and evaluation"),
     "xglm": _EAGER,
-    "youtu": Family(refused="transformers sets the embedding of its pad token to zero whenever it loads the model"),
+    "youtu": Family(refused="transformers zeroes its pad token's embedding whenever it loads the model"),
     "xlstm": replace(_MAMBA, softcap="output_logit_soft_cap"),
     "qwen2_vl": Family(decoder=_LANGUAGE, loader="Qwen2VLForConditionalGeneration", reader=towers.QWEN2_VL),
     "qwen2_5_vl": Family(decoder=_LANGUAGE, loader="Qwen2_5_VLForConditionalGeneration", reader=towers.QWEN2_5_VL),
@@ -145,14 +145,19 @@ def context_length(config: PreTrainedConfig) -> int | None:
     It includes rotary scaling.
     """
     fields = config.get_text_config(decoder=True).to_dict()
-    bound = fields.get("max_position_embeddings")
+    longest = fields.get("max_position_embeddings")
+    if longest is None:
+        return None
     rope = fields.get("rope_parameters") or {}
-    scaled = [
-        int(part["original_max_position_embeddings"] * part["factor"])
-        for part in (rope, *rope.values())
-        if isinstance(part, dict) and part.get("original_max_position_embeddings") and part.get("factor")
-    ]
-    return None if bound is None else max(bound, *scaled) if scaled else bound
+    # one set of parameters, or one for each kind of layer
+    for part in (rope, *rope.values()):
+        if not isinstance(part, dict):
+            continue
+        original = part.get("original_max_position_embeddings")
+        factor = part.get("factor")
+        if original and factor:
+            longest = max(longest, int(original * factor))
+    return longest
 
 
 _REACHES = re.compile(r"window|chunk|local_attention|block_size|topk|extent|floor|original_max_position")
@@ -164,11 +169,19 @@ def attention_reach(config: PreTrainedConfig, most: int) -> int:
     It is 0 if ``config`` names none. Such lengths are windows, chunks, the number of keys that an
     index keeps, and the context before rotary scaling.
     """
-    fields = config.to_dict()
-    parts = [fields, *(part for part in fields.values() if isinstance(part, dict))]
-    parts += [inner for part in parts[1:] for inner in part.values() if isinstance(inner, dict)]
-    named = [value for part in parts for name, value in part.items() if _REACHES.search(str(name))]
-    return max((value for value in named if type(value) is int and 1 < value <= most), default=0)
+    sections = [config.to_dict()]
+    # the text config of a multimodal model, and its settings of rotary positions
+    for section in list(sections[0].values()):
+        if isinstance(section, dict):
+            sections.append(section)
+            sections += [inner for inner in section.values() if isinstance(inner, dict)]
+    longest = 0
+    for section in sections:
+        for name, value in section.items():
+            # True and False are numbers too, but no lengths
+            if type(value) is int and 1 < value <= most and _REACHES.search(str(name)):
+                longest = max(longest, value)
+    return longest
 
 
 def family_of(config: PreTrainedConfig) -> Family:
@@ -190,30 +203,37 @@ def check_family(config: PreTrainedConfig, where: str, *, allow_unproved: bool) 
     Raises:
         ModelError: The family has no row, reads media without a row, or cannot be trained.
     """
-    kind, row = config.model_type, FAMILIES.get(config.model_type)
-    if row is not None and row.refused is not None:
-        raise ModelError(f"{where}: models of type {kind!r} are not supported: {row.refused}")
+    kind = config.model_type
+    row = FAMILIES.get(kind)
     if row is not None:
+        if row.refused is not None:
+            raise ModelError(f"{where}: models of type {kind!r} are not supported: {row.refused}")
         return
+    unknown = f"{where}: the family {kind!r} is not known"
     if config.get_text_config(decoder=True) is not config:
         known = ", ".join(name for name, family in FAMILIES.items() if family.reader is not None)
         raise ModelError(
-            f"{where}: the family {kind!r} is not known. It has parts besides a language model, which would be left out. "
-            f"Families that read media: {known}"
+            f"{unknown}. It has parts besides a language model, which would be left out. Families that read media: {known}"
         )
     if not allow_unproved:
-        known = ", ".join(sorted(name for name, family in FAMILIES.items() if family.reader is None and not family.refused))
+        names = []
+        for name, family in FAMILIES.items():
+            if family.reader is None and not family.refused:
+                names.append(name)
         raise ModelError(
-            f"{where}: the family {kind!r} is not known, so no test shows that it is trained and sampled right. Set "
-            "model.unproved_family=allow to use it by its own forward and cache. If it is a renamed copy of a known family, "
-            f"set model_type in its config.json to that family instead. Known families: {known}"
+            f"{unknown}, so no test shows that it is trained and sampled right. "
+            "Set model.unproved_family=allow to use it by its own forward and cache. "
+            "If it is a renamed copy of a known family, set model_type in its config.json "
+            f"to that family instead. Known families: {', '.join(sorted(names))}"
         )
 
 
 def decoder_of(model: nn.Module, family: Family) -> nn.Module:
     """Return the module of ``model`` that yields last hidden states."""
+    if not family.decoder:
+        return model.get_decoder()  # ty: ignore[not-callable]
     try:
-        return model.get_submodule(family.decoder) if family.decoder else model.get_decoder()  # ty: ignore[not-callable]
+        return model.get_submodule(family.decoder)
     except AttributeError:  # another class of the family names it differently
         return model.get_decoder()  # ty: ignore[not-callable]
 
@@ -234,4 +254,6 @@ def head_transform(config: PreTrainedConfig, family: Family) -> tuple[float | No
 
 def _field(config: PreTrainedConfig, name: str | None) -> Any:
     """Return the value of a field or property of ``config``; ``None`` for a family without it."""
-    return getattr(config, name) if name and hasattr(config, name) else None
+    if not name or not hasattr(config, name):
+        return None
+    return getattr(config, name)

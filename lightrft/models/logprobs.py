@@ -74,8 +74,10 @@ def bend_logits(
         softcap: Bound of the logits, by ``softcap * tanh(x / softcap)``. ``None`` for none.
         temperature: Divisor of the result.
     """
-    x = x if scale is None else x * scale
-    x = x if softcap is None else softcap * (x / softcap).tanh()
+    if scale is not None:
+        x = x * scale
+    if softcap is not None:
+        x = softcap * (x / softcap).tanh()
     return x if temperature == 1.0 else x / temperature
 
 
@@ -183,15 +185,26 @@ class HeadGradient:
 
     def inputs(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients in hidden, weight and bias, each in its input's dtype."""
-        d_weight = None if self.d_weight is None else self.d_weight.to(self.weight.dtype)
-        d_bias = None if self.d_bias is None or self.bias is None else self.d_bias.to(self.bias.dtype)
+        d_weight = self.d_weight
+        if d_weight is not None:
+            d_weight = d_weight.to(self.weight.dtype)
+        d_bias = self.d_bias
+        if d_bias is not None and self.bias is not None:
+            d_bias = d_bias.to(self.bias.dtype)
         return self.d_hidden, d_weight, d_bias
 
 
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, bend: Bend, entropy: bool, rows: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        bend: Bend,
+        entropy: bool,
+        rows: int,
     ) -> tuple[Tensor, Tensor]:
         # backward then gets None instead of zeros for an unused output, and skips its terms
         ctx.set_materialize_grads(False)
@@ -364,15 +377,20 @@ def log_probs_from_logits(
         disable_logprobs_flashattn: Use PyTorch where flash-attn's fused cross entropy would run: on
             CUDA, with flash-attn installed.
     """
-    flat, picks = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
+    flat = logits.reshape(-1, logits.shape[-1])
+    picks = labels.reshape(-1)
     if flat.is_cuda and not disable_logprobs_flashattn:
         fused = _fused_cross_entropy()
         if fused is not None:
             return -fused(flat, picks)[0].reshape(labels.shape)
     if flat.dtype in (torch.bfloat16, torch.float16):
+        if not len(flat):
+            return flat.new_zeros(labels.shape, dtype=torch.float32)
+        # row by row, since all logits in float32 take twice the memory of the input
         rows = [row.float().log_softmax(-1)[pick] for row, pick in zip(flat, picks, strict=True)]
-        return torch.stack(rows).reshape(labels.shape) if rows else flat.new_zeros(labels.shape, dtype=torch.float32)
-    return (flat.gather(1, picks[:, None])[:, 0] - flat.logsumexp(-1)).reshape(labels.shape)
+        return torch.stack(rows).reshape(labels.shape)
+    chosen = flat.gather(1, picks[:, None])[:, 0]
+    return (chosen - flat.logsumexp(-1)).reshape(labels.shape)
 
 
 def _fused_cross_entropy() -> Any:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -83,16 +82,25 @@ def target_modules(
     if targets == "all-linear":
         named = linear_modules(model, exclude)
     else:
-        names = [name for name, _ in model.named_modules() if name and not set(exclude) & set(name.split("."))]
-        if isinstance(targets, str):
-            named = [name for name in names if re.fullmatch(targets, name)]
-        else:
-            named = [name for name in names if any(f".{name}".endswith(f".{target}") for target in targets)]
+        excluded = set(exclude)
+        named = []
+        for name, _ in model.named_modules():
+            if name and not excluded & set(name.split(".")) and _is_target(name, targets):
+                named.append(name)
     family = family_of(model.config)
-    of = {name: part_of(family, f"{name}.") for name in named}
-    if bare := [part for part in config.parts if part not in of.values()]:
-        raise ModelError(f"model.lora.targets = {targets!r} names no module of {bare[0]}, which is one of model.lora.parts")
-    return [name for name in named if of[name] in config.parts]
+    part_by_name = {name: part_of(family, f"{name}.") for name in named}
+    for part in config.parts:
+        if part not in part_by_name.values():
+            problem = f"names no module of {part}, which is one of model.lora.parts"
+            raise ModelError(f"model.lora.targets = {targets!r} {problem}")
+    return [name for name in named if part_by_name[name] in config.parts]
+
+
+def _is_target(name: str, targets: str | Sequence[str]) -> bool:
+    """Return ``True`` if ``targets``, a regular expression or last components, select ``name``."""
+    if isinstance(targets, str):
+        return re.fullmatch(targets, name) is not None
+    return any(f".{name}".endswith(f".{target}") for target in targets)
 
 
 def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
@@ -102,13 +110,13 @@ def linear_modules(model: nn.Module, exclude: Iterable[str] = ()) -> list[str]:
     """
     head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
     skipped = {"lm_head", "output_layer", *exclude}
-    return [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or "Linear" in type(module).__name__)
-        and module is not head
-        and not skipped & set(name.split("."))
-    ]
+    names = []
+    for name, module in model.named_modules():
+        # some quantised layers are linear by name, not by class
+        is_linear = isinstance(module, nn.Linear) or "Linear" in type(module).__name__
+        if is_linear and module is not head and not skipped & set(name.split(".")):
+            names.append(name)
+    return names
 
 
 def find_all_linear_modules(model: nn.Module, freeze_vision_tower: bool = True) -> set[str]:
@@ -171,7 +179,8 @@ def is_adapted(model: nn.Module) -> bool:
 
 def base_model(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside. Its layers keep their adapters."""
-    return model.get_base_model() if is_adapted(model) else model  # ty: ignore[not-callable, invalid-explicit-return]
+    # a peft model keeps the transformers model inside
+    return model.get_base_model() if is_adapted(model) else model  # ty: ignore
 
 
 def plain_name(name: str) -> str | None:
@@ -193,24 +202,33 @@ def merged_state(model: nn.Module) -> dict[str, Tensor]:
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    state = {plain: value for name, value in model.state_dict().items() if (plain := plain_name(name)) is not None}
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        plain = plain_name(name)
+        if plain is not None:
+            state[plain] = value
     for name, layer in model.named_modules():
-        if isinstance(layer, BaseTunerLayer):
-            weight = layer.get_base_layer().weight
-            if not torch.is_floating_point(weight):
-                raise ModelError(f"{name} is quantised, so adapters cannot be added in: save the adapters alone")
-            before = weight.detach().clone()
-            layer.merge()
-            state[f"{plain_name(f'{name}.')}weight"] = weight.detach().clone()
-            layer.unmerge()
-            weight.copy_(before)
+        if not isinstance(layer, BaseTunerLayer):
+            continue
+        weight = layer.get_base_layer().weight
+        if not torch.is_floating_point(weight):
+            way_out = "save the adapters alone"
+            raise ModelError(f"{name} is quantised, so adapters cannot be added in: {way_out}")
+        # unmerge() subtracts the adapters, which rounds: the copy restores every bit
+        before = weight.detach().clone()
+        layer.merge()
+        state[f"{plain_name(f'{name}.')}weight"] = weight.detach().clone()
+        layer.unmerge()
+        weight.copy_(before)
     return state
 
 
-def trainable_summary(model: nn.Module) -> dict[str, Any]:
+def trainable_summary(model: nn.Module) -> dict[str, int]:
     """Return the numbers of trainable and of all parameters."""
-    parameters = list(model.parameters())
-    return {
-        "trainable": sum(p.numel() for p in parameters if p.requires_grad),
-        "all": sum(p.numel() for p in parameters),
-    }
+    trainable = 0
+    total = 0
+    for parameter in model.parameters():
+        total += parameter.numel()
+        if parameter.requires_grad:
+            trainable += parameter.numel()
+    return {"trainable": trainable, "all": total}

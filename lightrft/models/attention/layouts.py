@@ -47,9 +47,12 @@ class Packed:
     @property
     def inputs(self) -> dict[str, Any]:
         """Keyword arguments of the model's forward."""
-        plan = {} if self.plan is None else {"attention_plan": self.plan}
-        mask = {} if self.mask is None else {"attention_mask": self.mask}
-        return {"input_ids": self.input_ids, "position_ids": self.position_ids, **plan, **mask}
+        inputs: dict[str, Any] = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        if self.plan is not None:
+            inputs["attention_plan"] = self.plan
+        if self.mask is not None:
+            inputs["attention_mask"] = self.mask
+        return inputs
 
 
 @dataclass(slots=True)
@@ -120,10 +123,11 @@ def pack(
 
 
 def _rows(batch: Batch, final: bool) -> _Rows:
-    prompts, answers, prompt_of = batch.prompts.sizes, batch.responses.sizes, batch.groups
-    run = [n if final else max(0, n - 1) for n in answers]
+    answers = batch.responses.sizes
+    # without ``final``, no state after the last token of a response is read, so it is left out
+    run = list(answers) if final else [max(0, n - 1) for n in answers]
     needed = [b for b, n in enumerate(answers) if n or final]
-    return _Rows(prompts, answers, run, prompt_of, needed)
+    return _Rows(batch.prompts.sizes, answers, run, batch.groups, needed)
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

@@ -73,18 +73,22 @@ class PaddedRows:
         They are ``[B, num_actions]``, or ``[1, sum]`` if packed.
         """
         count, width = self.tokens.shape
-        device, actions = self.tokens.device, self.num_actions
+        device = self.tokens.device
+        actions = self.num_actions
         if isinstance(actions, int):
             if not 0 <= actions < width:
                 raise ValueError(f"num_actions = {actions} must be below the row length {width}")
+            # the state before a token predicts it
             steps = torch.arange(width - actions - 1, width - 1, device=device)
             return torch.arange(count, device=device)[:, None] * width + steps
         if self.lengths is None or actions is None or len(self.lengths) != len(actions):
-            raise ValueError("num_actions has one number per sample, so packed_seq_lens must have as many")
-        pieces, offset = [], 0
+            problem = "num_actions has one number per sample"
+            raise ValueError(f"{problem}, so packed_seq_lens must have as many")
+        pieces = []
+        end = 0
         for length, some in zip(self.lengths, actions):
-            pieces.append(torch.arange(max(0, offset + length - some - 1), offset + length - 1, device=device))
-            offset += length
+            end += length
+            pieces.append(torch.arange(max(0, end - some - 1), end - 1, device=device))
         return torch.cat(pieces)[None]
 
     def states(self, backbone: Backbone, media: Given) -> Tensor:
@@ -93,9 +97,11 @@ class PaddedRows:
         Raises ``ModelError`` for media that do not fit the model or the placeholders.
         """
         packed, lengths = self._rectangle() if self.lengths is None else self._packed(backbone)
-        seen = self._see(backbone, lengths, {name: values for name, values in media.items() if values is not None})
+        present = {name: values for name, values in media.items() if values is not None}
+        seen = self._see(backbone, lengths, present)
         if seen is not None and seen.positions is not None:
-            packed.position_ids = seen.positions[:, packed.source.clamp(min=0)].unflatten(1, self.tokens.shape)
+            positions = seen.positions[:, packed.source.clamp(min=0)]
+            packed.position_ids = positions.unflatten(1, self.tokens.shape)
         return backbone.states(packed, seen)
 
     def keywords(self, backbone: Backbone, media: Given) -> dict[str, Any]:
@@ -146,8 +152,10 @@ class PaddedRows:
         if self.num_actions is None:
             return []
         if isinstance(self.num_actions, int):
-            return self.mask[:, self.mask.shape[1] - self.num_actions :].sum(1).tolist()
-        return [some for some, n in zip(self.num_actions, self.lengths or ()) if n]
+            actions = self.mask[:, self.mask.shape[1] - self.num_actions :]
+            return actions.sum(1).tolist()
+        # samples of length 0 are no runs
+        return [some for some, length in zip(self.num_actions, self.lengths or ()) if length]
 
 
 def _runs(

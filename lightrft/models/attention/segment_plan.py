@@ -136,7 +136,15 @@ class SegmentPlan:
     _varlen: dict[str, varlen_cuda.Keys] = field(default_factory=dict)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
     ) -> Tensor:
         """Return the attention output ``[1, T, H, d]`` of one layer.
 
@@ -161,9 +169,11 @@ class SegmentPlan:
         They are cached, since layers share them.
         """
         longest = max((length for _, length in self.runs), default=0)
-        reach = max((length + max(n for _, n in queries) for (_, length), queries in self.shared), default=0)
-        if window is not None and window >= max(longest, reach):
+        for (_, length), queries in self.shared:
+            longest = max(longest, length + max(n for _, n in queries))
+        if window is not None and window >= longest:
             window = None
+        # under a window, the last layer computes all states of a head like the other layers
         key = window, last and window is None and bool(self.heads)
         if key not in self._parts:
             self._parts[key] = self._make_parts(*key)
@@ -171,36 +181,57 @@ class SegmentPlan:
 
     def _make_parts(self, window: int | None, last: bool) -> Parts:
         heads = set(self.heads) if last else set()
-        chunks = [chunk for run in self.runs if run not in heads for chunk in _chunks(run, window)]
-        own = [_own(bucket, self.positions.device) for bucket in _buckets(chunks)]
-        unread = [(k, k + m) for k, m in heads]
-        spans = [(s, n) for s, n in self.spans if n > 1 and not any(k <= s < end for k, end in unread)]
-        ahead = [_ahead(bucket, self.positions.device) for bucket in _buckets(spans)]
+        chunks: list[Run] = []
+        for run in self.runs:
+            if run not in heads:
+                chunks += _chunks(run, window)
+        device = self.positions.device
+        own = [_own(bucket, device) for bucket in _buckets(chunks)]
+        spans = []
+        for start, length in self.spans:
+            # the last layer computes no states inside a head, so no span there either
+            unread = any(k <= start < k + m for k, m in heads)
+            if length > 1 and not unread:
+                spans.append((start, length))
+        ahead = [_ahead(bucket, device) for bucket in _buckets(spans)]
         return Parts(own, self._before(window, heads), ahead)
 
     def _before(self, window: int | None, heads: set[Run]) -> list[PrefixSegment]:
         if window is None:
-            whole = [(slice(runs[0][0], runs[-1][0] + runs[-1][1]), slice(k, k + m)) for (k, m), runs in self.shared]
-            whole += [(slice(k + m - 1, k + m), slice(k, k + m)) for k, m in self.runs if (k, m) in heads]
-            return [PrefixSegment(query, key, None) for query, key in whole]
+            return self._before_unlimited(heads)
         reach = window - 1  # number of earlier keys that a query attends to
         before = []
         for run in self.runs:
-            pieces = list(_chunks(run, window))
-            for (k, m), (q, n) in itertools.pairwise(pieces):
-                before.append(self._masked(slice(q, q + min(n, reach)), slice(k, k + m), window))
+            for (k, m), (q, n) in itertools.pairwise(_chunks(run, window)):
+                query = slice(q, q + min(n, reach))
+                before.append(self._masked(query, slice(k, k + m), window))
+        where = self.positions.device if self.places is None else self.places.device
         for (k, m), runs in self.shared:
-            where = self.positions.device if self.places is None else self.places.device
             firsts = [torch.arange(q, q + min(n, reach), device=where) for q, n in runs]
-            before.append(self._masked(torch.cat(firsts), slice(k + max(0, m - reach), k + m), window))
-        return [b for b in before if b.mask is None or b.mask.numel()]
+            key = slice(k + max(0, m - reach), k + m)
+            before.append(self._masked(torch.cat(firsts), key, window))
+        return [part for part in before if part.mask is None or part.mask.numel()]
+
+    def _before_unlimited(self, heads: set[Run]) -> list[PrefixSegment]:
+        before = []
+        for (k, m), runs in self.shared:
+            # the runs of one prompt lie one after another, so a slice covers their queries
+            query = slice(runs[0][0], runs[-1][0] + runs[-1][1])
+            before.append(PrefixSegment(query, slice(k, k + m), None))
+        for k, m in self.runs:
+            if (k, m) in heads:
+                # only the last state of a head is read
+                before.append(PrefixSegment(slice(k + m - 1, k + m), slice(k, k + m), None))
+        return before
 
     def _masked(self, query: slice | Tensor, key: slice, window: int) -> PrefixSegment:
         at = self.positions if self.places is None else self.places
         seen = at[key][None, :] > at[query][:, None] - window
         device = self.positions.device
         rows = to_device(query, device) if isinstance(query, Tensor) else query
-        return PrefixSegment(rows, key, None if bool(seen.all()) and seen.numel() else to_device(seen, device))
+        # attention without a mask is faster
+        sees_all = seen.numel() > 0 and bool(seen.all())
+        return PrefixSegment(rows, key, None if sees_all else to_device(seen, device))
 
 
 def _chunks(run: Run, window: int | None) -> Iterator[Run]:
@@ -335,9 +366,10 @@ def _put(x: Tensor, part: SelfSegment, rows: Tensor) -> None:
     dropped."""
     if part.index is None:
         x[:, part.start : part.start + part.length] = rows[0]
-    else:
-        flat = rows.transpose(0, 1).reshape(x.shape[0], -1, x.shape[-1])
-        x[:, part.index if part.places is None else part.places] = flat if part.kept is None else flat[:, part.kept]
+        return
+    flat = rows.transpose(0, 1).reshape(x.shape[0], -1, x.shape[-1])
+    places = part.index if part.places is None else part.places
+    x[:, places] = flat if part.kept is None else flat[:, part.kept]
 
 
 def _add(x: Tensor, part: SelfSegment, rows: Tensor) -> None:
@@ -377,7 +409,13 @@ def _fused(q: Tensor, v: Tensor, softcap: float | None) -> bool:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return output ``[G, H, n, d]`` and log denominators ``[G, H, n]`` of one part."""
     if _fused(q, v, softcap):

@@ -49,7 +49,10 @@ def kernel() -> Callable[..., Any] | None:
     except ImportError:
         return None
     known = inspect.signature(varlen_attn).parameters
-    return varlen_attn if {"scale", "window_size", "enable_gqa"} <= set(known) else None
+    # older versions of torch have the function without these arguments
+    if not {"scale", "window_size", "enable_gqa"} <= set(known):
+        return None
+    return varlen_attn
 
 
 def usable(query: Tensor, value: Tensor, softcap: float | None) -> bool:
@@ -62,9 +65,13 @@ def usable(query: Tensor, value: Tensor, softcap: float | None) -> bool:
         value: ``[1, H_kv, T, d]``.
         softcap: Soft-cap of the scores. ``None`` for none.
     """
-    half = query.dtype in (torch.bfloat16, torch.float16)
-    fits = query.shape[-1] == value.shape[-1] <= 256
-    return query.is_cuda and half and softcap is None and fits and kernel() is not None
+    if not query.is_cuda or softcap is not None:
+        return False
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if query.shape[-1] != value.shape[-1] or query.shape[-1] > 256:
+        return False
+    return kernel() is not None
 
 
 def gather_keys(
@@ -79,10 +86,17 @@ def gather_keys(
         shared: Pairs of a key run and the runs that also attend to it.
         device: Device of the result.
     """
-    earlier = {run: key for key, queries in shared for run in queries}
-    pieces = [((earlier[run], run) if run in earlier else (run,)) for run in runs]
-    queries = [n for _, n in runs]
-    keys = [sum(n for _, n in piece) for piece in pieces]
+    earlier: dict[Run, Run] = {}
+    for key, queries in shared:
+        earlier |= dict.fromkeys(queries, key)
+    pieces: list[Run] = []
+    key_counts = []
+    for run in runs:
+        # the earlier run comes first, so that causality from the lower right holds
+        own = [earlier[run], run] if run in earlier else [run]
+        pieces += own
+        key_counts.append(sum(n for _, n in own))
+    query_counts = [n for _, n in runs]
 
     def positions(parts: Sequence[Run]) -> Tensor:
         return torch.cat([torch.arange(s, s + n) for s, n in parts]).to(device)
@@ -90,8 +104,14 @@ def gather_keys(
     def starts(lengths: Sequence[int]) -> Tensor:
         return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
 
-    flat = [part for piece in pieces for part in piece]
-    return Keys(positions(runs), positions(flat), starts(queries), starts(keys), max(queries), max(keys))
+    return Keys(
+        query_index=positions(runs),
+        key_index=positions(pieces),
+        query_starts=starts(query_counts),
+        key_starts=starts(key_counts),
+        longest_query=max(query_counts),
+        longest_key=max(key_counts),
+    )
 
 
 def attend(

@@ -140,8 +140,13 @@ class CachedDecodeSession:
     @property
     def held(self) -> int:
         """Number of tokens in the caches of prompts and rows."""
-        kept = sum(p.cache.length for p in self._prompts.values() if p.cache is not None)
-        return kept + sum(b.cache.rows * b.cache.length for b in self._blocks)
+        tokens = 0
+        for prompt in self._prompts.values():
+            if prompt.cache is not None:
+                tokens += prompt.cache.length
+        for block in self._blocks:
+            tokens += block.cache.rows * block.cache.length
+        return tokens
 
     @staticmethod
     def tokens(prompts: int, prompt_tokens: int, rows: int, response_tokens: int) -> int:
@@ -208,12 +213,13 @@ class CachedDecodeSession:
         for handle, count in Counter(handles).items():
             entry = self._prompts[handle]
             cache = entry.cache if entry.cache is not None else self._read(entry)[0]
-            rows = [first + i for i, h in enumerate(handles) if h == handle]
-            entry.cache = cache if handle not in sealed and self._room.keeps(cache.length) else None
+            rows = [first + i for i, own in enumerate(handles) if own == handle]
+            keeps = handle not in sealed and self._room.keeps(cache.length)
+            entry.cache = cache if keeps else None
             if self._alone:
                 self._blocks += [_Block(cache.select([0]), [row]) for row in rows]
-            # no other row reads this cache, so the row takes it without a copy
-            elif count == 1 and entry.cache is None:
+            elif count == 1 and not keeps:
+                # no other row reads this cache, so the row takes it without a copy
                 self._place(_Block(cache, rows))
             else:
                 self._place(_Block(cache.select([0] * count), rows))
@@ -224,22 +230,31 @@ class CachedDecodeSession:
         Return the logits ``[R, V]`` of the next.
         """
         parts = [self._advance(block, tokens) for block in self._blocks]
-        order = torch.tensor([row for block in self._blocks for row in block.rows], device=self._device)
+        rows: list[int] = []
+        for block in self._blocks:
+            rows += block.rows
+        order = torch.tensor(rows, device=self._device)
         logits = torch.cat(parts)
         return torch.empty_like(logits).index_copy_(0, order, logits)
 
     def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
         """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
-        new = {row: row for row in range(rows)} | {src: dst for dst, src in moves}
-        for dst, _ in moves:
-            del new[dst]
+        new_row = {row: row for row in range(rows)}
+        for dst, src in moves:
+            new_row[src] = dst
+            del new_row[dst]
         self._count = rows
+        left = []
         for block in self._blocks:
-            kept = [place for place, row in enumerate(block.rows) if row in new]
-            if len(kept) < len(block.rows) and kept:
+            kept = [place for place, row in enumerate(block.rows) if row in new_row]
+            if not kept:
+                continue
+            # selecting rows copies the cache
+            if len(kept) < len(block.rows):
                 block.cache = block.cache.select(kept)
-            block.rows = [new[block.rows[place]] for place in kept]
-        self._blocks = [block for block in self._blocks if block.rows]
+            block.rows = [new_row[block.rows[place]] for place in kept]
+            left.append(block)
+        self._blocks = left
 
     def release(self, handle: int) -> None:
         """Drop a prompt that no row uses any more."""

@@ -105,15 +105,18 @@ def length_bound(config: PreTrainedConfig) -> LengthBound | None:
     fields = text.to_dict()
     bounds: list[LengthBound] = []
     rope = fields.get("rope_parameters") or {}
+    changes = "changes the frequencies of all tokens there"
+    # one set of parameters, or one for each kind of layer
     for part in (rope, *rope.values()):
         kind = part.get("rope_type") if isinstance(part, dict) else None
         if kind == "longrope":
             tokens = part["original_max_position_embeddings"]
-            bounds.append(LengthBound(tokens, "rope_type longrope changes the frequencies of all tokens there"))
+            bounds.append(LengthBound(tokens, f"rope_type longrope {changes}"))
         elif isinstance(kind, str) and "dynamic" in kind:
             tokens = fields["max_position_embeddings"]
-            bounds.append(LengthBound(tokens, f"rope_type {kind} changes the frequencies of all tokens there"))
+            bounds.append(LengthBound(tokens, f"rope_type {kind} {changes}"))
     for name in ("keep_window_size", "index_topk"):
         if fields.get(name):
-            bounds.append(LengthBound(fields[name], f"{name} keys are chosen there, among equal ones by chance"))
+            reason = f"{name} keys are chosen there, among equal ones by chance"
+            bounds.append(LengthBound(fields[name], reason))
     return min(bounds, default=None)

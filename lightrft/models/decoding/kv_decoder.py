@@ -59,8 +59,12 @@ class KVDecoder:
         """Tokens that end a response, from the generation config and from the model's config."""
         sources = (getattr(self.model, "generation_config", None), self._config)
         found: list[int] = []
-        for eos in (source.eos_token_id for source in sources if source is not None):
-            found += [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        for source in sources:
+            eos = None if source is None else source.eos_token_id
+            if isinstance(eos, int):
+                found.append(eos)
+            elif eos is not None:
+                found += eos
         return tuple(dict.fromkeys(found))
 
     def parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -72,9 +76,15 @@ class KVDecoder:
         The two share the memory of frozen weights, and of all others until ``load``. They share
         nothing else, so each may run in a separate thread.
         """
-        frozen: dict[int, Any] = {id(p): p for p in self.model.parameters() if not p.requires_grad}
-        mine = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in self.model.parameters() if p.requires_grad}
-        other = KVDecoder(copy.deepcopy(self.model, frozen | mine))
+        # frozen weights are shared with this decoder, trained ones get a parameter of their own
+        shared: dict[int, Any] = {}
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                own = nn.Parameter(parameter.detach(), requires_grad=False)
+                shared[id(parameter)] = own
+            else:
+                shared[id(parameter)] = parameter
+        other = KVDecoder(copy.deepcopy(self.model, shared))
         other._own_attention = self._own_attention
         return other
 
@@ -90,7 +100,8 @@ class KVDecoder:
             here = parameters.get(name)
             if here is None or here.shape != tensor.shape:
                 found = "no such parameter" if here is None else f"shape {list(here.shape)}"
-                raise ModelError(f"weights {name!r} of shape {list(tensor.shape)} do not fit the sampling model: it has {found}")
+                given = f"weights {name!r} of shape {list(tensor.shape)}"
+                raise ModelError(f"{given} do not fit the sampling model: it has {found}")
             here.data = tensor.detach().to(device=here.device, dtype=here.dtype)
 
     def session(self) -> PlanDecodeSession | CachedDecodeSession:
@@ -104,7 +115,8 @@ class KVDecoder:
         All are restored at the end.
         """
         training = [module for module in self.model.modules() if module.training]
-        before, wanted = self._config._attn_implementation, interface.NAME if self.by_plan else self._own_attention
+        before = self._config._attn_implementation
+        wanted = interface.NAME if self.by_plan else self._own_attention
         for module in training:
             module.training = False
         if before != wanted:
@@ -370,7 +382,12 @@ class _PrefillPlan:
     slot."""
 
     def __init__(
-        self, store: _Rectangle, first: int, lengths: np.ndarray, device: torch.device, spans: Sequence[Run] = ()
+        self,
+        store: _Rectangle,
+        first: int,
+        lengths: np.ndarray,
+        device: torch.device,
+        spans: Sequence[Run] = (),
     ) -> None:
         self._store, self._first, self._count, self._columns = store, first, len(lengths), int(lengths.max())
         ends = np.cumsum(lengths)
@@ -385,7 +402,15 @@ class _PrefillPlan:
         self._plan = SegmentPlan(runs, [], self.positions[0], spans=spans, places=places)
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
     ) -> Tensor:
         for store, new in zip(self._store.layer(layer, key, value), (key, value)):
             rectangle = new[0].index_select(1, self._gather).unflatten(1, (self._count, self._columns)).transpose(0, 1)
@@ -481,7 +506,15 @@ class _StepPlan:
         return self._places[kv_heads]
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
     ) -> Tensor:
         rows, kv_heads, repeats = self._rows, key.shape[1], query.shape[1] // key.shape[1]
         to_lane, from_lane, _ = rows.maps(kv_heads)

@@ -48,9 +48,12 @@ def fit_template(
     own = _taken(tokenizer, None, kinds)
     if own == kinds:
         return
-    for template in _of_processor(settings.model_type, where, revision, chat=bool(tokenizer.chat_template)):
-        if (taken := _taken(tokenizer, template, kinds)) > own:
-            _log.info("the tokenizer's chat template takes no %s: the processor's is used", ", ".join(sorted(taken - own)))
+    has_template = bool(tokenizer.chat_template)
+    for template in _of_processor(settings.model_type, where, revision, chat=has_template):
+        taken = _taken(tokenizer, template, kinds)
+        if taken > own:
+            more = ", ".join(sorted(taken - own))
+            _log.info("the tokenizer's chat template takes no %s: the processor's is used", more)
             tokenizer.chat_template = template
             return
 
@@ -64,8 +67,13 @@ def _taken(tokenizer: PreTrainedTokenizerBase, template: str | None, kinds: set[
 
     word = {"type": "text", "text": "(word)"}
     alone = rendered(apply, [word])
-    texts = {kind: rendered(apply, [{"type": kind}, word]) for kind in kinds}
-    return {kind for kind, text in texts.items() if text is not None and text != alone and "(word)" in text}
+    taken = set()
+    for kind in kinds:
+        text = rendered(apply, [{"type": kind}, word])
+        # some templates drop a part that they do not know, others the whole message
+        if text is not None and text != alone and "(word)" in text:
+            taken.add(kind)
+    return taken
 
 
 def _of_processor(
@@ -77,12 +85,16 @@ def _of_processor(
 ) -> Iterator[str]:
     """Yield templates in transformers' order of preference: of files, then, with ``chat``, of the
     processor's class."""
-    from transformers import ProcessorMixin  # imported here, since text models need none of the modules that it loads
+    # imported here, since text models need none of the modules that it loads
+    from transformers import ProcessorMixin
 
     fields, _ = ProcessorMixin.get_processor_dict(where, revision=revision)
     found = fields.get("chat_template")
-    if found := found.get("default") if isinstance(found, dict) else found:
+    if isinstance(found, dict):
+        found = found.get("default")
+    if found:
         yield found
-    own = getattr(getattr(transformers, _CLASSES.get(model_type, ""), None), "default_chat_template", None)
+    processor = getattr(transformers, _CLASSES.get(model_type, ""), None)
+    own = getattr(processor, "default_chat_template", None)
     if chat and isinstance(own, property) and own.fget is not None:
         yield own.fget(None)

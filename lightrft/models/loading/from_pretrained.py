@@ -250,20 +250,27 @@ def freeze(model: PreTrainedModel, what: tuple[str, ...]) -> None:
     model, or a prefix of parameter names, with or without a leading ``model.``. Raises
     ``ModelError`` for a part that the model lacks and for a prefix that matches nothing.
     """
-    names = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     check_parts(model.config, "model.freeze", [part for part in what if part in PARTS])
     family = family_of(model.config)
-    for name, parameter in names.items():
-        if family.reader is not None and name.startswith(family.reader.unread):
-            parameter.requires_grad_(False)
+    if family.reader is not None:
+        for name, parameter in parameters.items():
+            # nothing in a loss depends on these, so they would never get a gradient
+            if name.startswith(family.reader.unread):
+                parameter.requires_grad_(False)
     for prefix in what:
-        if prefix in PARTS:
-            hit = [p for name, p in names.items() if part_of(family, name) == prefix]
-        else:
-            hit = [p for name, p in names.items() if name.startswith(prefix) or name.removeprefix("model.").startswith(prefix)]
+        hit = []
+        for name, parameter in parameters.items():
+            if prefix in PARTS:
+                selected = part_of(family, name) == prefix
+            else:
+                selected = name.startswith(prefix) or name.removeprefix("model.").startswith(prefix)
+            if selected:
+                hit.append(parameter)
         if not hit:
-            tops = sorted({".".join(name.split(".")[:2]) for name in names})
-            raise ModelError(f"model.freeze = {prefix!r} names no parameter; names start with {', '.join(tops)}")
+            tops = sorted({".".join(name.split(".")[:2]) for name in parameters})
+            problem = f"names no parameter; names start with {', '.join(tops)}"
+            raise ModelError(f"model.freeze = {prefix!r} {problem}")
         for parameter in hit:
             parameter.requires_grad_(False)
 
@@ -277,27 +284,18 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     text alone. Raises ``ModelError``: no tokenizer there, a vocabulary larger than the model's, or
     an unreadable chat template.
     """
-    where = config.tokenizer or (where_of(config) if not _is_adapter(config.path) else config.path)
-    name = "model.tokenizer" if config.tokenizer else "model.path"
-    folder = Path(where).expanduser()
-    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
-        raise ModelError(f"{name} = {where!r}: the folder holds no tokenizer; set model.tokenizer")
-    try:
-        said = get_tokenizer_config(where, revision=config.revision)
-        plain = said.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in said
-        # For some model types AutoTokenizer selects a class that replaces the file's pre-tokenizer,
-        # and characters get lost. So a tokenizer saved by the plain class is loaded by the plain class.
-        loader: Any = PreTrainedTokenizerFast if plain else AutoTokenizer
-        tokenizer: Any = loader.from_pretrained(where, revision=config.revision, trust_remote_code=config.trust_remote_code)
-    except (*BROKEN, TypeError, AttributeError, ImportError) as error:
-        raise ModelError(f"{name} = {where!r}: no tokenizer can be loaded from there ({first_line(error)})") from error
-    settings = None if _is_adapter(config.path) or not config.path else model_settings(config)
+    is_adapter = _is_adapter(config.path)
+    if config.tokenizer:
+        where = config.tokenizer
+    else:
+        where = config.path if is_adapter else where_of(config)
+    tokenizer = _read_tokenizer(config, where)
+    settings = None if is_adapter or not config.path else model_settings(config)
     rows = None if settings is None else settings.get_text_config().vocab_size
     if rows is not None and len(tokenizer) > rows:
-        raise ModelError(
-            f"the tokenizer {where!r} has {len(tokenizer)} tokens, the model {config.path!r} only {rows}: "
-            "they do not belong together"
-        )
+        own = f"the tokenizer {where!r} has {len(tokenizer)} tokens"
+        raise ModelError(f"{own}, the model {config.path!r} only {rows}: they do not belong together")
+    # responses follow the prompt without a gap
     tokenizer.padding_side = "left"
     _own_pad(tokenizer, rows)
     if config.chat_template is not None:
@@ -306,9 +304,33 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         try:
             fit_template(tokenizer, settings, where_of(config), config.revision)
         except BROKEN as error:
-            says = f"the chat template of its processor cannot be read ({first_line(error)}); set model.chat_template"
-            raise ModelError(f"model.path = {config.path!r}: {says}") from error
+            problem = f"the chat template of its processor cannot be read ({first_line(error)})"
+            raise ModelError(f"model.path = {config.path!r}: {problem}; set model.chat_template") from error
     return tokenizer
+
+
+def _read_tokenizer(config: ModelConfig, where: str) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of the folder or hub name ``where``, as it is saved there."""
+    setting = "model.tokenizer" if config.tokenizer else "model.path"
+    folder = Path(where).expanduser()
+    if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        problem = "the folder holds no tokenizer; set model.tokenizer"
+        raise ModelError(f"{setting} = {where!r}: {problem}")
+    try:
+        said = get_tokenizer_config(where, revision=config.revision)
+        # For some model types AutoTokenizer selects a class that replaces the file's
+        # pre-tokenizer, and characters get lost. So a tokenizer saved by the plain class is
+        # loaded by the plain class.
+        plain = said.get("tokenizer_class") in _PLAIN_CLASSES and "auto_map" not in said
+        loader: Any = PreTrainedTokenizerFast if plain else AutoTokenizer
+        return loader.from_pretrained(
+            where,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+        )
+    except (*BROKEN, TypeError, AttributeError, ImportError) as error:
+        problem = f"no tokenizer can be loaded from there ({first_line(error)})"
+        raise ModelError(f"{setting} = {where!r}: {problem}") from error
 
 
 def _is_adapter(path: str) -> bool:
@@ -322,16 +344,17 @@ def _own_pad(tokenizer: PreTrainedTokenizerBase, rows: int | None) -> None:
     was = "no pad token" if tokenizer.pad_token_id is None else "its end token as pad"
     vocabulary = tokenizer.get_vocab()
     taken = {tokenizer.eos_token, tokenizer.bos_token}
-    free = next((token for token in _PADS if token in vocabulary and token not in taken), None)
-    if free is None and rows is not None and len(tokenizer) < rows:
-        free = "<|pad|>"
-    if free is not None:
-        tokenizer.add_special_tokens({"pad_token": free})
-        _log.warning("the tokenizer has %s: using %s to pad", was, free)
+    free = [token for token in _PADS if token in vocabulary and token not in taken]
+    # models often have more rows than the tokenizer has tokens, so a new token needs no new row
+    if not free and rows is not None and len(tokenizer) < rows:
+        free = ["<|pad|>"]
+    if free:
+        tokenizer.add_special_tokens({"pad_token": free[0]})
+        _log.warning("the tokenizer has %s: using %s to pad", was, free[0])
         return
     tokenizer.pad_token = tokenizer.eos_token
-    _log.warning("the tokenizer has %s and no token is free: padding with the end token. Masks come from lengths, so a real "
-                 "end token is still trained", was)  # fmt: skip
+    problem = f"the tokenizer has {was} and no token is free: padding with the end token"
+    _log.warning("%s. Masks come from lengths, so a real end token is still trained", problem)
 
 
 def _template(text: str) -> str:

@@ -64,6 +64,12 @@ def dtype_of(config: ModelConfig, settings: Any = None) -> torch.dtype:
     """
     if config.dtype != "auto":
         return getattr(torch, config.dtype)
-    settings = model_settings(config) if settings is None else settings
-    named = settings.to_dict().get("dtype") or settings.get_text_config(decoder=True).to_dict().get("dtype")
-    return torch.float32 if named is None else named if isinstance(named, torch.dtype) else getattr(torch, named)
+    if settings is None:
+        settings = model_settings(config)
+    named = settings.to_dict().get("dtype")
+    if not named:
+        # a multimodal config may name the dtype of its language model alone
+        named = settings.get_text_config(decoder=True).to_dict().get("dtype")
+    if named is None:
+        return torch.float32
+    return named if isinstance(named, torch.dtype) else getattr(torch, named)

@@ -114,14 +114,18 @@ class Unread:
             filled.add(id(tensor))
 
         for name, source in self._sources(base_model(model)):
-            if (tensor := tensors.get(name)) is None:
+            tensor = tensors.get(name)
+            if tensor is None:
                 continue
+            # tied weights are one tensor under two names
             if id(tensor) in filled:
                 self._check_tied(name, tensor, source, held)
             else:
                 fill(name, tensor, source)
-        if left := {name: tensor for name, tensor in tensors.items() if id(tensor) not in filled}:
-            for name, whole in self._from_first_rank({name: (held(tensor).shape, tensor) for name, tensor in left.items()}):
+        left = {name: tensor for name, tensor in tensors.items() if id(tensor) not in filled}
+        if left:
+            wanted = {name: (held(tensor).shape, tensor) for name, tensor in left.items()}
+            for name, whole in self._from_first_rank(wanted):
                 fill(name, left[name], whole)
 
     def _sources(self, base: PreTrainedModel) -> Iterator[tuple[str, Any]]:
@@ -134,11 +138,15 @@ class Unread:
     def _check_tied(self, name: str, tensor: Tensor, source: Any, held: Holding) -> None:
         known = held(tensor)
         with _opened(source) as stored:
-            if _shape(source) == known.shape and all(torch.equal(stored[i or ...].to(x), x) for i, x in known.pieces(PIECE)):
+            pieces = known.pieces(PIECE)
+            if _shape(source) == known.shape and all(
+                torch.equal(stored[index or ...].to(piece), piece) for index, piece in pieces
+            ):
                 return
+        tied = f"config.json says that {name} is tied to another weight"
         raise ModelError(
-            f"model.path = {self.config.path!r}: config.json says that {name} is tied to another weight, and the files hold "
-            "different values for them; set tie_word_embeddings to false there"
+            f"model.path = {self.config.path!r}: {tied}, and the files hold different values for them; "
+            "set tie_word_embeddings to false there"
         )
 
     def _from_first_rank(
@@ -153,9 +161,11 @@ class Unread:
         failure = [""]
         if first:
             try:
-                whole = load_model(self.config.model_copy(update={"freeze": ()}), dtype=self.dtype).state_dict()
+                unfrozen = self.config.model_copy(update={"freeze": ()})
+                whole = load_model(unfrozen, dtype=self.dtype).state_dict()
             except ModelError as error:
                 failure = [str(error)]
+        # every rank must learn of a failure, or the others would wait for the broadcasts below
         if several:
             dist.broadcast_object_list(failure)
         if failure[0]:
@@ -171,10 +181,9 @@ class Unread:
     def _fill(self, name: str, tensor: Tensor, source: Any, held: Holding) -> None:
         here = held(tensor)
         if _shape(source) != here.shape:
-            raise ModelError(
-                f"model.path = {self.config.path!r}: 1 weights are missing or misshapen, e.g. {name}, {list(_shape(source))} where the "
-                f"model has {list(here.shape)}"
-            )
+            found = f"{name}, {list(_shape(source))} where the model has {list(here.shape)}"
+            problem = f"1 weights are missing or misshapen, e.g. {found}"
+            raise ModelError(f"model.path = {self.config.path!r}: {problem}")
         with _opened(source) as stored:
             for index, part in here.pieces(PIECE):
                 # Round as transformers' loading does, also where the optimizer keeps more precise
@@ -261,8 +270,9 @@ def _stored_dtype(
         return dtype_of(config, settings)
     for key, file in keys.items():
         with safe_open(file, framework="pt") as opened:
-            if (found := _FLOATS.get(opened.get_slice(key).get_dtype())) is not None:
-                return found
+            found = _FLOATS.get(opened.get_slice(key).get_dtype())
+        if found is not None:
+            return found
     return torch.float32
 
 
@@ -273,27 +283,35 @@ def _bare(config: ModelConfig, settings: PreTrainedConfig, kind: torch.dtype) ->
         with torch.device("meta"):
             model = from_settings(settings, kind, **options)
     except (ImportError, RuntimeError, ValueError, NotImplementedError) as error:
-        raise ModelError(f"model.path = {config.path!r}: no model can be made of its config ({error})") from error
+        problem = f"no model can be made of its config ({error})"
+        raise ModelError(f"model.path = {config.path!r}: {problem}") from error
+    # the parameters that transformers keeps in another dtype than the rest
     for pattern, wanted in model._get_dtype_plan(kind).items():
         for name, parameter in model.named_parameters():
             if re.search(rf"(^|\.){re.escape(pattern)}(\.|$)", name):
                 parameter.data = parameter.data.to(wanted)
-    for parameter in model.parameters():  # transformers' own loading sets this too, whatever the class has set
+    # transformers' own loading sets this too, whatever the class has set
+    for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     _compute_buffers(model)
     with suppress(OSError):  # not every model has a generation config
-        model.generation_config = GenerationConfig.from_pretrained(where_of(config), revision=config.revision or "main")
+        revision = config.revision or "main"
+        generation = GenerationConfig.from_pretrained(where_of(config), revision=revision)
+        model.generation_config = generation
     return model
 
 
 def _compute_buffers(model: PreTrainedModel) -> None:
     """Give non-stored buffers the values that they get when transformers loads a model."""
+    # initialize_weights() skips a tensor with this mark, so that only buffers are computed
     for tensor in model.state_dict(keep_vars=True).values():
         tensor._is_hf_initialized = True
     for module in model.modules():
         for name in module._non_persistent_buffers_set:
-            if (buffer := module._buffers.get(name)) is not None:
+            buffer = module._buffers.get(name)
+            if buffer is not None:
                 module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    # the run's random numbers must not depend on how its model is loaded
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         model.initialize_weights()
 
@@ -305,9 +323,12 @@ def _located(model: PreTrainedModel, unread: Unread, keys: Mapping[str, str]) ->
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    by_pattern: dict[str, WeightConverter] = {}
+    for converter in converters:
+        by_pattern |= dict.fromkeys(converter.source_patterns, converter)
+    prefix = model.base_model_prefix
+    # in natural order, as transformers reads them: experts are stacked in the order of their keys
     for key, file in sorted(keys.items(), key=lambda item: dot_natural_key(item[0])):
-        prefix = model.base_model_prefix
         name, pattern = rename_source_key(key, renamings, converters, prefix, targets)
         if name not in targets and key in targets:
             name, pattern = rename_source_key(key, [], [], prefix, targets)
@@ -352,10 +373,13 @@ def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
 
 def _by_plain_name(model: nn.Module) -> dict[str, Tensor]:
     """Return the stored tensors of ``model``, by their names without adapters."""
-    base = base_model(model)
-    stored = base.state_dict(keep_vars=True)
-    names = {name: plain_name(name) for name in stored}
-    return {plain: stored[name] for name, plain in names.items() if plain is not None}
+    stored = base_model(model).state_dict(keep_vars=True)
+    found = {}
+    for name, tensor in stored.items():
+        plain = plain_name(name)
+        if plain is not None:
+            found[plain] = tensor
+    return found
 
 
 def _opened(source: Any) -> AbstractContextManager[Any]:
@@ -382,6 +406,8 @@ def _magnitudes(model: nn.Module) -> dict[int, list[Tensor]]:
 
 def put_together(model: PreTrainedModel) -> set[str]:
     """Return the parameters that transformers builds from several stored tensors."""
-    converters = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightConverter)]
-    made = [pattern for converter in converters for pattern in converter.target_patterns]
-    return {name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in made)}
+    patterns: list[str] = []
+    for entry in get_model_conversion_mapping(model):
+        if isinstance(entry, WeightConverter):
+            patterns += entry.target_patterns
+    return {name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)}

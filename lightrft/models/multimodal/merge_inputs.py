@@ -143,35 +143,60 @@ def see(
     """
     responses = Segments.of([]) if responses is None else responses
     reader = family.reader
-    if not has_media(prompts) and not has_media(responses) and (reader is None or not every_tower):
+    any_media = has_media(prompts) or has_media(responses)
+    if not any_media and (reader is None or not every_tower):
         return None
-    names = {name for segments in (prompts, responses) for name, rows in segments.media.items() if rows.values.numel()}
-    unknown = sorted(names - {name for tower in reader.towers for name in (*tower.inputs, *tower.hints)} if reader else names)
-    if reader is None or unknown:
-        raise ModelError(f"model type {model.config.model_type!r} cannot read media ({', '.join(unknown)})")
-    both = Segments.cat([prompts, responses.to(prompts.tokens.device)]) if len(responses) else prompts
-    row, found, idle = torch.full_like(both.tokens, -1), [], []
+    reader = _check_readable(model, reader, (prompts, responses))
+    both = prompts
+    if len(responses):
+        both = Segments.cat([prompts, responses.to(prompts.tokens.device)])
+    row = torch.full_like(both.tokens, -1)
+    found: list[Features] = []
+    idle: list[Tensor] = []
+    placed = 0
     inside = _inside(both.lengths, begun)
     for tower in reader.towers:
         features = _features(model, tower, both.media)
         if features is None:
-            idle += [_nothing(model, tower)] if every_tower else []
+            if every_tower:
+                idle.append(_nothing(model, tower))
             continue
         places = _places(model, tower, both, inside)
-        if len(places) != len(features.values):
-            raise ModelError(
-                f"{len(places)} {tower.kind} tokens in the batch, but {len(features.values)} {tower.kind} features: "
-                "prompts must hold one token for each feature"
-            )
-        row[places] = torch.arange(len(places), device=row.device) + sum(len(f.values) for f in found)
+        count = len(features.values)
+        if len(places) != count:
+            kind = tower.kind
+            problem = f"{len(places)} {kind} tokens in the batch, but {count} {kind} features"
+            raise ModelError(f"{problem}: prompts must hold one token for each feature")
+        row[places] = torch.arange(count, device=row.device) + placed
+        placed += count
         found.append(features)
-    deep = tuple(torch.cat(level) for level in zip(*(f.deep for f in found)))
-    axes = reader.positions is not None and found
-    positions = _positions(model, reader, prompts, responses, prompt_of, begun) if axes else None
+    deep = tuple(torch.cat(level) for level in zip(*(features.deep for features in found)))
+    positions = None
+    if reader.positions is not None and found:
+        positions = _positions(model, reader, prompts, responses, prompt_of, begun)
     blocks = _blocks(row, both.lengths) if reader.both_ways and found else None
     embeddings: Any = model.get_input_embeddings()
-    features = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
-    return Seen(row, features, deep, positions, blocks, torch.stack(idle).sum() if idle else None)
+    values = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
+    zero = torch.stack(idle).sum() if idle else None
+    return Seen(row, values, deep, positions, blocks, zero)
+
+
+def _check_readable(
+    model: PreTrainedModel,
+    reader: Reader | None,
+    runs: Sequence[Segments],
+) -> Reader:
+    """Return ``reader``. Raises ``ModelError`` if it does not read all media of ``runs``."""
+    names = set()
+    for segments in runs:
+        names |= {name for name, rows in segments.media.items() if rows.values.numel()}
+    towers = () if reader is None else reader.towers
+    for tower in towers:
+        names -= {*tower.inputs, *tower.hints}
+    if reader is None or names:
+        kind = f"model type {model.config.model_type!r}"
+        raise ModelError(f"{kind} cannot read media ({', '.join(sorted(names))})")
+    return reader
 
 
 def has_media(segments: Segments) -> bool:
@@ -192,10 +217,15 @@ def misread(model: PreTrainedModel, family: Family, batch: Batch) -> Tensor:
     """
     if family.reader is None or not has_media(batch.prompts):
         return torch.zeros_like(batch.prompt_of, dtype=torch.bool)
-    ids = torch.tensor([tower.token_id(model.config) for tower in family.reader.towers], device=batch.prompt_of.device)
+    placeholders = [tower.token_id(model.config) for tower in family.reader.towers]
+    ids = torch.tensor(placeholders, device=batch.prompt_of.device)
     sampled = torch.isin(batch.responses.tokens, ids)
-    rich = sum((rows.lengths for rows in batch.responses.media.values()), torch.zeros_like(batch.lengths))
-    return torch.zeros_like(rich).index_add_(0, batch.row_of, sampled.long()).gt(0) & (rich == 0)
+    # a resumed response may have media of its own, whose placeholders are right
+    media_count = torch.zeros_like(batch.lengths)
+    for rows in batch.responses.media.values():
+        media_count = media_count + rows.lengths
+    sampled_count = torch.zeros_like(media_count).index_add_(0, batch.row_of, sampled.long())
+    return sampled_count.gt(0) & (media_count == 0)
 
 
 def given(tower: Tower, media: Media, hints: bool = False) -> dict[str, Tensor]:
@@ -267,14 +297,22 @@ def _positions(
     rows = _rope(model, reader, prompts, inside)
     if prompt_of is None or not len(responses):
         return torch.cat(rows, dim=1)
-    of = prompt_of.tolist()
-    plain = [torch.arange(n, device=prompts.tokens.device) for n in responses.lengths.tolist()]
-    after = [rows[p][:, -1].max() + 1 + steps.expand(len(rows[p]), -1) for p, steps in zip(of, plain)]
-    rich = [b for b in range(len(of)) if any(int(r.lengths[b]) for r in responses.media.values())]
+    groups = prompt_of.tolist()
+    after = []
+    for p, n in zip(groups, responses.lengths.tolist()):
+        steps = torch.arange(n, device=prompts.tokens.device)
+        after.append(rows[p][:, -1].max() + 1 + steps.expand(len(rows[p]), -1))
+    # responses with media of their own: the positions depend on prompt and response together
+    rich = []
+    for b in range(len(groups)):
+        if any(int(rows_of.lengths[b]) for rows_of in responses.media.values()):
+            rich.append(b)
     if rich:
-        whole = _joined(prompts.select(prompt_of[rich]), responses.select(torch.tensor(rich, device=prompt_of.device)))
-        for b, row in zip(rich, _rope(model, reader, whole, torch.ones_like(whole.tokens, dtype=torch.bool))):
-            after[b] = row[:, int(prompts.lengths[of[b]]) :]
+        index = torch.tensor(rich, device=prompt_of.device)
+        whole = _joined(prompts.select(prompt_of[rich]), responses.select(index))
+        everywhere = torch.ones_like(whole.tokens, dtype=torch.bool)
+        for b, row in zip(rich, _rope(model, reader, whole, everywhere)):
+            after[b] = row[:, int(prompts.lengths[groups[b]]) :]
     return torch.cat([*rows, *after], dim=1)
 
 

@@ -28,9 +28,17 @@ def part_of(family: Family, name: str) -> str:
     the name in the transformers model, in a peft model, or in a module that contains one.
     """
     name = name.removeprefix("base_model.model.")
-    prefixes = {} if family.reader is None else family.reader.parts
-    fitting = [(len(prefix), part) for part, some in prefixes.items() for prefix in some if name.startswith(prefix)]
-    return max(fitting)[1] if fitting else LANGUAGE
+    if family.reader is None:
+        return LANGUAGE
+    longest = ""
+    found = LANGUAGE
+    for part, prefixes in family.reader.parts.items():
+        for prefix in prefixes:
+            # a projector may lie inside a tower: the longer prefix decides
+            if name.startswith(prefix) and len(prefix) > len(longest):
+                longest = prefix
+                found = part
+    return found
 
 
 def check_parts(config: PreTrainedConfig, setting: str, names: Iterable[str]) -> None:
@@ -44,6 +52,6 @@ def check_parts(config: PreTrainedConfig, setting: str, names: Iterable[str]) ->
     known = parts_of(family_of(config))
     for name in names:
         if name not in known:
-            raise ModelError(
-                f"{setting} = {name!r}: a model of type {config.model_type!r} has no such part; it has {', '.join(known)}"
-            )
+            kind = f"a model of type {config.model_type!r}"
+            have = ", ".join(known)
+            raise ModelError(f"{setting} = {name!r}: {kind} has no such part; it has {have}")
