@@ -1,0 +1,84 @@
+"""The interface between the native engine and a policy that it samples from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightrft.types import Prompt
+
+
+class DecodeSession(Protocol):
+    """A key-value cache over the policy: prompts by handle, responses in rows ``0 .. len - 1``."""
+
+    def tokens(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, /) -> int:
+        """Return the number of tokens whose memory a cache of these shapes takes.
+
+        Args:
+            prompts: Number of prompts.
+            prompt_tokens: Tokens of the longest prompt.
+            rows: Number of responses that grow.
+            answer_tokens: Tokens that the longest response may reach.
+        """
+        ...
+
+    def reserve(self, prompts: int, prompt_tokens: int, rows: int, answer_tokens: int, budget: int, /) -> None: ...
+
+    def prefill(
+        self,
+        prompts: Sequence[Prompt],
+        begun: Sequence[int] = (),
+    ) -> tuple[list[int], Tensor]:
+        """Compute prompts.
+
+        Return a handle for each, and the logits ``[P, V]`` of the first response tokens.
+
+        The last ``begun[p]`` tokens of prompt ``p`` are a response that is resumed.
+        """
+        ...
+
+    def admit(self, handles: Sequence[int], sealed: Sequence[int] = ()) -> None:
+        """Append one row with an empty response for each handle.
+
+        Prompts in ``sealed`` get no further rows.
+        """
+        ...
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """Feed ``tokens [R]``, the last token of each row.
+
+        Return the logits ``[R, V]`` of the next.
+        """
+        ...
+
+    def evict(self, moves: Sequence[tuple[int, int]], rows: int) -> None:
+        """Move row ``src`` to ``dst`` for each ``(dst, src)``, then keep the first ``rows``."""
+        ...
+
+    def release(self, handle: int) -> None: ...
+
+
+class DecoderProtocol(Protocol):
+    """The interface between the engine and a policy."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+    def parameters(self) -> Iterable[tuple[str, Tensor]]: ...
+
+    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Use the tensors of ``weights`` from now on."""
+        ...
+
+    def session(self) -> DecodeSession: ...
+
+    def running(self) -> AbstractContextManager[None]:
+        """Return the context manager inside which sessions may be called."""
+        ...
