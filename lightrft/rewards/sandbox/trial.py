@@ -6,7 +6,6 @@ rewards. The first call beyond it ends the trial, so a hanging reward costs one 
 
 from __future__ import annotations
 
-import asyncio
 import faulthandler
 import json
 import os
@@ -202,6 +201,8 @@ def _built_in(reward: Reward) -> bool:
 def _called(reward: Reward, rollouts: list[Any]) -> list[Any]:
     result = reward.function(rollouts if reward.batched else rollouts[0], **reward.options)
     if reward.asynchronous:
+        import asyncio  # a quarter of the start of a process, which most rewards do not need
+
         result = asyncio.run(result)
     return rows_of(result, len(rollouts)) if reward.batched else [result]
 

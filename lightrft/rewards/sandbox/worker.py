@@ -8,7 +8,6 @@ which call a silent worker is in. Output printed by functions goes to standard e
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import os
@@ -21,12 +20,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrft.rewards.registry import OverBudget, Reward, load_reward
 from lightrft.rewards.sandbox.guardian import become_guardian
 from lightrft.rewards.sandbox.results import NotAReward, rows_of, terms_of, wrong_and_ungraded
 from lightrft.utils.errors import UserError
+
+if TYPE_CHECKING:
+    import asyncio
 
 HEADER = struct.Struct(">Q")
 KILL_FACTOR = 1.25  # times the CPU limit, when the kernel ends a call that does not return to Python
@@ -82,6 +84,8 @@ def main(fd: int, parent: int) -> None:
     try:
         worker.rewards = [load_reward(name, options) for name, options in start.rewards]
         warm_up(worker.rewards)
+        if any(reward.asynchronous for reward in worker.rewards):
+            import asyncio  # noqa: F401  (a third of the start of a process; later an alarm could interrupt it)
         _limit_memory(start.memory_mb)
     except UserError as error:
         worker.tell(error=str(error))
@@ -172,6 +176,8 @@ class RewardWorker:
 
     def _together(self, reward: Reward, views: list[bytes]) -> None:
         """Run all calls in one event loop. If one blocks it, unfinished calls are retried alone."""
+        import asyncio
+
         told: set[int] = set()
 
         async def one(index: int, view: bytes) -> None:
@@ -199,6 +205,8 @@ class RewardWorker:
 
     def _event_loop(self) -> asyncio.AbstractEventLoop:
         if self.loop is None:
+            import asyncio
+
             self.loop = asyncio.new_event_loop()
         return self.loop
 

@@ -347,6 +347,21 @@ def test_an_error_of_the_scorer_itself_ends_the_run_and_does_not_hang_it(monkeyp
         list(scorer.results(wait=True))
 
 
+def test_asyncio_is_loaded_for_rewards_that_wait_only(tmp_path):
+    """It is a third of what a process needs to start."""
+    file = tmp_path / "loaded.py"
+    plain = "import sys\ndef plain(rollout):\n    return float('asyncio' in sys.modules)\n"
+    waits = "async def waits(rollout):\n    return plain(rollout)\n"
+    file.write_text(plain + waits)
+    for names, loaded in ((["plain"], 0.0), (["plain", "waits"], 2.0)):
+        settings = RewardConfig.model_validate({"terms": [f"{file}:{name}" for name in names], "deadline": 30})
+        asked = rollout()
+        with Scorer(settings) as scorer:
+            scorer.submit(asked)
+            list(scorer.results(wait=True))
+        assert asked.reward == loaded
+
+
 def gone(pid, seconds=60):
     """Whether process ``pid`` ends within ``seconds``."""
     ends = time.monotonic() + seconds

@@ -174,3 +174,10 @@ def test_rows_are_taken_evenly_and_responses_are_own_answers_nothing_and_wrong_o
     assert spread(25) == [0, 2, 5, 7, 10, 12, 15, 17, 20, 22]
     assert spread(3) == [0, 1, 2] and spread(0) == []
     assert [r.text for r in made_up(PROMPTS[:4], TOKENIZER)] == ["1", "", "I think that the answer is \\boxed{-17}.", "4"]
+
+
+def test_a_trial_loads_asyncio_for_rewards_that_wait_only(tmp_path: Path) -> None:
+    file = tmp_path / "loaded.py"
+    file.write_text("import sys\ndef plain(rollout):\n    return float('asyncio' in sys.modules)\n")
+    ((_, outcomes),) = tried(RewardConfig.model_validate({"terms": [f"{file}:plain"]}), made_up(PROMPTS[:1], TOKENIZER))
+    assert {value for outcome in outcomes for value in outcome.values} == {0.0}
