@@ -107,10 +107,10 @@ def predicted(case: int, folder: Path) -> dict[str, Any]:
     """What the doctor says of ``case``."""
     from lightrft.config.base import build
     from lightrft.config.verbs import RLConfig
-    from lightrft.diagnostics.memory.estimate import needs
+    from lightrft.diagnostics.memory.estimate import estimate_memory
     from lightrft.diagnostics.memory.phases import Device, Lengths
 
-    found = needs(build(RLConfig, tree(case, folder)), Lengths(PROMPT, ANSWER, GROUPS, SAMPLES), Device("cpu", 0))
+    found = estimate_memory(build(RLConfig, tree(case, folder)), Lengths(PROMPT, ANSWER, GROUPS, SAMPLES), Device("cpu", 0))
     return {"peak": found.peak, "phase": found.largest.name, "parameters": found.parameters["policy"][0]}
 
 

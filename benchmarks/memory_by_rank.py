@@ -64,7 +64,7 @@ def work(kind: str, folder: Path, steps: int) -> dict[str, Any]:
 
     from lightrft.config.model import ModelConfig
     from lightrft.config.strategy import OptimizerConfig, StrategyConfig
-    from lightrft.distributed.process_group import joined
+    from lightrft.distributed.process_group import init_process_group
     from lightrft.models.actor import Actor
     from lightrft.strategy.base import TrainState
     from lightrft.types import Batch, Segments
@@ -73,7 +73,7 @@ def work(kind: str, folder: Path, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     rows = [[5 + (7 * i + j) % 90 for j in range(8)] for i in range(4)]
     batch = Batch(Segments.of(rows[:2]), Segments.of(rows[2:]), torch.tensor([0, 1]))
-    with joined(5.0) as ranks:
+    with init_process_group(5.0) as ranks:
         settings: dict[str, Any] = {"kind": kind, "device": "cpu"}
         strategy = strategy_of(StrategyConfig(**settings, **({"stage": 3} if kind == "deepspeed" else {})), ranks)
 

@@ -209,13 +209,13 @@ def run_here(plan: Path) -> None:
     from lightrft.cli.dispatch import program
     from lightrft.config.base import build
     from lightrft.config.verbs import RLConfig, SFTConfig
-    from lightrft.distributed.process_group import joined
-    from lightrft.observability.observer import Nobody
+    from lightrft.distributed.process_group import init_process_group
+    from lightrft.observability.observer import NullObserver
 
     torch.set_num_threads(1)
     trees = json.loads(plan.read_text(encoding="utf-8"))
     with ExitStack() as stack:
-        stack.enter_context(joined(BASE["strategy"]["timeout"]))
+        stack.enter_context(init_process_group(BASE["strategy"]["timeout"]))
         for tree in trees:
             supervised = "batch_size" in tree
             config = build(SFTConfig if supervised else RLConfig, tree)
@@ -223,7 +223,9 @@ def run_here(plan: Path) -> None:
                 from lightrft.distributed.ray_cluster import cluster
 
                 stack.enter_context(cluster(config.launch.ray))  # where there is one already, that
-            program("lightrft.trainer.sft:run_sft" if supervised else "lightrft.trainer.rl:run_rl", config)(config, Nobody())
+            program("lightrft.trainer.sft:run_sft" if supervised else "lightrft.trainer.rl:run_rl", config)(
+                config, NullObserver()
+            )
 
 
 # --------------------------------------------------------------------------------------------------------------------- comparison

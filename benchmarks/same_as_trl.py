@@ -272,8 +272,8 @@ def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dic
     from lightrft.config.base import build
     from lightrft.config.model import ModelConfig
     from lightrft.config.verbs import RLConfig
-    from lightrft.learner.controllers import Controls
-    from lightrft.learner.policy_update import Objective, weighted
+    from lightrft.learner.controllers import Controllers
+    from lightrft.learner.policy_update import Objective, with_loss_weights
     from lightrft.models.actor import Actor
     from lightrft.trainer.rl_step import with_advantages
 
@@ -288,8 +288,8 @@ def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dic
         now = actor.score(batch).logprobs
     old = first if SETTINGS[name].updates > 1 else now
     batch = batch.replace(old_logprobs=old, ref_logprobs=first if algorithm.kl.used else None)
-    controls = Controls.of(algorithm)
-    batch = weighted(with_advantages(batch, config, controls), config)
+    controls = Controllers.of(algorithm)
+    batch = with_loss_weights(with_advantages(batch, config, controls), config)
     loss, _ = Objective.of(algorithm, controls)(batch, actor.score(batch))
     loss.backward()
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightrft.engines.native import checksum
-from lightrft.engines.weight_transport import Inbox, carrier_of, fill
+from lightrft.engines.weight_transport import WeightBuffer, build_transport, fill
 from tests.worker_helpers import ProcessWorker
 
 SECONDS = 300.0
@@ -39,7 +39,7 @@ class Shelf:
     def __init__(self, device: str) -> None:
         self.device = device
         self.held: dict[str, Tensor] = {}
-        self.inbox = Inbox(self.load)
+        self.inbox = WeightBuffer(self.load)
 
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.held |= {name: tensor.to(self.device) for name, tensor in weights}
@@ -67,7 +67,7 @@ def model_like(megabytes: float, device: str) -> dict[str, Tensor]:
 
 def measure(way: str, workers: list[ProcessWorker], weights: dict[str, Tensor], bucket: int, rounds: int, device: str) -> float:
     """Seconds of the fastest round. Raises ``AssertionError`` when a worker does not hold what was sent."""
-    carrier = carrier_of(way, workers, bucket, torch.device(device), SECONDS)  # type: ignore[arg-type]
+    carrier = build_transport(way, workers, bucket, torch.device(device), SECONDS)  # type: ignore[arg-type]
     seconds = []
     for _ in range(rounds):
         began = time.perf_counter()

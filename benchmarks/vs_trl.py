@@ -143,7 +143,7 @@ class Work:
     checked: tuple[str, ...] = ("step32", "step512")
 
     @property
-    def whole(self) -> int:
+    def gathered(self) -> int:
         """Answers of a step."""
         return self.groups * self.answers
 
@@ -305,7 +305,7 @@ def open_run(config: Any) -> Any:
     """A session and the run that ``lightrft rl`` would make of ``config``."""
     from contextlib import contextmanager
 
-    from lightrft.observability.observer import Nobody
+    from lightrft.observability.observer import NullObserver
     from lightrft.trainer.check_config import check as check_config
     from lightrft.trainer.rl import prepare
     from lightrft.trainer.run_session import open_session
@@ -313,7 +313,7 @@ def open_run(config: Any) -> Any:
     @contextmanager
     def opened() -> Any:
         check_config(config)
-        with open_session(config, config.run, config.checkpoint, config.log, "rl", Nobody()) as session:
+        with open_session(config, config.run, config.checkpoint, config.log, "rl", NullObserver()) as session:
             run = prepare(config, session)
             try:
                 yield session, run
@@ -486,7 +486,7 @@ def check(job: Job) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     from lightrft.config.model import ModelConfig
-    from lightrft.learner.policy_update import Objective, weighted
+    from lightrft.learner.policy_update import Objective, with_loss_weights
     from lightrft.models.actor import Actor
     from lightrft.types import Batch, Segments
 
@@ -527,7 +527,7 @@ def check(job: Job) -> dict[str, Any]:
     )
     config = rl_config(job, 1)
     actor = Actor.load(ModelConfig(path=str(job.folder), dtype="float32"), device=work.device)
-    batch = weighted(batch.to(actor.device), config)
+    batch = with_loss_weights(batch.to(actor.device), config)
     scores = actor.score(batch, entropy=True)
     loss, _ = Objective(config.algorithm, 0.0, 0.0)(batch, scores)
     loss.backward()

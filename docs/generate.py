@@ -18,7 +18,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 import lightrft.datasets.open_source  # noqa: F401  fills READERS
-from lightrft.algorithms.validate.component_kinds import KINDS, Kind
+from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
 from lightrft.config import verbs
 from lightrft.config.base import Settings, build, descriptions, dotted
 from lightrft.config.presets import PAPERS, PRESETS
@@ -106,14 +106,14 @@ def parts_page() -> str:
                 MADE_BY,
                 "What an algorithm is put together from. A name stands where its setting says; one of your own does too",
                 "([extending](extending.md)). An option without a value must be given.\n",
-                *(_parts_of(KINDS[kind], title) for kind, title in TITLES.items()),
+                *(_parts_of(COMPONENT_KINDS[kind], title) for kind, title in TITLES.items()),
             ]
         ).rstrip("\n")
         + "\n"
     )
 
 
-def _parts_of(kind: Kind, title: str) -> str:
+def _parts_of(kind: ComponentKind, title: str) -> str:
     rows = [f"## {title}\n", f"`{kind.key}`, called with `{', '.join((*kind.arguments, *kind.given))}`.\n"]
     rows.append("| name | formula | options | reads | needs | from |\n|---|---|---|---|---|---|")
     for name in kind.registry:

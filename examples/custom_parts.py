@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.token_masks import Gate
+from lightrft.algorithms.token_masks import TokenMask
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.types import Batch, Rollout
@@ -60,11 +60,11 @@ def fading(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tensor, 
     return torch.exp(-(old - behavior).abs() / width)
 
 
-def undecided(batch: Batch, settings: LossConfig, generator: torch.Generator, *, nats: float = 0.1) -> Gate:
+def undecided(batch: Batch, settings: LossConfig, generator: torch.Generator, *, nats: float = 0.1) -> TokenMask:
     """Gate: only tokens at which the policy had at least ``nats`` of entropy get gradient."""
     if batch.entropy is None:
         raise ValueError("undecided reads batch.entropy")
-    return Gate(keep=(batch.entropy >= nats) & batch.mask)
+    return TokenMask(weight=(batch.entropy >= nats) & batch.mask)
 
 
 undecided.needs = ("entropy",)  # a column that is filled in only where a part asks for it

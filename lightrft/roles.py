@@ -15,11 +15,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from lightrft.distributed.process_group import Ranks
+from lightrft.distributed.process_group import ProcessGroup
 from lightrft.engines.base import Engine, Fingerprint
-from lightrft.models.actor import Actor, Scores
+from lightrft.models.actor import Actor, TokenScores
 from lightrft.observability.metrics import Metrics, Sum
-from lightrft.rewards.base import Scoring
+from lightrft.rewards.base import RewardScorer
 from lightrft.strategy.base import Strategy, TrainState
 from lightrft.types import Batch
 
@@ -29,13 +29,13 @@ log = logging.getLogger(__name__)
 class Reference(Protocol):
     """The distribution that the policy is kept close to."""
 
-    def score(self, batch: Batch, *, temperature: float) -> Scores:
+    def score(self, batch: Batch, *, temperature: float) -> TokenScores:
         """Return the log-probs of the response tokens at ``temperature``."""
         ...
 
 
 @dataclass(slots=True)
-class AdaptersOff:
+class AdapterFreeReference:
     """The reference of a model with adapters: the same model with its adapters disabled.
 
     It needs no second copy of the weights.
@@ -43,19 +43,19 @@ class AdaptersOff:
 
     actor: Actor
 
-    def score(self, batch: Batch, *, temperature: float) -> Scores:
+    def score(self, batch: Batch, *, temperature: float) -> TokenScores:
         """Return the log-probs of the response tokens under the model without adapters."""
         with self.actor.reference():
             return self.actor.score(batch, temperature=temperature)
 
 
 @dataclass(slots=True)
-class Trained:
+class TrainableModel:
     """A model that this run trains, with its optimizer state."""
 
     model: Any
     state: TrainState
-    layout_settled: bool = False
+    layout_verified: bool = False
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,17 +72,17 @@ class Trained:
 
 
 @runtime_checkable
-class Distant(Protocol):
+class RemoteModelInfo(Protocol):
     """A model that runs in remote workers."""
 
     @property
-    def in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         """Return the number of micro-batches that the model accepts concurrently."""
         ...
 
 
 @runtime_checkable
-class Closing(Protocol):
+class Closable(Protocol):
     """A role that owns more than memory, e.g. processes."""
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class Closing(Protocol):
 
 
 @runtime_checkable
-class Counting(Protocol):
+class HasEventCounts(Protocol):
     """A role that counts events such as restarts."""
 
     def take_counts(self) -> dict[str, int]:
@@ -100,18 +100,18 @@ class Counting(Protocol):
 
 
 @dataclass(slots=True)
-class Frozen:
+class FrozenModel:
     """A model that this run reads but does not train: a separate reference, or a teacher."""
 
     model: Actor
-    layout_settled: bool = False
+    layout_verified: bool = False
 
-    def score(self, batch: Batch, *, temperature: float) -> Scores:
+    def score(self, batch: Batch, *, temperature: float) -> TokenScores:
         """Return the log-probs of the response tokens at ``temperature``."""
         return self.model.score(batch, temperature=temperature)
 
 
-class Beside(Protocol):
+class AuxiliaryLoss(Protocol):
     """Additional data for each optimizer step of the policy."""
 
     def term(self, actor: Actor) -> tuple[Batch, Callable[[Batch], tuple[Tensor, Metrics]]]:
@@ -150,19 +150,19 @@ class Roles:
     """
 
     strategy: Strategy
-    policy: Trained
+    policy: TrainableModel
     engine: Engine
-    scorer: Scoring
+    scorer: RewardScorer
     tokenizer: Any
     processor: Any = None
     reference: Reference | None = None
     teacher: Reference | None = None
-    critic: Trained | None = None
-    process: Trained | None = None
-    ptx: Beside | None = None
-    ahead: Engine | None = None
-    ahead_ranks: Ranks | None = None
-    held: Fingerprint = field(default_factory=dict)
+    critic: TrainableModel | None = None
+    process: TrainableModel | None = None
+    ptx: AuxiliaryLoss | None = None
+    async_engine: Engine | None = None
+    async_process_group: ProcessGroup | None = None
+    engine_fingerprint: Fingerprint = field(default_factory=dict)
     logprobs_checked: bool = False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -171,22 +171,22 @@ class Roles:
 
     def publish(self, version: int) -> None:
         """Load the policy's weights into the engine as ``version``."""
-        self.held = self.engine.load_weights(self.weights(), version)
+        self.engine_fingerprint = self.engine.load_weights(self.weights(), version)
 
     @property
-    def trained(self) -> dict[str, Trained]:
+    def trained(self) -> dict[str, TrainableModel]:
         """Return the roles that a checkpoint saves, by name."""
         roles = {"policy": self.policy, "critic": self.critic, "process": self.process}
         return {name: role for name, role in roles.items() if role is not None}
 
-    def drawing(self) -> AbstractContextManager[None]:
+    def generation_mode(self) -> AbstractContextManager[None]:
         """Return a context for generation.
 
         In it, state that only training needs may be offloaded.
         """
-        frozen = [role.model for role in (self.reference, self.teacher) if isinstance(role, Frozen)]
+        frozen = [role.model for role in (self.reference, self.teacher) if isinstance(role, FrozenModel)]
         states = [role.state for role in self.trained.values()]
-        return self.strategy.resting(states, frozen)
+        return self.strategy.offloaded(states, frozen)
 
     @property
     def actor(self) -> Actor:
@@ -201,11 +201,11 @@ class Roles:
     def counts(self) -> Metrics:
         """Return event counts of each role since the last call, e.g. ``engine/restarts``."""
         names = ("engine", "ahead", "scorer", "reference", "teacher")
-        roles = {name: role for name in names if isinstance(role := getattr(self, name), Counting)}
+        roles = {name: role for name in names if isinstance(role := getattr(self, name), HasEventCounts)}
         return Metrics({f"{name}/{what}": Sum(n) for name, role in roles.items() for what, n in role.take_counts().items()})
 
     def close(self) -> None:
         """Close every role that owns more than memory."""
-        for role in (self.engine, self.ahead, self.scorer, self.reference, self.teacher):
-            if isinstance(role, Closing):
+        for role in (self.engine, self.async_engine, self.scorer, self.reference, self.teacher):
+            if isinstance(role, Closable):
                 role.close()

@@ -181,13 +181,13 @@ class Request:
     sample: int = 0
     max_new_tokens: int | None = None
     greedy: bool = False
-    begun: Rollout | None = None
-    pause: int | None = None
+    partial: Rollout | None = None
+    pause_after_tokens: int | None = None
 
     @property
-    def held(self) -> int:
+    def num_generated(self) -> int:
         """Return the number of response tokens that already exist."""
-        return len(self.begun) if self.begun is not None else 0
+        return len(self.partial) if self.partial is not None else 0
 
 
 @dataclass(frozen=True, slots=True)

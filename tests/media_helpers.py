@@ -47,7 +47,7 @@ class Rig:
         for kind, value, extent in values:
             part = self.processor.parts[kind]
             start = text.index(part.written, at)
-            out, at = out + text[at:start] + part.expand(extent), start + len(part.written)
+            out, at = out + text[at:start] + part.placeholder_text(extent), start + len(part.written)
             for key, tensor in part.inputs(value, extent).items():
                 made.setdefault(key, []).append(tensor)
         text = out + text[at:]

@@ -129,7 +129,7 @@ def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A model folder of ``size`` with a tokenizer of one token for each row of its vocabulary, and a file with a reward."""
     from transformers import AutoModelForCausalLM
 
-    from lightrft.models.loading.hf_logging import quiet
+    from lightrft.models.loading.hf_logging import suppress_hf_warnings
     from lightrft.models.tiny.text import tiny_config, tiny_tokenizer
 
     fields = dict(SIZES[size])
@@ -140,7 +140,7 @@ def make(size: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
     found = sum(p.numel() for p in model.parameters())
     assert found == parameters(size), (found, parameters(size))
     model.generation_config.pad_token_id, model.generation_config.eos_token_id = config.pad_token_id, config.eos_token_id
-    with quiet(local=True):
+    with suppress_hf_warnings(local=True):
         model.save_pretrained(folder)
     tiny_tokenizer(chars=characters(config.vocab_size - 4)).save_pretrained(folder)
     (folder / "rewards.py").write_text(REWARD, encoding="utf-8")

@@ -22,7 +22,7 @@ import torch
 from benchmarks.vs_trl import open_run
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig
-from lightrft.diagnostics.memory.estimate import needs
+from lightrft.diagnostics.memory.estimate import estimate_memory
 from lightrft.diagnostics.memory.formulas import shown
 from lightrft.diagnostics.memory.phases import Device, Lengths
 from lightrft.trainer.rl_step import rl_step
@@ -133,7 +133,7 @@ def main() -> None:
         config = build(RLConfig, tree(args, folder, prompts))
         speed = common.speed()
         device = Device(common.device().type, 0)
-        needed = needs(config, Lengths(args.prompt, args.answer, args.prompts, args.samples), device)
+        needed = estimate_memory(config, Lengths(args.prompt, args.answer, args.prompts, args.samples), device)
         found = measure(config, args.size, args.steps)
     lines, numbers = lines_of(found, speed, needed.peak, {**needed.largest.parts})
     kind = "LoRA of rank 16 on all layers" if args.lora else "all weights"

@@ -44,7 +44,7 @@ class Case:
 
 
 class OnGPU(Work):
-    """As ``Work``, on the GPU where there is one."""
+    """As ``WorkBatch``, on the GPU where there is one."""
 
     script = Path(__file__)
     stem = "vs_trl_gpu"

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lightrft.algorithms.group_ops import Groups
+from lightrft.algorithms.group_ops import GroupStats
 from lightrft.algorithms.token_ops import TokenRows, compact, group_sum, last_sampled, scatter
 from lightrft.config.algorithm import AdvantageConfig
 from lightrft.types import Batch
@@ -51,9 +51,9 @@ def scores(batch: Batch, token_rewards: Tensor, rows: TokenRows) -> Tensor:
     return rewards + (rows.sum(token_rewards) - placed)
 
 
-def by_prompt(batch: Batch, token_rewards: Tensor) -> Groups:
+def by_prompt(batch: Batch, token_rewards: Tensor) -> GroupStats:
     """Return the ``scores`` of all responses, grouped by prompt."""
-    return Groups(scores(batch, token_rewards, TokenRows.of(batch)), batch.prompt_of, len(batch.prompts))
+    return GroupStats(scores(batch, token_rewards, TokenRows.of(batch)), batch.prompt_of, len(batch.prompts))
 
 
 def on_tokens(advantage: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -194,7 +194,7 @@ def lite_ppo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> 
     The standard deviation is unbiased and is taken over all rewards of the batch.
     """
     groups = by_prompt(batch, token_rewards)
-    centred, spread = groups.centred(), Groups.whole(groups.x).deviation()
+    centred, spread = groups.centred(), GroupStats.whole(groups.x).deviation()
     return on_tokens(torch.where(centred != 0, centred / (spread + settings.eps), centred), batch)
 
 
@@ -212,7 +212,7 @@ def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfi
     Every response counts once.
     """
     return on_tokens(
-        Groups.whole(scores(batch, token_rewards, TokenRows.of(batch))).standardised(settings.eps),
+        GroupStats.whole(scores(batch, token_rewards, TokenRows.of(batch))).standardised(settings.eps),
         batch,
     )
 
@@ -503,7 +503,7 @@ def otb(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_
     togo = discounted(padded, 1.0)[row, column]
     work = compact(batch.energy.to(togo.dtype), rows)[0].cumsum(1)[row, column]
     longest = padded.shape[1]
-    places = Groups(togo, batch.prompt_of[row] * longest + column, len(batch.prompts) * longest)
+    places = GroupStats(togo, batch.prompt_of[row] * longest + column, len(batch.prompts) * longest)
     baseline = places.sum(togo * work) / (places.sum(work) + settings.eps)
     baseline = torch.where(places.uneven(), baseline, togo)  # equal returns have exactly no advantage, whatever eps is
     alone = rows_in_group(batch)[row] == 1
@@ -561,8 +561,8 @@ def gigpo(
             back[k] += settings.gamma * back[k + 1]
     state = batch.states.new_zeros(len(number)).index_copy(0, step, batch.states[rows.mask])
     alike, of = torch.unique(_pairs(batch.prompt_of[number[:, 0]], state), dim=0, return_inverse=True)
-    steps = Groups(back, of, len(alike))
-    scaled = (lambda g: g.standardised(settings.eps)) if std else Groups.centred
+    steps = GroupStats(back, of, len(alike))
+    scaled = (lambda g: g.standardised(settings.eps)) if std else GroupStats.centred
     tokens = torch.zeros_like(token_rewards)
     tokens[rows.mask] = scaled(episodes)[batch.row_of[rows.mask]] + weight * scaled(steps)[step]
     return tokens, tokens
@@ -587,7 +587,7 @@ def process_means(batch: Batch, dtype: torch.dtype) -> tuple[Tensor, Tensor, Ten
         raise ValueError("prime needs batch.process_rewards")
     rows, process = TokenRows.of(batch), batch.process_rewards.to(dtype)
     own, some = rows.mean(process), (rows.count() > 0).to(dtype)
-    groups = Groups(own, batch.prompt_of, len(batch.prompts))
+    groups = GroupStats(own, batch.prompt_of, len(batch.prompts))
     return process, groups.sum(own) - own, groups.sum(some) - some
 
 

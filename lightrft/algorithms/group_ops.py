@@ -12,7 +12,7 @@ from lightrft.utils.lazy_imports import Tensor, torch
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class GroupStats:
     """One number per response, with the group of each response.
 
     Methods return one number per response ``[B]``; a statistic of a group is repeated for each of
@@ -30,9 +30,9 @@ class Groups:
     count: int
 
     @staticmethod
-    def whole(x: Tensor) -> Groups:
+    def whole(x: Tensor) -> GroupStats:
         """Return all responses as one group."""
-        return Groups(x, torch.zeros(len(x), dtype=torch.long, device=x.device), 1)
+        return GroupStats(x, torch.zeros(len(x), dtype=torch.long, device=x.device), 1)
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of ``x [B]`` over the group."""

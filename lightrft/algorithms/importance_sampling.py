@@ -1,6 +1,6 @@
 """Correct for the mismatch between the sampler and the trainer, with one weight per token.
 
-``CORRECTIONS[name](logprobs, old, behavior, advantages, rows, **options) -> weights [N]``. The
+``IS_CORRECTIONS[name](logprobs, old, behavior, advantages, rows, **options) -> weights [N]``. The
 weights multiply the policy loss. A token of weight 0 stays in the denominator of the loss.
 
 Args:
@@ -22,13 +22,13 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from lightrft.algorithms.kl import KL_ESTIMATORS
-from lightrft.algorithms.token_ops import LIMIT, TokenRows, bounded
+from lightrft.algorithms.token_ops import LIMIT, TokenRows, clamp_log_ratio
 from lightrft.config.base import ComponentConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
 
 Correction = Callable[..., Tensor]
-CORRECTIONS: Registry[Correction] = Registry("correction")
+IS_CORRECTIONS: Registry[Correction] = Registry("correction")
 
 Level = Literal["token", "sequence", "geometric"]
 LEVELS: dict[str, Callable[[Tensor, TokenRows], Tensor]] = {
@@ -48,7 +48,7 @@ def weight_of(old: Tensor, behavior: Tensor, rows: TokenRows, level: Level) -> T
         level: ``token``, or for the whole response ``sequence`` (product of the token weights) or
             ``geometric`` (their geometric mean).
     """
-    return torch.exp(bounded(LEVELS[level](old - behavior, rows)))
+    return torch.exp(clamp_log_ratio(LEVELS[level](old - behavior, rows)))
 
 
 def inside(weight: Tensor, low: float, high: float) -> Tensor:
@@ -62,7 +62,7 @@ def inside(weight: Tensor, low: float, high: float) -> Tensor:
     return (weight >= low) & (weight <= high)
 
 
-@CORRECTIONS.register(
+@IS_CORRECTIONS.register(
     "importance",
     formula="w_t = exp( logp_old - logp_sampler )",
     latex=r"w_t=\pi_{old}/\mu",
@@ -77,7 +77,7 @@ def importance(logprobs: Tensor, old: Tensor, behavior: Tensor, advantages: Tens
     return weight_of(old, behavior, rows, "token")
 
 
-@CORRECTIONS.register(
+@IS_CORRECTIONS.register(
     "tis",
     formula="w = clip( pi_old / pi_sampler, low, high ), of a token, or its product or geometric mean over the response (level)",
     latex=r"w=\operatorname{clip}\!\big(\pi_{old}/\mu,\ a,\ C\big)",
@@ -106,7 +106,7 @@ def tis(
     return weight_of(old, behavior, rows, level).clamp(low, high)
 
 
-@CORRECTIONS.register(
+@IS_CORRECTIONS.register(
     "icepop",
     formula="w_t = exp( logp_old - logp_sampler ) where low <= w_t <= high, else 0",
     latex=r"w_t=\frac{\pi_{old}}{\mu}\,\mathbb 1\big[a\le\tfrac{\pi_{old}}{\mu}\le b\big]",
@@ -134,7 +134,7 @@ def icepop(
     return mis(logprobs, old, behavior, advantages, rows, level="token", low=low, high=high)
 
 
-@CORRECTIONS.register(
+@IS_CORRECTIONS.register(
     "mis",
     formula="w = pi_old / pi_sampler where low <= w <= high, else 0; of a token, or its product or geometric mean (level)",
     latex=r"w=\frac{\pi_{old}}{\mu}\,\mathbb 1\big[a\le\tfrac{\pi_{old}}{\mu}\le C\big]",
@@ -163,7 +163,7 @@ def mis(
     return torch.where(inside(weight, low, high), weight, torch.zeros_like(weight))
 
 
-@CORRECTIONS.register(
+@IS_CORRECTIONS.register(
     "sequence_mask",
     formula="w_t = exp( logp_old - logp_sampler ) in responses with low <= w(level) <= high, else 0; at most cap if that is set",
     latex=r"w_t=\frac{\pi_{old}}{\mu}\,\mathbb 1\big[a\le w_i\le b\big],\quad w_i=\Big(\prod_t\pi_{old}/\mu\Big)^{1/l_i}",
@@ -197,7 +197,7 @@ def sequence_mask(
     return torch.where(inside(weight_of(old, behavior, rows, level), low, high), token, torch.zeros_like(token))
 
 
-@CORRECTIONS.register(
+@IS_CORRECTIONS.register(
     "sequence_reject",
     formula="w_t = 1 in responses with low <= w(level) <= high, else 0",
     latex=r"w_t=\mathbb 1\big[a\le w_i\le b\big],\quad w_i=\Big(\prod_t\pi_{old}/\mu\Big)^{1/l_i}",
@@ -225,7 +225,7 @@ def sequence_reject(
     return inside(weight_of(old, behavior, rows, level), low, high).to(old.dtype)
 
 
-@CORRECTIONS.register(
+@IS_CORRECTIONS.register(
     "tis_normalized",
     formula="w = v / mean v,  v = clip( pi_old / pi_sampler, low, high ), of a token, or its product "
     "or geometric mean over the response (level); the mean is over the tokens of the "
@@ -287,7 +287,7 @@ DIVERGENCE_LEVELS: dict[str, Callable[[Tensor, TokenRows], Tensor]] = {
 }
 
 
-@CORRECTIONS.register(
+@IS_CORRECTIONS.register(
     "divergence_reject",
     formula="w_t = 1 where D <= limit, else 0;  D = k2 or k3 of d_t = logp_sampler - logp_old "
     "(estimator), of a token, or its sum, mean or maximum over the response (level)",
@@ -321,7 +321,7 @@ def divergence_reject(
     return (DIVERGENCE_LEVELS[level](far, rows) <= limit).to(old.dtype)
 
 
-@CORRECTIONS.register(
+@IS_CORRECTIONS.register(
     "opsm",
     formula="w_t = 0 where A_t < 0 and mean_t( logp_sampler - logp ) > delta, else 1",
     latex=r"w_t=1-\mathbb 1\Big[\hat A_t<0\ \wedge\ \frac1{l_i}\sum_t\log\frac{\mu}{\pi_\theta}>\delta\Big]",
@@ -369,7 +369,7 @@ def correction_weights(
     """
     weights = torch.ones_like(logprobs)
     for part in parts:
-        weights = weights * CORRECTIONS[part.name](logprobs, old, behavior, advantages, rows, **part.options)
+        weights = weights * IS_CORRECTIONS[part.name](logprobs, old, behavior, advantages, rows, **part.options)
     return weights.clamp(max=math.exp(LIMIT))
 
 
@@ -378,7 +378,7 @@ def compares_whole_batch(parts: Sequence[ComponentConfig]) -> bool:
 
     If so, a micro-batch alone cannot compute it.
     """
-    return any("batch" in CORRECTIONS.about(part.name).needs for part in parts)
+    return any("batch" in IS_CORRECTIONS.about(part.name).needs for part in parts)
 
 
 def version_share(versions: Tensor, proximal: int, current: int) -> Tensor:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightrft.algorithms.token_ops import bounded
+from lightrft.algorithms.token_ops import clamp_log_ratio
 from lightrft.config.algorithm import EntropyConfig, KLConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
@@ -53,7 +53,7 @@ def k3(logprobs: Tensor, ref: Tensor) -> Tensor:
     As a loss its expected gradient is the gradient of KL(reference, policy).
     """
     d = logprobs - ref
-    return torch.expm1(bounded(-d)) + d
+    return torch.expm1(clamp_log_ratio(-d)) + d
 
 
 @KL_ESTIMATORS.register(
@@ -83,7 +83,7 @@ def capped_k3(old: Tensor, logprobs: Tensor, cap: float) -> Tensor:
         cap: Largest value of ``r - 1`` in the gradient.
     """
     gap = logprobs - old
-    return torch.expm1(bounded(gap.detach())).clamp(max=cap) * gap
+    return torch.expm1(clamp_log_ratio(gap.detach())).clamp(max=cap) * gap
 
 
 @dataclass(slots=True)
@@ -156,7 +156,7 @@ class EntropyController:
         """Build the controller at its initial coefficient."""
         return EntropyController(config, config.coef)
 
-    def in_force(self, entropy: float | None) -> float:
+    def current_coef(self, entropy: float | None) -> float:
         """Return the coefficient to use at an entropy in nats per token.
 
         With a target, the coefficient is 0 while the entropy is unknown or above the target.

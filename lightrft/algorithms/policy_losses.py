@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from lightrft.algorithms.token_ops import LIMIT, TokenRows, bounded, ratio_of
+from lightrft.algorithms.token_ops import LIMIT, TokenRows, clamp_log_ratio, ratio_of
 from lightrft.config.algorithm import LossConfig
 from lightrft.utils.lazy_imports import Tensor, torch
 from lightrft.utils.registry import Registry
@@ -51,7 +51,7 @@ def sequence_ratio(logprobs: Tensor, old: Tensor, rows: TokenRows) -> Tensor:
         old: ``[N]``. Log-probs of the old policy.
         rows: The rows of the batch.
     """
-    return rows.spread(torch.exp(bounded(rows.mean(logprobs - old))))
+    return rows.spread(torch.exp(clamp_log_ratio(rows.mean(logprobs - old))))
 
 
 def sequence_token_ratio(logprobs: Tensor, old: Tensor, rows: TokenRows) -> Tensor:
@@ -166,7 +166,7 @@ def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, set
     """
     gap, sign = logprobs - old, advantages.sign()
     held_back = sign * torch.minimum(sign * gap, sign * gap.clamp(-settings.clip_low, settings.clip_high))
-    level = rows.spread(torch.exp(bounded(rows.mean(held_back.detach()))))
+    level = rows.spread(torch.exp(clamp_log_ratio(rows.mean(held_back.detach()))))
     held = (held_back != gap) & (sign != 0)
     losses = -advantages * level * torch.exp(held_back - held_back.detach())
     return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": level}
@@ -308,7 +308,7 @@ def vespo(
     gap = rows.spread(rows.sum(logprobs.detach() - old))
     up = advantages >= 0
     k, lam = by_sign(up, k_pos, k_neg, gap), by_sign(up, lam_pos, lam_neg, gap)
-    weight = torch.exp((lam + k * gap - lam * torch.exp(bounded(gap))).clamp(max=LIMIT))
+    weight = torch.exp((lam + k * gap - lam * torch.exp(clamp_log_ratio(gap))).clamp(max=LIMIT))
     return -weight * advantages * logprobs, {
         "weight": weight,
         "ratio": ratio_of(logprobs.detach(), old),
@@ -416,7 +416,7 @@ def topr(
         neg_low: Smallest weight at negative advantages.
         neg_high: Largest weight at negative advantages.
     """
-    weight = rows.spread(torch.exp(bounded(rows.sum(logprobs.detach() - old))))
+    weight = rows.spread(torch.exp(clamp_log_ratio(rows.sum(logprobs.detach() - old))))
     up = advantages >= 0
     low, high = by_sign(up, pos_low, neg_low, weight), by_sign(up, pos_high, neg_high, weight)
     held = torch.minimum(torch.maximum(weight, low), high)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from lightrft.algorithms.advantages import ADVANTAGES
-from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
-from lightrft.algorithms.token_masks import GATES
+from lightrft.algorithms.token_masks import TOKEN_MASKS
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
 
@@ -18,15 +18,15 @@ def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
     """
     loss = algorithm.loss.name
     named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
-    named += [CORRECTIONS.about(part.name) for part in algorithm.corrections]
-    named += [GATES.about(part.name) for part in algorithm.gates]
+    named += [IS_CORRECTIONS.about(part.name) for part in algorithm.corrections]
+    named += [TOKEN_MASKS.about(part.name) for part in algorithm.gates]
     needs = frozenset().union(*(about.needs for about in named))
     if loss not in POLICY_LOSSES or algorithm.drift.coef or algorithm.kl.weighted:
         needs |= {"old"}  # a loss of the user's own is given the old log-probs, so it is taken to read them
     return needs | {"entropy"} if algorithm.entropy.target is not None else needs
 
 
-def trusts_sampler(algorithm: AlgorithmConfig) -> bool:
+def ignores_sampler_logprobs(algorithm: AlgorithmConfig) -> bool:
     """Return whether responses of any policy version count as on-policy.
 
     This holds if nothing reads the log-probs of the sampler.

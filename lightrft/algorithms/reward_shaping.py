@@ -16,9 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from lightrft.algorithms.group_ops import Groups
+from lightrft.algorithms.group_ops import GroupStats
 from lightrft.algorithms.kl import KL_ESTIMATORS
-from lightrft.algorithms.running_stats import RUNNING, Moments
+from lightrft.algorithms.running_stats import RUNNING, RunningStats
 from lightrft.algorithms.token_ops import TokenRows, last_sampled
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import ComponentConfig
@@ -146,7 +146,7 @@ def kimi_length(
         weight: Factor of the bonus.
         threshold: Smallest outcome of a correct response.
     """
-    groups = Groups(TokenRows.of(batch).count().to(rewards.dtype), batch.prompt_of, len(batch.prompts))
+    groups = GroupStats(TokenRows.of(batch).count().to(rewards.dtype), batch.prompt_of, len(batch.prompts))
     shortest = -groups.highest(-groups.x)
     lam = 0.5 - (groups.x - shortest) / (groups.highest() - shortest).clamp(min=1)
     bonus = torch.where(_right(batch, threshold), lam, lam.clamp(max=0))
@@ -163,7 +163,7 @@ def _rewards_of(batch: Batch) -> Tensor:
     return batch.rewards
 
 
-def with_rewards(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int, seen: Moments) -> Batch:
+def with_rewards(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int, seen: RunningStats) -> Batch:
     """Return ``batch`` with normalized and shaped rewards in float64.
 
     ``batch.outcomes`` keeps the outcomes as they were scored.
@@ -185,11 +185,11 @@ def _plain(batch: Batch, eps: float) -> Tensor:
 
 
 def _by_group(batch: Batch, eps: float) -> Tensor:
-    return normalized_terms(batch, lambda x, there: Groups(x, batch.prompt_of[there], len(batch.prompts)), eps)
+    return normalized_terms(batch, lambda x, there: GroupStats(x, batch.prompt_of[there], len(batch.prompts)), eps)
 
 
 def _by_batch(batch: Batch, eps: float) -> Tensor:
-    return normalized_terms(batch, lambda x, there: Groups.whole(x), eps)
+    return normalized_terms(batch, lambda x, there: GroupStats.whole(x), eps)
 
 
 TERMS: dict[str, Callable[[Batch, float], Tensor]] = {
@@ -200,7 +200,7 @@ TERMS: dict[str, Callable[[Batch, float], Tensor]] = {
 """Term normalizations: ``TERMS[mode](batch, eps) -> outcome rewards [B]``, in float64."""
 
 
-def normalized_terms(batch: Batch, grouped: Callable[[Tensor, Tensor], Groups], eps: float) -> Tensor:
+def normalized_terms(batch: Batch, grouped: Callable[[Tensor, Tensor], GroupStats], eps: float) -> Tensor:
     """Return the weighted sum of the standardized reward terms, ``[B]``.
 
     Each term is standardized over the responses that have it.

@@ -13,7 +13,7 @@ from lightrft.utils.lazy_imports import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class RunningStats:
     """Statistics of a set of numbers.
 
     Attributes:
@@ -30,7 +30,7 @@ class Moments:
     lowest: float = math.inf
     highest: float = -math.inf
 
-    def including(self, x: Tensor) -> Moments:
+    def including(self, x: Tensor) -> RunningStats:
         """Return the statistics with the numbers of ``x`` added.
 
         The sums are rounded once (``math.fsum``), so the order of the numbers does not matter.
@@ -41,14 +41,14 @@ class Moments:
         lowest, highest = float(x.min()), float(x.max())
         # The mean of equal numbers is exact, so that their deviation is exactly 0.
         mean = lowest if lowest == highest else math.fsum(x.tolist()) / len(x)
-        return self.joined(Moments(len(x), mean, math.fsum((x - mean).square().tolist()), lowest, highest))
+        return self.merged(RunningStats(len(x), mean, math.fsum((x - mean).square().tolist()), lowest, highest))
 
-    def joined(self, other: Moments) -> Moments:
+    def merged(self, other: RunningStats) -> RunningStats:
         """Merge two sets of statistics (Chan, Golub and LeVeque 1979)."""
         if not self.count or not other.count:
             return other if other.count else self
         count, gap = self.count + other.count, other.mean - self.mean
-        return Moments(
+        return RunningStats(
             count,
             self.mean + gap * other.count / count,
             self.squares + other.squares + gap * gap * self.count * other.count / count,
@@ -78,14 +78,14 @@ class Moments:
         return x / self.scale(eps)
 
 
-def _as_they_are(seen: Moments, x: Tensor, eps: float) -> Tensor:
+def _as_they_are(seen: RunningStats, x: Tensor, eps: float) -> Tensor:
     return x
 
 
-RUNNING: dict[str, Callable[[Moments, Tensor, float], Tensor]] = {
+RUNNING: dict[str, Callable[[RunningStats, Tensor, float], Tensor]] = {
     "none": _as_they_are,
-    "standard": Moments.standardised,
-    "scale": Moments.scaled,
+    "standard": RunningStats.standardised,
+    "scale": RunningStats.scaled,
 }
 """Running normalizations: ``RUNNING[mode](seen, x, eps)`` normalizes ``x``.
 

@@ -1,6 +1,6 @@
 """Mask tokens of the policy loss depending on the other tokens of the mini-batch.
 
-``GATES[name](batch, settings, generator, **options) -> Gate``. Neither micro-batches nor the order
+``TOKEN_MASKS[name](batch, settings, generator, **options) -> TokenMask``. Neither micro-batches nor the order
 of responses may change a choice.
 
 Args:
@@ -26,7 +26,7 @@ from lightrft.utils.registry import Registry
 
 
 @dataclass(slots=True)
-class Gate:
+class TokenMask:
     """Effect of a gate on each token.
 
     Attributes:
@@ -35,22 +35,22 @@ class Gate:
             adds nothing.
     """
 
-    keep: Tensor
-    pull: Tensor | None = None
+    weight: Tensor
+    kl_pull_coef: Tensor | None = None
 
 
-GateFunction = Callable[..., Gate]
-GATES: Registry[GateFunction] = Registry("gate")
+TokenMaskFunction = Callable[..., TokenMask]
+TOKEN_MASKS: Registry[TokenMaskFunction] = Registry("gate")
 
 
-@GATES.register(
+@TOKEN_MASKS.register(
     "high_entropy",
     formula="keep tokens with H_t >= the (1 - rho) quantile of H over the mini-batch",
     latex=r"\mathbb 1\big[H_t\ge\tau_\rho\big],\quad\tau_\rho=Q_{1-\rho}(H)\text{ over the mini-batch}",
     paper="Beyond the 80/20 rule, arXiv 2506.01939, eq. 6",
     needs=["entropy"],
 )
-def high_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> Gate:
+def high_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> TokenMask:
     """Keep the tokens of the mini-batch at which the policy has the highest entropy.
 
     Tokens equal to the threshold are all kept.
@@ -59,26 +59,26 @@ def high_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator,
         rho: Fraction of tokens that is kept.
     """
     one = torch.zeros_like(batch.row_of)
-    return Gate(_top(require_column(batch.entropy), one, batch.mask, rho))
+    return TokenMask(_top(require_column(batch.entropy), one, batch.mask, rho))
 
 
-@GATES.register(
+@TOKEN_MASKS.register(
     "high_entropy_per_answer",
     formula="keep tokens with H_t >= the (1 - rho) quantile of H over their answer",
     latex=r"\mathbb 1\big[H_t\ge\tau_{\rho,i}\big],\quad\tau_{\rho,i}=Q_{1-\rho}(H)\text{ over answer }i",
     paper="a variant of Beyond the 80/20 rule, arXiv 2506.01939: the quantile of each answer, not of the batch",
     needs=["entropy"],
 )
-def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> Gate:
+def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> TokenMask:
     """Keep the tokens of each response at which the policy has the highest entropy.
 
     Args:
         rho: Fraction of tokens of a response that is kept.
     """
-    return Gate(_top(require_column(batch.entropy), batch.row_of, batch.mask, rho))
+    return TokenMask(_top(require_column(batch.entropy), batch.row_of, batch.mask, rho))
 
 
-@GATES.register(
+@TOKEN_MASKS.register(
     "clip_cov",
     formula="leave out share * tokens of the mini-batch, drawn from those with low < (A_t - mean "
     "A)(logp_t - mean logp) < high that the clip does not hold already",
@@ -95,7 +95,7 @@ def clip_cov(
     share: float = 2e-4,
     low: float = 1.0,
     high: float = 5.0,
-) -> Gate:
+) -> TokenMask:
     """Mask a few tokens that would reduce entropy most; ``generator`` chooses among the candidates.
 
     Args:
@@ -112,10 +112,10 @@ def clip_cov(
     drawn = torch.randperm(len(ranked), generator=generator).to(ranked.device)[: _count(batch, share)]
     keep = batch.mask.clone()
     keep[ranked[drawn]] = False
-    return Gate(keep)
+    return TokenMask(keep)
 
 
-@GATES.register(
+@TOKEN_MASKS.register(
     "kl_cov",
     formula="add coef |logp - logp_old| at the share * tokens of the mini-batch with the largest "
     "(A_t - mean A)(logp_t - mean logp)",
@@ -131,7 +131,7 @@ def kl_cov(
     *,
     share: float = 2e-4,
     coef: float = 1.0,
-) -> Gate:
+) -> TokenMask:
     """Pull the tokens that would reduce entropy most back to the old policy.
 
     All tokens keep their policy loss.
@@ -144,17 +144,17 @@ def kl_cov(
     ranked = _by_content(batch.mask.nonzero()[:, 0], -_covariance(batch), batch)
     pull = torch.zeros(batch.tokens, device=batch.mask.device)
     pull[ranked[: _count(batch, share)]] = coef
-    return Gate(batch.mask.clone(), pull)
+    return TokenMask(batch.mask.clone(), pull)
 
 
-@GATES.register(
+@TOKEN_MASKS.register(
     "m2po",
     formula="leave out the tokens with the largest (logp - logp_sampler)^2, as few as bring the mean of the rest to tau",
     latex=r"\text{keep the smallest }(\log\pi_\theta-\log\mu)^2\text{ whose mean is }\le\tau",
     paper="M2PO, arXiv 2510.01161, section 4",
     needs=["current", "behavior"],
 )
-def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau: float = 0.04) -> Gate:
+def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau: float = 0.04) -> TokenMask:
     """Mask tokens with a large squared log-ratio until the mean of the rest is at most ``tau``.
 
     This is a trust region on the second moment of the log-ratio. Equal tokens are masked together.
@@ -168,11 +168,11 @@ def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau:
     mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
     kept = int((mean <= tau).sum())
     if kept == len(ordered):
-        return Gate(batch.mask.clone())
-    return Gate(batch.mask & (moment < ordered[kept]))
+        return TokenMask(batch.mask.clone())
+    return TokenMask(batch.mask & (moment < ordered[kept]))
 
 
-@GATES.register(
+@TOKEN_MASKS.register(
     "m2po_released",
     formula="leave out A_t > 0 with rho_t > max(1 + floor_high, e^c) and A_t < 0 with rho_t < min(1 "
     "- floor_low, e^-c),  rho_t = pi / pi_sampler;  c^2 is the largest d_t^2 of the tokens "
@@ -192,7 +192,7 @@ def m2po_released(
     tau: float = 0.04,
     floor_low: float = 0.3,
     floor_high: float = 0.5,
-) -> Gate:
+) -> TokenMask:
     """Clip so that the second moment of the log-ratio is at most ``tau``.
 
     The moment is taken over the tokens where clipping can act. The clip range is never narrower
@@ -209,12 +209,12 @@ def m2po_released(
     ordered = gap[acting].square().sort().values
     n = len(ordered)
     if n == 0 or float(ordered.mean()) <= tau:
-        return Gate(batch.mask.clone())
+        return TokenMask(batch.mask.clone())
     rest = torch.arange(n - 1, -1, -1, device=ordered.device)
     reached = int((ordered * rest + ordered.cumsum(0) < tau * n).sum())  # the sum grows with the bound, so a count is an index
     width = float(ordered[reached - 1].sqrt()) if reached else 0.0
     held = (sign > 0) & (gap > max(width, math.log1p(floor_high))) | (sign < 0) & (gap < min(-width, _log_below(floor_low)))
-    return Gate(batch.mask & ~held)
+    return TokenMask(batch.mask & ~held)
 
 
 def _log_below(floor: float) -> float:
@@ -222,7 +222,7 @@ def _log_below(floor: float) -> float:
     return math.log1p(-floor) if floor < 1 else -math.inf
 
 
-def gated(batch: Batch, parts: Sequence[ComponentConfig], settings: LossConfig, generator: torch.Generator) -> Batch:
+def with_token_masks(batch: Batch, parts: Sequence[ComponentConfig], settings: LossConfig, generator: torch.Generator) -> Batch:
     """Apply all gates to a whole mini-batch.
 
     Args:
@@ -235,11 +235,11 @@ def gated(batch: Batch, parts: Sequence[ComponentConfig], settings: LossConfig, 
         ``batch`` with ``gate``, the product of all gates, and ``pull``, the sum of all pulls.
     """
     for part in parts:
-        gate = GATES[part.name](batch, settings, generator, **part.options)
-        keep = gate.keep.to(torch.float32)
+        gate = TOKEN_MASKS[part.name](batch, settings, generator, **part.options)
+        keep = gate.weight.to(torch.float32)
         batch = batch.replace(gate=keep if batch.gate is None else batch.gate * keep)
-        if gate.pull is not None:
-            batch = batch.replace(pull=gate.pull if batch.pull is None else batch.pull + gate.pull)
+        if gate.kl_pull_coef is not None:
+            batch = batch.replace(pull=gate.kl_pull_coef if batch.pull is None else batch.pull + gate.kl_pull_coef)
     return batch
 
 

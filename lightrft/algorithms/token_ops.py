@@ -116,7 +116,7 @@ ROUNDING = 16 * 2.0**-23
 """Relative difference of a log-prob that different micro-batch splits explain: 16 float32 eps."""
 
 
-def bounded(gap: Tensor) -> Tensor:
+def clamp_log_ratio(gap: Tensor) -> Tensor:
     """Clamp ``gap`` to ``[-LIMIT, LIMIT]`` and keep its gradient wherever it is finite.
 
     A token far outside must still be pulled back. Where a clip has removed the gradient, 0 times it
@@ -140,7 +140,7 @@ def absolute_gap(logprobs: Tensor, old: Tensor) -> Tensor:
 
 def ratio_of(logprobs: Tensor, old: Tensor) -> Tensor:
     """Return ``pi / pi_old``, clamped between ``exp(-LIMIT)`` and ``exp(LIMIT)``."""
-    return torch.exp(bounded(logprobs - old))
+    return torch.exp(clamp_log_ratio(logprobs - old))
 
 
 def weighted_sum(losses: Tensor, batch: Batch, weights: Tensor | None = None) -> Tensor:

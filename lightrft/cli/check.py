@@ -31,7 +31,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _report(name: str, kind: str, options: dict[str, Any], limit: float | None) -> int:
-    from lightrft.algorithms.contracts.run_checks import CHECKS, verdicts
+    from lightrft.algorithms.contracts.run_checks import CHECKS, run_contract_checks
     from lightrft.algorithms.validate.component_kinds import kind_of
     from lightrft.rewards.contracts import is_reward, reward_verdicts
 
@@ -42,7 +42,7 @@ def _report(name: str, kind: str, options: dict[str, Any], limit: float | None) 
         raise ConfigError(
             f"--limit {limit:g} is for rewards, and {name} is taken for a {kind}; leave it out, or add --kind reward"
         )
-    found = reward_verdicts(name, options, limit or LIMIT) if kind == "reward" else verdicts(name, kind, options)
+    found = reward_verdicts(name, options, limit or LIMIT) if kind == "reward" else run_contract_checks(name, kind, options)
     given = "".join(f" {key}={value}" for key, value in options.items())
     sys.stdout.write(f"{name} as {kind}{given}\n\n")
     width = max(len(v.check) for v in found)

@@ -30,11 +30,11 @@ def run(arguments: Sequence[str]) -> int:
     config = config_of(options.verb, [a for a in arguments if not a.startswith(MARK)])
     with quick_imports():
         set_threads(config.run.threads)
-        from lightrft.diagnostics.doctor import examine, to_json, to_text
+        from lightrft.diagnostics.doctor import run_doctor, to_json, to_text
     from lightrft.utils.atomic_files import write_atomic
 
     with memory_errors():
-        report = examine(config, options)
+        report = run_doctor(config, options)
     sys.stdout.write(to_text(report) + "\n")
     if options.output is not None:
         write_atomic(Path(options.output).expanduser(), json.dumps(to_json(report), indent=1) + "\n")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from logging import ERROR, WARNING
 
-from lightrft.distributed.error_report import tell
+from lightrft.distributed.error_report import report_error
 from lightrft.distributed.process_group import first_rank
 from lightrft.observability.logging_setup import log_to_terminal, stop_logging
 from lightrft.utils.atomic_files import disk_problem
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return importlib.import_module("lightrft.cli.verbs").run_verb(verb, rest)
         return importlib.import_module(f"lightrft.cli.{verb}").run(rest)
     except UserError as error:
-        if not tell(error):
+        if not report_error(error):
             sys.stderr.write(f"lightrft {verb}: {error}\n")
         return 2
     except MemoryError:
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"lightrft {verb}: a file cannot be written or read ({problem}); free some space, or choose another disk\n"
             )
             return 2
-        tell(error)
+        report_error(error)
         raise
     finally:
         stop_logging(shown)

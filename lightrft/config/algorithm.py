@@ -172,7 +172,7 @@ class EntropyConfig(Settings):
         return self.coef != 0 or self.target is not None
 
 
-class DriftConfig(Settings):
+class PolicyDriftConfig(Settings):
     """The distance of the policy from the old policy, estimated on tokens of the old one (CPGD,
     arXiv 2505.12504)."""
 
@@ -192,7 +192,7 @@ class DriftConfig(Settings):
     (arXiv 2501.12599)."""
 
 
-class PositiveConfig(Settings):
+class PositiveNLLConfig(Settings):
     """The negative log-likelihood of good responses as a further loss (VAPO, arXiv 2504.05118,
     section 4.4)."""
 
@@ -275,9 +275,9 @@ class AlgorithmConfig(Settings):
     """Distillation from ``teacher``."""
     entropy: EntropyConfig = EntropyConfig()
     """Entropy bonus."""
-    drift: DriftConfig = DriftConfig()
+    drift: PolicyDriftConfig = PolicyDriftConfig()
     """Distance to the old policy."""
-    positive_nll: PositiveConfig = PositiveConfig()
+    positive_nll: PositiveNLLConfig = PositiveNLLConfig()
     """Likelihood of good responses as a further loss."""
     value: ValueConfig = ValueConfig()
     """Critic loss."""

@@ -2,14 +2,14 @@
 
 A special token that is spelled out in a row must not act as one. Otherwise a user could end the
 turn and speak as the assistant. Each such spelling is therefore replaced by a marker before text
-enters a template (``shield``). The rendered text is split at the markers. The spellings are encoded
+enters a template (``escape_special_tokens``). The rendered text is split at the markers. The spellings are encoded
 as plain text, and everything else is encoded normally. A row without such a spelling gets exactly
 the tokens of ``tokenizer.apply_chat_template``.
 
 Media are marks in the text until it is rendered. Chat templates see content parts, and the text
 that they write for each part becomes its mark again. ``expanded`` replaces each mark by the
 processor's text, with one placeholder per feature. If no template writes the text that a model
-expects around an item, it is written here (``unwritten``).
+expects around an item, it is written here (``unsupported_media``).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from functools import cached_property
 from typing import Any
 
 from lightrft.config.data import DataConfig
-from lightrft.datasets.media import NOTHING, MediaReader, Reads
+from lightrft.datasets.media import NOTHING, MediaReader, SupportedMedia
 from lightrft.datasets.media.items import MARK, Item, as_parts, mark, marks, replaced
 from lightrft.datasets.media.items import OPEN as MEDIA_OPEN
-from lightrft.datasets.row_parser import Message, Record, read_conversation
-from lightrft.datasets.row_tables import BadRow, look_up
+from lightrft.datasets.row_parser import Message, ParsedRow, read_conversation
+from lightrft.datasets.row_tables import MalformedRow, look_up
 from lightrft.types import Extent, Prompt
 from lightrft.utils.chat_template import rendered
 from lightrft.utils.errors import ConfigError, ModelError
@@ -39,7 +39,7 @@ FIELD = re.compile(r"\{\{|\}\}|\{([A-Za-z_][\w.]*)\}")
 WAYS_OUT = "set model.chat_template to a template file, or data.chat: false with data.template"
 
 
-class Encoder:
+class ChatEncoder:
     """Encodes text and messages for a tokenizer and a media processor.
 
     Args:
@@ -75,12 +75,12 @@ class Encoder:
             _refuse_chat_settings(config)
         self._build_tables()
         if self.chat:
-            for kind, text in self.unwritten.items():
+            for kind, text in self.unsupported_media.items():
                 way_out = "each is written into the text of its message"
                 _log.warning("the chat template takes no %s: %s as %r", kind, way_out, text)
 
     def _build_tables(self) -> None:
-        """Collect the spellings that ``shield`` replaces, and the ids of control tokens."""
+        """Collect the spellings that ``escape_special_tokens`` replaces, and the ids of control tokens."""
         tokenizer = self.tokenizer
         added = tokenizer.added_tokens_decoder
         special = {token.content for token in added.values() if token.special}
@@ -110,7 +110,7 @@ class Encoder:
         self._control_ids = self.special_ids | written_ids
 
     @cached_property
-    def reads(self) -> Reads:
+    def reads(self) -> SupportedMedia:
         """Return the media that rows may contain, with their spellings."""
         if self.media is None:
             return NOTHING
@@ -119,10 +119,10 @@ class Encoder:
             # with special_tokens: text, the model's own placeholder in a row is an ordinary word
             own = () if self._as_text else (part.written,)
             spellings[kind] = tuple(dict.fromkeys((f"<{kind}>", *own)))
-        return Reads(spellings)
+        return SupportedMedia(spellings)
 
     @cached_property
-    def unwritten(self) -> dict[str, str]:
+    def unsupported_media(self) -> dict[str, str]:
         """Return the text of one item, for each kind of media that no template writes."""
         if self.media is None:
             return {}
@@ -168,22 +168,22 @@ class Encoder:
         The content of a message is text or a list of parts. A part is a dictionary such as
         ``{"type": "image", "image": "cat.png"}``.
 
-        Raises ``BadRow``, which is a ``DataError``, if a message or its media cannot be read. The
+        Raises ``MalformedRow``, which is a ``DataError``, if a message or its media cannot be read. The
         message of the error begins with ``where``.
         """
         record = read_conversation(messages, where, self.reads)
         shown = self.render(self.shielded(record.messages), where, generate=True)
         (texts,) = self.expanded([(record, [shown])])
-        if isinstance(texts, BadRow):
+        if isinstance(texts, MalformedRow):
             raise texts
         prompt = Prompt(id="", token_ids=self.encode_prompts(texts)[0], text=self.readable(shown))
         self.attach(prompt, record, shown)
         return prompt
 
-    def expanded(self, shown: Sequence[tuple[Record, Sequence[str]]]) -> list[list[str] | BadRow]:
+    def expanded(self, shown: Sequence[tuple[ParsedRow, Sequence[str]]]) -> list[list[str] | MalformedRow]:
         """Replace the media marks in the rendered texts of each record by the text of the media.
 
-        This measures the media. An unreadable record is returned as its ``BadRow`` error.
+        This measures the media. An unreadable record is returned as its ``MalformedRow`` error.
         """
         if self.media is None:
             return [list(texts) for _, texts in shown]
@@ -201,7 +201,7 @@ class Encoder:
             made.append(self._expanded(record, texts, known))
         return made
 
-    def attach(self, prompt: Prompt, record: Record, shown: str) -> None:
+    def attach(self, prompt: Prompt, record: ParsedRow, shown: str) -> None:
         """Load the media whose marks are in ``shown`` and add them to ``prompt``.
 
         Args:
@@ -210,7 +210,7 @@ class Encoder:
             shown: the rendered text with marks.
 
         Raises:
-            BadRow: the media cannot be read.
+            MalformedRow: the media cannot be read.
         """
         order = marks(shown)
         if self.media is None or not order:
@@ -220,21 +220,21 @@ class Encoder:
 
     def readable(self, shown: str) -> str:
         """Return a rendered text in human-readable form."""
-        return self.unshield(shown if self.media is None else self._written(shown))
+        return self.unescape_special_tokens(shown if self.media is None else self._written(shown))
 
-    def prompt(self, record: Record, cut: int = 0) -> str:
+    def prompt(self, record: ParsedRow, cut: int = 0) -> str:
         """Return the shielded text that the policy continues.
 
         The first ``cut`` characters of its last message are left out. If a conversation ends with
         an assistant turn, the prompt ends before that turn.
 
-        Raises ``BadRow`` for a conversation of several messages if no chat template is in use.
+        Raises ``MalformedRow`` for a conversation of several messages if no chat template is in use.
         """
         if not self.chat:
             return self._surrounded(self._text_of(record, cut))
-        return self.render(self.opening(record, cut), record.where, generate=True)
+        return self.render(self.generation_prefix(record, cut), record.where, generate=True)
 
-    def opening(self, record: Record, cut: int = 0) -> list[Message]:
+    def generation_prefix(self, record: ParsedRow, cut: int = 0) -> list[Message]:
         """Return the shielded messages of the prompt, with the system message first."""
         if isinstance(record.prompt, str):
             messages = [{"role": "user", "content": self._text_of(record, cut)}]
@@ -242,7 +242,7 @@ class Encoder:
             messages = self.shielded(_asking(record), cut)
         return self.with_system(messages)
 
-    def conversation(self, record: Record) -> list[Message]:
+    def conversation(self, record: ParsedRow) -> list[Message]:
         """Return the shielded messages of the whole record, with the system message first."""
         messages = record.messages
         shown = self.shielded(messages)
@@ -250,7 +250,7 @@ class Encoder:
             shown[0] = {**shown[0], "content": self._text_of(record, 0)}
         return self.with_system(shown)
 
-    def last_message(self, record: Record) -> str:
+    def last_message(self, record: ParsedRow) -> str:
         """Return the text that ``cut`` refers to: the prompt or its last message."""
         return record.prompt if isinstance(record.prompt, str) else _asking(record)[-1]["content"]
 
@@ -265,7 +265,7 @@ class Encoder:
         shown = [self._shield_all(m, m["role"] == "assistant") for m in messages]
         if cut:
             last = messages[-1]
-            rest = self.shield(last["content"][cut:], answer=last["role"] == "assistant")
+            rest = self.escape_special_tokens(last["content"][cut:], answer=last["role"] == "assistant")
             shown[-1] = {**shown[-1], "content": rest}
         return shown
 
@@ -278,7 +278,7 @@ class Encoder:
             generate: if True, the text ends with the start of the assistant's turn.
 
         Raises:
-            BadRow: the chat template raises an error, or writes a wrong number of media.
+            MalformedRow: the chat template raises an error, or writes a wrong number of media.
         """
         try:
             shown = messages if self.media is None else [self._with_parts(m) for m in messages]
@@ -286,7 +286,7 @@ class Encoder:
         except Exception as error:  # jinja's errors and whatever a template raises
             roles = ", ".join(m["role"] for m in messages)
             problem = f"the chat template refuses messages with the roles {roles}"
-            raise BadRow(f"{where}: {problem}: {error}") from error
+            raise MalformedRow(f"{where}: {problem}: {error}") from error
         if self.media is None:
             return text
         order: list[tuple[str, int]] = []
@@ -294,7 +294,7 @@ class Encoder:
             order += marks(message["content"])
         return self._with_marks(text, order, where) if order else text
 
-    def shield(self, text: str, *, answer: bool = False) -> str:
+    def escape_special_tokens(self, text: str, *, answer: bool = False) -> str:
         """Return ``text`` with spelled-out special tokens replaced by markers.
 
         In assistant text (``answer``), added tokens that are not special, such as ``<think>``, keep
@@ -305,7 +305,7 @@ class Encoder:
         pattern = self._answer if answer else self._anyone
         return pattern.sub(lambda match: f"{OPEN}{self._place[match[0]]}{CLOSE}", text)
 
-    def unshield(self, text: str) -> str:
+    def unescape_special_tokens(self, text: str) -> str:
         """Return ``text`` with markers replaced by the spellings."""
         if not self._as_text:
             return text
@@ -347,7 +347,7 @@ class Encoder:
             return ids
         return [*self.start, *ids]
 
-    def marked(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def with_loss_mask(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
         """Return the tokens of messages and the mask of assistant tokens, each ``[T]``.
 
         The messages contain no markers. The mask is True inside the ``{% generation %}`` blocks of
@@ -425,19 +425,19 @@ class Encoder:
             held = sum(match[0] == written for match in found.finditer(text))
             if held != len(items):
                 problem = f"writes {written!r} {held} times for {len(items)} items"
-                raise BadRow(f"{where}: the chat template {problem}")
+                raise MalformedRow(f"{where}: the chat template {problem}")
         return found.sub(lambda match: waiting[match[0]].pop(0), text)
 
     def _expanded(
         self,
-        record: Record,
+        record: ParsedRow,
         texts: Sequence[str],
-        extents: Mapping[int, Extent | BadRow],
-    ) -> list[str] | BadRow:
+        extents: Mapping[int, Extent | MalformedRow],
+    ) -> list[str] | MalformedRow:
         assert self.media is not None
         known: dict[int, Extent] = {}
         for number, extent in extents.items():
-            if isinstance(extent, BadRow):
+            if isinstance(extent, MalformedRow):
                 return extent
             known[number] = extent
         items = [record.media[number] for number in known]
@@ -446,24 +446,24 @@ class Encoder:
             self.media.check_total(items, list(known.values()), record.where)
             for number, extent in known.items():
                 put[number] = self.media.expand(record.media[number], extent)
-        except BadRow as error:
+        except MalformedRow as error:
             return error
         return [replaced(text, lambda _, number: put[number]) for text in texts]
 
-    def _text_of(self, record: Record, cut: int) -> str:
+    def _text_of(self, record: ParsedRow, cut: int) -> str:
         prompt = record.prompt
         if not isinstance(prompt, str):
             asked = _asking(record)
             if len(asked) != 1 or asked[0]["role"] != "user":
                 problem = f"a conversation of {len(asked)} messages needs a chat template"
                 way_out = "set model.chat_template to a template file"
-                raise BadRow(f"{record.where}: {problem}, and none is in use; {way_out}")
+                raise MalformedRow(f"{record.where}: {problem}, and none is in use; {way_out}")
             prompt = asked[0]["content"]
         if self.template is None:
-            return self.shield(prompt[cut:])
+            return self.escape_special_tokens(prompt[cut:])
         return self._fill(self.template, record, prompt[cut:])
 
-    def _fill(self, template: list[tuple[str, str]], record: Record, prompt: str) -> str:
+    def _fill(self, template: list[tuple[str, str]], record: ParsedRow, prompt: str) -> str:
         parts: list[str] = []
         text = ""
         if all(name != "prompt" for _, name in template):
@@ -471,15 +471,15 @@ class Encoder:
             text = "".join(match[0] for match in MARK.finditer(prompt))
         for literal, name in template:
             if literal and text:
-                parts.append(self.shield(text))
+                parts.append(self.escape_special_tokens(text))
                 text = ""
             parts.append(literal)
             if name:
                 # adjacent fields are shielded as one text, because a spelling could span them
                 text += self._field(name, record, prompt)
-        return "".join([*parts, self.shield(text)])
+        return "".join([*parts, self.escape_special_tokens(text)])
 
-    def _field(self, name: str, record: Record, prompt: str) -> str:
+    def _field(self, name: str, record: ParsedRow, prompt: str) -> str:
         """Return the text of the field ``name`` of the template."""
         if name == "prompt":
             return prompt
@@ -487,15 +487,15 @@ class Encoder:
         if value is None:
             have = ", ".join(record.row)
             problem = f"data.template names {{{name}}}; the row has: {have}"
-            raise BadRow(f"{record.where}: {problem}")
+            raise MalformedRow(f"{record.where}: {problem}")
         if self.media is not None and MEDIA_OPEN in str(value):
             problem = f"{{{name}}} of data.template holds U+FDD2, which is reserved"
-            raise BadRow(f"{record.where}: {problem}; take it out")
+            raise MalformedRow(f"{record.where}: {problem}; take it out")
         return str(value)
 
     def _shield_all(self, value: Any, answer: bool) -> Any:
         if isinstance(value, str):
-            return self.shield(value, answer=answer)
+            return self.escape_special_tokens(value, answer=answer)
         if isinstance(value, Mapping):
             return {k: self._shield_all(v, answer) for k, v in value.items()}
         if isinstance(value, list | tuple):
@@ -538,7 +538,7 @@ def check_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> 
 
     Raises ``ModelError`` with the first violation and the possible settings.
     """
-    encoder = Encoder(DataConfig(chat=True, chat_options=dict(options or {})), tokenizer)
+    encoder = ChatEncoder(DataConfig(chat=True, chat_options=dict(options or {})), tokenizer)
     where = f"the tokenizer {_name(tokenizer)}"
     turns: list[Message] = [
         {"role": "user", "content": "1+1=?"},
@@ -581,13 +581,13 @@ def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
     )
 
 
-def _asking(record: Record) -> list[Message]:
+def _asking(record: ParsedRow) -> list[Message]:
     """Return the messages of a record before the assistant's last turn."""
     messages = [] if isinstance(record.prompt, str) else list(record.prompt)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
-        raise BadRow(f"{record.where}: the conversation has no message before the assistant's")
+        raise MalformedRow(f"{record.where}: the conversation has no message before the assistant's")
     return messages
 
 

@@ -21,15 +21,15 @@ from lightrft.datasets import benchmarks as _benchmarks  # noqa: F401  fills REA
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import (
     OPENERS,
-    BadRow,
-    Converted,
+    ConcatRows,
     Csv,
-    First,
     Indexes,
-    Joined,
+    InMemoryRows,
     JsonLinesRows,
-    Listed,
+    LimitRows,
     Malformed,
+    MalformedRow,
+    MappedRows,
     Rows,
     as_row,
     suffix_of,
@@ -63,7 +63,7 @@ def open_source(
     """
     rows = _open(source, malformed, indexes)
     if source.limit is not None:
-        rows = First(rows, source.limit)
+        rows = LimitRows(rows, source.limit)
     if len(rows) == 0:
         skipped = f"; {rows.malformed} malformed rows were skipped" if rows.malformed else ""
         raise DataError(f"data.sources: {source.path} has no rows{skipped}")
@@ -72,7 +72,7 @@ def open_source(
         return rows
     reader = READERS[source.reader]
     _check_keywords(reader, source.reader_options, f"reader {source.reader!r}", "data.sources.reader_options", ({},))
-    return Converted(rows, reader, source.reader, source.reader_options)
+    return MappedRows(rows, reader, source.reader, source.reader_options)
 
 
 def source_name(source: SourceConfig) -> str:
@@ -149,7 +149,7 @@ def _open(source: SourceConfig, malformed: Malformed, indexes: Indexes | None) -
     if path.is_dir() and _is_saved(path):
         return _from_saved(path, source)
     opened = [_from_file(f, malformed, source.limit, indexes) for f in files]
-    return opened[0] if path.is_file() else Joined(opened)
+    return opened[0] if path.is_file() else ConcatRows(opened)
 
 
 def _on_hub(source: SourceConfig) -> bool:
@@ -208,7 +208,7 @@ def _from_file(
         return _from_json(path, malformed, limit, indexes)
     if path.suffix in (".parquet", ".arrow"):
         table = _load(path.suffix[1:], str(path), data_files=[str(path)], split="train")
-        return Listed(table, str(path))
+        return InMemoryRows(table, str(path))
     packed = f"{', '.join(OPENERS)} behind a text file's name"
     raise DataError(f"data.sources: {path} is not one of {', '.join(SUFFIXES)} ({packed})")
 
@@ -235,19 +235,19 @@ def _from_json(
     return _listed(items, str(path), malformed)
 
 
-def _listed(items: Iterable[Any], name: str, malformed: Malformed) -> Listed:
+def _listed(items: Iterable[Any], name: str, malformed: Malformed) -> InMemoryRows:
     good = []
     bad = 0
     first = ""
     for i, item in enumerate(items):
         try:
             good.append(as_row(item, f"{name}, row {i + 1}"))
-        except BadRow as error:
+        except MalformedRow as error:
             if malformed == "error":
-                raise BadRow(f"{error}. Mend the row, or set data.malformed: skip") from None
+                raise MalformedRow(f"{error}. Mend the row, or set data.malformed: skip") from None
             bad += 1
             first = first or str(error)
-    return Listed(good, name, bad, first)
+    return InMemoryRows(good, name, bad, first)
 
 
 def _from_saved(path: Path, source: SourceConfig) -> Rows:
@@ -261,7 +261,7 @@ def _from_saved(path: Path, source: SourceConfig) -> Rows:
         if source.split not in saved:
             raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {', '.join(map(str, saved))}")
         saved = saved[source.split]
-    return Listed(_undecoded(saved), str(path))
+    return InMemoryRows(_undecoded(saved), str(path))
 
 
 def _undecoded(dataset: Any) -> Any:
@@ -288,7 +288,7 @@ def _undecoded(dataset: Any) -> Any:
 
 
 def _from_hub(source: SourceConfig) -> Rows:
-    return Listed(_load(source.path, source.path, name=source.subset, split=source.split), f"{source.path}[{source.split}]")
+    return InMemoryRows(_load(source.path, source.path, name=source.subset, split=source.split), f"{source.path}[{source.split}]")
 
 
 def _load(kind: str, shown_as: str, **options: Any) -> Any:
@@ -327,7 +327,7 @@ def _from_function(source: SourceConfig, malformed: Malformed) -> Rows:
             return _listed(itertools.islice(made, source.limit), source.path, malformed)
         # a data set of the hub would decode every picture of a row on access
         rows = _undecoded(made) if hasattr(made, "cast_column") else made
-        return Listed(rows, source.path)
+        return InMemoryRows(rows, source.path)
     except UserError:
         raise
     except Exception as error:  # whatever a user's function raises

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 from lightrft.datasets.media import MediaReader, Workers
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.row_tables import MalformedRow
 
 T = TypeVar("T")
 
@@ -23,16 +23,16 @@ class Fetcher(Generic[T]):
         # without threads, an entry is read when it is asked for
         has_threads = media is not None and media.workers.count > 0
         self._workers: Workers | None = media.workers if has_threads else None
-        self._begun: dict[int, Future[T | BadRow]] = {}
+        self._begun: dict[int, Future[T | MalformedRow]] = {}
 
-    def fetch(self, indices: Sequence[int]) -> list[T | BadRow]:
+    def fetch(self, indices: Sequence[int]) -> list[T | MalformedRow]:
         """Return the entries at ``indices``.
 
-        An unreadable entry is returned as its ``BadRow`` error.
+        An unreadable entry is returned as its ``MalformedRow`` error.
         """
         if self._workers is None:
             return [self._tried(i) for i in indices]
-        started: dict[int, Future[T | BadRow]] = {}
+        started: dict[int, Future[T | MalformedRow]] = {}
         # an index may occur twice: one read serves both
         for i in dict.fromkeys(indices):
             begun = self._begun.pop(i, None)
@@ -54,10 +54,10 @@ class Fetcher(Generic[T]):
             if i not in self._begun:
                 self._begun[i] = self._workers.submit(self._tried, i)
 
-    def _tried(self, i: int) -> T | BadRow:
+    def _tried(self, i: int) -> T | MalformedRow:
         try:
             return self._read(i)
-        except BadRow as error:
+        except MalformedRow as error:
             return error
 
     def __getstate__(self) -> dict[str, object]:

@@ -12,13 +12,13 @@ import numpy as np
 
 from lightrft.config.data import DataConfig
 from lightrft.datasets.cache_key import stamps, token_cache_of
-from lightrft.datasets.chat_encoder import Encoder
-from lightrft.datasets.media import NOTHING, Reads
+from lightrft.datasets.chat_encoder import ChatEncoder
+from lightrft.datasets.media import NOTHING, SupportedMedia
 from lightrft.datasets.mixing import blend
 from lightrft.datasets.open_source import media_root, open_source, source_name
 from lightrft.datasets.prefetch import Fetcher
-from lightrft.datasets.row_parser import Record, read_record
-from lightrft.datasets.row_tables import BadRow, Indexes, Rows, TextIndex
+from lightrft.datasets.row_parser import ParsedRow, read_record
+from lightrft.datasets.row_tables import Indexes, MalformedRow, Rows, TextIndex
 from lightrft.datasets.row_warnings import UnknownText, first_place, note_label, note_text
 from lightrft.datasets.token_cache import Entry, Names, TokenCache
 from lightrft.types import Prompt
@@ -29,7 +29,7 @@ A = TypeVar("A")
 Columns = dict[str, Any]
 """Stored columns of numbers: growing arrays, or arrays mapped from a file."""
 
-Keep = Callable[[int, Sequence[tuple[int, Record]]], list[str]]
+Keep = Callable[[int, Sequence[tuple[int, ParsedRow]]], list[str]]
 
 CHUNK = 1024
 """Number of rows that are encoded together."""
@@ -38,7 +38,7 @@ CHUNK = 1024
 class Sources:
     """The opened sources of a ``DataConfig``, with counts of the rows read and left out."""
 
-    def __init__(self, config: DataConfig, reads: Reads = NOTHING) -> None:
+    def __init__(self, config: DataConfig, reads: SupportedMedia = NOTHING) -> None:
         if not config.sources:
             raise ConfigError("data.sources is empty; name a file, a folder, a data set or module:function")
         self.config = config
@@ -50,8 +50,8 @@ class Sources:
         self.first_problem = ""
         self.data_sources: set[str] = set()
 
-    def record(self, source: int, row: int) -> Record:
-        """Return row ``row`` of source ``source``. Raises ``BadRow``."""
+    def record(self, source: int, row: int) -> ParsedRow:
+        """Return row ``row`` of source ``source``. Raises ``MalformedRow``."""
         rows = self.rows[source]
         return read_record(rows[row], self.config.columns, rows.where(row), self.reads, self._roots[source])
 
@@ -59,31 +59,31 @@ class Sources:
         """Return the location of row ``row`` of source ``source``, for messages."""
         return self.rows[source].where(row)
 
-    def chunks(self, source: int) -> Iterator[list[tuple[int, Record]]]:
+    def chunks(self, source: int) -> Iterator[list[tuple[int, ParsedRow]]]:
         """Yield chunks of numbered records of a source.
 
         A bad row is an error or is counted, depending on ``data.malformed``.
         """
-        chunk: list[tuple[int, Record]] = []
+        chunk: list[tuple[int, ParsedRow]] = []
         for row in range(len(self.rows[source])):
             self.counts["rows"] += 1
             try:
                 chunk.append((row, self.record(source, row)))
-            except BadRow as error:
+            except MalformedRow as error:
                 self.skip(error)
             if len(chunk) == CHUNK:
                 yield chunk
                 chunk = []
         yield chunk
 
-    def skip(self, error: BadRow) -> None:
+    def skip(self, error: MalformedRow) -> None:
         """Raise ``error`` if ``data.malformed`` is ``error``, else count a malformed row."""
         if self.config.malformed == "error":
             raise error
         self.counts["malformed"] += 1
         self.first_problem = self.first_problem or str(error)
 
-    def lose(self, error: BadRow) -> None:
+    def lose(self, error: MalformedRow) -> None:
         """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable row.
 
         The media of such a row were readable on construction.
@@ -95,12 +95,12 @@ class Sources:
     def made(
         self,
         rows: Sequence[A],
-        made: Sequence[list[str] | BadRow],
+        made: Sequence[list[str] | MalformedRow],
     ) -> list[tuple[A, list[str]]]:
         """Return the pairs of ``rows`` and ``made`` without errors. Errors go to ``skip``."""
         pairs: list[tuple[A, list[str]]] = []
         for row, result in zip(rows, made):
-            if isinstance(result, BadRow):
+            if isinstance(result, MalformedRow):
                 self.skip(result)
             else:
                 pairs.append((row, result))
@@ -287,7 +287,7 @@ class PromptDataset:
         processor: Any = None,
     ) -> None:
         self.config = config
-        self.encoder = Encoder(config, tokenizer, processor)
+        self.encoder = ChatEncoder(config, tokenizer, processor)
         self._sources = Sources(config, self.encoder.reads)
         self._fetcher = Fetcher(self.prompt, self.encoder.media)
         self._unknown = UnknownText(tokenizer)
@@ -308,7 +308,7 @@ class PromptDataset:
     def prompt(self, i: int, *, media: bool = True) -> Prompt:
         """Return prompt ``i``, without its media if ``media`` is False.
 
-        Raises ``BadRow`` if its media have become unreadable.
+        Raises ``MalformedRow`` if its media have become unreadable.
         """
         if not -len(self) <= i < len(self):
             raise IndexError(f"prompt {i} of {len(self)}")
@@ -334,10 +334,10 @@ class PromptDataset:
         """Return True if prompts may have media, which take time to decode and memory to store."""
         return self.encoder.media is not None
 
-    def fetch(self, indices: Sequence[int]) -> list[Prompt | BadRow]:
+    def fetch(self, indices: Sequence[int]) -> list[Prompt | MalformedRow]:
         """Return the prompts at ``indices``, with media decoded concurrently.
 
-        An unreadable prompt is returned as its ``BadRow`` error.
+        An unreadable prompt is returned as its ``MalformedRow`` error.
         """
         return self._fetcher.fetch(indices)
 
@@ -345,7 +345,7 @@ class PromptDataset:
         """Start decoding the media of the prompts at ``indices`` for the next ``fetch``."""
         self._fetcher.prefetch(indices)
 
-    def lose(self, error: BadRow) -> None:
+    def lose(self, error: MalformedRow) -> None:
         """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable prompt."""
         self._sources.lose(error)
 
@@ -389,13 +389,13 @@ class PromptDataset:
         """Return the number of tokens of the longest prompt."""
         return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
 
-    def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
+    def _add(self, source: int, chunk: Sequence[tuple[int, ParsedRow]]) -> list[str]:
         """Encode records and store the prompts that fit. Return their names."""
-        shown: list[tuple[int, Record, str]] = []
+        shown: list[tuple[int, ParsedRow, str]] = []
         for row, record in chunk:
             try:
                 shown.append((row, record, self.encoder.prompt(record)))
-            except BadRow as error:
+            except MalformedRow as error:
                 self._sources.skip(error)
         good = self._sources.made(shown, self.encoder.expanded([(record, [text]) for _, record, text in shown]))
         names, kept = [], self._kept
@@ -431,7 +431,7 @@ class PromptDataset:
             note_label(self.counts, record.data_source or self._sources.names[source], gold, source, row)
         return names
 
-    def _truncate(self, record: Record, ids: list[int]) -> tuple[int, list[int]] | None:
+    def _truncate(self, record: ParsedRow, ids: list[int]) -> tuple[int, list[int]] | None:
         """Return the smallest cut of the last message that fits, and the resulting tokens.
 
         The cut is a number of characters. Returns None if no cut suffices.
@@ -451,7 +451,7 @@ class PromptDataset:
                 low = middle
         return high, best
 
-    def _at(self, record: Record, cut: int) -> list[int]:
+    def _at(self, record: ParsedRow, cut: int) -> list[int]:
         return self.encoder.encode_prompts([self.encoder.prompt(record, cut)])[0]
 
 

@@ -1,4 +1,4 @@
-"""Parsing of a row of any layout into a ``Record`` with prompt, response and label.
+"""Parsing of a row of any layout into a ``ParsedRow`` with prompt, response and label.
 
 An empty setting of ``Columns`` means the usual names, tried in the order of ``USUAL``. A column
 that is null counts as absent. Media that the row names become items, with marks in the text at
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.data import Columns
-from lightrft.datasets.media import NOTHING, Finder, Item, Reads
+from lightrft.datasets.media import NOTHING, Item, MediaFinder, SupportedMedia
 from lightrft.datasets.media.items import is_raw, replaced
-from lightrft.datasets.row_tables import BadRow, Row, look_up, named_column
+from lightrft.datasets.row_tables import MalformedRow, Row, look_up, named_column
 
 Message = dict[str, Any]
 
@@ -69,7 +69,7 @@ SHAREGPT_ROLES = {
 
 
 @dataclass(slots=True)
-class Record:
+class ParsedRow:
     """A parsed row.
 
     Args:
@@ -129,10 +129,10 @@ def read_record(
     row: Row,
     columns: Columns,
     where: str,
-    reads: Reads = NOTHING,
+    reads: SupportedMedia = NOTHING,
     root: Path = Path(),
-) -> Record:
-    """Return ``row`` as a ``Record``.
+) -> ParsedRow:
+    """Return ``row`` as a ``ParsedRow``.
 
     Args:
         row: the row.
@@ -142,7 +142,7 @@ def read_record(
         root: folder of relative media paths.
 
     Raises:
-        BadRow: the prompt is missing or empty, a named column is missing, or messages are
+        MalformedRow: the prompt is missing or empty, a named column is missing, or messages are
             malformed. Also raised if places and media do not match. The message names the row, the
             column and the existing columns.
     """
@@ -156,7 +156,7 @@ def read_record(
     }
     found = {what: _pick(row, what, name, where) for what, name in chosen.items()}
     media_columns = {"image": columns.images, "video": columns.videos, "audio": columns.audios}
-    finder = Finder(reads, where, root, media_columns)
+    finder = MediaFinder(reads, where, root, media_columns)
     has_media = finder.has_columns(row)
     name, asked = found["prompt"]
     if has_media and (asked is None or asked == ""):
@@ -170,7 +170,7 @@ def read_record(
     prompt, response = _placed(prompt, response, finder, row)
     # the column of the response stays, since rewards may compare with it
     taken = {found[what][0] for what in chosen if what != "response"} | finder.taken(row)
-    return Record(
+    return ParsedRow(
         prompt=prompt,
         response=response,
         label=found["label"][1],
@@ -191,11 +191,11 @@ def _check_prompt_column(
     asked: object,
     where: str,
 ) -> None:
-    """Raise ``BadRow`` if the prompt ``asked`` in column ``name`` is missing or ambiguous."""
+    """Raise ``MalformedRow`` if the prompt ``asked`` in column ``name`` is missing or ambiguous."""
     if asked is None:
         if any(usual in row for usual in USUAL["prompt"]):
-            raise BadRow(f"{where}: the prompt is empty")
-        raise BadRow(
+            raise MalformedRow(f"{where}: the prompt is empty")
+        raise MalformedRow(
             f"{where}: no column with a prompt (looked for {', '.join(USUAL['prompt'])}); "
             f"the row has: {', '.join(row) or 'nothing'}. Name the column in data.columns.prompt"
         )
@@ -203,10 +203,10 @@ def _check_prompt_column(
     of_alpaca = "instruction" in row and "input" in row
     if of_alpaca and name in ("input", "instruction") and not columns.prompt:
         way_out = "set the source's reader: alpaca, or data.columns.prompt"
-        raise BadRow(f"{where}: both 'instruction' and 'input'; {way_out}")
+        raise MalformedRow(f"{where}: both 'instruction' and 'input'; {way_out}")
 
 
-def _other_columns(row: Row, taken: set[str], reads: Reads) -> dict[str, Any]:
+def _other_columns(row: Row, taken: set[str], reads: SupportedMedia) -> dict[str, Any]:
     """Return the columns of ``row`` that are neither ``taken`` nor media."""
     kept = {}
     for name, value in row.items():
@@ -222,9 +222,9 @@ def _other_columns(row: Row, taken: set[str], reads: Reads) -> dict[str, Any]:
 def read_conversation(
     messages: Sequence[Mapping[str, Any]],
     where: str,
-    reads: Reads = NOTHING,
+    reads: SupportedMedia = NOTHING,
     root: Path = Path(),
-) -> Record:
+) -> ParsedRow:
     """Return a record of messages whose content may contain media as parts.
 
     Media markers in the text are ordinary words.
@@ -236,18 +236,18 @@ def read_conversation(
         root: folder of relative media paths.
 
     Raises:
-        BadRow: a message is malformed or names media that the model does not read.
+        MalformedRow: a message is malformed or names media that the model does not read.
     """
-    finder = Finder(Reads(dict.fromkeys(reads.spellings, ())), where, root, {})
+    finder = MediaFinder(SupportedMedia(dict.fromkeys(reads.spellings, ())), where, root, {})
     prompt = read_prompt(list(messages), where, finder)
     prompt, _ = _placed(prompt, None, finder, {})
-    return Record(prompt, None, None, None, "", "", {}, {}, where, finder.items)
+    return ParsedRow(prompt, None, None, None, "", "", {}, {}, where, finder.items)
 
 
 def read_prompt(
     value: Any,
     where: str,
-    finder: Finder | None = None,
+    finder: MediaFinder | None = None,
     *,
     blank: bool = False,
 ) -> str | list[Message]:
@@ -261,9 +261,9 @@ def read_prompt(
         blank: if True, an empty prompt is allowed.
 
     Raises:
-        BadRow: the prompt is empty or has another type.
+        MalformedRow: the prompt is empty or has another type.
     """
-    finder = finder or Finder(NOTHING, where, Path(), {})
+    finder = finder or MediaFinder(NOTHING, where, Path(), {})
     if isinstance(value, str):
         inside = _json_messages(value)
         if inside is None:
@@ -271,23 +271,23 @@ def read_prompt(
         value = inside
     if not isinstance(value, list | tuple):
         kind = type(value).__name__
-        raise BadRow(f"{where}: a prompt must be text or a list of messages, not {kind}")
+        raise MalformedRow(f"{where}: a prompt must be text or a list of messages, not {kind}")
     messages = [read_message(m, f"{where}, message {k + 1}", finder) for k, m in enumerate(value)]
     filled = [m for m in messages if m["role"] != "system" and m.get("content")]
     if not messages or not (blank or filled):
-        raise BadRow(f"{where}: the prompt is empty")
+        raise MalformedRow(f"{where}: the prompt is empty")
     return messages
 
 
-def _read_text_prompt(value: str, where: str, finder: Finder, blank: bool) -> str:
+def _read_text_prompt(value: str, where: str, finder: MediaFinder, blank: bool) -> str:
     if value.strip():
         return finder.text(value, where)
     if not blank:
-        raise BadRow(f"{where}: the prompt is empty")
+        raise MalformedRow(f"{where}: the prompt is empty")
     return finder.text("", where)
 
 
-def read_message(value: object, where: str, finder: Finder) -> Message:
+def read_message(value: object, where: str, finder: MediaFinder) -> Message:
     """Return one message as ``{"role", "content", ...}``.
 
     The content becomes text with marks for media. Null fields are left out.
@@ -298,11 +298,11 @@ def read_message(value: object, where: str, finder: Finder) -> Message:
         finder: collects media.
 
     Raises:
-        BadRow: ``value`` is not a message, or its content names media that the model does not read.
+        MalformedRow: ``value`` is not a message, or its content names media that the model does not read.
     """
     if not isinstance(value, Mapping):
         kind = type(value).__name__
-        raise BadRow(f"{where}: a message must have a role and content, not be a {kind}")
+        raise MalformedRow(f"{where}: a message must have a role and content, not be a {kind}")
     # parquet stores null for the fields of other messages
     fields = {k: v for k, v in value.items() if v is not None}
     if "role" in fields:
@@ -312,25 +312,25 @@ def read_message(value: object, where: str, finder: Finder) -> Message:
         speaker = fields.pop("from")
         content = fields.pop("value", "")
         if speaker not in SHAREGPT_ROLES:
-            raise BadRow(f"{where}: 'from' is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
+            raise MalformedRow(f"{where}: 'from' is {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
         role = SHAREGPT_ROLES[speaker]
     else:
         have = ", ".join(value) or "nothing"
-        raise BadRow(f"{where}: neither 'role' nor 'from'; it has: {have}")
+        raise MalformedRow(f"{where}: neither 'role' nor 'from'; it has: {have}")
     _check_texts([str(role), fields], where, finder)
     return {"role": str(role), "content": _content(content, where, finder), **fields}
 
 
-def _content(content: object, where: str, finder: Finder) -> str:
+def _content(content: object, where: str, finder: MediaFinder) -> str:
     if isinstance(content, str):
         return finder.text(content, where)
     if not isinstance(content, list | tuple):
         kind = type(content).__name__
-        raise BadRow(f"{where}: content must be text or a list of parts, not {kind}")
+        raise MalformedRow(f"{where}: content must be text or a list of parts, not {kind}")
     return "".join(_content_part(part, where, finder) for part in content)
 
 
-def _content_part(part: Any, where: str, finder: Finder) -> str:
+def _content_part(part: Any, where: str, finder: MediaFinder) -> str:
     """Return the text of a content part, or the mark of its media."""
     if not isinstance(part, Mapping):
         kind = type(part).__name__
@@ -341,11 +341,11 @@ def _content_part(part: Any, where: str, finder: Finder) -> str:
         place = finder.part(part, where)
         if place is not None:
             return place
-    raise BadRow(f"{where}: a content part of type {kind!r}; the model reads {finder.reads}")
+    raise MalformedRow(f"{where}: a content part of type {kind!r}; the model reads {finder.reads}")
 
 
-def _check_texts(value: object, where: str, finder: Finder) -> None:
-    """Raise ``BadRow`` if any text in ``value`` contains reserved mark characters.
+def _check_texts(value: object, where: str, finder: MediaFinder) -> None:
+    """Raise ``MalformedRow`` if any text in ``value`` contains reserved mark characters.
 
     A chat template may write such text, however deeply it is nested.
     """
@@ -359,7 +359,7 @@ def _check_texts(value: object, where: str, finder: Finder) -> None:
 
 
 def _placed(
-    prompt: str | list[Message], response: str | list[Message] | None, finder: Finder, row: Row
+    prompt: str | list[Message], response: str | list[Message] | None, finder: MediaFinder, row: Row
 ) -> tuple[str | list[Message], str | list[Message] | None]:
     """Return prompt and response with the media of the row at their positions."""
     if isinstance(prompt, str):
@@ -402,7 +402,7 @@ def _is_message(value: object) -> bool:
     return {"role", "content"} <= names or {"from", "value"} <= names
 
 
-def _response(value: object, where: str, finder: Finder) -> str | list[Message] | None:
+def _response(value: object, where: str, finder: MediaFinder) -> str | list[Message] | None:
     if value is None:
         return None
     if not isinstance(value, list | tuple):
@@ -421,7 +421,7 @@ def _pick(row: Row, what: str, chosen: str, where: str) -> tuple[str, Any]:
         return "", None
     value = named_column(row, chosen, what, where)
     if value is None and what == "prompt":
-        raise BadRow(f"{where}: the column {chosen!r} (data.columns.prompt) is empty")
+        raise MalformedRow(f"{where}: the column {chosen!r} (data.columns.prompt) is empty")
     return chosen, value
 
 

@@ -35,7 +35,7 @@ ABSENT: Any = object()
 _CHANGED = "Has the file changed since it was opened?"
 
 
-class BadRow(DataError):
+class MalformedRow(DataError):
     """One row cannot be used. ``malformed: skip`` skips it."""
 
 
@@ -84,7 +84,7 @@ def named_column(row: Row, name: str, what: str, where: str) -> Any:
         where: location of the row, for messages.
 
     Raises:
-        BadRow: the row has no such column. The message gives the nearest name.
+        MalformedRow: the row has no such column. The message gives the nearest name.
     """
     value = look_up(row, name, ABSENT)
     if value is ABSENT:
@@ -92,14 +92,14 @@ def named_column(row: Row, name: str, what: str, where: str) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         have = ", ".join(row) or "nothing"
         problem = f"no column {name!r} (data.columns.{what})"
-        raise BadRow(f"{where}: {problem}; the row has: {have}{hint}")
+        raise MalformedRow(f"{where}: {problem}; the row has: {have}{hint}")
     return value
 
 
 def as_row(value: object, where: str) -> Row:
-    """Return ``value`` unchanged. Raises ``BadRow`` unless it is a dictionary."""
+    """Return ``value`` unchanged. Raises ``MalformedRow`` unless it is a dictionary."""
     if not isinstance(value, Mapping):
-        raise BadRow(f"{where}: a row must be a set of named values, not {type(value).__name__}")
+        raise MalformedRow(f"{where}: a row must be a set of named values, not {type(value).__name__}")
     return value
 
 
@@ -213,7 +213,7 @@ class _TextFile:
             except ValueError as error:
                 problem = f"{self.path}, line {line + 1}: {error}"
                 if malformed == "error":
-                    raise BadRow(f"{problem}. Mend the row, or set data.malformed: skip") from None
+                    raise MalformedRow(f"{problem}. Mend the row, or set data.malformed: skip") from None
                 bad, first = bad + 1, first or problem
                 # continues one line later: a malformed CSV record may have consumed several lines
                 file.seek(offset)
@@ -236,9 +236,9 @@ class _TextFile:
                 _, row = self._read(file)
             except ValueError as error:
                 problem = f"{error}. {_CHANGED}"
-                raise BadRow(f"{self.where(i)}: {problem}") from None
+                raise MalformedRow(f"{self.where(i)}: {problem}") from None
         if row is None:
-            raise BadRow(f"{self.where(i)}: the row is gone. {_CHANGED}")
+            raise MalformedRow(f"{self.where(i)}: the row is gone. {_CHANGED}")
         return row
 
     def where(self, i: int) -> str:
@@ -335,7 +335,7 @@ class Csv(_TextFile):
         return used, values
 
 
-class Listed:
+class InMemoryRows:
     """Rows of a list or another random-access sequence, such as a ``datasets.Dataset``.
 
     Args:
@@ -361,7 +361,7 @@ class Listed:
         return f"{self.name}, row {i + 1}"
 
 
-class Joined:
+class ConcatRows:
     """The concatenation of several tables of rows."""
 
     def __init__(self, parts: Sequence[Rows]) -> None:
@@ -389,7 +389,7 @@ class Joined:
         return self.parts[k], i - start
 
 
-class First:
+class LimitRows:
     """The first ``count`` rows of a table."""
 
     def __init__(self, rows: Rows, count: int) -> None:
@@ -408,7 +408,7 @@ class First:
         return self.rows.where(i)
 
 
-class Converted:
+class MappedRows:
     """Rows that a reader converts on access.
 
     Args:
@@ -442,10 +442,10 @@ class Converted:
         except KeyError as error:
             have = ", ".join(row)
             problem = f"reader {self.name!r} needs column {error}"
-            raise BadRow(f"{self.where(i)}: {problem}; the row has: {have}") from None
+            raise MalformedRow(f"{self.where(i)}: {problem}; the row has: {have}") from None
         except (ValueError, TypeError, LookupError) as error:
             problem = f"reader {self.name!r} cannot read the row: {error}"
-            raise BadRow(f"{self.where(i)}: {problem}") from error
+            raise MalformedRow(f"{self.where(i)}: {problem}") from error
         return as_row(converted, f"{self.where(i)}, after reader {self.name!r}")
 
     def where(self, i: int) -> str:

@@ -12,9 +12,9 @@ import numpy as np
 
 from lightrft.datasets.mixing import generator
 from lightrft.datasets.prompt_dataset import PromptDataset
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import is_plain
-from lightrft.distributed.process_group import ALONE, Ranks
+from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.types import Prompt
 from lightrft.utils.errors import CheckpointError, DataError
 
@@ -112,7 +112,7 @@ class Bare(Sequence[Prompt]):
         return self.dataset.prompt(i, media=False)
 
 
-class HeldOut(Sequence[Prompt]):
+class EvalPrompts(Sequence[Prompt]):
     """The eval set: the first ``count`` prompts of ``dataset``.
 
     Prompts are kept without their media. Media are loaded only while ``parts`` yields them.
@@ -134,7 +134,7 @@ class HeldOut(Sequence[Prompt]):
     def __getitem__(self, i: int | slice) -> Prompt | Sequence[Prompt]:
         return self._bare[i]
 
-    def parts(self, ranks: Ranks = ALONE) -> Iterator[tuple[int, Sequence[Prompt]]]:
+    def parts(self, ranks: ProcessGroup = SINGLE_PROCESS) -> Iterator[tuple[int, Sequence[Prompt]]]:
         """Yield all prompts in parts, each with the index of its first prompt.
 
         Text prompts come as one part. Prompts with media come in parts of ``PART``. The next part
@@ -156,13 +156,13 @@ class HeldOut(Sequence[Prompt]):
 
 def in_parts(
     prompts: Sequence[Prompt],
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Iterator[tuple[int, Sequence[Prompt]]]:
     """Yield ``prompts`` in parts, each with the index of its first prompt.
 
-    See ``HeldOut.parts``.
+    See ``EvalPrompts.parts``.
     """
-    return prompts.parts(ranks) if isinstance(prompts, HeldOut) else iter([(0, prompts)])
+    return prompts.parts(ranks) if isinstance(prompts, EvalPrompts) else iter([(0, prompts)])
 
 
 class Drawable(Protocol[T]):
@@ -171,9 +171,9 @@ class Drawable(Protocol[T]):
     counts: Counter[str]
 
     def __len__(self) -> int: ...
-    def fetch(self, indices: Sequence[int], /) -> list[T | BadRow]: ...
+    def fetch(self, indices: Sequence[int], /) -> list[T | MalformedRow]: ...
     def prefetch(self, indices: Sequence[int], /) -> None: ...
-    def lose(self, error: BadRow, /) -> None: ...
+    def lose(self, error: MalformedRow, /) -> None: ...
 
 
 class Sampler(Protocol):
@@ -212,22 +212,22 @@ def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
     return drawn
 
 
-def _agreed(fetched: Sequence[T | BadRow], ranks: Ranks) -> list[T | BadRow]:
-    """Replace the entries that any rank could not read by ``BadRow``.
+def _agreed(fetched: Sequence[T | MalformedRow], ranks: ProcessGroup) -> list[T | MalformedRow]:
+    """Replace the entries that any rank could not read by ``MalformedRow``.
 
     All ranks then have the same prompts.
     """
-    own = {k: str(entry) for k, entry in enumerate(fetched) if isinstance(entry, BadRow)}
+    own = {k: str(entry) for k, entry in enumerate(fetched) if isinstance(entry, MalformedRow)}
     lost: dict[int, str] = {}
     for found in ranks.gather(own):
         lost |= found
-    return [BadRow(lost[k]) if k in lost else entry for k, entry in enumerate(fetched)]
+    return [MalformedRow(lost[k]) if k in lost else entry for k, entry in enumerate(fetched)]
 
 
-def _kept(dataset: Drawable[T], fetched: Sequence[T | BadRow]) -> list[T]:
+def _kept(dataset: Drawable[T], fetched: Sequence[T | MalformedRow]) -> list[T]:
     kept: list[T] = []
     for entry in fetched:
-        if isinstance(entry, BadRow):
+        if isinstance(entry, MalformedRow):
             dataset.lose(entry)
             log.warning("passed over, the %d. so far: %s", dataset.counts["unreadable"], entry)
         else:

@@ -18,12 +18,12 @@ import numpy as np
 
 from lightrft.config.data import DataConfig
 from lightrft.datasets.cache_key import token_cache_of
-from lightrft.datasets.chat_encoder import Encoder, check_template, prefix_error
+from lightrft.datasets.chat_encoder import ChatEncoder, check_template, prefix_error
 from lightrft.datasets.media.items import marks
 from lightrft.datasets.prefetch import Fetcher
 from lightrft.datasets.prompt_dataset import Columns, Sources
-from lightrft.datasets.row_parser import Message, Record
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.row_parser import Message, ParsedRow
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import UnknownText, first_place, note_text
 from lightrft.types import Media
 
@@ -66,7 +66,7 @@ class _Part:
     """
 
     row: int
-    record: Record
+    record: ParsedRow
     turns: list[tuple[str, str]]
     messages: list[Message]
     name: str = ""
@@ -118,7 +118,7 @@ class SFTDataset:
     ) -> None:
         self.config = config
         self.max_tokens = max_tokens
-        self.encoder = Encoder(config, tokenizer, processor)
+        self.encoder = ChatEncoder(config, tokenizer, processor)
         self._sources = Sources(config, self.encoder.reads)
         self.counts = self._sources.counts
         self.counts.update(truncated=0, overlong=0, special_tokens=0)
@@ -156,10 +156,10 @@ class SFTDataset:
             example.prompt_media, example.response_media = media
         return example
 
-    def fetch(self, indices: Sequence[int]) -> list[Example | BadRow]:
+    def fetch(self, indices: Sequence[int]) -> list[Example | MalformedRow]:
         """Return the examples at ``indices``, with media decoded concurrently.
 
-        An unreadable example is returned as its ``BadRow`` error.
+        An unreadable example is returned as its ``MalformedRow`` error.
         """
         return self._fetcher.fetch(indices)
 
@@ -167,7 +167,7 @@ class SFTDataset:
         """Start decoding the media of the examples at ``indices`` for the next ``fetch``."""
         self._fetcher.prefetch(indices)
 
-    def lose(self, error: BadRow) -> None:
+    def lose(self, error: MalformedRow) -> None:
         """Raise ``error`` if ``data.malformed`` is ``error``, else count an unreadable example."""
         self._sources.lose(error)
 
@@ -188,13 +188,13 @@ class SFTDataset:
         """Return the number of tokens of the longest example."""
         return int(np.diff(np.asarray(self._kept["ends"], dtype=np.int64), prepend=0).max())
 
-    def _add(self, source: int, chunk: Sequence[tuple[int, Record]]) -> list[str]:
+    def _add(self, source: int, chunk: Sequence[tuple[int, ParsedRow]]) -> list[str]:
         """Encode records and store the examples that fit. Return their names."""
         rows: list[list[_Part]] = []
         for row, record in chunk:
             try:
                 made = self._parts(row, record)
-            except BadRow as error:
+            except MalformedRow as error:
                 self._sources.skip(error)
                 continue
             stem = record.id or f"{self._sources.names[source]}/{row}"
@@ -219,7 +219,7 @@ class SFTDataset:
 
         Unreadable rows are left out.
         """
-        shown: list[tuple[Record, list[str]]] = []
+        shown: list[tuple[ParsedRow, list[str]]] = []
         for made in rows:
             own = [text for part in made for text in part.texts]
             shown.append((made[0].record, own))
@@ -264,10 +264,10 @@ class SFTDataset:
         note_text(self.counts, unknown, len(ids), source, part.row)
         return True
 
-    def _parts(self, row: int, record: Record) -> list[_Part]:
+    def _parts(self, row: int, record: ParsedRow) -> list[_Part]:
         """Return the examples of a record.
 
-        Raises ``BadRow`` if there is no response to train on.
+        Raises ``MalformedRow`` if there is no response to train on.
         """
         if not self.encoder.chat:
             return [self._plain_part(row, record)]
@@ -282,7 +282,7 @@ class SFTDataset:
         if not answered:
             raise _no_answer(record)
         if spoken[0] == 0:
-            raise BadRow(f"{record.where}: the conversation begins with the assistant")
+            raise MalformedRow(f"{record.where}: the conversation begins with the assistant")
         shown = self.encoder.conversation(record)
         ahead = len(shown) - len(messages)  # 1 with the configured system message
         turns = [self._turn(shown, k + ahead, record.where) for k in spoken]
@@ -297,17 +297,17 @@ class SFTDataset:
             self._checked = True
         return [_Part(row, record, turns, [])]
 
-    def _plain_part(self, row: int, record: Record) -> _Part:
+    def _plain_part(self, row: int, record: ParsedRow) -> _Part:
         """Return the example of a record without a chat template."""
         answer = record.answer
         if answer is None or not answer.strip():
             raise _no_answer(record)
         # some datasets end a response with EOS, which _tokens_of appends
         answer = answer.removesuffix(self.encoder.tokenizer.eos_token or "")
-        turn = (self.encoder.prompt(record), self.encoder.shield(answer, answer=True))
+        turn = (self.encoder.prompt(record), self.encoder.escape_special_tokens(answer, answer=True))
         return _Part(row, record, [turn], [])
 
-    def _marks_answers(self, record: Record, turns: Sequence[tuple[str, str]]) -> bool:
+    def _marks_answers(self, record: ParsedRow, turns: Sequence[tuple[str, str]]) -> bool:
         """Return True if the template can mark the answers of ``record`` with ``generation``."""
         if not self._marks or record.response is not None or record.media:
             return False
@@ -326,7 +326,7 @@ class SFTDataset:
             asked, said = self.encoder.with_start(known[prompt]), [*known[answer], self.encoder.eos]
             return [*asked, *said], [False] * len(asked) + [True] * len(said)
         if part.messages:
-            ids, trained = self.encoder.marked(part.messages)
+            ids, trained = self.encoder.with_loss_mask(part.messages)
             if any(trained):
                 last = len(trained) - trained[::-1].index(True)
                 return ids[:last], trained[:last]
@@ -368,10 +368,14 @@ class SFTDataset:
         if known[longer][: len(ids)] == ids:
             return known[longer]
         if not longer.startswith(shorter):
-            raise prefix_error(self.encoder.tokenizer, self.encoder.unshield(shorter), self.encoder.unshield(longer))
+            raise prefix_error(
+                self.encoder.tokenizer,
+                self.encoder.unescape_special_tokens(shorter),
+                self.encoder.unescape_special_tokens(longer),
+            )
         return [*ids, *self.encoder.encode([longer[len(shorter) :]])[0]]
 
 
-def _no_answer(record: Record) -> BadRow:
+def _no_answer(record: ParsedRow) -> MalformedRow:
     have = ", ".join(record.row)
-    return BadRow(f"{record.where}: no answer to learn from; the row has: {have}. Name its column in data.columns.response")
+    return MalformedRow(f"{record.where}: no answer to learn from; the row has: {have}. Name its column in data.columns.response")

@@ -15,16 +15,16 @@ import torch
 
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.verbs import DoctorConfig, RLConfig, SFTConfig
-from lightrft.datasets.chat_encoder import Encoder, check_template
+from lightrft.datasets.chat_encoder import ChatEncoder, check_template
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import MOST_UNKNOWN, TOKENS, UNKNOWN
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.diagnostics import speed_probe
-from lightrft.diagnostics.memory.estimate import ROLES, Needs, needs, workers
+from lightrft.diagnostics.memory.estimate import ROLES, MemoryEstimate, estimate_memory, workers
 from lightrft.diagnostics.memory.formulas import shown, size_of
 from lightrft.diagnostics.memory.phases import Device, Lengths
 from lightrft.diagnostics.memory.sharding import shares_of
-from lightrft.distributed.placement import layout
+from lightrft.distributed.placement import plan_placement
 from lightrft.models.attention import varlen_cuda
 from lightrft.models.families import context_length
 from lightrft.models.loading.from_pretrained import model_settings
@@ -73,8 +73,8 @@ class Report:
     """The result of ``lightrft doctor``."""
 
     findings: tuple[Finding, ...]
-    memory: Needs | None = None
-    workers: Mapping[str, Needs] = field(default_factory=dict)
+    memory: MemoryEstimate | None = None
+    workers: Mapping[str, MemoryEstimate] = field(default_factory=dict)
 
     @property
     def bad(self) -> int:
@@ -82,7 +82,7 @@ class Report:
         return sum(f.verdict == "bad" for f in self.findings)
 
 
-def examine(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
+def run_doctor(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     """Run all checks. A failed check becomes a finding and does not stop the others."""
     found: list[Finding] = []
     device = device_of(config, options)
@@ -91,7 +91,7 @@ def examine(config: RLConfig | SFTConfig, options: DoctorConfig) -> Report:
     data = _attempt(found, "data", "rows", lambda: _data(config, found))
     lengths = data.lengths if data is not None else _bounds(config)
     found += _batch(config, lengths)
-    memory = _attempt(found, "memory", "models", lambda: needs(config, lengths, device))
+    memory = _attempt(found, "memory", "models", lambda: estimate_memory(config, lengths, device))
     if memory is not None:
         found += _memory(memory, device, config)
     apart = _attempt(found, "memory", "workers", lambda: workers(config, lengths, device)) or {}
@@ -343,9 +343,9 @@ def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
     )
 
 
-def _unwritten(encoder: Encoder) -> Iterator[Finding]:
+def _unwritten(encoder: ChatEncoder) -> Iterator[Finding]:
     """Report the placeholders for media that no chat template writes."""
-    for kind, text in encoder.unwritten.items():
+    for kind, text in encoder.unsupported_media.items():
         if encoder.chat:
             says = f"takes no {kind}, each is written as {text!r}; leave model.chat_template out, or set one that takes it"
             yield Finding("data", "warn", "chat template", says)
@@ -412,7 +412,7 @@ def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
         yield Finding("settings", "warn", "launch.processes", says)
 
 
-def _memory(found: Needs, device: Device, config: RLConfig | SFTConfig) -> Iterator[Finding]:
+def _memory(found: MemoryEstimate, device: Device, config: RLConfig | SFTConfig) -> Iterator[Finding]:
     yield from _parts(found, "memory")
     if device.processes > 1:
         yield Finding("memory", "ok", "spread", _spread(config, device))
@@ -428,7 +428,7 @@ def _memory(found: Needs, device: Device, config: RLConfig | SFTConfig) -> Itera
         yield Finding("memory", "warn" if tight else "ok", "allocator", says)
 
 
-def _parts(found: Needs, section: str) -> Iterator[Finding]:
+def _parts(found: MemoryEstimate, section: str) -> Iterator[Finding]:
     """Report the memory of models, and the additional memory of each phase."""
     for name, held in found.models.items():
         counts = found.parameters.get(name)
@@ -449,7 +449,9 @@ def _parts(found: Needs, section: str) -> Iterator[Finding]:
         yield Finding(section, "warn", "not traced", problem)
 
 
-def _apart(found: dict[str, Needs], ranks: Needs | None, device: Device, config: RLConfig | SFTConfig) -> Iterator[Finding]:
+def _apart(
+    found: dict[str, MemoryEstimate], ranks: MemoryEstimate | None, device: Device, config: RLConfig | SFTConfig
+) -> Iterator[Finding]:
     """Check the memory of workers with a model, and of devices shared by several processes."""
     program = _resident() if device.kind == "cpu" else 0
     for role, needed in found.items():
@@ -474,7 +476,7 @@ def _apart(found: dict[str, Needs], ranks: Needs | None, device: Device, config:
 
 def _shared(launch: LaunchConfig) -> list[tuple[str, ...]]:
     """Return the kinds of processes that share a device, as placed by ``launch.ray``."""
-    plan = layout(launch, True)
+    plan = plan_placement(launch, True)
     living: list[list[str]] = [[] for _ in plan.bundles]
     for slot in plan.ranks:
         living[slot.bundle].append("rank")
@@ -498,11 +500,15 @@ def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
     cut += f", the tokens of a row over {config.strategy.sequence} (strategy.sequence)" if config.strategy.sequence > 1 else ""
     precise = "; weights that are trained lie in float32 alone" if shares.precise else ""
     names = {"state": "masters and moments"}
-    away = (f"; {', '.join(names.get(part, part) for part in shares.away)} are in the memory of the host") if shares.away else ""
+    away = (
+        (f"; {', '.join(names.get(part, part) for part in shares.on_host)} are in the memory of the host")
+        if shares.on_host
+        else ""
+    )
     return f"of each trained model, a process holds {says}{cut}{precise}{away}"
 
 
-def _way(found: Needs, device: Device) -> str:
+def _way(found: MemoryEstimate, device: Device) -> str:
     """Return advice to reduce the largest use of memory."""
     if sum(m.total for m in found.models.values()) > ROOM * device.memory:
         return WAYS["models"]
@@ -567,7 +573,7 @@ def _scores(name: str, scored: list[Rollout], each: float) -> Finding:
     return Finding("reward", "ok", name, says)
 
 
-def _measured(config: RLConfig | SFTConfig, data: _Data, device: Device, memory: Needs | None) -> Iterator[Finding]:
+def _measured(config: RLConfig | SFTConfig, data: _Data, device: Device, memory: MemoryEstimate | None) -> Iterator[Finding]:
     if not isinstance(config, RLConfig) or data.prompts is None:
         yield Finding("time", "warn", "probe", "is made for lightrft rl only")
         return
@@ -587,7 +593,7 @@ def _measured(config: RLConfig | SFTConfig, data: _Data, device: Device, memory:
     )
 
 
-def _agrees(config: RLConfig, said: speed_probe.Expected) -> Iterator[Finding]:
+def _agrees(config: RLConfig, said: speed_probe.StepTimeEstimate) -> Iterator[Finding]:
     """Check that the engine and the training pass agree on log-probs."""
     if said.layout:
         yield Finding("engine", "warn", "model.layout", said.layout)
@@ -631,5 +637,5 @@ def to_json(report: Report) -> dict[str, Any]:
     }
 
 
-def _as_tree(found: Needs) -> dict[str, Any]:
+def _as_tree(found: MemoryEstimate) -> dict[str, Any]:
     return {**asdict(found), "peak": found.peak}

@@ -9,18 +9,18 @@ from typing import Any
 
 from lightrft.algorithms.requirements import needs_of
 from lightrft.algorithms.sample_selection import SELECTIONS
-from lightrft.algorithms.token_masks import GATES
-from lightrft.algorithms.validate.component_kinds import KINDS, Kind
+from lightrft.algorithms.token_masks import TOKEN_MASKS
+from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
 from lightrft.config.algorithm import PARTS, AlgorithmConfig
 from lightrft.config.presets import PRESETS, source_of
 from lightrft.config.verbs import RLConfig
 from lightrft.rollout.curriculum import CURRICULA
 
-OF_LIST = {row.key.removeprefix("algorithm."): row for row in KINDS.values()}
+OF_LIST = {row.key.removeprefix("algorithm."): row for row in COMPONENT_KINDS.values()}
 
 
 @dataclass(frozen=True, slots=True)
-class Number:
+class EffectiveSetting:
     """One effective setting and its origin."""
 
     key: str
@@ -28,7 +28,7 @@ class Number:
     source: str
 
 
-def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[Number, ...]:
+def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[EffectiveSetting, ...]:
     """Return the settings that the algorithm reads, including options and related other settings.
 
     ``sources`` gives the file or argument that set a key.
@@ -46,10 +46,10 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[Number, ...]:
             origin = _given(full, sources) or (_of_preset(algorithm.preset or "", key, value) if key in preset else "default")
         else:
             origin = f"default of {_owner(key, algorithm)}"
-        found.append(Number(full, value, origin))
+        found.append(EffectiveSetting(full, value, origin))
     return (
         *found,
-        *(Number(key, value, sources.get(key, "default")) for key, value in _beside(config)),
+        *(EffectiveSetting(key, value, sources.get(key, "default")) for key, value in _beside(config)),
     )
 
 
@@ -77,7 +77,7 @@ def is_read(key: str, algorithm: AlgorithmConfig) -> bool:
     return idle is None or not idle(leaf, algorithm)
 
 
-def reads(kind: Kind, name: str) -> frozenset[str] | None:
+def reads(kind: ComponentKind, name: str) -> frozenset[str] | None:
     """Return the shared settings of its kind that the function ``name`` reads.
 
     None means a function of the user, which may read all of them.
@@ -86,14 +86,18 @@ def reads(kind: Kind, name: str) -> frozenset[str] | None:
 
 
 def _idle_advantage(leaf: str, algorithm: AlgorithmConfig) -> bool:
-    read = reads(KINDS["advantage"], algorithm.advantage.name)
+    read = reads(COMPONENT_KINDS["advantage"], algorithm.advantage.name)
     also = {"eps"} if algorithm.advantage.whiten != "none" else set()
     return read is not None and leaf in SHARED["advantage"] and leaf not in read | also
 
 
 def _idle_loss(leaf: str, algorithm: AlgorithmConfig) -> bool:
-    read = reads(KINDS["loss"], algorithm.loss.name)
-    by_gates = {s for part in algorithm.gates for s in (GATES.about(part.name).reads if part.name in GATES else SHARED["loss"])}
+    read = reads(COMPONENT_KINDS["loss"], algorithm.loss.name)
+    by_gates = {
+        s
+        for part in algorithm.gates
+        for s in (TOKEN_MASKS.about(part.name).reads if part.name in TOKEN_MASKS else SHARED["loss"])
+    }
     return read is not None and leaf in SHARED["loss"] and leaf not in read | by_gates
 
 
@@ -142,17 +146,17 @@ def with_option_defaults(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings as a tree in which options have the defaults of their function."""
     full = dict(tree)
     for branch in ("advantage", "loss"):
-        full[branch] = _with_defaults(KINDS[branch], tree[branch])
+        full[branch] = _with_defaults(COMPONENT_KINDS[branch], tree[branch])
     for branch in PARTS:
         full[branch] = [_with_defaults(OF_LIST[branch], part) for part in tree[branch]]
     return full
 
 
-def _with_defaults(kind: Kind, part: Mapping[str, Any]) -> dict[str, Any]:
+def _with_defaults(kind: ComponentKind, part: Mapping[str, Any]) -> dict[str, Any]:
     return {**part, "options": {**defaults_of(kind, part["name"]), **part["options"]}}
 
 
-def defaults_of(kind: Kind, name: str) -> dict[str, Any]:
+def defaults_of(kind: ComponentKind, name: str) -> dict[str, Any]:
     """Return the options of the function ``name`` that have a default, with that default."""
     options = kind.options(kind.registry[name])
     return {option: value for option, value in options.items() if value is not inspect.Parameter.empty}

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from lightrft.algorithms.requirements import needs_of
 from lightrft.algorithms.sample_selection import SELECTIONS
-from lightrft.algorithms.validate.component_kinds import KINDS
+from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
 from lightrft.config.algorithm import AlgorithmConfig, LossConfig, NormalizeConfig
 from lightrft.config.presets import PAPERS
 from lightrft.config.verbs import RLConfig
-from lightrft.diagnostics.effective_settings import Number, numbers
+from lightrft.diagnostics.effective_settings import EffectiveSetting, numbers
 from lightrft.diagnostics.formula_texts import IMPLICIT, OUTCOME_LOSS, PTX, SAMPLED
-from lightrft.diagnostics.step_workload import Forward, Role, forwards, gradient, roles
+from lightrft.diagnostics.step_workload import Forward, Role, forward_passes, gradient, roles
 from lightrft.models.divergence_kinds import DIVERGENCES
 from lightrft.rollout.curriculum import CURRICULA
 from lightrft.utils.registry import About
@@ -50,7 +50,7 @@ class Line:
     part: str
     name: str
     about: About
-    numbers: tuple[Number, ...] = ()
+    numbers: tuple[EffectiveSetting, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Explanation:
     objective: str
     latex: str
     lines: tuple[Line, ...]
-    numbers: tuple[Number, ...]
+    numbers: tuple[EffectiveSetting, ...]
     gradient: tuple[str, ...]
     roles: tuple[Role, ...]
     forwards: tuple[Forward, ...]
@@ -72,7 +72,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     """Explain the algorithm of ``config``. ``sources`` gives the file or argument of each key."""
     algorithm = config.algorithm
     terms = list(_terms(algorithm))
-    aggregation = KINDS["aggregation"].registry.about(algorithm.aggregation)
+    aggregation = COMPONENT_KINDS["aggregation"].registry.about(algorithm.aggregation)
     inner, latex = " ".join(text for text, _ in terms), "".join(text for _, text in terms)
     several = len(terms) > 1
     objective = aggregation.formula.replace("L_it", f"({inner})" if several else inner)
@@ -90,7 +90,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
         numbers=found,
         gradient=tuple(gradient(config)),
         roles=tuple(roles(config)),
-        forwards=tuple(forwards(config)),
+        forwards=tuple(forward_passes(config)),
     )
 
 
@@ -112,7 +112,7 @@ def _terms(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         yield f"{sign} {size:g} H_t", rf"{sign}{size:g}\,H_{{i,t}}"
 
 
-def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
+def _lines(config: RLConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
     algorithm, kl = config.algorithm, config.algorithm.kl
     yield from _scales(algorithm.normalize, _below("algorithm.normalize", found))
     yield from _listed("shaping", "shaping", algorithm, found)
@@ -130,7 +130,7 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
             tuple(n for n in own if symbol_of(n) == "threshold"),
         )
     advantage = algorithm.advantage
-    about = KINDS["advantage"].registry.about(advantage.name)
+    about = COMPONENT_KINDS["advantage"].registry.about(advantage.name)
     own = tuple(n for n in _below("algorithm.advantage", found) if symbol_of(n) != "eps" or "eps" in about.reads)
     yield Line("advantage", advantage.name, about, own)
     if advantage.whiten != "none":
@@ -164,7 +164,7 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
     yield Line(
         "aggregation",
         algorithm.aggregation,
-        KINDS["aggregation"].registry.about(algorithm.aggregation),
+        COMPONENT_KINDS["aggregation"].registry.about(algorithm.aggregation),
     )
     if config.ptx.coef:
         yield Line(
@@ -182,7 +182,7 @@ def _lines(config: RLConfig, found: tuple[Number, ...]) -> Iterator[Line]:
         yield Line("prompts", name, CURRICULA.about(name), _below("rollout.curriculum", found))
 
 
-def _scales(settings: NormalizeConfig, own: tuple[Number, ...]) -> Iterator[Line]:
+def _scales(settings: NormalizeConfig, own: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
     """Yield the normalization of rewards, before shaping, and of values."""
     if settings.terms != "none":
         formula = (
@@ -205,9 +205,9 @@ def _scales(settings: NormalizeConfig, own: tuple[Number, ...]) -> Iterator[Line
         yield Line("values", "normalised", About(formula, "", "arXiv 1602.07714, arXiv 2103.01955"), own)
 
 
-def _policy_loss(loss: LossConfig, own: tuple[Number, ...]) -> Iterator[Line]:
+def _policy_loss(loss: LossConfig, own: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
     """Yield the policy loss with the selected ratio, without bounds that are not set."""
-    about = KINDS["loss"].registry.about(loss.name)
+    about = COMPONENT_KINDS["loss"].registry.about(loss.name)
     formula, latex = about.formula, about.latex
     if loss.ratio_cap is None:
         formula = formula.replace("min(rho_t, ratio_cap)", "rho_t")
@@ -232,11 +232,11 @@ def _distance(
     estimator: str,
     symbol: tuple[str, str],
     d: tuple[str, str],
-    own: tuple[Number, ...],
+    own: tuple[EffectiveSetting, ...],
     bound: str = "",
 ) -> Line:
     """Return the KL estimate ``symbol`` of the log-ratio ``d``, each as text and as LaTeX."""
-    about = KINDS["kl"].registry.about(estimator)
+    about = COMPONENT_KINDS["kl"].registry.about(estimator)
     formula = f"{symbol[0]} = {about.formula},  d = {d[0]}{bound}"
     return Line(
         part,
@@ -246,7 +246,7 @@ def _distance(
     )
 
 
-def _drift(algorithm: AlgorithmConfig, own: tuple[Number, ...]) -> Line:
+def _drift(algorithm: AlgorithmConfig, own: tuple[EffectiveSetting, ...]) -> Line:
     """Return the KL from the old to the new policy. Its tokens were sampled by the old policy."""
     bound = "" if algorithm.drift.cap is None else ";  its gradient, exp(-d) - 1, is at most cap"
     if algorithm.drift.level == "token":
@@ -258,7 +258,7 @@ def _drift(algorithm: AlgorithmConfig, own: tuple[Number, ...]) -> Line:
     return _distance("drift", algorithm.drift.estimator, symbol, d, own, bound)
 
 
-def _other_terms(algorithm: AlgorithmConfig, found: tuple[Number, ...]) -> Iterator[Line]:
+def _other_terms(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
     if "critic" in needs_of(algorithm):
         plain, clipped = (
             "(V_t - return_t)^2",
@@ -289,13 +289,13 @@ def _other_terms(algorithm: AlgorithmConfig, found: tuple[Number, ...]) -> Itera
         yield Line("right answers", "nll", likelihood, _below("algorithm.positive_nll", found))
 
 
-def _listed(part: str, kind: str, algorithm: AlgorithmConfig, found: tuple[Number, ...]) -> Iterator[Line]:
-    row = KINDS[kind]
+def _listed(part: str, kind: str, algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
+    row = COMPONENT_KINDS[kind]
     for i, chosen in enumerate(getattr(algorithm, row.key.removeprefix("algorithm."))):
         yield Line(part, chosen.name, row.registry.about(chosen.name), _below(f"{row.key}.{i}", found))
 
 
-def _below(branch: str, found: tuple[Number, ...]) -> tuple[Number, ...]:
+def _below(branch: str, found: tuple[EffectiveSetting, ...]) -> tuple[EffectiveSetting, ...]:
     """Return the numbers of one branch, without names of functions."""
     return tuple(n for n in found if n.key.startswith(f"{branch}.") and n.key.rpartition(".")[2] not in NAMES)
 
@@ -324,7 +324,7 @@ def to_text(explanation: Explanation) -> str:
     return "\n".join(parts)
 
 
-def symbol_of(number: Number) -> str:
+def symbol_of(number: EffectiveSetting) -> str:
     """Return the symbol of a number in a formula: the last word of its key."""
     return number.key.rpartition(".")[2]
 
@@ -343,7 +343,7 @@ def to_latex(explanation: Explanation, environment: str = "align*") -> str:
     return f"\\begin{{{environment}}}\n{rows}\n\\end{{{environment}}}"
 
 
-def _latex(number: Number) -> str:
+def _latex(number: EffectiveSetting) -> str:
     name = symbol_of(number)
     symbol = SYMBOLS.get(name) or rf"\mathrm{{{_plain(name)}}}"
     value = number.value if isinstance(number.value, int | float) else rf"\text{{{_plain(str(number.value))}}}"

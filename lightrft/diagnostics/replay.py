@@ -10,12 +10,12 @@ from typing import Any
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.base import load_settings
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
+from lightrft.learner.controllers import Controllers
 from lightrft.learner.distillation import with_teacher
-from lightrft.learner.forward_passes import settle_layouts
+from lightrft.learner.forward_passes import verify_layouts
 from lightrft.learner.policy_update import update
 from lightrft.learner.process_reward import with_process_rewards
-from lightrft.learner.reference_update import load_refreshed, refresh
+from lightrft.learner.reference_update import load_reference_state, update_reference
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics
 from lightrft.roles import Roles
@@ -76,10 +76,10 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
         processor,
     )
     try:
-        controls = Controls.of(config.algorithm)
+        controls = Controllers.of(config.algorithm)
         _take_up(roles, controls, config, folder, step - 1)
-        refresh(roles, config.algorithm.kl, step - 1)
-        settle_layouts(roles, batch)
+        update_reference(roles, config.algorithm.kl, step - 1)
+        verify_layouts(roles, batch)
         return _run(roles, controls, config, step - 1, batch, phases)
     finally:
         roles.close()
@@ -87,7 +87,7 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
 
 def _run(
     roles: Roles,
-    controls: Controls,
+    controls: Controllers,
     config: RLConfig,
     step: int,
     batch: Batch,
@@ -110,7 +110,7 @@ def _run(
     return replayed
 
 
-def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, step: int) -> None:
+def _take_up(roles: Roles, controls: Controllers, config: RLConfig, folder: Path, step: int) -> None:
     """Restore the state after ``step`` steps. Raises ``CheckpointError`` if it was not saved."""
     if step == 0:
         seed_everything(config.run.seed)
@@ -129,7 +129,7 @@ def _take_up(roles: Roles, controls: Controls, config: RLConfig, folder: Path, s
         if (saved[step] / name).exists():
             role.load(roles.strategy, saved[step] / name)
     controls.load_state_dict(state["controls"])
-    load_refreshed(roles, state)
+    load_reference_state(roles, state)
     if roles.ptx is not None and "ptx" in state:
         roles.ptx.load_state_dict(state["ptx"])
     restore_rng(state["rng"], roles.strategy.device)

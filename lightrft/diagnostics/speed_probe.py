@@ -15,12 +15,12 @@ import torch
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.diagnostics.memory.phases import Lengths
-from lightrft.diagnostics.step_workload import forwards
+from lightrft.diagnostics.step_workload import forward_passes
 from lightrft.engines.base import Engine
 from lightrft.learner.micro_batches import micro_batches
 from lightrft.models.actor import Actor
 from lightrft.rollout.collate import collate
-from lightrft.rollout.logprob_check import Agreement, agreement, batch_of, compared
+from lightrft.rollout.logprob_check import Agreement, agreement, batch_of, compare_logprobs
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.workers.local import local_policy
 
@@ -29,7 +29,7 @@ ANSWERS, FEW, REPEATS = 8, 2, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class StepTimeEstimate:
     """Estimated seconds of each part of a step, with a lower and an upper bound of the total.
 
     ``agreement`` compares log-probs of engine and model. It is None if no sampled token can be
@@ -79,7 +79,7 @@ class GenerationTiming:
         return self.each * max(longest, rows * mean / width) + self.row * rows * mean
 
 
-def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: Lengths) -> Expected:
+def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: Lengths) -> StepTimeEstimate:
     """Measure the real model and scale the time to a full step.
 
     The policy is loaded in one process. It generates ``FEW`` and ``ANSWERS`` responses. The latter
@@ -129,7 +129,7 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
         [_timed(does, device)[0] for _ in range(REPEATS)] for does in (forward, update, lambda: strategy.step(state))
     )
     rows, tokens = lengths.groups * lengths.samples, sum(len(r) for r in rollouts)
-    passes, times = list(forwards(config)), rows / len(rollouts)
+    passes, times = list(forward_passes(config)), rows / len(rollouts)
     plain, trained = (sum(f.passes for f in passes if f.gradient is wanted) for wanted in (False, True))
     steps = config.train.updates * config.train.mini_batches
 
@@ -147,7 +147,7 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
     drawing, (scored, learned) = speed.seconds(rows, mean, longest, width), passing(min)
     most = slow.seconds(rows, lengths.answer, lengths.answer, width) + sum(passing(max, lengths.answer / max(1.0, mean)))
     least = min(drawing, min(map(_seconds, drawn)))
-    return Expected(
+    return StepTimeEstimate(
         drawing,
         scored,
         learned,
@@ -162,7 +162,7 @@ def _agreement(actor: Actor, rollouts: list[Rollout], config: RLConfig) -> tuple
     """Settle the layout as a run does, then compare log-probs of ``rollouts`` with the model's."""
     batch = batch_of(rollouts)
     reason = actor.check_layout(batch) if config.model.check_layout else ""
-    found = compared(actor, batch, config.sampling, None)
+    found = compare_logprobs(actor, batch, config.sampling, None)
     return reason, None if found is None else agreement(actor, found, config.sampling, None)
 
 

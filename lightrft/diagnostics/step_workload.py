@@ -43,7 +43,7 @@ def roles(config: RLConfig) -> Iterator[Role]:
         yield Role("process model", "trained on outcomes; a reward for each token")
 
 
-def forwards(config: RLConfig) -> Iterator[Forward]:
+def forward_passes(config: RLConfig) -> Iterator[Forward]:
     """Yield all passes over the batch of a step, in order, after generation."""
     algorithm, train, needs = config.algorithm, config.train, needs_of(config.algorithm)
     old = needs_old_logprobs(config)

@@ -22,7 +22,7 @@ _listeners: list[Listener] = []
 
 
 @contextmanager
-def heard_by(listener: Listener) -> Generator[None]:
+def error_listener(listener: Listener) -> Generator[None]:
     """Within this context, pass the error that ends this process to ``listener`` to report it."""
     _listeners.append(listener)
     try:
@@ -31,10 +31,10 @@ def heard_by(listener: Listener) -> Generator[None]:
         _listeners.remove(listener)
 
 
-def tell(error: BaseException) -> bool:
+def report_error(error: BaseException) -> bool:
     """Report the ``error`` that ends this process and return True if the launcher prints it.
 
-    The report goes to the first listener of ``heard_by``, else to the file named by ``ERROR_FILE``.
+    The report goes to the first listener of ``error_listener``, else to the file named by ``ERROR_FILE``.
     Without either, nothing is written and the process prints the error itself.
     """
     if _listeners:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from lightrft.distributed.error_report import tell
+from lightrft.distributed.error_report import report_error
 from lightrft.utils.errors import RankError, first_line
 
 BEAT = 1.0
@@ -28,7 +28,7 @@ LOST = 10
 """Number of heartbeats without a reply of the store after which the store counts as unreachable."""
 
 
-class Pulse:
+class Heartbeat:
     """The heartbeat thread of this rank, and the state of the other ranks.
 
     If a rank is silent for ``minutes`` plus ``GRACE`` seconds, all other ranks exit. This also ends
@@ -85,11 +85,11 @@ class Pulse:
             self._store.set(f"left/{self._run}/{self.rank}", f"{type(error).__name__}: {error}")
             self._store.set(f"failing/{self._run}", "")
 
-    def come(self, line: str) -> None:
+    def count_collective(self, line: str) -> None:
         """Count one more collective call on ``line``, the call sequence of one process group."""
         self.reached[line] = self.reached.get(line, 0) + 1
 
-    def others(self, line: str = "", members: Iterable[int] = ()) -> str:
+    def diagnose_peers(self, line: str = "", members: Iterable[int] = ()) -> str:
         """Return a description of the rank that blocks a collective call, or "" if none is found.
 
         It names ranks that have failed and ranks without a heartbeat. Otherwise it names ranks that
@@ -187,6 +187,6 @@ def _say(text: str) -> None:
 
 def _leave(text: str) -> None:
     """End this process from the heartbeat thread, while the main thread is stuck in a call."""
-    if not tell(RankError(text)):
+    if not report_error(RankError(text)):
         _say(text)
     os._exit(2)

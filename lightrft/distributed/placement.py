@@ -16,7 +16,7 @@ ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class BundleSlot:
     """The share of a bundle that one process uses: CPU cores and (fractional) devices."""
 
     bundle: int
@@ -25,12 +25,12 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class PlacementPlan:
     """All bundles of a run, the slot of each rank, and worker slots by name (``engine 0``)."""
 
     bundles: tuple[Bundle, ...]
-    ranks: tuple[Slot, ...]
-    workers: Mapping[str, Slot] = field(default_factory=dict)
+    ranks: tuple[BundleSlot, ...]
+    workers: Mapping[str, BundleSlot] = field(default_factory=dict)
 
     @property
     def asked(self) -> Bundle:
@@ -52,7 +52,7 @@ class RankPlacement:
         return f"{self.address} ({self.node[:8]})"
 
 
-def layout(launch: LaunchConfig, accelerated: bool) -> Layout:
+def plan_placement(launch: LaunchConfig, accelerated: bool) -> PlacementPlan:
     """Build one bundle per rank, with a whole device each if ``accelerated``.
 
     A worker is placed in the bundle of a rank if its share of a device fits there. Otherwise it
@@ -62,7 +62,7 @@ def layout(launch: LaunchConfig, accelerated: bool) -> Layout:
     devices = (1.0 if asked.devices is None else asked.devices) if accelerated else 0.0
     bundles: list[Bundle] = [{"CPU": asked.cpus, **({"GPU": 1.0} if devices else {})} for _ in range(launch.processes)]
     left = [1.0 - devices if devices else 0.0] * launch.processes
-    workers: dict[str, Slot] = {}
+    workers: dict[str, BundleSlot] = {}
     for kind, (count, share) in asked.workers.items():
         for number in range(count):
             takes = (1.0 if share is None else share) if accelerated else 0.0
@@ -73,9 +73,9 @@ def layout(launch: LaunchConfig, accelerated: bool) -> Layout:
             else:
                 place = len(bundles)
                 bundles.append({"CPU": asked.worker_cpus, **({"GPU": takes} if takes else {})})
-            workers[f"{kind} {number}"] = Slot(place, asked.worker_cpus, takes)
-    ranks = tuple(Slot(rank, asked.cpus, devices) for rank in range(launch.processes))
-    return Layout(tuple(bundles), ranks, workers)
+            workers[f"{kind} {number}"] = BundleSlot(place, asked.worker_cpus, takes)
+    ranks = tuple(BundleSlot(rank, asked.cpus, devices) for rank in range(launch.processes))
+    return PlacementPlan(tuple(bundles), ranks, workers)
 
 
 def side_by_side(places: Sequence[RankPlacement]) -> list[int]:

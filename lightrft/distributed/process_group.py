@@ -26,12 +26,12 @@ from lightrft.utils.errors import ConfigError, LostRankError, RankError, first_l
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightrft.distributed.heartbeat import Pulse
+    from lightrft.distributed.heartbeat import Heartbeat
 
 T = TypeVar("T")
 
 
-class Ranks(Protocol):
+class ProcessGroup(Protocol):
     """A group of processes. ``rank`` is this process's index in ``range(size)``.
 
     A collective call fails after ``minutes`` if a rank does not join.
@@ -57,7 +57,7 @@ class Ranks(Protocol):
         """Return the sum of ``tensor`` over all ranks."""
         ...
 
-    def apart(self) -> Ranks:
+    def duplicate(self) -> ProcessGroup:
         """Return a new group of the same ranks, for collective calls of another thread.
 
         Calls of the two groups do not wait for each other. Every rank must call it.
@@ -65,7 +65,7 @@ class Ranks(Protocol):
         ...
 
 
-class Alone:
+class SingleProcess:
     """The process group of a run with one process."""
 
     rank = 0
@@ -80,21 +80,21 @@ class Alone:
         """Return ``tensor``."""
         return tensor
 
-    def apart(self) -> Alone:
+    def duplicate(self) -> SingleProcess:
         """Return this group."""
         return self
 
 
-ALONE = Alone()
+SINGLE_PROCESS = SingleProcess()
 
 
-class Together:
+class TorchProcessGroup:
     """The default process group of torch, or ``group``, a subset of its ranks.
 
     Plain data and sums go through a separate gloo group on the CPU.
     """
 
-    pulse: Pulse | None = None  # one per process
+    heartbeat: Heartbeat | None = None  # one per process
     _lines = itertools.count()
 
     def __init__(self, minutes: float, group: Any = None) -> None:
@@ -110,32 +110,32 @@ class Together:
         self._line = str(next(self._lines))
 
     def gather(self, value: T) -> list[T]:
-        """See ``Ranks.gather``."""
+        """See ``ProcessGroup.gather``."""
         found: list[Any] = [None] * self.size
         with self._waiting():
             self._dist.all_gather_object(found, value, group=self._plain)
         return found
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """See ``Ranks.sum``."""
+        """See ``ProcessGroup.sum``."""
         total = tensor.detach().to("cpu", copy=True)
         with self._waiting():
             self._dist.all_reduce(total, group=self._plain)
         return total.to(tensor.device)
 
-    def apart(self) -> Together:
-        """See ``Ranks.apart``."""
+    def duplicate(self) -> TorchProcessGroup:
+        """See ``ProcessGroup.apart``."""
         limit = timedelta(minutes=self.minutes)
-        return Together(self.minutes, self._dist.new_group(self._members, limit, "gloo", use_local_synchronization=True))
+        return TorchProcessGroup(self.minutes, self._dist.new_group(self._members, limit, "gloo", use_local_synchronization=True))
 
     @contextmanager
     def _waiting(self) -> Generator[None]:
-        if self.pulse is not None:
-            self.pulse.come(self._line)
+        if self.heartbeat is not None:
+            self.heartbeat.count_collective(self._line)
         try:
             yield
         except RuntimeError as error:  # gloo raises it for a broken connection and for a timeout
-            blame = "" if self.pulse is None else self.pulse.others(self._line, self._members)
+            blame = "" if self.heartbeat is None else self.heartbeat.diagnose_peers(self._line, self._members)
             raise _lost(error, self.minutes, blame) from error
 
 
@@ -155,7 +155,7 @@ def _of_connection(error: RuntimeError) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Team:
+class ModelParallelGroup:
     """A group of ranks that process different parts of the same rows (sequence parallelism).
 
     ``place`` is this rank's index in ``range(size)``. ``group`` is a torch process group for
@@ -169,7 +169,7 @@ class Team:
     tensor: int = 1
 
 
-def check_teams(ranks: Ranks, size: int) -> None:
+def check_parallel_sizes(ranks: ProcessGroup, size: int) -> None:
     """Raise ``ConfigError`` if ``size`` does not divide the number of ranks."""
     if ranks.size % size:
         raise ConfigError(
@@ -178,7 +178,7 @@ def check_teams(ranks: Ranks, size: int) -> None:
         )
 
 
-def in_teams(ranks: Ranks, sequence: int, tensor: int = 1) -> tuple[Team, Ranks]:
+def build_parallel_groups(ranks: ProcessGroup, sequence: int, tensor: int = 1) -> tuple[ModelParallelGroup, ProcessGroup]:
     """Build the sequence-parallel group of this rank and its data-parallel group.
 
     A model-parallel group has ``sequence * tensor`` consecutive ranks that work on the same rows.
@@ -195,10 +195,10 @@ def in_teams(ranks: Ranks, sequence: int, tensor: int = 1) -> tuple[Team, Ranks]
         The sequence-parallel group and the data-parallel group.
     """
     size = sequence * tensor
-    check_teams(ranks, size)
+    check_parallel_sizes(ranks, size)
     if size == 1:
-        return Team(0, 1), ranks
-    if not isinstance(ranks, Together):
+        return ModelParallelGroup(0, 1), ranks
+    if not isinstance(ranks, TorchProcessGroup):
         raise ValueError("one process alone makes no team")
     import torch.distributed as dist
 
@@ -207,7 +207,7 @@ def in_teams(ranks: Ranks, sequence: int, tensor: int = 1) -> tuple[Team, Ranks]
     lines = [block[place::tensor] for block in blocks for place in range(tensor)]
     own, _ = dist.new_subgroups_by_enumeration(lines, timeout=limit)
     across, _ = dist.new_subgroups_by_enumeration([list(column) for column in zip(*blocks)], timeout=limit, backend="gloo")
-    return Team(ranks.rank % size // tensor, sequence, own, tensor), Together(ranks.minutes, across)
+    return ModelParallelGroup(ranks.rank % size // tensor, sequence, own, tensor), TorchProcessGroup(ranks.minutes, across)
 
 
 def first_rank() -> bool:
@@ -215,46 +215,46 @@ def first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def starts_again() -> int:
+def restart_count() -> int:
     """Return how many times the launcher has restarted all ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 @contextmanager
-def joined(minutes: float) -> Generator[Ranks]:
+def init_process_group(minutes: float) -> Generator[ProcessGroup]:
     """Join the ranks that a launcher such as torchrun has started, or run alone without one.
 
     If a rank does not join a collective call within ``minutes``, each rank raises an error that
     names it. Ranks that have already joined are reused.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield ALONE
+        yield SINGLE_PROCESS
         return
     import torch
     import torch.distributed as dist
 
-    from lightrft.distributed.heartbeat import Pulse
+    from lightrft.distributed.heartbeat import Heartbeat
 
     if dist.is_initialized():
-        if Together.pulse is not None:
-            Together.pulse.next_run()
-        yield Together(minutes)
+        if TorchProcessGroup.heartbeat is not None:
+            TorchProcessGroup.heartbeat.next_run()
+        yield TorchProcessGroup(minutes)
         return
     if torch.accelerator.is_available():
         torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
     failed: BaseException | None = None
-    pulse: Pulse | None = None
+    pulse: Heartbeat | None = None
     try:
         store, rank, size = _meeting(minutes)
-        pulse = Together.pulse = Pulse(store, rank, size, minutes)
+        pulse = TorchProcessGroup.heartbeat = Heartbeat(store, rank, size, minutes)
         _connect(store, rank, size, timedelta(minutes=minutes))
-        yield Together(minutes)
+        yield TorchProcessGroup(minutes)
     except RuntimeError as error:
         failed = error
         if not _of_connection(error):
             raise
         _stores.clear()  # the next rendezvous must not reuse a broken store
-        failed = _lost(error, minutes, "" if pulse is None else pulse.others())
+        failed = _lost(error, minutes, "" if pulse is None else pulse.diagnose_peers())
         raise failed from error
     except BaseException as error:
         failed = error
@@ -262,7 +262,7 @@ def joined(minutes: float) -> Generator[Ranks]:
     finally:
         if pulse is not None:
             pulse.end(failed)
-        Together.pulse = None
+        TorchProcessGroup.heartbeat = None
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -370,23 +370,23 @@ def _connect(store: Any, rank: int, size: int, limit: timedelta) -> None:
     dist.distributed_c10d._set_pg_timeout(limit)
 
 
-def tell_others(error: BaseException) -> None:
+def broadcast_failure(error: BaseException) -> None:
     """Report the ``error`` that ends this rank to the other ranks, before it has cleaned up."""
-    if Together.pulse is not None:
-        Together.pulse.fail(error)
+    if TorchProcessGroup.heartbeat is not None:
+        TorchProcessGroup.heartbeat.fail(error)
 
 
-def another_fails() -> bool:
+def peer_failed() -> bool:
     """Return True if some rank is known to end with an error, so waiting for it is useless."""
-    return Together.pulse is not None and Together.pulse.failing
+    return TorchProcessGroup.heartbeat is not None and TorchProcessGroup.heartbeat.failing
 
 
-def mine(items: Sequence[T], ranks: Ranks) -> list[T]:
+def shard_for_rank(items: Sequence[T], ranks: ProcessGroup) -> list[T]:
     """Return this rank's part of ``items``. Each item belongs to exactly one rank."""
     return list(items[ranks.rank :: ranks.size])
 
 
-def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
+def run_on_all_ranks(ranks: ProcessGroup, work: Callable[[], T]) -> list[T]:
     """Run ``work`` on every rank and gather the results on all of them.
 
     When it raises on one rank, every rank raises. That rank raises its original error. The others
@@ -410,20 +410,20 @@ def together(ranks: Ranks, work: Callable[[], T]) -> list[T]:
     return [value for value, _ in told]
 
 
-PULSES = 4
+KEEPALIVES = 4
 """Number of signals that a busy rank gives within the timeout."""
 
 
-class Signs:
+class KeepAlive:
     """Non-blocking keep-alive signals to all ``ranks`` while this rank is still working.
 
     Sending one must not block, since other ranks may need what this rank does next. This is the
     case for tensor-parallel ranks that generate each token jointly.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: ProcessGroup) -> None:
         self._ranks = ranks
-        self._pause = 60 * ranks.minutes / PULSES
+        self._pause = 60 * ranks.minutes / KEEPALIVES
         self._due = time.monotonic() + self._pause
         self._given: Future[list[bool]] | None = None
 
@@ -460,13 +460,13 @@ class Signs:
             given.set_exception(error)
 
 
-def patiently(ranks: Ranks, work: Callable[[Callable[[], None]], T]) -> list[T]:
+def run_with_keepalive(ranks: ProcessGroup, work: Callable[[Callable[[], None]], T]) -> list[T]:
     """Run ``together`` for work that may take much longer on one rank than on another.
 
     ``work`` gets a function to call regularly, e.g. between tokens. While a rank calls it, the
     other ranks keep waiting. A rank that no longer calls it times out as in any collective call.
     """
-    signs = Signs(ranks)
+    signs = KeepAlive(ranks)
 
     def awaited() -> T:
         failure: Exception | None = None
@@ -480,4 +480,4 @@ def patiently(ranks: Ranks, work: Callable[[Callable[[], None]], T]) -> list[T]:
             raise failure
         return value
 
-    return together(ranks, awaited) if ranks.size > 1 else [work(signs.give)]
+    return run_on_all_ranks(ranks, awaited) if ranks.size > 1 else [work(signs.give)]

@@ -12,7 +12,7 @@ from typing import Any
 
 from lightrft.config.launch import LaunchConfig, RayConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
-from lightrft.distributed.placement import Bundle, Layout, Slot
+from lightrft.distributed.placement import Bundle, BundleSlot, PlacementPlan
 from lightrft.utils.errors import ConfigError, RankError, ResourceError, first_line
 from lightrft.utils.stop_signal import StopFlag
 
@@ -138,7 +138,7 @@ def uses_devices(config: RLConfig | SFTConfig) -> bool:
 
 
 @contextmanager
-def placed(plan: Layout, launch: LaunchConfig, stop: StopFlag) -> Generator[Any]:
+def create_placement_group(plan: PlacementPlan, launch: LaunchConfig, stop: StopFlag) -> Generator[Any]:
     """Reserve a placement group for ``plan`` and remove it on exit.
 
     Args:
@@ -158,30 +158,30 @@ def placed(plan: Layout, launch: LaunchConfig, stop: StopFlag) -> Generator[Any]
         while not group.wait(1):
             if stop:
                 raise RankError("stopped before the ranks had a place")
-            if time.monotonic() > until or (own and lacking(plan.asked, totals())):
+            if time.monotonic() > until or (own and missing_resources(plan.asked, cluster_resources())):
                 raise ResourceError(no_room(plan, launch))
         yield group
     finally:
         groups.remove_placement_group(group)
 
 
-def totals() -> Bundle:
+def cluster_resources() -> Bundle:
     """Return the resources of all nodes of the cluster, used or free."""
     return {name: value for name, value in package().cluster_resources().items() if name in ("CPU", "GPU")}
 
 
-def lacking(asked: Bundle, there: Bundle) -> list[str]:
+def missing_resources(asked: Bundle, there: Bundle) -> list[str]:
     """Return the names of resources of which the cluster has less than ``asked``."""
     return [name for name, value in asked.items() if value > there.get(name, 0.0)]
 
 
-def no_room(plan: Layout, launch: LaunchConfig) -> str:
+def no_room(plan: PlacementPlan, launch: LaunchConfig) -> str:
     """Return an error message: the requested and available resources, and what to change."""
     ray = package()
     free = ray.available_resources()
     nodes = sum(1 for node in ray.nodes() if node["Alive"])
     asked = ", ".join(f"{value:g} {name}" for name, value in plan.asked.items())
-    there = ", ".join(f"{value:g} {name} ({free.get(name, 0.0):g} free)" for name, value in totals().items())
+    there = ", ".join(f"{value:g} {name} ({free.get(name, 0.0):g} free)" for name, value in cluster_resources().items())
     way = "add nodes" if launch.ray.address else "join a cluster with more (launch.ray.address)"
     return (
         f"launch.ray: {launch.processes} ranks and {len(plan.workers)} workers ask for {asked} in {len(plan.bundles)} bundles "
@@ -191,7 +191,7 @@ def no_room(plan: Layout, launch: LaunchConfig) -> str:
     )
 
 
-def actor(kind: type, group: Any, slot: Slot) -> Any:
+def actor(kind: type, group: Any, slot: BundleSlot) -> Any:
     """Return ``kind`` as an actor class that is scheduled in ``slot``, without automatic restarts.
 
     Args:

@@ -14,7 +14,7 @@ LEAVING = 5.0
 """Seconds that a process which ends waits for delivery of its last message."""
 
 
-class Desk:
+class EventQueue:
     """An actor on the driver's node that collects events of ranks and holds the stop flag."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Desk:
         return await self._stop.wait()
 
 
-class Teller(logging.Handler):
+class EventReporter(logging.Handler):
     """An observer and log handler of a rank that forwards everything to the desk."""
 
     def __init__(self, desk: Any, level: int) -> None:
@@ -93,7 +93,7 @@ class Teller(logging.Handler):
             package().get(self._last)
 
 
-def told(teller: Teller) -> None:
+def report_logs_and_errors(teller: EventReporter) -> None:
     """Forward all log records of this package to ``teller``."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(logging.INFO)

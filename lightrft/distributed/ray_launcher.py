@@ -22,11 +22,20 @@ from lightrft.config import verbs as trees
 from lightrft.config.base import build, parse_yaml, to_yaml
 from lightrft.config.launch import RayConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
-from lightrft.distributed.error_report import heard_by
-from lightrft.distributed.placement import Layout, RankPlacement, Slot, environments, layout, side_by_side
-from lightrft.distributed.ray_cluster import actor, adopt, beside_driver, cluster, package, placed, reason_of, uses_devices
-from lightrft.distributed.ray_events import Desk, Teller, told
-from lightrft.distributed.ray_workers import Office, Roster, opened
+from lightrft.distributed.error_report import error_listener
+from lightrft.distributed.placement import BundleSlot, PlacementPlan, RankPlacement, environments, plan_placement, side_by_side
+from lightrft.distributed.ray_cluster import (
+    actor,
+    adopt,
+    beside_driver,
+    cluster,
+    create_placement_group,
+    package,
+    reason_of,
+    uses_devices,
+)
+from lightrft.distributed.ray_events import EventQueue, EventReporter, report_logs_and_errors
+from lightrft.distributed.ray_workers import WorkerAllocator, WorkerRegistry, use_allocator
 from lightrft.observability.logging_setup import ROOT
 from lightrft.observability.redaction import check_complete
 from lightrft.utils import errors
@@ -63,7 +72,7 @@ def run_on_ray(path: str, config: RLConfig | SFTConfig, observer: Observer) -> d
     """
     check_launch(config)
     with cluster(config.launch.ray), StopFlag() as stop:
-        summary = Driver(path, config, observer, stop).run()
+        summary = RayLauncher(path, config, observer, stop).run()
         # Ranks always get SIGTERM, so their summary would not name the signal that the driver got.
         return {**summary, "stopped_by": stop.reason} if stop and "stopped_by" in summary else summary
 
@@ -89,7 +98,7 @@ def check_launch(config: RLConfig | SFTConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class RankTask:
     """The task of a rank: a program, its settings, environment and workers.
 
     ``tree`` is YAML of the settings class ``kind``. ``again`` is True if previous ranks were lost
@@ -104,11 +113,11 @@ class Order:
     again: bool
     before: tuple[RankPlacement, ...] = ()
     roster: Any = None
-    slots: Mapping[str, Slot] = field(default_factory=dict)
+    slots: Mapping[str, BundleSlot] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RankResult:
     """The outcome of a call on a rank: a result, or an error given by the name of its class."""
 
     result: Any = None
@@ -127,7 +136,7 @@ class RankLost(Exception):
     """Raised when a rank ended without returning a result."""
 
 
-class Rank:
+class RankActor:
     """One rank: an actor whose main thread runs the program."""
 
     def place(self, folder: str) -> RankPlacement:
@@ -176,35 +185,35 @@ class Rank:
         """Delete the file of ``put_mark``."""
         Path(mark).unlink(missing_ok=True)
 
-    def run(self, order: Order) -> Ended:
+    def run(self, order: RankTask) -> RankResult:
         """Run ``order`` and return its outcome, which includes an error."""
         adopt(order.environment)
-        teller = Teller(order.desk, logging.WARNING if order.environment["RANK"] == "0" else logging.ERROR)
-        told(teller)
-        office = Office(order.roster, order.slots, package().util.get_node_ip_address())
+        teller = EventReporter(order.desk, logging.WARNING if order.environment["RANK"] == "0" else logging.ERROR)
+        report_logs_and_errors(teller)
+        office = WorkerAllocator(order.roster, order.slots, package().util.get_node_ip_address())
         leave = partial(teller.leave, int(order.environment["RANK"]))
-        with StopFlag(), stopping(order.desk), opened(office), heard_by(leave):
-            ended = answer(order, teller)
+        with StopFlag(), stopping(order.desk), use_allocator(office), error_listener(leave):
+            ended = run_rank_task(order, teller)
         teller.delivered()
         return ended
 
 
-def answer(order: Order, observer: Observer) -> Ended:
+def run_rank_task(order: RankTask, observer: Observer) -> RankResult:
     """Call the program of ``order`` and return its outcome."""
     try:
-        config = going_on(order)
+        config = resumes_run(order)
         wait_until_gone(order.before)
         if config.run.threads:
             import torch
 
             torch.set_num_threads(config.run.threads)
         module, _, name = order.path.partition(":")
-        return Ended(result=getattr(importlib.import_module(module), name)(config, observer))
+        return RankResult(result=getattr(importlib.import_module(module), name)(config, observer))
     except Exception as error:
-        return Ended(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
+        return RankResult(error=type(error).__name__, text=str(error), trace=traceback.format_exc())
 
 
-def going_on(order: Order) -> RLConfig | SFTConfig:
+def resumes_run(order: RankTask) -> RLConfig | SFTConfig:
     """Return the config of ``order``. Restarted ranks resume from the newest checkpoint of the run.
 
     A checkpoint that ``run.resume`` names is used only while the run has no checkpoint yet.
@@ -257,7 +266,7 @@ def stopping(desk: Any) -> Generator[None]:
 
 
 @dataclass(slots=True)
-class Driver:
+class RayLauncher:
     """Starts and watches the ranks of a run, in the process of the command."""
 
     path: str
@@ -279,7 +288,7 @@ class Driver:
 
     def run(self) -> dict[str, Any]:
         """Start the ranks, restart them when some are lost, and return the result of rank 0."""
-        self._desk = beside_driver(Desk)
+        self._desk = beside_driver(EventQueue)
         while True:
             try:
                 return self.attempt()
@@ -302,18 +311,18 @@ class Driver:
 
     def attempt(self) -> dict[str, Any]:
         """Place the ranks and workers once, run them and return the result of rank 0."""
-        plan = layout(self.config.launch, uses_devices(self.config))
-        with placed(plan, self.config.launch, self.stop) as group:
+        plan = plan_placement(self.config.launch, uses_devices(self.config))
+        with create_placement_group(plan, self.config.launch, self.stop) as group:
             host = str(Path.cwd()), self.asked.environment, self._desk
-            self.roster = beside_driver(Roster, group, 60 * self.asked.wait, host) if plan.workers else None
-            actors = [actor(Rank, group, slot).remote() for slot in plan.ranks]
+            self.roster = beside_driver(WorkerRegistry, group, 60 * self.asked.wait, host) if plan.workers else None
+            actors = [actor(RankActor, group, slot).remote() for slot in plan.ranks]
             try:
                 return self.see_through(actors, plan)
             finally:
                 for one in [*actors, *([self.roster] if self.roster is not None else [])]:
                     package().kill(one)
 
-    def see_through(self, actors: list[Any], plan: Layout) -> dict[str, Any]:
+    def see_through(self, actors: list[Any], plan: PlacementPlan) -> dict[str, Any]:
         """Assign a rank and an order to every actor, and wait for all of them."""
         before, self._left = self.places, {}
         folder = str(Path.cwd())
@@ -326,7 +335,7 @@ class Driver:
         ended = self.watch({one.run.remote(order): rank for rank, (one, order) in enumerate(zip(actors, orders))})
         return self.outcome(ended)
 
-    def orders(self, port: int, plan: Layout, before: tuple[RankPlacement, ...] = ()) -> list[Order]:
+    def orders(self, port: int, plan: PlacementPlan, before: tuple[RankPlacement, ...] = ()) -> list[RankTask]:
         """Return the order of each rank, in rank order.
 
         Args:
@@ -335,7 +344,7 @@ class Driver:
             before: places of the lost ranks that these ranks replace.
         """
         kind, tree, asks = type(self.config).__name__, to_yaml(self.config), (self.roster, plan.workers)
-        common = Order(self.path, kind, tree, {}, self._desk, self.began, before, *asks)
+        common = RankTask(self.path, kind, tree, {}, self._desk, self.began, before, *asks)
         environment = {**self.asked.environment, "TORCHELASTIC_RESTART_COUNT": str(self.losses)}
         return [replace(common, environment={**environment, **own}) for own in environments(self.places, port)]
 
@@ -377,13 +386,13 @@ class Driver:
                     "writes there; set run.dir to a folder of a file system that all nodes share"
                 )
 
-    def watch(self, waiting: dict[Any, int]) -> dict[int, Ended]:
+    def watch(self, waiting: dict[Any, int]) -> dict[int, RankResult]:
         """Forward events of ranks until each has ended, or until ``GRACE`` seconds after a failure.
 
         Raises ``RankLost`` for a rank that is gone.
         """
         ray = package()
-        ended: dict[int, Ended] = {}
+        ended: dict[int, RankResult] = {}
         until = float("inf")
         news = self._desk.news.remote(1.0)
         while waiting and time.monotonic() < until:
@@ -430,7 +439,7 @@ class Driver:
         said = self._left.get(rank)
         return RankLost(f"{place} has given up: {without_way_on(said)}" if said else f"{place} was lost: {reason}")
 
-    def outcome(self, ended: Mapping[int, Ended]) -> dict[str, Any]:
+    def outcome(self, ended: Mapping[int, RankResult]) -> dict[str, Any]:
         """Return the result of rank 0, or raise the error of the rank that caused the failure.
 
         Errors that only report another rank's failure are considered last.
@@ -451,7 +460,7 @@ class Driver:
             raise RankLost(f"ranks lost one another: {without_way_on(failed[min(failed)].text)}")
         return ended[0].result
 
-    def as_error(self, rank: int, one: Ended) -> Exception:
+    def as_error(self, rank: int, one: RankResult) -> Exception:
         """Rebuild the error of a rank, in its original class if it is a ``UserError``."""
         if one.kind is not None:
             return one.kind(one.text)

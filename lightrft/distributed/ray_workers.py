@@ -15,14 +15,14 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.distributed.placement import Slot
+from lightrft.distributed.placement import BundleSlot
 from lightrft.distributed.ray_cluster import actor, adopt, package, reason_of
-from lightrft.distributed.ray_events import Teller, told
+from lightrft.distributed.ray_events import EventReporter, report_logs_and_errors
 from lightrft.distributed.worker_api import Maker, Worker, WorkerLost
 from lightrft.utils.errors import ConfigError, ResourceError, UserError
 
 
-class Host:
+class WorkerActor:
     """The process of a worker. It calls one method after the other, in order.
 
     Args:
@@ -34,7 +34,7 @@ class Host:
     def __init__(self, folder: str, environment: Mapping[str, str], desk: Any) -> None:
         adopt(environment)
         os.chdir(folder)
-        told(Teller(desk, logging.WARNING))
+        report_logs_and_errors(EventReporter(desk, logging.WARNING))
         self._object: Any = None
         self._made = False
         self._failure: Exception | None = None
@@ -70,14 +70,14 @@ class Host:
 
 
 @dataclass(slots=True)
-class Post:
+class WorkerRecord:
     """The slot of a worker, the function that makes its object, and its current actor.
 
     ``life`` counts the starts of the actor. ``held`` counts the ranks that use the worker.
     """
 
     name: str
-    slot: Slot
+    slot: BundleSlot
     make: list[Any]
     actor: Any = None
     life: int = 0
@@ -85,7 +85,7 @@ class Post:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Roster:
+class WorkerRegistry:
     """All workers of a run, by name: an actor on the driver's node. The workers end with it.
 
     Args:
@@ -98,9 +98,9 @@ class Roster:
         self._group = group
         self._seconds = seconds
         self._host = host
-        self._posts: dict[str, Post] = {}
+        self._posts: dict[str, WorkerRecord] = {}
 
-    async def hold(self, name: str, slot: Slot, make: list[Any]) -> tuple[Any, int]:
+    async def hold(self, name: str, slot: BundleSlot, make: list[Any]) -> tuple[Any, int]:
         """Return the worker ``name`` and its number of starts. The first rank that asks starts it.
 
         Args:
@@ -108,7 +108,7 @@ class Roster:
             slot: its share of a bundle.
             make: one-element list with a Ray reference to its ``Maker``.
         """
-        post = self._posts.setdefault(name, Post(name, slot, make))
+        post = self._posts.setdefault(name, WorkerRecord(name, slot, make))
         post.held += 1
         if post.actor is None:
             self._start(post)
@@ -141,18 +141,18 @@ class Roster:
         """Return the process id of each worker, by name."""
         return {name: await post.actor.process.remote() for name, post in self._posts.items()}
 
-    def _start(self, post: Post) -> Any:
+    def _start(self, post: WorkerRecord) -> Any:
         """Start an actor that makes the object. Return a reference that is ready once it is
         scheduled.
         """
-        post.actor = actor(Host, self._group, post.slot).remote(*self._host)
+        post.actor = actor(WorkerActor, self._group, post.slot).remote(*self._host)
         post.life += 1
         # Must come first: calls run in order, and making the object may take long.
         there = post.actor.ready.remote()
         post.actor.make.remote(post.make)
         return there
 
-    async def _there(self, post: Post, there: Any) -> None:
+    async def _there(self, post: WorkerRecord, there: Any) -> None:
         try:
             await asyncio.wait_for(there, self._seconds)
         except TimeoutError:
@@ -175,7 +175,7 @@ class RayWorker:
         make: makes the object inside the worker.
     """
 
-    def __init__(self, roster: Any, name: str, slot: Slot, make: Maker) -> None:
+    def __init__(self, roster: Any, name: str, slot: BundleSlot, make: Maker) -> None:
         self.name = name
         self._roster = roster
         # In a list Ray passes the reference itself, so only the worker unpickles the maker.
@@ -225,11 +225,11 @@ def answered(ref: Any) -> Future[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Office:
+class WorkerAllocator:
     """Access of a rank to its workers: ``slots`` by worker name, and its own address ``host``."""
 
     roster: Any
-    slots: Mapping[str, Slot]
+    slots: Mapping[str, BundleSlot]
     host: str
 
     def hire(self, kind: str, make: Maker) -> list[Worker]:
@@ -238,12 +238,12 @@ class Office:
         return [RayWorker(self.roster, name, self.slots[name], make) for name in names]
 
 
-_OFFICE: ContextVar[Office | None] = ContextVar("office", default=None)
+_OFFICE: ContextVar[WorkerAllocator | None] = ContextVar("office", default=None)
 
 
 @contextmanager
-def opened(office: Office) -> Generator[None]:
-    """Within this context, ``office_here`` returns ``office``."""
+def use_allocator(office: WorkerAllocator) -> Generator[None]:
+    """Within this context, ``current_allocator`` returns ``office``."""
     token = _OFFICE.set(office)
     try:
         yield
@@ -251,7 +251,7 @@ def opened(office: Office) -> Generator[None]:
         _OFFICE.reset(token)
 
 
-def office_here() -> Office:
+def current_allocator() -> WorkerAllocator:
     """Return the office of this rank. Raises ``ConfigError`` if no Ray launcher started it."""
     office = _OFFICE.get()
     if office is None:

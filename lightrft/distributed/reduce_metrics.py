@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from lightrft.distributed.process_group import Ranks
+from lightrft.distributed.process_group import ProcessGroup
 from lightrft.observability.metrics import Metrics
 
 
-def merged(metrics: Metrics, ranks: Ranks) -> Metrics:
+def all_reduce_metrics(metrics: Metrics, ranks: ProcessGroup) -> Metrics:
     """Merge ``metrics`` of all ranks and return the result on each."""
     if ranks.size == 1:
         return metrics

@@ -29,11 +29,11 @@ class LocalShard:
             yield from _cut(index, values, size)
 
 
-Holding = Callable[[Tensor], LocalShard]
+ShardLayout = Callable[[Tensor], LocalShard]
 """A function that returns the local blocks of a parameter or buffer."""
 
 
-def held_of(tensor: Tensor) -> LocalShard:
+def local_shard_of(tensor: Tensor) -> LocalShard:
     """Return the local blocks of ``tensor``: all of it, or the shards of a ``DTensor``."""
     shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):

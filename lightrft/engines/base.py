@@ -14,7 +14,7 @@ Fingerprint = dict[str, str]
 """A checksum of each parameter that the engine holds, by parameter name."""
 
 
-def never() -> bool:
+def never_stop() -> bool:
     """Return ``False``: the ``stopped`` callback of a call that is never interrupted."""
     return False
 
@@ -30,12 +30,12 @@ class Engine(Protocol):
         shared: The engine samples from the trainer's weights and holds no copy of them.
     """
 
-    of_all: bool
-    together: int
-    shared: bool
+    shared_by_all_ranks: bool
+    tensor_parallel_size: int
+    shares_weights: bool
 
     def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never_stop
     ) -> Iterator[Rollout]:
         """Yield one response to each request as it finishes, in no particular order.
 

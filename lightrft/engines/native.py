@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines import sampling as draws
-from lightrft.engines.base import Fingerprint, never
+from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.decoder_protocol import DecoderProtocol
 from lightrft.engines.stop_strings import StopStrings
 from lightrft.types import FinishReason, Prompt, Request, Rollout
@@ -45,7 +45,7 @@ class NativeEngine:
         together: Number of ranks that shard the model, see ``Engine``.
     """
 
-    of_all = False
+    shared_by_all_ranks = False
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class NativeEngine:
         self.tokenizer = tokenizer
         self.config = config
         self.version = version
-        self.shared = shared
-        self.together = together
+        self.shares_weights = shared
+        self.tensor_parallel_size = together
         self.awake = whole is None
         self._whole, self._held = whole, ExitStack()
         self._stops: dict[tuple[str, ...], StopStrings] = {}
@@ -73,7 +73,7 @@ class NativeEngine:
         self,
         requests: Iterable[Request],
         sampling: SamplingConfig,
-        stopped: Callable[[], bool] = never,
+        stopped: Callable[[], bool] = never_stop,
     ) -> Iterator[Rollout]:
         """Yield responses, see ``Engine.generate``.
 
@@ -111,7 +111,7 @@ class NativeEngine:
 
         Shared weights are current already: then ``weights`` is not read.
         """
-        if not self.shared:
+        if not self.shares_weights:
             self.decoder.load(weights)
         self.version = version
         return checksums(self.decoder.parameters())
@@ -144,7 +144,7 @@ class GenerationBatch:
         sampling: SamplingConfig,
     ) -> None:
         self._engine = engine
-        self._run = _Run(engine, requests, sampling)
+        self._run = _RunningRequests(engine, requests, sampling)
 
     @property
     def unfinished(self) -> bool:
@@ -157,7 +157,7 @@ class GenerationBatch:
         """
         self._run.queue(requests)
 
-    def advance(self, stopped: Callable[[], bool] = never) -> list[Rollout]:
+    def advance(self, stopped: Callable[[], bool] = never_stop) -> list[Rollout]:
         """Return the next finished responses.
 
         Return none once ``stopped`` returns ``True``. It is called between tokens. The policy is
@@ -199,9 +199,9 @@ def check_requests(
     for request in requests:
         if _limit(request, sampling) < 1:
             raise ValueError(f"max_new_tokens {request.max_new_tokens} of a request must be at least 1")
-        if request.held >= _end(request, sampling):
+        if request.num_generated >= _end(request, sampling):
             raise ValueError(
-                f"{request.held} tokens of an answer to {request.prompt.id!r} are there; it ends at {_end(request, sampling)}"
+                f"{request.num_generated} tokens of an answer to {request.prompt.id!r} are there; it ends at {_end(request, sampling)}"
             )
         tokens = len(request.prompt.token_ids) + _limit(request, sampling)
         if tokens > config.token_budget:
@@ -219,20 +219,20 @@ def _limit(request: Request, sampling: SamplingConfig) -> int:
 def _end(request: Request, sampling: SamplingConfig) -> int:
     """Return the response length at which a response is returned, finished or not."""
     limit = _limit(request, sampling)
-    return limit if request.pause is None else min(limit, request.pause)
+    return limit if request.pause_after_tokens is None else min(limit, request.pause_after_tokens)
 
 
 def _room(request: Request, sampling: SamplingConfig) -> int:
     """Return the number of tokens that the response may grow by in this call."""
-    return _end(request, sampling) - request.held
+    return _end(request, sampling) - request.num_generated
 
 
 def _read(request: Request) -> Prompt:
     """Return the tokens to prefill: the prompt, followed by the partial response that is
     resumed."""
-    if request.begun is None or not request.held:
+    if request.partial is None or not request.num_generated:
         return request.prompt
-    return replace(request.prompt, token_ids=request.prompt.token_ids + request.begun.token_ids)
+    return replace(request.prompt, token_ids=request.prompt.token_ids + request.partial.token_ids)
 
 
 CHECKSUM_PART = 1 << 22
@@ -298,7 +298,7 @@ class _Group:
     logits: Tensor | None = None
 
 
-class _Shape(NamedTuple):
+class _CacheShape(NamedTuple):
     """Shape of the cache. Prompts are padded to the longest prompt, responses to the longest
     response."""
 
@@ -307,11 +307,11 @@ class _Shape(NamedTuple):
     rows: int
     answer_tokens: int
 
-    def with_row(self, limit: int, prompt: int | None) -> _Shape:
+    def with_row(self, limit: int, prompt: int | None) -> _CacheShape:
         """Return the shape with one more row of ``limit`` tokens, and its prompt of ``prompt``
         tokens unless ``None``."""
         prompts = (self.prompts, self.prompt_tokens) if prompt is None else (self.prompts + 1, max(self.prompt_tokens, prompt))
-        return _Shape(*prompts, self.rows + 1, max(self.answer_tokens, limit))
+        return _CacheShape(*prompts, self.rows + 1, max(self.answer_tokens, limit))
 
 
 @dataclass(slots=True)
@@ -338,20 +338,20 @@ class _Rows:
         self.keys = np.concatenate([self.keys, draws.seed_keys([r.seed for r in requests])])
         self.greedy = np.concatenate([self.greedy, np.array([r.greedy for r in requests], dtype=bool)])
         self.limits = np.concatenate([self.limits, np.array(limits, dtype=np.int64)])
-        held = np.array([r.held for r in requests], dtype=np.int64)
+        held = np.array([r.num_generated for r in requests], dtype=np.int64)
         self.steps = np.concatenate([self.steps, held])
         self._resize(len(self), max(self.tokens.shape[1], int(held.max(initial=0))))
         for row, request in enumerate(requests, start=first):
-            if request.begun is not None:
+            if request.partial is not None:
                 for column, values in zip(
                     (
                         self.tokens,
                         self.logprobs,
                         self.versions,
                     ),
-                    _columns(request.begun),
+                    _columns(request.partial),
                 ):
-                    column[row, : request.held] = values
+                    column[row, : request.num_generated] = values
 
     def record(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Append one token to every row."""
@@ -401,7 +401,7 @@ def _to_host(tokens: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return both[0].numpy(), both[1].to(bits.dtype).view(logprobs.dtype).numpy()
 
 
-class _Run:
+class _RunningRequests:
     """State of one ``generate`` call: waiting requests, growing rows and the cache. ``advance``
     adds one token to every row."""
 
@@ -442,7 +442,7 @@ class _Run:
             # Equal tokens share a prefill. Placeholder tokens do not identify media, so those go by
             # object.
             key = (id(request.prompt) if request.prompt.media else None, *read.token_ids)
-            groups.setdefault(key, _Group(read, request.held)).waiting.append(request)
+            groups.setdefault(key, _Group(read, request.num_generated)).waiting.append(request)
         self._waiting.extend(groups.values())
 
     @property
@@ -481,7 +481,7 @@ class _Run:
             for request in group.waiting:
                 prompt = request.prompt
                 empty = Rollout(prompt, [], [], [], [], "abort", request.seed, request.sample)
-                aborted.append(request.begun or empty)
+                aborted.append(request.partial or empty)
         return aborted
 
     def _draw(self, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -493,7 +493,7 @@ class _Run:
             tokens, logprobs = draws.greedy(processed)
         else:
             u = to_device(torch.from_numpy(draws.uniforms(rows.keys, rows.steps)), self._device)
-            tokens, logprobs = draws.draw(draws.process(logits, sampling, self._seen, suppress), u)
+            tokens, logprobs = draws.sample_tokens(draws.process(logits, sampling, self._seen, suppress), u)
             if rows.greedy.any():
                 at = to_device(torch.from_numpy(np.flatnonzero(rows.greedy)), self._device)
                 part = [None if mask is None else mask[at] for mask in (self._seen, suppress)]
@@ -520,7 +520,7 @@ class _Run:
         row's first token."""
         entering: list[tuple[_Group, Request]] = []
         fresh: list[_Group] = []
-        shape = _Shape(
+        shape = _CacheShape(
             prompts=len(self._open),
             prompt_tokens=max((len(group.prompt.token_ids) for group in self._open), default=0),
             rows=len(self._rows),
@@ -619,7 +619,7 @@ class _Run:
         return Rollout(
             prompt=request.prompt,
             token_ids=token_ids,
-            sampled=(request.begun.sampled if request.begun is not None else []) + [True] * (length - request.held),
+            sampled=(request.partial.sampled if request.partial is not None else []) + [True] * (length - request.num_generated),
             logprobs=rows.logprobs[row, :length].tolist(),
             versions=rows.versions[row, :length].tolist(),
             finish_reason=reason,

@@ -126,7 +126,7 @@ def greedy(logits: Tensor) -> tuple[Tensor, Tensor]:
     return tokens, best - torch.logsumexp(logits, -1)
 
 
-def draw(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     """Sample tokens ``[R]`` by inverse distribution function at ``u [R]`` in [0, 1).
 
     Return them with their log-probs ``[R]`` float32.

@@ -26,7 +26,7 @@ from torch.multiprocessing import reductions
 from lightrft.distributed.local_store import is_loopback, loopback_store
 from lightrft.distributed.process_group import for_one_attempt
 from lightrft.distributed.worker_api import Worker
-from lightrft.engines.base import never
+from lightrft.engines.base import never_stop
 
 Way = Literal["broadcast", "shared", "message"]
 
@@ -37,7 +37,7 @@ ALIGNED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorSlice:
     """A part of a tensor inside a bucket.
 
     ``count`` bytes of tensor ``name``, from byte ``first`` of the tensor, start at byte ``at`` of
@@ -52,7 +52,7 @@ class Piece:
     at: int
 
 
-Layout = tuple[Piece, ...]
+Layout = tuple[TensorSlice, ...]
 
 
 def used(layout: Layout) -> int:
@@ -77,7 +77,7 @@ def fill(
         while not ended:
             count = min(size - at, data.numel() - first)
             slots[slot][at : at + count].copy_(data[first : first + count])
-            layout.append(Piece(name, tensor.dtype, tuple(tensor.shape), first, count, at))
+            layout.append(TensorSlice(name, tensor.dtype, tuple(tensor.shape), first, count, at))
             first += count
             at += -(-count // ALIGNED) * ALIGNED
             ended = first == data.numel()
@@ -88,7 +88,7 @@ def fill(
         yield slot, tuple(layout)
 
 
-class Inbox:
+class WeightBuffer:
     """The receiving end, in a worker. ``load`` is called with complete tensors by name."""
 
     def __init__(self, load: Callable[[Iterable[tuple[str, Tensor]]], None]) -> None:
@@ -162,10 +162,10 @@ class Inbox:
             torch.cuda.synchronize(bucket.device)
 
 
-class Carrier(ABC):
-    """The sending end: two ``slots`` to fill, and ``workers`` with an ``Inbox``.
+class WeightTransport(ABC):
+    """The sending end: two ``slots`` to fill, and ``workers`` with an ``WeightBuffer``.
 
-    The ``weights`` method of a worker reaches its ``Inbox``. Every method but ``close`` may raise a
+    The ``weights`` method of a worker reaches its ``WeightBuffer``. Every method but ``close`` may raise a
     worker's exception, ``WorkerLost``, ``TimeoutError`` after ``seconds`` without a reply, or
     ``RuntimeError`` for a broken connection. All weights must then be sent again.
 
@@ -215,7 +215,7 @@ class Carrier(ABC):
         return [worker.call("weights", method, *args) for worker in self.workers]
 
 
-class RayObject(Carrier):
+class RayObject(WeightTransport):
     """Sends buckets as arguments of calls."""
 
     def __init__(self, workers: Sequence[Worker], size: int, seconds: float) -> None:
@@ -225,7 +225,7 @@ class RayObject(Carrier):
         return self._ask("put", self.slots[slot][: used(layout)].numpy(), layout)
 
 
-class SharedMemory(Carrier):
+class SharedMemory(WeightTransport):
     """Sends buckets through memory of this machine, or of a device that the workers use too."""
 
     def __init__(
@@ -246,7 +246,7 @@ class SharedMemory(Carrier):
         return self._ask("put_shared", slot, layout)
 
 
-class Broadcast(Carrier):
+class ProcessGroupBroadcast(WeightTransport):
     """Sends buckets through a separate process group of this process and the workers.
 
     ``host`` is the address of this process, as the workers reach it.
@@ -292,9 +292,9 @@ class Broadcast(Carrier):
         super().close()
 
 
-def carrier_of(
+def build_transport(
     way: Way, workers: Sequence[Worker], size: int, device: torch.device, seconds: float, host: str = "127.0.0.1"
-) -> Carrier:
+) -> WeightTransport:
     """Build the carrier that sends buckets to ``workers`` by ``way``.
 
     Args:
@@ -309,11 +309,11 @@ def carrier_of(
         return RayObject(workers, size, seconds)
     if way == "shared":
         return SharedMemory(workers, size, device, seconds)
-    return Broadcast(workers, size, device, seconds, host)
+    return ProcessGroupBroadcast(workers, size, device, seconds, host)
 
 
 def group_of(
-    store: dist.Store, rank: int, size: int, device: torch.device, seconds: float, look: Callable[[], object] = never
+    store: dist.Store, rank: int, size: int, device: torch.device, seconds: float, look: Callable[[], object] = never_stop
 ) -> Any:
     """Build a process group outside of the default one.
 

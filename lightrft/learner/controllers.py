@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lightrft.algorithms.kl import EntropyController, KLController
-from lightrft.algorithms.running_stats import Moments
+from lightrft.algorithms.running_stats import RunningStats
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AlgorithmConfig, NormalizeConfig
 from lightrft.observability.metrics import Last, Mean, Metrics
@@ -16,7 +16,7 @@ from lightrft.types import Batch
 
 
 @dataclass(slots=True)
-class Controls:
+class Controllers:
     """Coefficients and statistics, saved with the run.
 
     A step reads them first and updates them last.
@@ -32,13 +32,13 @@ class Controls:
     kl: KLController
     entropy: EntropyController
     normalize: NormalizeConfig = field(default_factory=NormalizeConfig)
-    rewards: Moments = field(default_factory=Moments)
-    returns: Moments = field(default_factory=Moments)
+    rewards: RunningStats = field(default_factory=RunningStats)
+    returns: RunningStats = field(default_factory=RunningStats)
 
     @staticmethod
-    def of(algorithm: AlgorithmConfig) -> Controls:
+    def of(algorithm: AlgorithmConfig) -> Controllers:
         """Build the initial state of a run."""
-        return Controls(KLController.of(algorithm.kl), EntropyController.of(algorithm.entropy), algorithm.normalize)
+        return Controllers(KLController.of(algorithm.kl), EntropyController.of(algorithm.entropy), algorithm.normalize)
 
     def values(self, spoken: Tensor) -> Tensor:
         """Convert the outputs of the critic to the scale of rewards."""
@@ -55,10 +55,10 @@ class Controls:
         eps, seen = self.normalize.eps, self._returns_with(batch)
         return batch.replace(returns=seen.standardised(batch.returns, eps), values=self.returns.standardised(batch.values, eps))
 
-    def _returns_with(self, batch: Batch) -> Moments:
+    def _returns_with(self, batch: Batch) -> RunningStats:
         return self.returns if batch.returns is None else self.returns.including(batch.returns[batch.mask])
 
-    def steer(self, batch: Batch, *, frozen: bool = False) -> Metrics:
+    def update_from_batch(self, batch: Batch, *, frozen: bool = False) -> Metrics:
         """Report the current coefficients and update them from ``batch``.
 
         Args:
@@ -75,7 +75,7 @@ class Controls:
         self.kl.advance()
         if self.entropy.config.target is not None:
             entropy = mean_entropy(batch)
-            metrics.add("policy/entropy_coef", Mean(self.entropy.in_force(entropy)))
+            metrics.add("policy/entropy_coef", Mean(self.entropy.current_coef(entropy)))
             if not frozen:
                 self.entropy.update(entropy)
         if self.normalize.rewards != "none" and batch.outcomes is not None:
@@ -95,10 +95,10 @@ class Controls:
         """Restore the state that ``state_dict`` returned."""
         self.kl.coef, self.kl.step = state["kl_coef"], state["kl_step"]
         self.entropy.coef = state["entropy_coef"]
-        self.rewards, self.returns = Moments(**state["rewards"]), Moments(**state["returns"])
+        self.rewards, self.returns = RunningStats(**state["rewards"]), RunningStats(**state["returns"])
 
 
-def _of(name: str, seen: Moments) -> Metrics:
+def _of(name: str, seen: RunningStats) -> Metrics:
     return Metrics({f"{name}_mean": Last(seen.mean), f"{name}_std": Last(seen.deviation())})
 
 

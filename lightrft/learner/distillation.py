@@ -11,17 +11,17 @@ from torch import Tensor, nn
 
 from lightrft.config.algorithm import DistillConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.forward_passes import logprobs_by_parts, sampling_temperature
+from lightrft.learner.forward_passes import compute_logprobs, sampling_temperature
 from lightrft.models.actor import Actor
 from lightrft.models.divergence import Target
-from lightrft.roles import Frozen, Roles
+from lightrft.roles import FrozenModel, Roles
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
 
 
 @runtime_checkable
-class Telling(Protocol):
+class DistillationTeacher(Protocol):
     """A remote teacher that returns full-vocabulary distributions. See ``Actor.target``."""
 
     def target(self, batch: Batch, kind: str, *, temperature: float, beta: float) -> Target:
@@ -47,10 +47,10 @@ def with_teacher(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     teacher = roles.teacher
     if teacher is None or config.algorithm.distill.kind != "sampled":
         return batch
-    return batch.replace(teacher_logprobs=logprobs_by_parts(teacher, batch, roles, config))
+    return batch.replace(teacher_logprobs=compute_logprobs(teacher, batch, roles, config))
 
 
-def distilled(advantages: Tensor, batch: Batch, settings: DistillConfig) -> Tensor:
+def add_distillation_reward(advantages: Tensor, batch: Batch, settings: DistillConfig) -> Tensor:
     """Subtract ``coef`` times the log-ratio of policy to teacher from the advantages, ``[N]``.
 
     Args:
@@ -70,7 +70,7 @@ def distilled(advantages: Tensor, batch: Batch, settings: DistillConfig) -> Tens
     return advantages - torch.where(batch.mask, ratio, torch.zeros_like(ratio))
 
 
-def targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
+def distillation_targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
     """Return a function from a micro-batch to the teacher's distributions at its tokens.
 
     The function returns ``None`` if no loss compares full vocabularies. Every rank must call
@@ -84,10 +84,10 @@ def targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
         return lambda part: None
     temperature = settings.temperature or sampling_temperature(config)
     options: dict[str, Any] = {"temperature": temperature, "beta": settings.beta}
-    if isinstance(teacher, Frozen):
-        options["head"] = whole_head(teacher.model, roles.strategy)
+    if isinstance(teacher, FrozenModel):
+        options["head"] = gathered_head(teacher.model, roles.strategy)
         return lambda part: teacher.model.target(part, settings.kind, **options)
-    if isinstance(teacher, Telling):
+    if isinstance(teacher, DistillationTeacher):
         return lambda part: teacher.target(part, settings.kind, **options)
     raise ConfigError(
         f"algorithm.distill.kind = {settings.kind} compares whole distributions, which this teacher cannot tell; set "
@@ -95,7 +95,7 @@ def targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
     )
 
 
-def whole_head(model: Actor, strategy: Strategy) -> nn.Module:
+def gathered_head(model: Actor, strategy: Strategy) -> nn.Module:
     """Gather the output head of ``model`` on each rank's device.
 
     A loss reads the head in parts, in the backward pass too, when no call of the model gathers it.
@@ -103,8 +103,8 @@ def whole_head(model: Actor, strategy: Strategy) -> nn.Module:
     head = model.base.get_output_embeddings()
     if strategy.ranks.size == 1:
         return head
-    with strategy.tensors(head) as own:
-        copies = ((p, strategy.full(p.detach()).to(strategy.device, copy=True)) for p in own.values())
+    with strategy.local_parameters(head) as own:
+        copies = ((p, strategy.gather(p.detach()).to(strategy.device, copy=True)) for p in own.values())
         whole = {id(p): nn.Parameter(tensor, requires_grad=False) for p, tensor in copies}
     if type(head) is not nn.Linear:
         return copy.deepcopy(head, whole)

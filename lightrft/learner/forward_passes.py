@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.micro_batches import my_micro_batches
+from lightrft.learner.micro_batches import local_micro_batches
 from lightrft.models.actor import Actor
-from lightrft.roles import Distant, Frozen, Reference, Roles, Trained
+from lightrft.roles import FrozenModel, Reference, RemoteModelInfo, Roles, TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, rows_of
 
 log = logging.getLogger(__name__)
 
 
-def by_parts(
+def map_micro_batches(
     batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig, model: object = None
 ) -> Tensor:
     """Compute a token column ``[N]`` without gradient, one micro-batch at a time.
@@ -35,15 +35,15 @@ def by_parts(
         config: The settings of the run.
         model: The model that ``score`` calls, if it may be remote.
     """
-    at_one_time = model.in_flight if isinstance(model, Distant) else 1
-    ranks, parts_of_column = roles.strategy.teams, MicroBatches()
+    at_one_time = model.max_in_flight if isinstance(model, RemoteModelInfo) else 1
+    ranks, parts_of_column = roles.strategy.data_parallel_group, MicroBatches()
 
     @torch.no_grad()
     def one(index: Tensor) -> None:
         values = score(batch.select(index).to(roles.device), index)
         parts_of_column.put(rows_of(batch.lengths, index), values)
 
-    parts = my_micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout, ranks)
+    parts = local_micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout, ranks)
     if at_one_time == 1:
         for index in parts:
             one(index)
@@ -78,7 +78,7 @@ class MicroBatches:
         return column
 
 
-def logprobs_by_parts(model: Reference, batch: Batch, roles: Roles, config: RLConfig) -> Tensor:
+def compute_logprobs(model: Reference, batch: Batch, roles: Roles, config: RLConfig) -> Tensor:
     """Return the log-probs of ``model`` for the response tokens, ``[N]``.
 
     The temperature is the sampling temperature.
@@ -91,7 +91,7 @@ def logprobs_by_parts(model: Reference, batch: Batch, roles: Roles, config: RLCo
     """
     temperature = sampling_temperature(config)
     score = lambda part, _: model.score(part, temperature=temperature).logprobs  # noqa: E731
-    return by_parts(batch, score, roles, config, model)
+    return map_micro_batches(batch, score, roles, config, model)
 
 
 def sampling_temperature(config: RLConfig) -> float:
@@ -99,7 +99,7 @@ def sampling_temperature(config: RLConfig) -> float:
     return config.sampling.temperature or 1.0
 
 
-def settle_layout(role: Trained | Frozen, batch: Batch, strategy: Strategy) -> None:
+def verify_layout(role: TrainableModel | FrozenModel, batch: Batch, strategy: Strategy) -> None:
     """Compare the layout with the model's own padded forward on the first batch of a run.
 
     If the two differ, fall back to a layout that agrees and log the reason.
@@ -110,16 +110,16 @@ def settle_layout(role: Trained | Frozen, batch: Batch, strategy: Strategy) -> N
         strategy: Gathers the model's weights.
     """
     actor: Actor = role.model
-    if actor.config.check_layout and not role.layout_settled and len(batch):
-        with strategy.whole(actor):
+    if actor.config.check_layout and not role.layout_verified and len(batch):
+        with strategy.gathered(actor):
             reason = actor.check_layout(batch)
         if reason:
             log.warning("model.layout: %s", reason)
-    role.layout_settled = True
+    role.layout_verified = True
 
 
-def settle_layouts(roles: Roles, batch: Batch) -> None:
-    """Call ``settle_layout`` for every local language model of the run."""
+def verify_layouts(roles: Roles, batch: Batch) -> None:
+    """Call ``verify_layout`` for every local language model of the run."""
     for role in (roles.policy, roles.reference, roles.teacher, roles.process):
-        if isinstance(role, Trained | Frozen):
-            settle_layout(role, batch, roles.strategy)
+        if isinstance(role, TrainableModel | FrozenModel):
+            verify_layout(role, batch, roles.strategy)

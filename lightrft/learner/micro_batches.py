@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightrft.distributed.process_group import Ranks
+from lightrft.distributed.process_group import ProcessGroup
 from lightrft.types import Batch
 
 SLACK = 1.05
@@ -37,7 +37,7 @@ def mini_batches(batch: Batch, count: int, generator: torch.Generator) -> list[T
     return [index for part in parts if len(index := torch.isin(of, part).nonzero()[:, 0])]
 
 
-def my_micro_batches(batch: Batch, budget: int, layout: str, ranks: Ranks) -> list[Tensor]:
+def local_micro_batches(batch: Batch, budget: int, layout: str, ranks: ProcessGroup) -> list[Tensor]:
     """Return this rank's part of ``micro_batches``; over all ranks every row occurs once.
 
     Every rank gets the same number of micro-batches, since a call of a sharded model is collective.
@@ -52,14 +52,15 @@ def my_micro_batches(batch: Batch, budget: int, layout: str, ranks: Ranks) -> li
     if ranks.size == 1:
         return micro_batches(batch, budget, layout)
     parts = [
-        [rows[index] for index in micro_batches(batch.select(rows), budget, layout)] for rows in shares(batch, layout, ranks.size)
+        [rows[index] for index in micro_batches(batch.select(rows), budget, layout)]
+        for rows in balance_across_ranks(batch, layout, ranks.size)
     ]
     empty = torch.zeros(0, dtype=torch.long)
     mine = parts[ranks.rank]
     return mine + [empty] * (max(map(len, parts)) - len(mine))
 
 
-def shares(batch: Batch, layout: str, count: int) -> list[Tensor]:
+def balance_across_ranks(batch: Batch, layout: str, count: int) -> list[Tensor]:
     """Split the rows of ``batch`` into ``count`` parts of nearly equal work.
 
     Groups stay whole unless a part then exceeds ``SLACK`` times its equal share. In that case the

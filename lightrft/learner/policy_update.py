@@ -14,18 +14,18 @@ from lightrft.algorithms.kl import KL_ESTIMATORS, capped_k3
 from lightrft.algorithms.nonfinite_tokens import readable, unread_tokens, without_tokens
 from lightrft.algorithms.policy_losses import POLICY_LOSSES, value_loss
 from lightrft.algorithms.requirements import needs_of
-from lightrft.algorithms.token_masks import gated
+from lightrft.algorithms.token_masks import with_token_masks
 from lightrft.algorithms.token_ops import TokenRows, absolute_gap, ratio_of, require_column, weighted_sum
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.reduce_metrics import merged
-from lightrft.learner.controllers import Controls, mean_entropy
-from lightrft.learner.distillation import targets
-from lightrft.learner.forward_passes import logprobs_by_parts, sampling_temperature
-from lightrft.learner.micro_batches import mini_batches, my_micro_batches
-from lightrft.models.actor import Scores
+from lightrft.distributed.reduce_metrics import all_reduce_metrics
+from lightrft.learner.controllers import Controllers, mean_entropy
+from lightrft.learner.distillation import distillation_targets
+from lightrft.learner.forward_passes import compute_logprobs, sampling_temperature
+from lightrft.learner.micro_batches import local_micro_batches, mini_batches
+from lightrft.models.actor import TokenScores
 from lightrft.observability.metrics import Last, Max, Mean, Metrics, Sum
-from lightrft.roles import Roles, Trained
+from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.base import StepInfo, Strategy
 from lightrft.types import Batch
 from lightrft.utils.seeding import request_seed
@@ -54,7 +54,7 @@ class Objective:
     version: int = 0
 
     @staticmethod
-    def of(algorithm: AlgorithmConfig, controls: Controls, batch: Batch | None = None, version: int = 0) -> Objective:
+    def of(algorithm: AlgorithmConfig, controls: Controllers, batch: Batch | None = None, version: int = 0) -> Objective:
         """Build the objective of a step.
 
         Args:
@@ -64,7 +64,7 @@ class Objective:
             version: Version of the policy before the update.
         """
         entropy = None if batch is None else mean_entropy(batch)
-        return Objective(algorithm, controls.kl.coef, controls.entropy.in_force(entropy), version)
+        return Objective(algorithm, controls.kl.coef, controls.entropy.current_coef(entropy), version)
 
     @property
     def wants_entropy(self) -> bool:
@@ -93,7 +93,7 @@ class Objective:
             useful = useful | (batch.positive_weights != 0)
         return (rows.sum(useful.long()) > 0).nonzero()[:, 0]
 
-    def __call__(self, batch: Batch, scores: Scores) -> tuple[Tensor, Metrics]:
+    def __call__(self, batch: Batch, scores: TokenScores) -> tuple[Tensor, Metrics]:
         """Return the contribution of ``batch`` to the global loss (0-d), and its metrics.
 
         ``batch.loss_weights`` contain the denominator. A token with an infinite or NaN log-prob
@@ -122,7 +122,7 @@ class Objective:
             loss = loss - self.algorithm.positive_nll.coef * weighted_sum(logprobs, batch, batch.positive_weights)
         return loss, metrics
 
-    def _lost(self, batch: Batch, scores: Scores, old: Tensor) -> Tensor:
+    def _lost(self, batch: Batch, scores: TokenScores, old: Tensor) -> Tensor:
         """Return a mask ``[N]`` of trained tokens for which a term of the loss is not finite."""
         read = [scores.logprobs, old, *([scores.entropy] if self.wants_entropy else []), scores.divergence]
         finite = ~unread_tokens(batch, self.algorithm)
@@ -200,7 +200,7 @@ def old_logprobs(batch: Batch, logprobs: Tensor, proximal: str, version: int) ->
     return logprobs.detach()
 
 
-def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, step: int) -> Metrics:
+def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controllers, step: int) -> Metrics:
     """Train policy and critic on ``batch``.
 
     This takes ``train.updates`` passes of ``train.mini_batches`` optimizer steps each.
@@ -220,10 +220,10 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controls, ste
         generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, config.train.mini_batches, generator):
             # Weights first: tokens that are dropped below stay in the denominator of the loss.
-            mini = weighted(batch.select(index), config)
+            mini = with_loss_weights(batch.select(index), config)
             mini = readable(with_current(mini, roles, config, step), config.algorithm)
-            mini = gated(mini, config.algorithm.gates, config.algorithm.loss, generator)
-            mini = corrected(mini, config.algorithm)
+            mini = with_token_masks(mini, config.algorithm.gates, config.algorithm.loss, generator)
+            mini = with_importance_weights(mini, config.algorithm)
             if not frozen:
                 metrics.merge(policy_step(roles, mini, objective, config))
             if roles.critic is not None:
@@ -242,7 +242,7 @@ def actor_frozen(roles: Roles, config: RLConfig, step: int) -> bool:
     return roles.critic is not None and step < config.critic.warmup_steps
 
 
-def weighted(batch: Batch, config: RLConfig) -> Batch:
+def with_loss_weights(batch: Batch, config: RLConfig) -> Batch:
     """Add the loss weight of each token to ``batch``, which must be a whole mini-batch.
 
     Afterwards any split of the batch gives the same sum.
@@ -269,11 +269,11 @@ def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> B
     """
     if "current" not in needs_of(config.algorithm):
         return mini
-    logprobs = logprobs_by_parts(roles.actor, mini, roles, config)
+    logprobs = compute_logprobs(roles.actor, mini, roles, config)
     return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, config.algorithm.proximal, version))
 
 
-def corrected(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
+def with_importance_weights(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
     """Add correction weights to ``mini``, a whole mini-batch, if they depend on all of it."""
     if not compares_whole_batch(algorithm.corrections):
         return mini
@@ -292,7 +292,7 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
         objective: The loss.
         config: The settings of the run.
     """
-    entropy, target = objective.wants_entropy or config.log.entropy, targets(roles, config)
+    entropy, target = objective.wants_entropy or config.log.entropy, distillation_targets(roles, config)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         temperature = sampling_temperature(config)
@@ -307,7 +307,7 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
     return metrics
 
 
-def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConfig) -> Metrics:
+def critic_step(strategy: Strategy, critic: TrainableModel, mini: Batch, config: RLConfig) -> Metrics:
     """Take one optimizer step of the critic.
 
     Args:
@@ -333,7 +333,7 @@ def critic_step(strategy: Strategy, critic: Trained, mini: Batch, config: RLConf
 def optimizer_step(
     who: str,
     strategy: Strategy,
-    trained: Trained,
+    trained: TrainableModel,
     batch: Batch,
     budget: int,
     loss_of: LossOf,
@@ -355,15 +355,15 @@ def optimizer_step(
     """
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     trained.model.train()
-    layout, teams = trained.model.layout, strategy.teams
-    parts = [(b, f, index) for b, f in ((batch, loss_of), *beside) for index in my_micro_batches(b, budget, layout, teams)]
+    layout, teams = trained.model.layout, strategy.data_parallel_group
+    parts = [(b, f, index) for b, f in ((batch, loss_of), *beside) for index in local_micro_batches(b, budget, layout, teams)]
     for i, (whole, loss_of_part, index) in enumerate(parts):
         loss, found = loss_of_part(whole.select(index).to(strategy.device))
         strategy.backward(trained.state, loss, last=i == len(parts) - 1)
         total = total + loss.detach()
         metrics.merge(found)
     trained.model.eval()
-    metrics = merged(metrics, teams)
+    metrics = all_reduce_metrics(metrics, teams)
     if parts:
         metrics.merge(_step_metrics(who, strategy.step(trained.state)))
     return teams.sum(total), metrics

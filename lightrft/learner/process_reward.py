@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.forward_passes import MicroBatches, logprobs_by_parts, sampling_temperature
-from lightrft.learner.micro_batches import my_micro_batches
+from lightrft.learner.forward_passes import MicroBatches, compute_logprobs, sampling_temperature
+from lightrft.learner.micro_batches import local_micro_batches
 from lightrft.learner.policy_update import optimizer_step
 from lightrft.observability.metrics import Mean, Metrics
-from lightrft.roles import Roles, Trained
+from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, rows_of
 
@@ -40,11 +40,11 @@ def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: 
     logprobs, found = process_step(roles.strategy, process, batch, config)
     metrics.merge(found)
     if config.process.forward == "double":
-        logprobs = logprobs_by_parts(process.model, batch, roles, config)
+        logprobs = compute_logprobs(process.model, batch, roles, config)
     return batch.replace(process_rewards=config.process.beta * (logprobs - _reference(batch).to(logprobs)))
 
 
-def process_step(strategy: Strategy, process: Trained, batch: Batch, config: RLConfig) -> tuple[Tensor, Metrics]:
+def process_step(strategy: Strategy, process: TrainableModel, batch: Batch, config: RLConfig) -> tuple[Tensor, Metrics]:
     """Take one optimizer step of the process reward model.
 
     Args:
@@ -74,8 +74,8 @@ def process_step(strategy: Strategy, process: Trained, batch: Batch, config: RLC
 
     loss, metrics = optimizer_step("process", strategy, process, batch, budget, loss_of)
     metrics.add("process/loss", Mean(loss))
-    parts, teams = MicroBatches(), strategy.teams
-    for index, values in zip(my_micro_batches(batch, budget, process.model.layout, teams), before, strict=True):
+    parts, teams = MicroBatches(), strategy.data_parallel_group
+    for index, values in zip(local_micro_batches(batch, budget, process.model.layout, teams), before, strict=True):
         parts.put(rows_of(batch.lengths, index), values)
     return teams.sum(parts.column(batch.tokens)), metrics
 

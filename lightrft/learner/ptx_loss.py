@@ -21,7 +21,7 @@ from lightrft.types import Batch
 
 
 @dataclass(slots=True)
-class Ptx:
+class PretrainingLoss:
     """A supervised loss on the next conversations of a data set.
 
     Attributes:
@@ -35,7 +35,7 @@ class Ptx:
     sampler: PromptSampler
 
     @staticmethod
-    def of(config: PtxConfig, tokenizer: Any, seed: int, processor: Any = None) -> Ptx | None:
+    def of(config: PtxConfig, tokenizer: Any, seed: int, processor: Any = None) -> PretrainingLoss | None:
         """Build the loss from settings; ``None`` if its coefficient is 0.
 
         Args:
@@ -49,7 +49,7 @@ class Ptx:
         dataset = SFTDataset(config.data, tokenizer, max_tokens=config.max_tokens, seed=seed, processor=processor)
         report("ptx", dataset.counts, dataset.first_problem)
         check_text(dataset, "ptx.data.sources")
-        return Ptx(config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle))
+        return PretrainingLoss(config, dataset, PromptSampler(len(dataset), seed, config.data.shuffle))
 
     def term(self, actor: Actor) -> tuple[Batch, LossOf]:
         """Return the next batch and its loss.

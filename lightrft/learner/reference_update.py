@@ -12,13 +12,13 @@ from torch import Tensor
 
 from lightrft.config.algorithm import KLConfig
 from lightrft.models.actor import Actor
-from lightrft.roles import Frozen, Roles
+from lightrft.roles import FrozenModel, Roles
 from lightrft.strategy.base import Strategy, on_host
 from lightrft.utils.errors import CheckpointError, ConfigError
 
 
 @dataclass(slots=True, kw_only=True)
-class Follower(Frozen):
+class MovingReference(FrozenModel):
     """A reference of the policy's shape that moves towards the policy.
 
     Attributes:
@@ -33,7 +33,7 @@ class Follower(Frozen):
     moved: bool = False
 
     @staticmethod
-    def of(model: Actor, shapes: Mapping[str, tuple[int, ...]], strategy: Strategy, kl: KLConfig) -> Follower:
+    def of(model: Actor, shapes: Mapping[str, tuple[int, ...]], strategy: Strategy, kl: KLConfig) -> MovingReference:
         """Build a reference that follows a policy.
 
         Args:
@@ -45,7 +45,7 @@ class Follower(Frozen):
         Raises:
             ConfigError: If ``model`` does not have the policy's shape.
         """
-        with strategy.tensors(model) as own:
+        with strategy.local_parameters(model) as own:
             here = {name: tuple(parameter.shape) for name, parameter in own.items()}
         if here != shapes:
             odd = sorted(set(here.items()) ^ set(shapes.items()))[0]
@@ -53,20 +53,20 @@ class Follower(Frozen):
                 f"algorithm.kl.refresh_every = {kl.refresh_every}: the reference is not of the policy's shape (e.g. {odd[0]}), so it "
                 "cannot be refreshed from it; leave reference unset, or set algorithm.kl.refresh_every=0"
             )
-        with strategy.tensors(model) as own:
+        with strategy.local_parameters(model) as own:
             half = {n: p for n, p in own.items() if p.dtype in (torch.bfloat16, torch.float16)}
             averages = {n: p.detach().float() for n, p in half.items()} if kl.refresh_decay else {}
-        return Follower(model, strategy=strategy, averages=averages)
+        return MovingReference(model, strategy=strategy, averages=averages)
 
     @torch.no_grad()
-    def follow(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
+    def update_from(self, parameters: Iterable[tuple[str, Tensor]], decay: float) -> None:
         """Update the weights to ``decay * weights + (1 - decay) * parameters``.
 
         ``parameters`` are gathered, not sharded.
         """
         with self._changed() as held:
             for name, value in parameters:
-                held[name].lerp_(self.strategy.like(value.to(held[name].dtype), held[name]), 1 - decay)
+                held[name].lerp_(self.strategy.shard_like(value.to(held[name].dtype), held[name]), 1 - decay)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the gathered weights on the first rank, and nothing on other ranks.
@@ -91,25 +91,25 @@ class Follower(Frozen):
                     "the checkpoint holds another reference's weights; set reference to what it was in that run"
                 )
             for name, tensor in held.items():
-                tensor.copy_(self.strategy.like(state[name].to(tensor.dtype), tensor))
+                tensor.copy_(self.strategy.shard_like(state[name].to(tensor.dtype), tensor))
 
     @contextmanager
     def _held(self) -> Generator[dict[str, Tensor]]:
         """Yield this rank's weights, with the averages where they exist."""
-        with self.strategy.tensors(self.model) as own:
+        with self.strategy.local_parameters(self.model) as own:
             yield {**own, **self.averages}
 
     @contextmanager
     def _changed(self) -> Generator[dict[str, Tensor]]:
         """Yield weights for the body to modify, then copy the averages into the model."""
-        with self.strategy.tensors(self.model) as own:
+        with self.strategy.local_parameters(self.model) as own:
             yield {**own, **self.averages}
             for name, average in self.averages.items():
                 own[name].copy_(average)
         self.moved = True
 
 
-def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
+def update_reference(roles: Roles, kl: KLConfig, done: int) -> None:
     """Move the reference towards the policy, if this is due after ``done`` steps.
 
     Args:
@@ -121,21 +121,21 @@ def refresh(roles: Roles, kl: KLConfig, done: int) -> None:
         ConfigError: If the reference cannot move.
     """
     if kl.refresh_every and done and done % kl.refresh_every == 0:
-        if not isinstance(roles.reference, Follower):
+        if not isinstance(roles.reference, MovingReference):
             raise ConfigError(
                 f"algorithm.kl.refresh_every = {kl.refresh_every}: this run's reference cannot move; set "
                 "algorithm.kl.refresh_every=0"
             )
-        roles.reference.follow(roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay)
+        roles.reference.update_from(roles.strategy.full_parameters(roles.policy.state), kl.refresh_decay)
 
 
-def refreshed_state(roles: Roles) -> dict[str, Any]:
+def reference_state(roles: Roles) -> dict[str, Any]:
     """Return the checkpoint state of the reference; empty while it has not moved."""
-    state = roles.reference.state_dict() if isinstance(roles.reference, Follower) else {}
+    state = roles.reference.state_dict() if isinstance(roles.reference, MovingReference) else {}
     return {"reference": state} if state else {}
 
 
-def load_refreshed(roles: Roles, state: Mapping[str, Any]) -> None:
-    """Restore the state that ``refreshed_state`` returned."""
-    if "reference" in state and isinstance(roles.reference, Follower):
+def load_reference_state(roles: Roles, state: Mapping[str, Any]) -> None:
+    """Restore the state that ``reference_state`` returned."""
+    if "reference" in state and isinstance(roles.reference, MovingReference):
         roles.reference.load_state_dict(state["reference"])

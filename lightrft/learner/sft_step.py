@@ -14,10 +14,10 @@ from torch import Tensor
 from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.nonfinite_tokens import without_tokens
 from lightrft.algorithms.token_ops import TokenRows, weighted_sum
-from lightrft.learner.forward_passes import settle_layout
+from lightrft.learner.forward_passes import verify_layout
 from lightrft.learner.policy_update import optimizer_step
 from lightrft.observability.metrics import Mean, Metrics, Sum
-from lightrft.roles import Trained
+from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, Media, Segments
 
@@ -66,7 +66,7 @@ def mean_nll(logprobs: Tensor, part: Batch) -> tuple[Tensor, Mean, Sum]:
     return weighted_sum(losses, kept), Mean.of(losses.detach(), kept.mask), Sum(lost.sum())
 
 
-def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_tokens: int) -> Metrics:
+def sft_step(strategy: Strategy, policy: TrainableModel, batch: Batch, micro_batch_tokens: int) -> Metrics:
     """Take one optimizer step on the mean of -logp over the trained tokens of the global batch.
 
     Args:
@@ -78,7 +78,7 @@ def sft_step(strategy: Strategy, policy: Trained, batch: Batch, micro_batch_toke
     rows = TokenRows.of(batch)
     batch = batch.replace(loss_weights=AGGREGATIONS["token"](rows, 1))
     metrics = Metrics({"sft/tokens": Sum(int(rows.mask.sum())), "sft/conversations": Sum(len(batch))})
-    settle_layout(policy, batch, strategy)
+    verify_layout(policy, batch, strategy)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         loss, _, lost = mean_nll(policy.model.score(part, temperature=1.0).logprobs, part)

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
-    "actor": ("Actor", "Scores"),
+    "actor": ("Actor", "TokenScores"),
     "actor_language": ("ActorLanguage", "ActorText", "CriticLanguage"),
     "actor_vl": ("ActorVL", "CriticVL"),
     "actor_al": ("ActorAL",),

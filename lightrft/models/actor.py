@@ -12,17 +12,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lightrft.config.model import Layout, ModelConfig
-from lightrft.distributed.process_group import Team
-from lightrft.distributed.shards import Holding, held_of
+from lightrft.distributed.process_group import ModelParallelGroup
+from lightrft.distributed.shards import ShardLayout, local_shard_of
 from lightrft.models.attention import interface
 from lightrft.models.attention.layouts import Packed, pack
 from lightrft.models.attention.ulysses import Exchanged, Row, SequencePart, check_heads
 from lightrft.models.divergence import Target, token_divergence
 from lightrft.models.families import attention_reach, context_length, decoder_of, family_of, head_transform
-from lightrft.models.loading.sharded_read import Unread, made
-from lightrft.models.logprobs import bend_logits, logit_energy, token_logprobs
+from lightrft.models.loading.sharded_read import DeferredWeights, build_model
+from lightrft.models.logprobs import logit_energy, token_logprobs, transform_logits
 from lightrft.models.lora import base_model, is_adapted, merged_state
-from lightrft.models.multimodal.merge_inputs import Seen, misread, own_inputs, see
+from lightrft.models.multimodal.merge_inputs import MergedInputs, merge_multimodal_inputs, misread, own_inputs
 from lightrft.models.multimodal.submodules import LANGUAGE, part_of, parts_of
 from lightrft.types import Batch, Segments
 from lightrft.utils.errors import ModelError
@@ -43,7 +43,7 @@ Larger models are not checked under it."""
 _ORDER: tuple[Layout, ...] = ("prefix_shared", "packed", "padded")
 
 
-class Scores(NamedTuple):
+class TokenScores(NamedTuple):
     """Scores of each response token, ``[N]`` each.
 
     It is a tuple, because sharding wrappers search tuples for tensors.
@@ -61,7 +61,7 @@ class Scores(NamedTuple):
     energy: Tensor | None = None
 
 
-class Read(NamedTuple):
+class HiddenStates(NamedTuple):
     """Final states ``[n, H]`` of this rank.
 
     ``part`` says which of all requested states they are, since a sequence-parallel group shards
@@ -90,13 +90,13 @@ class Backbone(nn.Module):
         self._own_attention = None if loaded == interface.NAME else loaded
         self._layout: Layout = max(self.config.layout, self.family.layout, key=_ORDER.index)
         self._run_towers: bool | None = None
-        self._team = Team(0, 1)
-        self.unread: Unread | None = None
+        self._team = ModelParallelGroup(0, 1)
+        self.unread: DeferredWeights | None = None
         self.longest_row: int | None = None
         """Tokens of the longest row that the run allows, if known. ``check_layout`` tries no longer
         row."""
 
-    def read_weights(self, held: Holding = held_of) -> None:
+    def read_weights(self, held: ShardLayout = local_shard_of) -> None:
         """Fill weights that were created on the meta device and have memory by now.
 
         ``held`` selects the part of each weight that this rank stores. Raises ``ModelError`` on
@@ -131,7 +131,7 @@ class Backbone(nn.Module):
         self._layout = layout
 
     @property
-    def team(self) -> Team:
+    def team(self) -> ModelParallelGroup:
         """The sequence-parallel group, which shards the tokens of each call.
 
         Its ranks must call the model on the same batch.
@@ -139,7 +139,7 @@ class Backbone(nn.Module):
         return self._team
 
     @team.setter
-    def team(self, team: Team) -> None:
+    def team(self, team: ModelParallelGroup) -> None:
         if team.size > 1:
             if self._layout == "padded":
                 raise _rows_of_their_own(team)
@@ -155,10 +155,10 @@ class Backbone(nn.Module):
         found, after = self.read(batch, final)
         return found.states, None if after is None else after.states
 
-    def read(self, batch: Batch, final: bool = False) -> tuple[Read, Read | None]:
+    def read(self, batch: Batch, final: bool = False) -> tuple[HiddenStates, HiddenStates | None]:
         """Return the states of ``hidden``, and which of all requested states they are."""
         batch = batch.to(self.device)
-        seen = see(
+        seen = merge_multimodal_inputs(
             self.base,
             self.family,
             batch.prompts,
@@ -174,13 +174,13 @@ class Backbone(nn.Module):
             return read, None
         return read, self._read(states, packed, packed.final)
 
-    def _read(self, states: Tensor, packed: Packed, places: Tensor) -> Read:
+    def _read(self, states: Tensor, packed: Packed, places: Tensor) -> HiddenStates:
         if self._team.size == 1:
-            return Read(states.index_select(0, places), SequencePart(self._team, len(places)))
+            return HiddenStates(states.index_select(0, places), SequencePart(self._team, len(places)))
         part, own = Row(self._team, packed.input_ids.numel()).reads(places)
-        return Read(states.index_select(0, own), part)
+        return HiddenStates(states.index_select(0, own), part)
 
-    def states(self, packed: Packed, seen: Seen | None = None) -> Tensor:
+    def states(self, packed: Packed, seen: MergedInputs | None = None) -> Tensor:
         """Return the last hidden states ``[S, T, H]`` of one model call.
 
         In a sequence-parallel group, ``T`` counts this rank's tokens.
@@ -310,7 +310,7 @@ class Actor(Backbone):
         Raises:
             ModelError: The folder cannot be used as ``config`` asks.
         """
-        model, unread = made(config, device, dtype)
+        model, unread = build_model(config, device, dtype)
         actor = cls(model, config)
         actor.unread = unread
         if unread is None and actor.device.type != "meta":
@@ -327,7 +327,7 @@ class Actor(Backbone):
         entropy: bool = False,
         target: Target | None = None,
         energy: bool = False,
-    ) -> Scores:
+    ) -> TokenScores:
         """Return log-probs of every response token, and the scores that are asked for.
 
         All but ``energy`` are differentiable outside ``torch.no_grad()``.
@@ -350,7 +350,7 @@ class Actor(Backbone):
         target: Target | None = None,
         energy: bool = False,
         states_alone: bool = False,
-    ) -> Scores | Tensor:
+    ) -> TokenScores | Tensor:
         """Return ``score``, or with ``states_alone`` the hidden states ``[N, H]`` that it reads.
 
         It is ``forward``, so that wrappers that act on a module's call (sharding, mixed precision)
@@ -380,7 +380,7 @@ class Actor(Backbone):
             scores = scores._replace(divergence=divergence)
         logprobs, *others = (None if own is None else part.whole(own) for own in scores)
         assert logprobs is not None
-        return Scores(logprobs, *others)
+        return TokenScores(logprobs, *others)
 
     @torch.no_grad()
     def target(
@@ -413,7 +413,7 @@ class Actor(Backbone):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
-    ) -> Scores:
+    ) -> TokenScores:
         """Return log-probs of ``targets [N]`` from the ``states [N, H]`` that predict them.
 
         Args:
@@ -430,7 +430,7 @@ class Actor(Backbone):
             "entropy": entropy,
             "chunk_mb": self.config.logits_mb,
         }
-        return Scores(*token_logprobs(states, head, targets, temperature=temperature, **options))
+        return TokenScores(*token_logprobs(states, head, targets, temperature=temperature, **options))
 
     def logits(self, states: Tensor) -> Tensor:
         """Return all logits ``[..., V]`` of ``states [..., H]`` at once.
@@ -438,7 +438,7 @@ class Actor(Backbone):
         It serves callers that need the full matrix.
         """
         softcap, scale = head_transform(self.base.config, self.family)
-        return bend_logits(self.base.get_output_embeddings()(states), scale, softcap)
+        return transform_logits(self.base.get_output_embeddings()(states), scale, softcap)
 
     @property
     def has_adapters(self) -> bool:
@@ -637,7 +637,7 @@ def _only(head: nn.Module, places: Tensor) -> Generator[None]:
         hook.remove()
 
 
-def _rows_of_their_own(team: Team) -> ModelError:
+def _rows_of_their_own(team: ModelParallelGroup) -> ModelError:
     return ModelError(
         f"strategy.sequence = {team.size} shares out the tokens of one row, and this model runs with model.layout = padded, in rows of "
         "their own, because it is set so or cannot do otherwise; set strategy.sequence=1"

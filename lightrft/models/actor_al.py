@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
 from lightrft.models.attention.padded import Given
-from lightrft.models.public_actor import DocumentedActor, refuse
+from lightrft.models.public_actor import PublicActor, refuse
 from lightrft.utils.errors import ModelError
 
 Clips = Tensor | Sequence[Tensor]
@@ -20,7 +20,7 @@ frames]`` of different lengths."""
 _NO_PICTURES = "ActorAL reads text and hears; give sound as audio_values, and use ActorVL for pictures and videos"
 
 
-class ActorAL(DocumentedActor):
+class ActorAL(PublicActor):
     """A policy that reads text and audio.
 
     ``audio_values`` are padded with zeros, or cut, to the tower's window.
@@ -46,7 +46,7 @@ class ActorAL(DocumentedActor):
         audio_values: Clips | None = None,
         feature_attention_mask: Tensor | None = None,
     ) -> Any:
-        """Return the log-probs of the actions, see ``DocumentedActor.score_rows``.
+        """Return the log-probs of the actions, see ``PublicActor.score_rows``.
 
         Pictures and videos must be ``None``: the parameters exist so that one loop can call every
         actor. A grid without pictures has no effect.
@@ -84,7 +84,7 @@ class ActorAL(DocumentedActor):
         input_features: Clips | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sampled rows and their masks, see ``DocumentedActor.sample_rows``.
+        """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
 
         Pictures and videos are as in ``forward``.
 
@@ -97,7 +97,7 @@ class ActorAL(DocumentedActor):
             video_grid_thw: Must be ``None``.
             feature_attention_mask: ``[clips, frames]``, 1 for valid frames.
             input_features: Another name of ``audio_values``.
-            **kwargs: Options of ``DocumentedActor.sample_rows``.
+            **kwargs: Options of ``PublicActor.sample_rows``.
 
         Raises:
             ModelError: Both names of the audio input are given, or pictures or videos are.

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.public_actor import DocumentedActor, DocumentedCritic, refuse
+from lightrft.models.public_actor import PublicActor, PublicCritic, refuse
 
 
-class ActorLanguage(DocumentedActor):
+class ActorLanguage(PublicActor):
     """A policy that reads and writes text."""
 
     modality: ClassVar[ActorModality] = ActorModality.LANGUAGE_ONLY
@@ -24,7 +24,7 @@ class ActorLanguage(DocumentedActor):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Return the log-probs of the actions, see ``DocumentedActor.score_rows``.
+        """Return the log-probs of the actions, see ``PublicActor.score_rows``.
 
         Args:
             sequences: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
@@ -39,13 +39,13 @@ class ActorLanguage(DocumentedActor):
     def generate(
         self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: object = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sampled rows and their masks, see ``DocumentedActor.sample_rows``.
+        """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
 
         Args:
             input_ids: ``[B, L]`` prompts, padded on the left.
             pixel_values: Must be ``None``. It exists so that one loop can call every actor.
             image_grid_thw: Must be ``None``, as ``pixel_values``.
-            **kwargs: Options of ``DocumentedActor.sample_rows``.
+            **kwargs: Options of ``PublicActor.sample_rows``.
 
         Raises:
             ModelError: Pictures are given.
@@ -57,7 +57,7 @@ class ActorLanguage(DocumentedActor):
 ActorText = ActorLanguage
 
 
-class CriticLanguage(DocumentedCritic):
+class CriticLanguage(PublicCritic):
     """A value function over text."""
 
     modality: ClassVar[ActorModality] = ActorModality.LANGUAGE_ONLY
@@ -70,7 +70,7 @@ class CriticLanguage(DocumentedCritic):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Return the values of the states before the actions, see ``DocumentedCritic.value_rows``.
+        """Return the values of the states before the actions, see ``PublicCritic.value_rows``.
 
         Args:
             input_ids: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.

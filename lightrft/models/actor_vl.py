@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from lightrft.models.actor_modality import ActorModality
-from lightrft.models.public_actor import DocumentedActor, DocumentedCritic
+from lightrft.models.public_actor import PublicActor, PublicCritic
 
 Grid = Tensor | Sequence[Tensor | None]
 """``[n, 3]`` patches along time, height and width of each picture or video, or a list with one
 entry per sample."""
 
 
-class ActorVL(DocumentedActor):
+class ActorVL(PublicActor):
     """A policy that reads text, pictures and videos.
 
     ``pixel_values`` and ``pixel_values_videos`` concatenate the media of the batch's samples, in
@@ -38,7 +38,7 @@ class ActorVL(DocumentedActor):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Return the log-probs of the actions, see ``DocumentedActor.score_rows``.
+        """Return the log-probs of the actions, see ``PublicActor.score_rows``.
 
         Args:
             sequences: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.
@@ -64,7 +64,7 @@ class ActorVL(DocumentedActor):
         video_grid_thw: Grid | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return sampled rows and their masks, see ``DocumentedActor.sample_rows``.
+        """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
 
         Args:
             input_ids: ``[B, L]`` prompts, padded on the left.
@@ -72,12 +72,12 @@ class ActorVL(DocumentedActor):
             image_grid_thw: ``[pictures, 3]`` patches along time, height and width.
             pixel_values_videos: Patches of all videos. ``None`` for none.
             video_grid_thw: ``[videos, 3]`` patches along time, height and width.
-            **kwargs: Options of ``DocumentedActor.sample_rows``.
+            **kwargs: Options of ``PublicActor.sample_rows``.
         """
         return self.sample_rows(input_ids, _media(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw), kwargs)
 
 
-class CriticVL(DocumentedCritic):
+class CriticVL(PublicCritic):
     """A value function over text, pictures and videos."""
 
     modality: ClassVar[ActorModality] = ActorModality.VISION_LANGUAGE
@@ -94,7 +94,7 @@ class CriticVL(DocumentedCritic):
         return_output: bool = False,
         packed_seq_lens: Sequence[int] | None = None,
     ) -> Any:
-        """Return the values of the states before the actions, see ``DocumentedCritic.value_rows``.
+        """Return the values of the states before the actions, see ``PublicCritic.value_rows``.
 
         Args:
             input_ids: ``[B, L]`` token ids, or ``[1, sum L]`` of packed samples.

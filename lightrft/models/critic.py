@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.actor import Backbone, Read
+from lightrft.models.actor import Backbone, HiddenStates
 from lightrft.models.loading.from_pretrained import save_model
-from lightrft.models.loading.sharded_read import made
+from lightrft.models.loading.sharded_read import build_model
 from lightrft.types import Batch
 
 VALUE_HEAD = "value_head.safetensors"
@@ -79,7 +79,7 @@ class Critic(Backbone):
             dtype: Dtype of the weights. ``None`` uses ``config.dtype``.
             seed: Seed of the head's initial weights.
         """
-        model, unread = made(config, device, dtype)
+        model, unread = build_model(config, device, dtype)
         critic = cls(model, config, seed=seed)
         critic.unread = unread
         if unread is not None:  # the head is initialised here, not read with the other weights
@@ -122,7 +122,7 @@ class Critic(Backbone):
         states, after = self.read(batch, final)
         return self._whole(states), None if after is None else self._whole(after)
 
-    def _whole(self, read: Read) -> Tensor:
+    def _whole(self, read: HiddenStates) -> Tensor:
         # clone: hooks that wrap the output (FSDP) must not get a view
         return read.part.whole(self.value(read.states)).clone()
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightrft.models.attention.ulysses import SequencePart
 from lightrft.models.divergence_kinds import DIVERGENCES, GRADIENTS
-from lightrft.models.logprobs import Bend, HeadGradient, bend_logits, head_width, rows_per_chunk, wide
+from lightrft.models.logprobs import HeadGradient, LogitTransform, head_width, rows_per_chunk, transform_logits, wide
 
 
 @dataclass(slots=True)
@@ -61,7 +61,9 @@ class Target:
             width: Number of vocabulary entries.
             dtype: Dtype of the softmax.
         """
-        logits, _ = Bend(self.scale, self.softcap, self.temperature).forward(self.head(self.states[part])[:, :width].to(dtype))
+        logits, _ = LogitTransform(self.scale, self.softcap, self.temperature).forward(
+            self.head(self.states[part])[:, :width].to(dtype)
+        )
         return logits.sub_(logits.logsumexp(-1, keepdim=True))
 
 
@@ -88,7 +90,7 @@ def token_divergence(
         scale: Factor of the head's output. ``None`` for 1.
         chunk_mb: Upper bound, in MiB, of the logits of both models that exist at a time.
     """
-    bend = Bend(scale, softcap, target.temperature)
+    bend = LogitTransform(scale, softcap, target.temperature)
     own = head_width(head, hidden)
     width = min(own, target.width)
     rows = rows_per_chunk(hidden, 2 * width, chunk_mb)
@@ -108,7 +110,7 @@ class _TokenDivergence(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Target,
-        bend: Bend,
+        bend: LogitTransform,
         rows: int,
     ) -> Tensor:
         values = hidden.new_empty(hidden.shape[0], dtype=wide(hidden.dtype))
@@ -142,7 +144,7 @@ def _logprobs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    bend: Bend,
+    bend: LogitTransform,
 ) -> tuple[Tensor, Tensor | None]:
     logits, slope = bend.forward(F.linear(hidden, weight, bias).to(wide(hidden.dtype)))
     return logits.sub_(logits.logsumexp(-1, keepdim=True)), slope
@@ -152,7 +154,7 @@ def _generic(
     hidden: Tensor,
     head: nn.Module,
     target: Target,
-    bend: Bend,
+    bend: LogitTransform,
     width: int,
     rows: int,
 ) -> Tensor:
@@ -160,7 +162,7 @@ def _generic(
     the backward pass."""
 
     def chunk(states: Tensor, part: slice) -> Tensor:
-        logits = bend_logits(head(states)[:, :width].to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature)
+        logits = transform_logits(head(states)[:, :width].to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature)
         teacher = target.logprobs(part, width, logits.dtype)
         return DIVERGENCES[target.kind](logits.log_softmax(-1), teacher, target.beta)
 

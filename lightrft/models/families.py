@@ -46,7 +46,7 @@ class Family:
     layout: Layout = "prefix_shared"
     padded_attention: str | None = "sdpa"
     loader: str = "AutoModelForCausalLM"
-    reader: towers.Reader | None = None
+    reader: towers.ModalityEncoder | None = None
     refused: str | None = None
 
 

@@ -21,7 +21,7 @@ repeated passes over them are cheap."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bend:
+class LogitTransform:
     """The transform from a head's output to logits.
 
     It is ``softcap * tanh(scale * x / softcap) / temperature``.
@@ -58,7 +58,7 @@ class Bend:
         return grad if factor == 1.0 else grad.mul_(factor)
 
 
-def bend_logits(
+def transform_logits(
     x: Tensor,
     scale: float | None,
     softcap: float | None,
@@ -107,7 +107,7 @@ def token_logprobs(
         entropy: Also compute the entropy, in nats.
         chunk_mb: Upper bound, in MiB, of the logits that exist at a time.
     """
-    bend = Bend(scale, softcap, temperature)
+    bend = LogitTransform(scale, softcap, temperature)
     if type(head) is nn.Linear:
         rows = rows_per_chunk(hidden, head.out_features, chunk_mb)
         logprobs, entropies = _TokenLogprobs.apply(hidden, head.weight, head.bias, targets, bend, entropy, rows)
@@ -202,7 +202,7 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        bend: Bend,
+        bend: LogitTransform,
         entropy: bool,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
@@ -304,13 +304,13 @@ def _expected_log(p: Tensor, x: Tensor) -> Tensor:
 
 
 def _generic(
-    hidden: Tensor, head: nn.Module, targets: Tensor, bend: Bend, entropy: bool, chunk_mb: float
+    hidden: Tensor, head: nn.Module, targets: Tensor, bend: LogitTransform, entropy: bool, chunk_mb: float
 ) -> tuple[Tensor, Tensor | None]:
     """Apply any other head (with adapters, quantised) by plain autograd in chunks, recomputed in
     the backward pass."""
 
     def chunk(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        logp = bend_logits(head(h).to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
+        logp = transform_logits(head(h).to(wide(hidden.dtype)), bend.scale, bend.softcap, bend.temperature).log_softmax(-1)
         return logp.gather(1, t[:, None])[:, 0], (-_expected_log(logp.exp(), logp) if entropy else logp.new_zeros(0))
 
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
@@ -346,7 +346,7 @@ def logit_energy(
     rows = rows_per_chunk(hidden, head_width(head, hidden), chunk_mb)
     parts = [hidden.new_empty(0, dtype=wide(hidden.dtype))]
     for start in range(0, hidden.shape[0], rows):
-        logits = bend_logits(head(hidden[start : start + rows]).to(wide(hidden.dtype)), scale, softcap, temperature)
+        logits = transform_logits(head(hidden[start : start + rows]).to(wide(hidden.dtype)), scale, softcap, temperature)
         p = logits.softmax(-1)
         parts.append(1 - 2 * p.gather(1, targets[start : start + rows, None])[:, 0] + p.square().sum(-1))
     return torch.cat(parts)

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from lightrft.config.model import LoRAConfig
 from lightrft.models.families import family_of
-from lightrft.models.loading.hf_logging import quiet
+from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.multimodal.submodules import LANGUAGE, TOWER, check_parts, part_of, parts_of
 from lightrft.utils.errors import ModelError
 
@@ -54,7 +54,7 @@ def add_adapters(
         bias="none",
     )
     try:
-        with quiet(local=True):
+        with suppress_hf_warnings(local=True):
             return get_peft_model(model, settings)
     except ValueError as error:
         raise ModelError(f"model.lora.targets = {config.targets!r}: {error}") from None

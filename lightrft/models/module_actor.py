@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.actor import Actor, Scores
+from lightrft.models.actor import Actor, TokenScores
 from lightrft.models.attention.layouts import Packed
 from lightrft.models.families import Family
 from lightrft.models.logprobs import entropy_from_logits
-from lightrft.models.multimodal.merge_inputs import Seen
+from lightrft.models.multimodal.merge_inputs import MergedInputs
 from lightrft.utils.errors import ModelError
 
 
@@ -47,7 +47,7 @@ class ModuleActor(Actor):
     def use_attention(self, kind: str) -> None:
         """Do nothing: the module selects its attention."""
 
-    def states(self, packed: Packed, seen: Seen | None = None) -> Tensor:
+    def states(self, packed: Packed, seen: MergedInputs | None = None) -> Tensor:
         """Return the logits ``[B, L, V]``, which take the place of hidden states here."""
         mask = (packed.source != -1).view(packed.input_ids.shape).long()
         inputs = {
@@ -74,7 +74,7 @@ class ModuleActor(Actor):
         *,
         temperature: float = 1.0,
         entropy: bool = False,
-    ) -> Scores:
+    ) -> TokenScores:
         """Return log-probs of ``targets [N]`` from their logits ``[N, V]``.
 
         Args:
@@ -85,7 +85,7 @@ class ModuleActor(Actor):
         """
         wide = states.to(torch.promote_types(states.dtype, torch.float32)) / temperature
         logprobs = wide.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
-        return Scores(logprobs, entropy_from_logits(wide) if entropy else None)
+        return TokenScores(logprobs, entropy_from_logits(wide) if entropy else None)
 
     def logits(self, states: Tensor) -> Tensor:
         """Return ``states``, which are logits here."""
@@ -121,7 +121,7 @@ class ModuleActor(Actor):
         Args:
             input_ids: ``[B, L_in]`` prompts, padded on the left.
             attention_mask: ``[B, L_in]``, 0 for padding.
-            options: The options of ``DocumentedActor.sample_rows``.
+            options: The options of ``PublicActor.sample_rows``.
 
         Raises:
             ModelError: ``num_beams`` is not 1.

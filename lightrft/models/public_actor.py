@@ -52,7 +52,7 @@ def refuse(why: str, **given: object) -> None:
         raise ModelError(f"{', '.join(found)}: {why}")
 
 
-class DocumentedModel(nn.Module):
+class PublicModel(nn.Module):
     """The methods that public actors and critics share."""
 
     @property
@@ -90,7 +90,7 @@ class DocumentedModel(nn.Module):
         sys.stdout.write(text)
 
 
-class DocumentedActor(DocumentedModel):
+class PublicActor(PublicModel):
     """A policy with the public interface.
 
     ``actor`` is the policy that a loop over ``Batch`` uses; both share weights.
@@ -274,12 +274,12 @@ class DocumentedActor(DocumentedModel):
         return utils.process_sequences(sequences, input_len, eos_token_id, pad_token_id)
 
 
-class DocumentedCritic(DocumentedModel):
+class PublicCritic(PublicModel):
     """A value function with the public interface, around ``Critic``.
 
     Args:
         pretrain_or_model: A folder, a hub name, or a transformers or peft model.
-        use_flash_attention_2: Use flash-attn, see ``DocumentedActor``.
+        use_flash_attention_2: Use flash-attn, see ``PublicActor``.
         bf16: Load the weights in bfloat16. Otherwise keep the dtype of the files.
         lora_rank: Rank of new adapters. 0 adds none.
         lora_alpha: Numerator of the adapters' scale.
@@ -352,7 +352,7 @@ class DocumentedCritic(DocumentedModel):
     ) -> Any:
         """Return values of the states before the actions.
 
-        They have the shapes of ``DocumentedActor.score_rows``. With ``return_output``, also return
+        They have the shapes of ``PublicActor.score_rows``. With ``return_output``, also return
         the values of all states ``[B, L]``; without ``num_actions``, these alone. Raises as
         ``score_rows``.
 

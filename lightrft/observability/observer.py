@@ -24,7 +24,7 @@ class Observer(Protocol):
         ...
 
 
-class Nobody:
+class NullObserver:
     """An observer that ignores all calls."""
 
     def begin(self, title: str, total: int, done: int) -> None:

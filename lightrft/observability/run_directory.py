@@ -49,7 +49,7 @@ OURS = (
 """
 
 
-class RunFolder:
+class RunDirectory:
     """The folder of one run, locked by one process.
 
     Create it with ``open`` and close it with ``with``. After resuming from a checkpoint, call
@@ -90,7 +90,7 @@ class RunFolder:
         tensorboard: bool = False,
         wandb: str | None = None,
         ignore: Collection[str] = (),
-    ) -> RunFolder:
+    ) -> RunDirectory:
         """Create the run folder or open it to resume a run.
 
         Args:
@@ -264,7 +264,7 @@ class RunFolder:
             raise error
 
 
-class Elsewhere(RunFolder):
+class ReadOnlyRunDirectory(RunDirectory):
     """A run folder that writes nothing, for all ranks except rank 0."""
 
     def __init__(self, path: Path, *, fresh: bool, checkpoint: Path | None) -> None:

@@ -9,7 +9,7 @@ from typing import Protocol
 from lightrft.types import Rollout
 
 
-class Scoring(Protocol):
+class RewardScorer(Protocol):
     """The interface of a scorer: it returns every submitted rollout once, scored or failed."""
 
     def check_sources(self, sources: Iterable[str]) -> None:
@@ -30,7 +30,7 @@ class Scoring(Protocol):
 
 
 @dataclass(slots=True)
-class Unscored:
+class NullScorer:
     """A scorer for runs without a reward.
 
     It returns every rollout with the constant ``reward``, or with none.

@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING
 from lightrft.config.reward import RewardConfig, RewardTerm
 from lightrft.rewards import REWARDS, Reward, load_reward
 from lightrft.rewards.sandbox.guardian import BOMB_STATUS, MOST
-from lightrft.rewards.sandbox.process import Garbled, WorkerGone, WorkerProcess
+from lightrft.rewards.sandbox.process import Garbled, WorkerDied, WorkerProcess
 from lightrft.rewards.sandbox.protocol import CallOutcome, WorkerMessage
 from lightrft.rewards.sandbox.results import VALUE, wrong_and_ungraded
 from lightrft.rewards.sandbox.rollout_view import view_of
-from lightrft.rewards.sandbox.worker import Start, Work, describe
+from lightrft.rewards.sandbox.worker import WorkBatch, WorkerInit, describe
 from lightrft.utils.errors import RewardError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class _Call:
     term: int
 
 
-class _Silent(WorkerGone):
+class _Silent(WorkerDied):
     """A call is far past its deadline."""
 
 
@@ -243,7 +243,7 @@ class Scorer:
                 worker = worker or self._launch(number)
                 if calls := self._take():
                     healthy, failures = self._run(worker, calls), 0
-            except WorkerGone as gone:
+            except WorkerDied as gone:
                 healthy, failures, why = False, failures + 1, str(gone)
                 time.sleep(0.1 * failures)
             except RewardError as error:
@@ -263,7 +263,7 @@ class Scorer:
     def _launch(self, number: int) -> WorkerProcess:
         """Start a worker and return it when it is ready.
 
-        Raises ``WorkerGone``, or ``RewardError`` if the worker reports that it can never serve.
+        Raises ``WorkerDied``, or ``RewardError`` if the worker reports that it can never serve.
         """
         specs = [(t.reward.name, dict(t.reward.options)) for t in self._terms]
         worker = WorkerProcess(self.folder)
@@ -272,7 +272,7 @@ class Scorer:
             if self._closed:
                 worker.interrupt()
         try:
-            error = worker.begin(Start(specs, self.config.deadline, self.config.memory_mb))
+            error = worker.begin(WorkerInit(specs, self.config.deadline, self.config.memory_mb))
             if error:
                 raise RewardError(error)
         except BaseException:
@@ -325,7 +325,7 @@ class Scorer:
     def _run(self, worker: WorkerProcess, calls: list[_Call]) -> bool:
         """Run ``calls``, all of one term, and return whether ``worker`` can serve further calls.
 
-        Raises ``WorkerGone``, with the calls queued again, if the worker ends before it has begun.
+        Raises ``WorkerDied``, with the calls queued again, if the worker ends before it has begun.
         """
         calls, views = self._pickled(calls)
         if not calls:
@@ -334,7 +334,7 @@ class Scorer:
         grouped = self._terms[calls[0].term].reward.grouped
         begun = False
         try:
-            worker.send(Work(calls[0].term, views))
+            worker.send(WorkBatch(calls[0].term, views))
             for message in self._listen(worker, left):
                 begun = True
                 if message.full:
@@ -344,7 +344,7 @@ class Scorer:
                 if outcome is not None and not self._hear(left.pop(outcome.index), outcome):
                     self._again(left.values(), alone=grouped)
                     return False
-        except WorkerGone as gone:
+        except WorkerDied as gone:
             status = None if isinstance(gone, _Silent | Garbled) else worker.status(GRACE_SECONDS)
             shared = grouped or isinstance(gone, Garbled)  # a stray line does not say which call wrote it
             suspects = list(left) if shared else list(left)[:1]
@@ -359,7 +359,7 @@ class Scorer:
     def _listen(self, worker: WorkerProcess, left: Mapping[int, _Call]) -> Iterator[WorkerMessage]:
         """Yield the messages of ``worker`` until no call is ``left``.
 
-        Raises ``WorkerGone``, also after a long silence, and ``Garbled`` for a message out of
+        Raises ``WorkerDied``, also after a long silence, and ``Garbled`` for a message out of
         order.
         """
         patience = self.config.deadline + GRACE_SECONDS
@@ -424,14 +424,14 @@ class Scorer:
             call.pending.values[call.term] = dict(terms)
             self._settle(call)
 
-    def _gone(self, call: _Call, gone: WorkerGone, status: int | None) -> None:
+    def _gone(self, call: _Call, gone: WorkerDied, status: int | None) -> None:
         """Settle the call in which a worker ended."""
         if status == -signal.SIGPROF and self._terms[call.term].reward.cpu_seconds is not None:
             self._take_terms(call, wrong_and_ungraded())
         else:
             self._fail(call, *self._cause(gone, status))
 
-    def _cause(self, gone: WorkerGone, status: int | None) -> tuple[str, str]:
+    def _cause(self, gone: WorkerDied, status: int | None) -> tuple[str, str]:
         if isinstance(gone, _Silent):
             return "deadline", ""
         if isinstance(gone, Garbled):

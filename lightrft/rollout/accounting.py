@@ -31,7 +31,7 @@ class FilterResult:
     reason: str = ""
 
 
-def judge(
+def filter_and_select(
     group: Sequence[Rollout], filters: Sequence[ComponentConfig], select: ComponentConfig | None, least: int
 ) -> FilterResult:
     """Filter a group, then select responses.
@@ -68,7 +68,7 @@ def _fail_without_number(rollout: Rollout) -> None:
 
 
 @dataclass(slots=True)
-class Collected:
+class CollectedRollouts:
     """The groups of one step, every rollout generated for them, and the token counts.
 
     Every token is counted once: sampled + carried_in = trained + filtered + failed + carried_out.
@@ -97,7 +97,7 @@ class Collected:
     rollouts: list[Rollout] = field(default_factory=list)
     finished: list[list[Rollout]] = field(default_factory=list)
     carried: list[list[Rollout]] = field(default_factory=list)
-    begun: list[list[Rollout]] = field(default_factory=list)
+    partial: list[list[Rollout]] = field(default_factory=list)
     tokens: Counter[str] = field(default_factory=Counter)
     filtered: Counter[str] = field(default_factory=Counter)
     dropped: Counter[str] = field(default_factory=Counter)
@@ -106,14 +106,14 @@ class Collected:
     rounds: int = 0
     curriculum: dict[str, float] = field(default_factory=dict)
 
-    def take_in(self, groups: Sequence[Sequence[Rollout]]) -> None:
+    def add_carried_in(self, groups: Sequence[Sequence[Rollout]]) -> None:
         """Start with complete groups that an earlier step generated."""
         for group in groups:
             self.groups.append(list(group))
             self.tokens["carried_in"] += tokens_of(group)
             self.tokens["trained"] += tokens_of(group)
 
-    def add(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
+    def add_group(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
         """Add a group generated in this step; it is trained on unless ``verdict`` has a reason."""
         self._count(group, verdict)
         if not verdict.reason:
@@ -144,13 +144,13 @@ class Collected:
                 place += 1
         self.groups = [group for group in groups if group]
 
-    def carry(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
+    def carry_over(self, group: Sequence[Rollout], verdict: FilterResult) -> None:
         """Keep a group generated in this step for the next step to train on."""
         self._count(group, verdict)
         self.carried.append(list(verdict.kept))
         self.tokens["carried_out"] += tokens_of(verdict.kept)
 
-    def go_on(self, group: Sequence[Rollout]) -> None:
+    def resume_partial(self, group: Sequence[Rollout]) -> None:
         """Count the tokens of a continued group that earlier steps generated.
 
         Must be called before the group is added, carried or left.
@@ -158,9 +158,9 @@ class Collected:
         self.tokens["carried_in"] += tokens_of(group)
         self.tokens["sampled"] -= tokens_of(group)
 
-    def leave(self, group: Sequence[Rollout]) -> None:
+    def save_partial(self, group: Sequence[Rollout]) -> None:
         """Keep a group with unfinished responses for the next step to continue."""
-        self.begun.append(list(group))
+        self.partial.append(list(group))
         self.tokens["sampled"] += tokens_of(group)
         self.tokens["carried_out"] += tokens_of(group)
 
@@ -168,7 +168,7 @@ class Collected:
         """Count the unreadable prompts, and empty the lists that only the source of prompts reads."""
         if unreadable:
             self.dropped["unreadable"] += unreadable
-        self.finished, self.carried, self.begun = [], [], []
+        self.finished, self.carried, self.partial = [], [], []
 
     def _compare(self, scored: Sequence[Rollout]) -> None:
         """Count a group whose rewards can be compared."""
@@ -199,7 +199,7 @@ def tokens_of(group: Sequence[Rollout]) -> int:
     return sum(map(len, group))
 
 
-def rollout_metrics(collected: Collected) -> Metrics:
+def rollout_metrics(collected: CollectedRollouts) -> Metrics:
     """Return metrics of rewards, lengths and token counts.
 
     Aborted and greedy responses are not part of the means.
@@ -235,7 +235,7 @@ def rollout_metrics(collected: Collected) -> Metrics:
     return metrics
 
 
-def _account(collected: Collected) -> Metrics:
+def _account(collected: CollectedRollouts) -> Metrics:
     metrics, tokens = Metrics(), collected.tokens
     for name in ("sampled", "trained", "filtered", "failed"):
         metrics.add(f"rollout/{name}", Sum(tokens[name]))

@@ -21,18 +21,18 @@ from typing import Any
 
 from torch import Tensor
 
-from lightrft.distributed.process_group import another_fails, patiently, together
+from lightrft.distributed.process_group import peer_failed, run_on_all_ranks, run_with_keepalive
 from lightrft.observability.metrics import Max, Mean, Metrics, Sum
 from lightrft.observability.timers import Timers, queued_is_done
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import Collected
-from lightrft.rollout.collect import CollectSettings, collect
+from lightrft.rollout.accounting import CollectedRollouts
+from lightrft.rollout.collect import CollectSettings, collect_rollouts
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.rank_prefetch import PrefetchJob, RankPrefetcher, prefetches
 from lightrft.rollout.serialization import pack_collected, unpack_collected
 from lightrft.rollout.weight_probe import WeightProbe, load_checked
 from lightrft.types import Batch, Rollout
-from lightrft.utils.errors import Interrupted
+from lightrft.utils.errors import GenerationInterrupted
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class GeneratedBatch:
         probe: Compares engine and policy, as the policy was when the batch was taken.
     """
 
-    collected: Collected
+    collected: CollectedRollouts
     metrics: Metrics = field(default_factory=Metrics)
     probe: WeightProbe | None = None
 
@@ -91,15 +91,15 @@ class AsyncGenerator:
         stopped: Callable[[], bool],
         check_logprobs: bool,
     ) -> None:
-        if roles.ahead is None:
+        if roles.async_engine is None:
             raise ValueError("roles.ahead is missing: generation beside training needs an engine with weights of its own")
-        self._engine, self._weights = roles.ahead, roles.weights
+        self._engine, self._weights = roles.async_engine, roles.weights
         self._trained = frozenset(name for name, p in roles.actor.model.named_parameters() if p.requires_grad)
-        self._roles, self._settings = replace(roles, engine=roles.ahead), settings
+        self._roles, self._settings = replace(roles, engine=roles.async_engine), settings
         self._stream, self._steps = stream, steps
         self._staleness, self._stopped = settings.rollout.staleness, stopped
         self._check_logprobs = check_logprobs
-        self._ranks = roles.strategy.ranks if roles.ahead_ranks is None else roles.ahead_ranks
+        self._ranks = roles.strategy.ranks if roles.async_process_group is None else roles.async_process_group
         self._jobs: dict[int, _Job] = {}
         self._snapshots: dict[int, Weights] = {}
         self._loaded = -1
@@ -107,10 +107,10 @@ class AsyncGenerator:
         self._halted = self._closing = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="generation")
         self._prefetcher: RankPrefetcher | None = None
-        if prefetches(settings.rollout, roles.ahead, self._ranks):
+        if prefetches(settings.rollout, roles.async_engine, self._ranks):
             self._prefetcher = RankPrefetcher(self._roles, settings, stream, self._ranks, self._over, check_logprobs)
 
-    def begin(self, step: int, state: Mapping[str, Any]) -> None:
+    def start(self, step: int, state: Mapping[str, Any]) -> None:
         """Start to generate for a run at ``step``, from a state that ``state_dict`` returned.
 
         Args:
@@ -157,7 +157,7 @@ class AsyncGenerator:
             self._snapshots = {v: weights for v, weights in self._snapshots.items() if v in needed}
         return drawn
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until the thread has generated every submitted batch."""
         wait([job.future for job in self._jobs.values()])
 
@@ -170,7 +170,7 @@ class AsyncGenerator:
         Raises:
             ModelError: If the engine generated with other weights than it received.
         """
-        self.rest()
+        self.wait_until_idle()
         self._refuse(self._jobs.values())
         ready = [job.future.result().collected for job in self._jobs.values() if job.future.exception() is None]
         missing = {job.version for job in self._jobs.values() if job.future.exception() is not None}
@@ -193,7 +193,7 @@ class AsyncGenerator:
         if version not in self._snapshots:
             version = step
             if version not in self._snapshots:
-                kept = self._trained if not self._engine.of_all or self._ranks.rank == 0 else ()
+                kept = self._trained if not self._engine.shared_by_all_ranks or self._ranks.rank == 0 else ()
                 self._snapshots[version] = {n: w.detach().clone() for n, w in self._weights() if n in kept}
         weights = self._snapshots[version]
         checked = self._check_logprobs and version == step
@@ -210,7 +210,7 @@ class AsyncGenerator:
         """
         probes = [job.probe for job in jobs if job.probe is not None]
         if probes:
-            together(self._roles.strategy.ranks, lambda: [probe.refuse(self._roles) for probe in probes])
+            run_on_all_ranks(self._roles.strategy.ranks, lambda: [probe.refuse(self._roles) for probe in probes])
             for job in jobs:
                 job.probe = None
 
@@ -219,16 +219,16 @@ class AsyncGenerator:
 
         A rank that ends waits for the batch in progress on all ranks.
         """
-        return self._halted or self._closing or self._stopped() or another_fails()
+        return self._halted or self._closing or self._stopped() or peer_failed()
 
     def _generate(
         self, batch: int, version: int, weights: Weights, part: PrefetchJob | None, probe: WeightProbe | None
     ) -> GeneratedBatch:
         if self._halted:
-            raise Interrupted
+            raise GenerationInterrupted
         try:
             if any(self._ranks.gather(self._over())):
-                raise Interrupted
+                raise GenerationInterrupted
             if self._prefetcher is None or part is None:
                 return self._generate_here(batch, version, weights, probe)
             collected, own = self._prefetcher.collect(part, batch)
@@ -242,21 +242,21 @@ class AsyncGenerator:
     def _generate_here(self, batch: int, version: int, weights: Weights, probe: WeightProbe | None) -> GeneratedBatch:
         """Generate ``batch`` in this thread."""
         began, timers = time.perf_counter(), Timers(queued_is_done)
-        with self._stream.as_before_on_error():
+        with self._stream.restore_on_error():
             if self._loaded != version:
                 load_checked(self._engine, weights, version, self._check_logprobs)
                 self._loaded = version
             if probe is not None:
                 self._ask(probe)
-            collected = collect(self._roles, self._settings, batch, self._stream, timers, self._over, self._ranks)
+            collected = collect_rollouts(self._roles, self._settings, batch, self._stream, timers, self._over, self._ranks)
         idle = began - self._ended if self._ended else 0.0
         self._ended = time.perf_counter()
         return GeneratedBatch(collected, _metrics(timers, idle))
 
     def _ask(self, probe: WeightProbe) -> None:
         """Generate the probe's tokens on every engine of the run."""
-        asks = not self._engine.of_all or self._ranks.rank == 0
-        patiently(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
+        asks = not self._engine.shared_by_all_ranks or self._ranks.rank == 0
+        run_with_keepalive(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
 
 
 def _metrics(timers: Timers, idle: float) -> Metrics:

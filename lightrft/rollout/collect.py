@@ -16,19 +16,19 @@ from typing import Any, Protocol
 from lightrft.config.base import ComponentConfig
 from lightrft.config.rollout import RolloutConfig
 from lightrft.config.strategy import SamplingConfig
-from lightrft.distributed.process_group import Ranks, patiently
-from lightrft.engines.base import Engine, never
+from lightrft.distributed.process_group import ProcessGroup, run_with_keepalive
+from lightrft.engines.base import Engine, never_stop
 from lightrft.observability.timers import Timers
-from lightrft.rewards.base import Scoring
+from lightrft.rewards.base import RewardScorer
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import Collected, FilterResult, judge
+from lightrft.rollout.accounting import CollectedRollouts, FilterResult, filter_and_select
 from lightrft.rollout.generation import Quota, generate_all, generate_and_score, paused, requests_for, rest_of, score_groups
 from lightrft.rollout.serialization import pack_rollout, unpack_rollout
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import RewardError
 
 
-class Source(Protocol):
+class PromptSource(Protocol):
     """The source of a step's prompts.
 
     Attributes:
@@ -37,13 +37,13 @@ class Source(Protocol):
     """
 
     carried: list[list[Rollout]]
-    begun: list[list[Rollout]]
+    partial: list[list[Rollout]]
 
     def draw(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts."""
         ...
 
-    def settle(self, collected: Collected) -> None:
+    def record_results(self, collected: CollectedRollouts) -> None:
         """Update the source from the groups that a step has collected."""
         ...
 
@@ -70,7 +70,7 @@ class CollectSettings:
         """Filter a group, then select responses."""
         # A group that is compared within itself needs two responses.
         least = 2 if "groups" in self.needs else 1
-        return judge(group, self.filters, self.rollout.select, least)
+        return filter_and_select(group, self.filters, self.rollout.select, least)
 
 
 @dataclass(slots=True)
@@ -102,15 +102,15 @@ class Round:
         return self.quota if len(self.requests) > self.quota.wanted else None
 
 
-def collect(
+def collect_rollouts(
     roles: Roles,
     settings: CollectSettings,
     step: int,
-    source: Source,
+    source: PromptSource,
     timers: Timers,
-    stopped: Callable[[], bool] = never,
-    ranks: Ranks | None = None,
-) -> Collected:
+    stopped: Callable[[], bool] = never_stop,
+    ranks: ProcessGroup | None = None,
+) -> CollectedRollouts:
     """Generate and score groups until ``rollout.prompts`` groups pass the filters.
 
     Groups carried over from the step before count too. Stops after ``rollout.max_rounds`` rounds.
@@ -129,9 +129,9 @@ def collect(
         RewardError: If every response failed to be scored.
     """
     ranks = roles.strategy.ranks if ranks is None else ranks
-    collected = Collected()
-    collected.take_in(source.carried)
-    waiting = deque(source.begun)
+    collected = CollectedRollouts()
+    collected.add_carried_in(source.carried)
+    waiting = deque(source.partial)
     while (planned := plan_round(settings, step, source, collected, waiting)) is not None:
         groups = generate_on_ranks(
             ranks,
@@ -145,14 +145,14 @@ def collect(
             planned.ready,
         )
         admit(collected, planned, groups, settings.rollout)
-    collected.begun += waiting
+    collected.partial += waiting
     check_scored(collected.rollouts, f"of step {step + 1}")
-    source.settle(collected)
+    source.record_results(collected)
     return collected
 
 
 def plan_round(
-    settings: CollectSettings, step: int, source: Source, collected: Collected, waiting: deque[list[Rollout]]
+    settings: CollectSettings, step: int, source: PromptSource, collected: CollectedRollouts, waiting: deque[list[Rollout]]
 ) -> Round | None:
     """Take the prompts of the next round and build its requests.
 
@@ -170,7 +170,7 @@ def plan_round(
     missing = rollout.prompts - len(collected.groups)
     if missing <= 0 or collected.rounds >= rollout.max_rounds:
         return None
-    wanted = math.ceil(missing * rollout.oversample) - len(collected.begun)
+    wanted = math.ceil(missing * rollout.oversample) - len(collected.partial)
     if wanted <= 0:
         return None
     begun = [waiting.popleft() for _ in range(min(wanted, len(waiting)))]
@@ -181,7 +181,7 @@ def plan_round(
     return Round(requests, begun, Quota(missing, settings.judge))
 
 
-def admit(collected: Collected, planned: Round, groups: Sequence[list[Rollout]], rollout: RolloutConfig) -> None:
+def admit(collected: CollectedRollouts, planned: Round, groups: Sequence[list[Rollout]], rollout: RolloutConfig) -> None:
     """Filter and select the groups of a round, and count their tokens.
 
     Args:
@@ -192,22 +192,24 @@ def admit(collected: Collected, planned: Round, groups: Sequence[list[Rollout]],
     """
     collected.rounds += 1
     for group in planned.begun:
-        collected.go_on(group)
+        collected.resume_partial(group)
     for index, group in enumerate(groups):
         verdict = planned.quota.of(index, group)
         _admit_group(collected, group, verdict, planned.quota.uses(index), rollout)
 
 
-def _admit_group(collected: Collected, group: list[Rollout], verdict: FilterResult, used: bool, rollout: RolloutConfig) -> None:
+def _admit_group(
+    collected: CollectedRollouts, group: list[Rollout], verdict: FilterResult, used: bool, rollout: RolloutConfig
+) -> None:
     """Train on a group, keep it for the next step, or drop it."""
     if rollout.partial and any(r.finish_reason == "abort" for r in group):
-        collected.leave(group)
+        collected.save_partial(group)
     elif used or verdict.reason:
-        collected.add(group, verdict)
+        collected.add_group(group, verdict)
     elif rollout.carry_over and len(collected.carried) < rollout.prompts:
-        collected.carry(group, verdict)
+        collected.carry_over(group, verdict)
     else:
-        collected.add(group, FilterResult(reason="surplus"))
+        collected.add_group(group, FilterResult(reason="surplus"))
 
 
 def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
@@ -247,7 +249,7 @@ def unpack_groups(parts: Sequence[RankGroups], requests: Sequence[Sequence[Reque
     return [[unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)]
 
 
-def places_of(ranks: Ranks, count: int, together: int = 1) -> range:
+def places_of(ranks: ProcessGroup, count: int, together: int = 1) -> range:
     """Return the indices of the groups that this rank generates, of ``count`` groups in all.
 
     ``together`` consecutive ranks generate the same groups.
@@ -256,13 +258,13 @@ def places_of(ranks: Ranks, count: int, together: int = 1) -> range:
 
 
 def generate_on_ranks(
-    ranks: Ranks,
+    ranks: ProcessGroup,
     engine: Engine,
-    scorer: Scoring,
+    scorer: RewardScorer,
     requests: Sequence[Sequence[Request]],
     sampling: SamplingConfig,
     timers: Timers,
-    stopped: Callable[[], bool] = never,
+    stopped: Callable[[], bool] = never_stop,
     quota: Quota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
 ) -> list[list[Rollout]]:
@@ -286,32 +288,32 @@ def generate_on_ranks(
     """
     if ranks.size == 1:
         return generate_and_score(engine, scorer, requests, sampling, timers, stopped, quota, ready)
-    leading = engine.of_all and ranks.rank == 0
-    places = range(len(requests)) if leading else places_of(ranks, len(requests), engine.together)
+    leading = engine.shared_by_all_ranks and ranks.rank == 0
+    places = range(len(requests)) if leading else places_of(ranks, len(requests), engine.tensor_parallel_size)
     asked = [requests[i] for i in places]
     begun = [ready[i] for i in places] if ready else ()
     own: list[list[Rollout]] = []
 
     def work(sign: Callable[[], None]) -> RankGroups:
-        if engine.of_all and not leading:
+        if engine.shared_by_all_ranks and not leading:
             return RankGroups({})
         engine.wake()
         try:
-            if engine.together == 1:
+            if engine.tensor_parallel_size == 1:
                 limit = quota if leading else None
                 own.extend(generate_and_score(engine, scorer, asked, sampling, timers, stopped, limit, begun, sign))
             else:
                 responses = generate_all(engine, asked, sampling, timers, sign)
-                if ranks.rank % engine.together == 0:
+                if ranks.rank % engine.tensor_parallel_size == 0:
                     own.extend(score_groups(responses, scorer, asked, timers, stopped, None, begun, sign))
         finally:
             engine.sleep(1)
         return RankGroups.of(places, own, quota.counted if quota is not None and leading else ())
 
-    parts = patiently(ranks, work)
+    parts = run_with_keepalive(ranks, work)
     if leading:
         return own  # the same objects that the quota has judged
     groups = unpack_groups(parts, requests)
     if quota is not None:
-        quota.count_in_order(parts[0].counted if engine.of_all else range(len(groups)), groups)
+        quota.count_in_order(parts[0].counted if engine.shared_by_all_ranks else range(len(groups)), groups)
     return groups

@@ -9,12 +9,12 @@ from lightrft.config.data import DataConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import check_text
-from lightrft.datasets.sampler import HeldOut, report
+from lightrft.datasets.sampler import EvalPrompts, report
 from lightrft.rollout.row_check import check_labels
 from lightrft.types import Prompt
 
 
-def held_out(
+def load_eval_prompts(
     config: DataConfig,
     tokenizer: Any,
     seed: int,
@@ -45,4 +45,4 @@ def held_out(
     check_text(dataset, key)
     if reward is not None:
         check_labels(dataset, reward, key)
-    return HeldOut(dataset, min(len(dataset), limit or len(dataset)))
+    return EvalPrompts(dataset, min(len(dataset), limit or len(dataset)))

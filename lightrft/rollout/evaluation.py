@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from lightrft.config.rollout import EvalConfig
 from lightrft.datasets.sampler import in_parts
-from lightrft.distributed.process_group import ALONE, Ranks
+from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.engines.base import Engine
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.observability.timers import Timers
-from lightrft.rewards.base import Scoring
+from lightrft.rewards.base import RewardScorer
 from lightrft.rollout.collect import generate_on_ranks
 from lightrft.rollout.generation import requests_for
 from lightrft.types import Prompt, Rollout
@@ -43,12 +43,12 @@ class Evaluation:
 
 def evaluate(
     engine: Engine,
-    scorer: Scoring,
+    scorer: RewardScorer,
     prompts: Sequence[Prompt],
     config: EvalConfig,
     seed: int,
     stopped: Callable[[], bool] = lambda: False,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Evaluation:
     """Generate and score responses to every prompt.
 

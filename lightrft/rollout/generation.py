@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from lightrft.config.strategy import SamplingConfig
-from lightrft.engines.base import Engine, never
+from lightrft.engines.base import Engine, never_stop
 from lightrft.observability.timers import Timers
-from lightrft.rewards.base import Scoring
+from lightrft.rewards.base import RewardScorer
 from lightrft.rollout.accounting import GREEDY, FilterResult
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import Interrupted, RewardError
+from lightrft.utils.errors import GenerationInterrupted, RewardError
 from lightrft.utils.seeding import request_seed
 
 
@@ -44,14 +44,14 @@ def requests_for(
 def rest_of(group: Sequence[Rollout]) -> list[Request]:
     """Return requests that continue the unfinished responses of ``group``."""
     unfinished = [r for r in group if r.finish_reason == "abort"]
-    return [Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, begun=r) for r in unfinished]
+    return [Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, partial=r) for r in unfinished]
 
 
 def paused(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[list[Request]]:
     """Return ``requests`` that pause after at most ``tokens`` further tokens each."""
     if tokens is None:
         return [list(group) for group in requests]
-    return [[replace(r, pause=r.held + tokens) for r in group] for group in requests]
+    return [[replace(r, pause=r.num_generated + tokens) for r in group] for group in requests]
 
 
 @dataclass(slots=True)
@@ -106,11 +106,11 @@ class Quota:
 
 def generate_and_score(
     engine: Engine,
-    scorer: Scoring,
+    scorer: RewardScorer,
     requests: Sequence[Sequence[Request]],
     sampling: SamplingConfig,
     timers: Timers,
-    stopped: Callable[[], bool] = never,
+    stopped: Callable[[], bool] = never_stop,
     quota: Quota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
     sign: Callable[[], None] = silent,
@@ -173,10 +173,10 @@ def generate_all(
 
 def score_groups(
     responses: Iterable[Rollout],
-    scorer: Scoring,
+    scorer: RewardScorer,
     requests: Sequence[Sequence[Request]],
     timers: Timers,
-    stopped: Callable[[], bool] = never,
+    stopped: Callable[[], bool] = never_stop,
     quota: Quota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
     sign: Callable[[], None] = silent,
@@ -213,7 +213,7 @@ def score_groups(
                 pass
         raise
     if flow.cut and stopped() and not (quota is not None and quota.met):
-        raise Interrupted
+        raise GenerationInterrupted
     return flow.result()
 
 
@@ -226,7 +226,7 @@ class _Flow:
 
     def __init__(
         self,
-        scorer: Scoring,
+        scorer: RewardScorer,
         requests: Sequence[Sequence[Request]],
         ready: Sequence[Sequence[Rollout]],
         sign: Callable[[], None],

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightrft.config.strategy import EngineConfig, SamplingConfig
 from lightrft.engines import sampling as draws
-from lightrft.engines.base import Engine, Fingerprint, never
+from lightrft.engines.base import Engine, Fingerprint, never_stop
 from lightrft.engines.native import checksum
 from lightrft.models.actor import Actor
 from lightrft.roles import Roles
@@ -50,7 +50,7 @@ def gap_bound(dtype: torch.dtype, layers: int) -> float:
 
 
 @dataclass(slots=True)
-class Compared:
+class LogprobComparison:
     """Sampled tokens with the log-probs of trainer and engine.
 
     Attributes:
@@ -105,7 +105,7 @@ class Compared:
 
 
 @torch.no_grad()
-def compared(actor: Actor, batch: Batch, sampling: SamplingConfig, version: int | None) -> Compared | None:
+def compare_logprobs(actor: Actor, batch: Batch, sampling: SamplingConfig, version: int | None) -> LogprobComparison | None:
     """Score a few tokens of ``batch`` that policy ``version`` sampled.
 
     The logits of all compared tokens fit into ``model.logits_mb``.
@@ -133,7 +133,7 @@ def compared(actor: Actor, batch: Batch, sampling: SamplingConfig, version: int 
     greedy |= sums[few.row_of[places]] == 0
     seen = seen_before(few, places, logits.shape[1]) if sampling.repetition_penalty != 1 else None
     tokens, reported = few.responses.tokens[places], few.behavior_logprobs[places].float()
-    return Compared(logits, tokens, reported, greedy, seen, dtype)
+    return LogprobComparison(logits, tokens, reported, greedy, seen, dtype)
 
 
 def room(actor: Actor) -> int:
@@ -227,7 +227,7 @@ class Agreement:
         return f"{gap} on {self.tokens} tokens it sampled; {bound}{self.cause and '. ' + self.cause}"
 
 
-def agreement(actor: Actor, found: Compared, sampling: SamplingConfig, unequal: Callable[[], str] | None) -> Agreement:
+def agreement(actor: Actor, found: LogprobComparison, sampling: SamplingConfig, unequal: Callable[[], str] | None) -> Agreement:
     """Return the difference between the log-probs of engine and trainer, and its cause.
 
     Args:
@@ -246,7 +246,7 @@ def agreement(actor: Actor, found: Compared, sampling: SamplingConfig, unequal: 
 
 
 def refuse_gap(
-    actor: Actor, found: Compared | None, sampling: SamplingConfig, unequal: Callable[[], str] | None, when: str = ""
+    actor: Actor, found: LogprobComparison | None, sampling: SamplingConfig, unequal: Callable[[], str] | None, when: str = ""
 ) -> None:
     """Raise ``ModelError`` with the cause if the log-probs differ by more than ``gap_bound``.
 
@@ -263,7 +263,7 @@ def refuse_gap(
 
 def _cause(
     actor: Actor,
-    found: Compared,
+    found: LogprobComparison,
     sampling: SamplingConfig,
     bound: float,
     unequal: Callable[[], str] | None,
@@ -350,18 +350,18 @@ def check_batch(roles: Roles, batch: Batch, sampling: SamplingConfig, engine: En
     Raises:
         ModelError: With the cause, if the log-probs differ.
     """
-    if not engine.check_logprobs or not len(batch) or (roles.logprobs_checked and roles.engine.shared):
+    if not engine.check_logprobs or not len(batch) or (roles.logprobs_checked and roles.engine.shares_weights):
         return
-    with roles.strategy.whole(roles.actor):
-        found = compared(roles.actor, batch, sampling, version)
+    with roles.strategy.gathered(roles.actor):
+        found = compare_logprobs(roles.actor, batch, sampling, version)
     if found is not None:
-        unequal = None if roles.engine.shared else partial(_unequal, roles)
+        unequal = None if roles.engine.shares_weights else partial(_unequal, roles)
         refuse_gap(roles.actor, found, sampling, unequal)
         roles.logprobs_checked = True
 
 
 def _unequal(roles: Roles) -> str:
-    return unequal_weight(roles.held, roles.weights())
+    return unequal_weight(roles.engine_fingerprint, roles.weights())
 
 
 @dataclass(slots=True)
@@ -374,16 +374,20 @@ class CheckedEngine:
     engine: Engine
     actor: Actor
     config: EngineConfig
-    of_all: bool = field(init=False)
-    together: int = field(init=False)
-    shared: bool = field(init=False)
+    shared_by_all_ranks: bool = field(init=False)
+    tensor_parallel_size: int = field(init=False)
+    shares_weights: bool = field(init=False)
     checked: bool = False
 
     def __post_init__(self) -> None:
-        self.of_all, self.together, self.shared = self.engine.of_all, self.engine.together, self.engine.shared
+        self.shared_by_all_ranks, self.tensor_parallel_size, self.shares_weights = (
+            self.engine.shared_by_all_ranks,
+            self.engine.tensor_parallel_size,
+            self.engine.shares_weights,
+        )
 
     def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never_stop
     ) -> Iterator[Rollout]:
         """Generate responses. See ``Engine.generate``.
 
@@ -429,7 +433,7 @@ class CheckedEngine:
             return
         if self.actor.config.check_layout:
             self.actor.check_layout(batch.to(self.actor.device))
-        refuse_gap(self.actor, compared(self.actor, batch, sampling, None), sampling, None)
+        refuse_gap(self.actor, compare_logprobs(self.actor, batch, sampling, None), sampling, None)
 
 
 def batch_of(rollouts: Sequence[Rollout]) -> Batch:

@@ -16,7 +16,7 @@ from lightrft.config.rollout import CurriculumConfig
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import Bare, PromptSampler, draw, report
-from lightrft.rollout.accounting import Collected
+from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.rollout.curriculum import Curriculum
 from lightrft.rollout.serialization import pack_rollout, unpack_rollouts
 from lightrft.types import Prompt, Rollout
@@ -41,8 +41,8 @@ class PromptStream:
     dataset: PromptDataset
     sampler: PromptSampler | Curriculum
     carried: list[list[Rollout]] = field(default_factory=list)
-    begun: list[list[Rollout]] = field(default_factory=list)
-    lost: int = 0
+    partial: list[list[Rollout]] = field(default_factory=list)
+    unreadable_rows: int = 0
 
     @staticmethod
     def of(
@@ -74,7 +74,7 @@ class PromptStream:
         """Return the next ``count`` prompts and count the unreadable ones in ``lost``."""
         before = self.dataset.counts["unreadable"]
         drawn = draw(self.dataset, self.sampler, count)
-        self.lost += self.dataset.counts["unreadable"] - before
+        self.unreadable_rows += self.dataset.counts["unreadable"] - before
         return drawn
 
     def named(self, ids: Sequence[str]) -> list[Prompt]:
@@ -86,26 +86,26 @@ class PromptStream:
         return [self.dataset[i] for i in self.dataset.places(ids)]
 
     @contextmanager
-    def as_before_on_error(self) -> Generator[None]:
+    def restore_on_error(self) -> Generator[None]:
         """Rewind the stream to the start of the body if the body raises."""
-        before, carried, begun, lost = self.sampler.state_dict(), self.carried, self.begun, self.lost
+        before, carried, begun, lost = self.sampler.state_dict(), self.carried, self.partial, self.unreadable_rows
         try:
             yield
         except BaseException:
             self.sampler.load_state_dict(before)
-            self.carried, self.begun, self.lost = carried, begun, lost
+            self.carried, self.partial, self.unreadable_rows = carried, begun, lost
             raise
 
-    def settle(self, collected: Collected) -> None:
+    def record_results(self, collected: CollectedRollouts) -> None:
         """Update the stream from the groups that a step has collected.
 
         The lists of ``collected`` that only the stream reads are emptied.
         """
-        self.carried, self.begun = collected.carried, collected.begun
+        self.carried, self.partial = collected.carried, collected.partial
         if isinstance(self.sampler, Curriculum):
             collected.curriculum = self.sampler.observe(collected.finished)
-        collected.settle(self.lost)
-        self.lost = 0
+        collected.settle(self.unreadable_rows)
+        self.unreadable_rows = 0
 
     def close(self) -> None:
         """Cancel the prefetch of prompts that will not be sampled."""
@@ -113,7 +113,7 @@ class PromptStream:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data set and the groups for the next step, as plain data."""
-        waiting = {"carried": self.carried, "begun": self.begun}
+        waiting = {"carried": self.carried, "begun": self.partial}
         packed = {name: [[pack_rollout(r) for r in group] for group in groups] for name, groups in waiting.items()}
         return {"sampler": self.sampler.state_dict(), **packed}
 
@@ -124,6 +124,6 @@ class PromptStream:
             CheckpointError: If it belongs to another data set.
         """
         self.sampler.load_state_dict(state["sampler"])
-        self.carried, self.begun = (
+        self.carried, self.partial = (
             [unpack_rollouts(group, self.named) for group in state[name]] for name in ("carried", "begun")
         )

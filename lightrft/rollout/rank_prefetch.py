@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor
 
 from lightrft.config.rollout import RolloutConfig
-from lightrft.distributed.process_group import Ranks, patiently
+from lightrft.distributed.process_group import ProcessGroup, run_with_keepalive
 from lightrft.engines.base import Engine
 from lightrft.observability.timers import Timers, queued_is_done
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import Collected
+from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.rollout.collect import (
     CollectSettings,
     RankGroups,
@@ -35,13 +35,13 @@ from lightrft.rollout.generation import generate_and_score
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.weight_probe import WeightProbe, load_checked
 from lightrft.types import Rollout
-from lightrft.utils.errors import Interrupted
+from lightrft.utils.errors import GenerationInterrupted
 
 LOOK_SECONDS = 0.02
 """Seconds between two polls for the finished part."""
 
 
-def prefetches(rollout: RolloutConfig, engine: Engine, ranks: Ranks) -> bool:
+def prefetches(rollout: RolloutConfig, engine: Engine, ranks: ProcessGroup) -> bool:
     """Return whether a rank can start a batch before the batch ahead of it is complete.
 
     This requires that the prompts of a batch do not depend on earlier batches.
@@ -52,7 +52,7 @@ def prefetches(rollout: RolloutConfig, engine: Engine, ranks: Ranks) -> bool:
         ranks: The process group that generates.
     """
     settled = rollout.max_rounds == 1 and rollout.curriculum is None and not rollout.partial
-    return settled and ranks.size > 1 and engine.together == 1 and not engine.of_all
+    return settled and ranks.size > 1 and engine.tensor_parallel_size == 1 and not engine.shared_by_all_ranks
 
 
 @dataclass(slots=True)
@@ -106,7 +106,7 @@ class RankPrefetcher:
         roles: Roles,
         settings: CollectSettings,
         stream: PromptStream,
-        ranks: Ranks,
+        ranks: ProcessGroup,
         stopped: Callable[[], bool],
         check_logprobs: bool,
     ) -> None:
@@ -132,7 +132,7 @@ class RankPrefetcher:
         self._worker.submit(self._run, job, batch, version, weights, probe)
         return job
 
-    def collect(self, job: PrefetchJob, batch: int) -> tuple[Collected, RankPart]:
+    def collect(self, job: PrefetchJob, batch: int) -> tuple[CollectedRollouts, RankPart]:
         """Exchange the parts of ``batch`` between ranks; return its groups and this rank's part.
 
         Every rank must call it.
@@ -146,12 +146,12 @@ class RankPrefetcher:
             part = self._wait_for(job, sign)
             return RankGroups.of(places_of(self._ranks, len(part.planned.requests)), part.groups)
 
-        parts = patiently(self._ranks, finished)
+        parts = run_with_keepalive(self._ranks, finished)
         part = job.future.result()
         groups = unpack_groups(parts, part.planned.requests)
         if part.planned.limit is not None:
             part.planned.limit.count_in_order(range(len(groups)), groups)
-        collected = Collected()
+        collected = CollectedRollouts()
         admit(collected, part.planned, groups, self._settings.rollout)
         check_scored(collected.rollouts, f"of step {batch + 1}")
         collected.settle(part.unreadable)
@@ -192,12 +192,12 @@ class RankPrefetcher:
         began, timers = time.perf_counter(), Timers(queued_is_done)
         idle = began - self._ended if self._ended else 0.0
         if self._stopped():
-            raise Interrupted
+            raise GenerationInterrupted
         stream, engine = self._stream, self._roles.engine
         job.before = stream.sampler.state_dict()
-        planned = plan_round(self._settings, batch, stream, Collected(), deque())
+        planned = plan_round(self._settings, batch, stream, CollectedRollouts(), deque())
         assert planned is not None  # the first round of a step always needs prompts
-        unreadable, stream.lost = stream.lost, 0
+        unreadable, stream.unreadable_rows = stream.unreadable_rows, 0
         if self._loaded != version:
             load_checked(engine, weights, version, self._check_logprobs)
             self._loaded = version

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightrft.rollout.accounting import Collected
+from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.atomic_files import is_disk_full
 from lightrft.utils.errors import CheckpointError, ResourceError
@@ -18,7 +18,7 @@ from lightrft.utils.state_io import load_state, save_state
 
 FORMAT = "lightrft-batch/1"
 
-COUNTS = {f.name for f in dataclasses.fields(Collected) if f.default_factory is Counter}
+COUNTS = {f.name for f in dataclasses.fields(CollectedRollouts) if f.default_factory is Counter}
 
 FindPrompts = Callable[[Sequence[str]], list[Prompt]]
 """Finds prompts of the run's data set by their ids."""
@@ -46,8 +46,8 @@ def unpack_rollout(packed: Mapping[str, Any], prompt: Prompt) -> Rollout:
     return Rollout(**whole)
 
 
-def pack_collected(collected: Collected) -> dict[str, Any]:
-    """Return a settled ``Collected`` as plain data; groups refer to responses by index."""
+def pack_collected(collected: CollectedRollouts) -> dict[str, Any]:
+    """Return a settled ``CollectedRollouts`` as plain data; groups refer to responses by index."""
     # Groups carried in from an earlier step are not among the rollouts of this one.
     known = {id(rollout) for rollout in collected.rollouts}
     earlier = [r for group in collected.groups for r in group if id(r) not in known]
@@ -59,13 +59,13 @@ def pack_collected(collected: Collected) -> dict[str, Any]:
     return {**packed, "groups": groups, **{name: [pack_rollout(r) for r in rollouts] for name, rollouts in lists.items()}}
 
 
-def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> Collected:
+def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> CollectedRollouts:
     """Invert ``pack_collected``."""
     drawn = unpack_rollouts([*packed["rollouts"], *packed["earlier"]], find)
-    whole: dict[str, Any] = {f.name: packed[f.name] for f in dataclasses.fields(Collected)}
+    whole: dict[str, Any] = {f.name: packed[f.name] for f in dataclasses.fields(CollectedRollouts)}
     whole = {name: Counter(value) if name in COUNTS else value for name, value in whole.items()}
     whole |= {"rollouts": drawn[: len(packed["rollouts"])], "groups": [[drawn[i] for i in group] for group in packed["groups"]]}
-    return Collected(**whole)
+    return CollectedRollouts(**whole)
 
 
 def save_batch(path: Path, batch: Batch) -> None:
@@ -118,7 +118,7 @@ def _segments_of(state: Mapping[str, Any]) -> Segments:
     return Segments(state["tokens"], state["lengths"], {name: Ragged(**rows) for name, rows in state["media"].items()})
 
 
-def with_outcomes(batch: Batch, collected: Collected) -> Batch:
+def with_outcomes(batch: Batch, collected: CollectedRollouts) -> Batch:
     """Restore the rewards of ``batch`` as they were scored.
 
     The phase ``advantages`` starts from them and replaces them.

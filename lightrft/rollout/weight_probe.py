@@ -19,7 +19,7 @@ from lightrft.engines.base import Engine
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import GREEDY
 from lightrft.rollout.generation import silent
-from lightrft.rollout.logprob_check import Compared, batch_of, logits_at, refuse_gap, refuse_weights, room, seen_before
+from lightrft.rollout.logprob_check import LogprobComparison, batch_of, logits_at, refuse_gap, refuse_weights, room, seen_before
 from lightrft.types import Request, Rollout
 
 PROMPTS, RESPONSES, TOKENS = 2, 4, 8
@@ -89,13 +89,13 @@ class WeightProbe:
     def expect(self, roles: Roles) -> None:
         """Compute the trainer's logits under the policy of ``version``. Every rank must call it."""
         actor = roles.actor
-        with roles.strategy.whole(actor):
+        with roles.strategy.gathered(actor):
             batch = batch_of(self.responses).to(actor.device)
             places = torch.arange(min(batch.tokens, room(actor)), device=actor.device)
             logits, self.dtype = logits_at(actor, batch, places)
         self.logits = logits.cpu()
 
-    def compared(self) -> Compared | None:
+    def compared(self) -> LogprobComparison | None:
         """Return the engine's tokens that the trainer has logits for; ``None`` without any."""
         if self.logits is None:
             return None
@@ -113,7 +113,7 @@ class WeightProbe:
         greedy = torch.full_like(places, self.sampling.temperature == 0, dtype=torch.bool)
         logits, penalised = self.logits, self.sampling.repetition_penalty != 1
         seen = seen_before(batch_of(self.responses), places, logits.shape[1]) if penalised else None
-        return Compared(logits[places], tokens, reported, greedy, seen, self.dtype, before)
+        return LogprobComparison(logits[places], tokens, reported, greedy, seen, self.dtype, before)
 
     def refuse(self, roles: Roles) -> None:
         """Raise ``ModelError`` with the cause if the log-probs of engine and trainer differ."""

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightrft.config.strategy import OptimizerConfig
-from lightrft.distributed.process_group import Ranks, Team
-from lightrft.distributed.shards import Holding, held_of
+from lightrft.distributed.process_group import ModelParallelGroup, ProcessGroup
+from lightrft.distributed.shards import ShardLayout, local_shard_of
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Shared(Protocol):
     ``ModelError`` for a group that the model cannot serve.
     """
 
-    team: Team
+    team: ModelParallelGroup
 
 
 @runtime_checkable
@@ -72,7 +72,7 @@ class Readable(Protocol):
     parameter that this rank stores.
     """
 
-    def read_weights(self, held: Holding = held_of) -> None: ...
+    def read_weights(self, held: ShardLayout = local_shard_of) -> None: ...
 
 
 @dataclass(slots=True)
@@ -98,10 +98,10 @@ class Strategy(Protocol):
     """
 
     device: torch.device
-    ranks: Ranks
+    ranks: ProcessGroup
 
     @property
-    def teams(self) -> Ranks: ...
+    def data_parallel_group(self) -> ProcessGroup: ...
 
     def loading(self) -> AbstractContextManager[torch.device]:
         """Return a context manager in which to build a model. It yields the device to build it on.
@@ -145,7 +145,7 @@ class Strategy(Protocol):
         """
         ...
 
-    def resting(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> AbstractContextManager[None]:
+    def offloaded(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> AbstractContextManager[None]:
         """Return a context manager that may offload optimizers and frozen models.
 
         They are unused inside.
@@ -156,14 +156,14 @@ class Strategy(Protocol):
         """
         ...
 
-    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+    def gathered(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager that gathers all shards of ``model`` on every rank.
 
         It serves code that does not call the model through the strategy, such as generation.
         """
         ...
 
-    def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def local_parameters(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
         """Return a context manager that yields this rank's tensors of ``module``.
 
         They are its parameters by name, to read or change in place. ``module`` must belong to a
@@ -171,14 +171,14 @@ class Strategy(Protocol):
         """
         ...
 
-    def full(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         """Gather ``tensor``, laid out as one of ``tensors``, to its full value.
 
         Every rank must call it.
         """
         ...
 
-    def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
+    def shard_like(self, whole: Tensor, tensor: Tensor) -> Tensor:
         """Return the full tensor ``whole``, laid out as ``tensor`` is."""
         ...
 
@@ -208,7 +208,7 @@ def on_host(strategy: Strategy, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
     """
 
     def whole(tensor: Tensor) -> Tensor | None:
-        found = strategy.full(tensor.detach())
+        found = strategy.gather(tensor.detach())
         # A gathered tensor may be a view of a larger buffer, so copy it.
         return found.to("cpu", copy=isinstance(tensor, DTensor)).contiguous() if strategy.ranks.rank == 0 else None
 

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 
 from lightrft.config.base import deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
-from lightrft.distributed.process_group import Ranks
-from lightrft.distributed.shards import LocalShard, flat_blocks, held_of
+from lightrft.distributed.process_group import ProcessGroup
+from lightrft.distributed.shards import LocalShard, flat_blocks, local_shard_of
 from lightrft.strategy.base import Readable, StepInfo, Towered, TrainState
 from lightrft.strategy.device_mesh import limit_groups
 from lightrft.strategy.lr_schedule import lr_factor
@@ -81,7 +81,7 @@ class DeepSpeedStrategy(SingleStrategy):
     Frozen models are sharded in stage 3, and replicated on each rank in the other stages.
     """
 
-    def __init__(self, config: StrategyConfig, ranks: Ranks) -> None:
+    def __init__(self, config: StrategyConfig, ranks: ProcessGroup) -> None:
         super().__init__(config)
         self.ranks = ranks
         self.config = config
@@ -236,7 +236,7 @@ class DeepSpeedStrategy(SingleStrategy):
         return info
 
     @contextmanager
-    def whole(self, model: nn.Module) -> Generator[None]:
+    def gathered(self, model: nn.Module) -> Generator[None]:
         offload = self._hooked.get(model)
         if offload is None:
             yield
@@ -250,7 +250,7 @@ class DeepSpeedStrategy(SingleStrategy):
                 offload._register_deepspeed_module(offload.module)
 
     @contextmanager
-    def tensors(self, module: nn.Module) -> Generator[Mapping[str, Tensor]]:
+    def local_parameters(self, module: nn.Module) -> Generator[Mapping[str, Tensor]]:
         """Yield full parameters, in stage 3 too. Changes by rank 0 take effect on all ranks."""
         with self.deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0):
             yield dict(module.named_parameters())
@@ -323,7 +323,7 @@ def _held(tensor: Tensor) -> LocalShard:
     secondary copy (hpZ)."""
     parameter: Any = tensor
     if not hasattr(parameter, "ds_id"):
-        return held_of(tensor)
+        return local_shard_of(tensor)
     shape, own, near = tuple(parameter.ds_shape), parameter.ds_tensor, parameter.ds_secondary_tensor
     blocks = flat_blocks(shape, parameter.ds_zero_partition_rank * own.numel(), own)
     if near is not None:
@@ -372,7 +372,7 @@ def _precision(parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
     return {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
 
 
-def _shard(whole: Tensor, size: int, ranks: Ranks) -> Tensor:
+def _shard(whole: Tensor, size: int, ranks: ProcessGroup) -> Tensor:
     """Return this rank's part ``[size]`` of ``whole``, padded with zeros at the end."""
     flat = whole.flatten()
     return nn.functional.pad(flat, (0, size * ranks.size - flat.numel()))[size * ranks.rank :][:size]

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
-from lightrft.distributed.process_group import Ranks
+from lightrft.distributed.process_group import ProcessGroup
 from lightrft.utils.errors import ConfigError
 
 REPLICATE, SHARD, TENSOR = "replicate", "shard", "tensor"
@@ -17,7 +17,7 @@ along ``shard`` hold one copy of the weights between them, ranks along ``replica
 
 
 def mesh_of(
-    device: torch.device, ranks: Ranks, shard: int | None = None, tensor: int = 1
+    device: torch.device, ranks: ProcessGroup, shard: int | None = None, tensor: int = 1
 ) -> tuple[DeviceMesh, DeviceMesh | None]:
     """Build the mesh that shards weights and the mesh that shards layers.
 
@@ -50,7 +50,7 @@ def mesh_of(
     return (grid, None) if tensor == 1 else (grid[data], grid[TENSOR])
 
 
-def limit_groups(ranks: Ranks) -> None:
+def limit_groups(ranks: ProcessGroup) -> None:
     """Set the timeout of every process group to ``ranks.minutes``.
 
     Groups that libraries create have torch's default timeout.

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from lightrft.config.strategy import StrategyConfig
-from lightrft.distributed.process_group import Ranks, in_teams
-from lightrft.distributed.shards import held_of
+from lightrft.distributed.process_group import ProcessGroup, build_parallel_groups
+from lightrft.distributed.shards import local_shard_of
 from lightrft.strategy.activation_offload import keep_on_host
 from lightrft.strategy.base import Readable, Shared, StepInfo, Towered, TrainState
 from lightrft.strategy.device_mesh import mesh_of
@@ -36,17 +36,17 @@ HALF = (torch.bfloat16, torch.float16)
 class Fsdp2Strategy(SingleStrategy):
     """``Strategy`` over the ranks of torch's default process group."""
 
-    def __init__(self, config: StrategyConfig, ranks: Ranks) -> None:
+    def __init__(self, config: StrategyConfig, ranks: ProcessGroup) -> None:
         super().__init__(config)
         self.ranks = ranks
-        self.team, self._teams = in_teams(ranks, config.sequence, config.tensor)
+        self.team, self._teams = build_parallel_groups(ranks, config.sequence, config.tensor)
         self.mesh, self.across = mesh_of(self.device, ranks, config.shard, config.tensor)
         self.home = torch.device("cpu") if config.offload else self.device
         """Device of the shards between calls."""
         self._types: WeakKeyDictionary[nn.Module, dict[str, torch.dtype]] = WeakKeyDictionary()
 
     @property
-    def teams(self) -> Ranks:
+    def data_parallel_group(self) -> ProcessGroup:
         return self._teams
 
     def loading(self) -> AbstractContextManager[torch.device]:
@@ -119,7 +119,7 @@ class Fsdp2Strategy(SingleStrategy):
         return by_mesh(tensors)
 
     @contextmanager
-    def whole(self, model: nn.Module) -> Generator[None]:
+    def gathered(self, model: nn.Module) -> Generator[None]:
         modules = list(_sharded(model))
         groups = [group for module in modules if (group := module._get_fsdp_state()._fsdp_param_group) is not None]
         after = [group.post_forward_mesh_info for group in groups]
@@ -135,24 +135,24 @@ class Fsdp2Strategy(SingleStrategy):
             for group, info in zip(groups, after):
                 group.post_forward_mesh_info = info
 
-    def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def local_parameters(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
         for sharded in _sharded(module):
             sharded.reshard()  # a module left unsharded by a call holds a copy, and changes to it would be lost
-        return super().tensors(module)
+        return super().local_parameters(module)
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
         types = self._types[state.model]
         for name, parameter in state.model.named_parameters():
-            yield name, self.full(parameter.detach()).to(types[name])
+            yield name, self.gather(parameter.detach()).to(types[name])
 
-    def full(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
-    def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
+    def shard_like(self, whole: Tensor, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
-            return super().like(whole, tensor)
+            return super().shard_like(whole, tensor)
         own = torch.empty_like(tensor, dtype=whole.dtype)  # empty_like: an offloaded tensor is not on its mesh's device
-        for index, part in held_of(own).blocks:
+        for index, part in local_shard_of(own).blocks:
             part.copy_(whole[index])
         return own
 

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
-from lightrft.distributed.process_group import ALONE, Ranks, together
+from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, run_on_all_ranks
 from lightrft.strategy.activation_offload import keep_on_host
 from lightrft.strategy.base import Parted, StepInfo, TrainState, on_host
 from lightrft.strategy.lr_schedule import lr_factor
@@ -49,7 +49,7 @@ class Masters:
 class SingleStrategy:
     """``Strategy`` for one process."""
 
-    ranks: Ranks = ALONE
+    ranks: ProcessGroup = SINGLE_PROCESS
 
     def __init__(self, config: StrategyConfig) -> None:
         self.config = config
@@ -58,7 +58,7 @@ class SingleStrategy:
             bound_products()
 
     @property
-    def teams(self) -> Ranks:
+    def data_parallel_group(self) -> ProcessGroup:
         return self.ranks
 
     def loading(self) -> AbstractContextManager[torch.device]:
@@ -99,7 +99,7 @@ class SingleStrategy:
         masters = list(inner.masters.values())
         limit = state.config.max_grad_norm
         parts = self.alike([m.grad for m in masters if m.grad is not None])
-        norms = [self.full(torch.nn.utils.get_total_norm(part)) for part in parts]
+        norms = [self.gather(torch.nn.utils.get_total_norm(part)) for part in parts]
         norm = norms[0] if len(norms) == 1 else torch.stack(norms).norm()
         info = StepInfo(float(norm), state.config.lr * lr_factor(inner.step, inner.total, state.config))
         if not math.isfinite(info.grad_norm):
@@ -116,7 +116,7 @@ class SingleStrategy:
         return info
 
     @contextmanager
-    def resting(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> Generator[None]:
+    def offloaded(self, states: Iterable[TrainState], frozen: Iterable[nn.Module]) -> Generator[None]:
         if not self.config.sleep or self.config.offload:  # offloaded state stays on the host all the time
             yield
             return
@@ -142,20 +142,20 @@ class SingleStrategy:
         for model in frozen:
             model.to(device)
 
-    def whole(self, model: nn.Module) -> AbstractContextManager[None]:
+    def gathered(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def tensors(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
+    def local_parameters(self, module: nn.Module) -> AbstractContextManager[Mapping[str, Tensor]]:
         return nullcontext(dict(module.named_parameters()))
 
     def alike(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Split ``tensors`` into groups, each of which one call can process."""
         return [list(tensors)]
 
-    def full(self, tensor: Tensor) -> Tensor:
+    def gather(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def like(self, whole: Tensor, tensor: Tensor) -> Tensor:
+    def shard_like(self, whole: Tensor, tensor: Tensor) -> Tensor:
         return whole.to(tensor.device)
 
     def full_parameters(self, state: TrainState) -> Iterator[tuple[str, Tensor]]:
@@ -174,9 +174,9 @@ class SingleStrategy:
         tensors, inner.step = read_state(path, {name: state.shapes[name] for name in inner.masters})
         with torch.no_grad():
             for name, master in inner.masters.items():
-                master.copy_(self.like(tensors[f"weights/{name}"], master))
+                master.copy_(self.shard_like(tensors[f"weights/{name}"], master))
                 if f"exp_avg/{name}" in tensors:
-                    moments = {key: self.like(tensors[f"{key}/{name}"], master) for key in MOMENTS if key != "step"}
+                    moments = {key: self.shard_like(tensors[f"{key}/{name}"], master) for key in MOMENTS if key != "step"}
                     on = torch.device("cpu") if not master.is_cuda else master.device
                     state.optimizer.state[master] = {**moments, "step": tensors[f"step/{name}"].to(on)}
         self._write_back(inner)
@@ -241,7 +241,7 @@ def parameter_groups(
     return groups
 
 
-def write_state(ranks: Ranks, path: Path, tensors: Mapping[str, Tensor], step: int, total: int) -> None:
+def write_state(ranks: ProcessGroup, path: Path, tensors: Mapping[str, Tensor], step: int, total: int) -> None:
     """Write full tensors to the folder ``path``, on rank 0. Every rank must call it.
 
     Args:
@@ -258,7 +258,7 @@ def write_state(ranks: Ranks, path: Path, tensors: Mapping[str, Tensor], step: i
             save_file(dict(tensors), path / STATE_FILE)
             (path / ABOUT_FILE).write_text(json.dumps({"step": step, "total": total}))
 
-    together(ranks, write)
+    run_on_all_ranks(ranks, write)
 
 
 def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Tensor], int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lightrft.algorithms.requirements import needs_of, needs_reference, needs_reward, trusts_sampler
+from lightrft.algorithms.requirements import ignores_sampler_logprobs, needs_of, needs_reference, needs_reward
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.verbs import RLConfig
 from lightrft.trainer.check_rollout import check_rollout
@@ -92,7 +92,7 @@ def check_roles(config: RLConfig) -> None:
 def warn_of_staleness(config: RLConfig) -> None:
     """Log a warning when responses come from older weights and nothing corrects for it."""
     rollout, algorithm = config.rollout, config.algorithm
-    if (rollout.staleness or rollout.partial) and trusts_sampler(algorithm):
+    if (rollout.staleness or rollout.partial) and ignores_sampler_logprobs(algorithm):
         log.warning(
             "rollout.%s: tokens come from an older policy, and nothing corrects for it; set algorithm.corrections=[tis], or "
             "algorithm.proximal=behavior with a loss that clips the ratio",

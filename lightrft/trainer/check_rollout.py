@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightrft.algorithms.group_filters import FILTERS
-from lightrft.algorithms.requirements import needs_of, needs_reward, trusts_sampler
+from lightrft.algorithms.requirements import ignores_sampler_logprobs, needs_of, needs_reward
 from lightrft.algorithms.sample_selection import SELECTIONS
-from lightrft.algorithms.validate.component_kinds import misfit
+from lightrft.algorithms.validate.component_kinds import signature_problems
 from lightrft.config.base import ComponentConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.rollout.curriculum import CURRICULA
@@ -36,12 +36,12 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
     for i, part in enumerate(algorithm.filters):
         yield from _refused(f"algorithm.filters.{i}", FILTERS, part, _example())
     if rollout.select is not None:
-        wrong = list(misfit("rollout.select", SELECTIONS, rollout.select, 1))
+        wrong = list(signature_problems("rollout.select", SELECTIONS, rollout.select, 1))
         yield from wrong or _refused("rollout.select", SELECTIONS, rollout.select, _example())
         yield from _kept(config, rollout.select)
     if rollout.curriculum is not None:
         part = ComponentConfig(name=rollout.curriculum.name, options=rollout.curriculum.options)
-        wrong = list(misfit("rollout.curriculum", CURRICULA, part, 2))
+        wrong = list(signature_problems("rollout.curriculum", CURRICULA, part, 2))
         yield from wrong or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
         if not config.data.shuffle:
             yield "data.shuffle = False: rollout.curriculum draws prompts by weight, in no order; leave one of the two out"
@@ -66,7 +66,7 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
             f"rollout.carry_over = True would take answers further back than rollout.staleness = {rollout.staleness}; leave one of "
             "the two out"
         )
-    if rollout.carry_over and trusts_sampler(algorithm):
+    if rollout.carry_over and ignores_sampler_logprobs(algorithm):
         yield (
             "rollout.carry_over = True trains on answers of an older policy, which nothing corrects: set "
             "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio"

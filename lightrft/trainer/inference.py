@@ -12,17 +12,17 @@ from typing import Any
 
 from lightrft.config.data import DataConfig
 from lightrft.config.verbs import ChatConfig, EvaluateConfig, GenerateConfig
-from lightrft.datasets.chat_encoder import Encoder
+from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.sampler import in_parts
 from lightrft.models.decoding.kinds import length_bound
 from lightrft.models.families import FAMILIES, context_length
 from lightrft.models.processors import load_processor
-from lightrft.observability.run_directory import RunFolder
+from lightrft.observability.run_directory import RunDirectory
 from lightrft.observability.run_health import Health
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
-from lightrft.rollout.eval_prompts import held_out
+from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.evaluation import evaluate
 from lightrft.rollout.generation import requests_for
 from lightrft.rollout.logprob_check import CheckedEngine
@@ -47,13 +47,15 @@ def run_eval(config: EvaluateConfig) -> dict[str, float]:
     # Record the checkpoint itself in the run folder, so that another one is rejected there.
     if saved is not None:
         config = config.model_copy(update={"model": config.model.model_copy(update={"path": str(saved.checkpoint)})})
-    folder = RunFolder.open(
+    folder = RunDirectory.open(
         path, config, resume="auto", overwrite=config.run.overwrite, ignore=("eval", "run", "reward", "engine")
     )
     with folder:
         tokenizer = local_tokenizer(model)
         processor = load_processor(model, tokenizer)
-        prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
+        prompts = load_eval_prompts(
+            config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward
+        )
         check_rewards(config.reward, prompts, tokenizer)
         with closing(local_scorer(config.reward)) as scorer:
             weights = None if saved is None else saved.weights
@@ -88,7 +90,7 @@ def run_generate(config: GenerateConfig) -> int:
     tokenizer = local_tokenizer(model)
     processor = load_processor(model, tokenizer)
     reward = config.reward if config.reward.terms or config.reward.per_source else None
-    prompts = held_out(config.data, tokenizer, config.run.seed, None, processor, reward=reward, key="data.sources")
+    prompts = load_eval_prompts(config.data, tokenizer, config.run.seed, None, processor, reward=reward, key="data.sources")
     if reward is not None:
         check_rewards(reward, prompts, tokenizer)
     rollouts: list[Rollout] = []
@@ -141,7 +143,7 @@ class Chat:
         self.engine = CheckedEngine(engine, actor, config.engine)
         bound, context = length_bound(actor.base.config), context_length(actor.base.config)
         self.context = context if bound is None else min(bound.tokens, context or bound.tokens)
-        self.encoder = Encoder(DataConfig(chat=True, media=config.media), tokenizer, self.processor)
+        self.encoder = ChatEncoder(DataConfig(chat=True, media=config.media), tokenizer, self.processor)
         self.messages: list[dict[str, Any]] = []
         self.attached: list[dict[str, str]] = []
         self.turn = 0

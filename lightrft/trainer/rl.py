@@ -9,22 +9,22 @@ from typing import Any
 
 from lightrft.algorithms.requirements import needs_of
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import Ranks, joined, tell_others, together
-from lightrft.distributed.ray_workers import office_here
-from lightrft.distributed.reduce_metrics import merged
-from lightrft.learner.controllers import Controls
-from lightrft.learner.ptx_loss import Ptx
-from lightrft.learner.reference_update import load_refreshed, refreshed_state
+from lightrft.distributed.process_group import ProcessGroup, broadcast_failure, init_process_group, run_on_all_ranks
+from lightrft.distributed.ray_workers import current_allocator
+from lightrft.distributed.reduce_metrics import all_reduce_metrics
+from lightrft.learner.controllers import Controllers
+from lightrft.learner.ptx_loss import PretrainingLoss
+from lightrft.learner.reference_update import load_reference_state, reference_state
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics
-from lightrft.observability.observer import Nobody, Observer
+from lightrft.observability.observer import NullObserver, Observer
 from lightrft.observability.run_health import Health
 from lightrft.rewards.startup_check import check_rewards
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import tokens_of
 from lightrft.rollout.async_generation import AsyncGenerator, staleness_metrics
 from lightrft.rollout.collate import attached
-from lightrft.rollout.eval_prompts import held_out
+from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.row_check import check_labels
 from lightrft.rollout.serialization import save_batch, with_outcomes
@@ -33,7 +33,7 @@ from lightrft.trainer.context_limits import check_examples, check_lengths
 from lightrft.trainer.preflight import check_enough
 from lightrft.trainer.rl_step import StepResult, collect_settings, learn, rl_step
 from lightrft.trainer.run_session import RunSession, open_session
-from lightrft.trainer.training_loop import Training, run_steps, take_up
+from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.workers.build_remote import remote_roles
 from lightrft.workers.local import local_roles, local_tokenizer, rollout_steps
 
@@ -41,32 +41,32 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class RLRun(Training):
+class RLRun(TrainingRun):
     """An RL run. Steps take prompts from ``stream``, and ``controls`` carry over between steps."""
 
     config: RLConfig
     stream: PromptStream
-    controls: Controls
-    ahead: AsyncGenerator | None = None
+    controllers: Controllers
+    async_generator: AsyncGenerator | None = None
     _drawn: dict[str, Any] = field(default_factory=dict)
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start asynchronous generation, with the batches that the checkpoint contains."""
-        if self.ahead is not None:
-            self.ahead.begin(self.step, self._drawn)
+        if self.async_generator is not None:
+            self.async_generator.start(self.step, self._drawn)
             self._drawn = {}
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Pause asynchronous generation until engine and scorer are idle."""
-        if self.ahead is not None:
-            self.ahead.rest()
+        if self.async_generator is not None:
+            self.async_generator.wait_until_idle()
 
-    def advance(self) -> Metrics:
+    def train_step(self) -> Metrics:
         """Take one step, and write its rollouts and its batch if the settings ask for them."""
         config, session = self.config, self.session
-        result = self.learn_next() if self.ahead is None else self.learn_drawn(self.ahead)
+        result = self.learn_next() if self.async_generator is None else self.learn_generated(self.async_generator)
         done = self.step + 1
-        result.metrics.merge(merged(self.roles.counts(), session.ranks))
+        result.metrics.merge(all_reduce_metrics(self.roles.counts(), session.ranks))
         self.health.blame("rollout/frac_reward_failed", result.collected.failures)
         for reason, count in result.collected.failures.most_common(3):
             log.info("step %d: %d answers were not scored: %s", done, count, reason)
@@ -81,17 +81,17 @@ class RLRun(Training):
     def learn_next(self) -> StepResult:
         """Generate a batch and train on it."""
         stopped = lambda: bool(self.session.stop)  # noqa: E731
-        with self.stream.as_before_on_error():
-            result = rl_step(self.roles, self.config, self.step, self.controls, self.stream, self.session.timers, stopped)
+        with self.stream.restore_on_error():
+            result = rl_step(self.roles, self.config, self.step, self.controllers, self.stream, self.session.timers, stopped)
         if self.config.rollout.partial:
             result.metrics.merge(staleness_metrics(result.batch, self.step))
         return result
 
-    def learn_drawn(self, ahead: AsyncGenerator) -> StepResult:
+    def learn_generated(self, ahead: AsyncGenerator) -> StepResult:
         """Train on a batch that was generated asynchronously during earlier steps."""
         timers = self.session.timers
         drawn = ahead.take(self.step, timers)
-        result = learn(self.roles, self.config, self.step, self.controls, drawn.collected, timers, drawn.probe)
+        result = learn(self.roles, self.config, self.step, self.controllers, drawn.collected, timers, drawn.probe)
         result.metrics.merge(staleness_metrics(result.batch, self.step))
         result.metrics.merge(drawn.metrics)
         return result
@@ -99,29 +99,29 @@ class RLRun(Training):
     def state(self) -> dict[str, Any]:
         """Return the state of prompts, coefficients, PTX data, reference and pending batches."""
         # Must come first: it waits for batches in flight, and may rewind the prompt sampler.
-        drawn = {} if self.ahead is None else {"drawn": self.ahead.state_dict(self.step)}
-        carried = {**self.stream.state_dict(), "controls": self.controls.state_dict()}
+        drawn = {} if self.async_generator is None else {"drawn": self.async_generator.state_dict(self.step)}
+        carried = {**self.stream.state_dict(), "controls": self.controllers.state_dict()}
         ptx = {} if self.roles.ptx is None else {"ptx": self.roles.ptx.state_dict()}
-        return {**carried, **ptx, **refreshed_state(self.roles), **drawn}
+        return {**carried, **ptx, **reference_state(self.roles), **drawn}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state``."""
         self.stream.load_state_dict(state)
-        self.controls.load_state_dict(state["controls"])
+        self.controllers.load_state_dict(state["controls"])
         if self.roles.ptx is not None:
             self.roles.ptx.load_state_dict(state["ptx"])
-        load_refreshed(self.roles, state)
+        load_reference_state(self.roles, state)
         self._drawn = state.get("drawn", {})
 
-    def about(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """Return the algorithm, and the number of tokens of unfinished responses."""
-        begun = {"tokens_in_flight": sum(map(tokens_of, self.stream.begun))} if self.config.rollout.partial else {}
+        begun = {"tokens_in_flight": sum(map(tokens_of, self.stream.partial))} if self.config.rollout.partial else {}
         return {"algorithm": self.config.algorithm.preset or "custom", **begun}
 
     def close(self) -> None:
         """Stop generation first, then close the roles that it uses."""
-        if self.ahead is not None:
-            self.ahead.close()
+        if self.async_generator is not None:
+            self.async_generator.close()
         self.stream.close()
         self.roles.close()
 
@@ -130,8 +130,8 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
     """Train as configured and return the content of ``summary.json``."""
     check(config)
     with (
-        joined(config.strategy.timeout) as ranks,
-        open_session(config, config.run, config.checkpoint, config.log, "rl", observer or Nobody(), ranks) as session,
+        init_process_group(config.strategy.timeout) as ranks,
+        open_session(config, config.run, config.checkpoint, config.log, "rl", observer or NullObserver(), ranks) as session,
     ):
         run = prepare(config, session)
         try:
@@ -139,12 +139,12 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
             if not config.reward.terms:
                 run.roles.scorer.check_sources(run.stream.dataset.data_sources)
             check_lengths(run.roles.actor, run.stream.dataset.longest, config.sampling, "sampling", "data")
-            if isinstance(run.roles.ptx, Ptx):
+            if isinstance(run.roles.ptx, PretrainingLoss):
                 check_examples(run.roles.actor, run.roles.ptx.dataset.longest, config.ptx.max_tokens, "ptx.max_tokens")
-            take_up(run)
+            resume_from_checkpoint(run)
             return run_steps(run)
         except BaseException as error:
-            tell_others(error)
+            broadcast_failure(error)
             raise
         finally:
             run.close()
@@ -158,27 +158,27 @@ def prepare(config: RLConfig, session: RunSession) -> RLRun:
     check_enough("rollout.prompts", config.rollout.prompts, len(stream.dataset), "prompts")
     steps = rollout_steps(config, len(stream.dataset))
     check_labels(stream.dataset, config.reward, "data.sources")
-    prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
-    controls = Controls.of(config.algorithm)
+    prompts = load_eval_prompts(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
+    controls = Controllers.of(config.algorithm)
     # With scoring workers, reward functions may only be importable on the workers' nodes.
     if not config.launch.ray.scorers:
         first = session.ranks.rank == 0
-        together(session.ranks, lambda: check_rewards(config.reward, stream.bare, tokenizer) if first else None)
+        run_on_all_ranks(session.ranks, lambda: check_rewards(config.reward, stream.bare, tokenizer) if first else None)
     # Must come last: an error after this would leave workers running.
     roles = roles_of(config, tokenizer, steps, processor, session.ranks)
     stopped = lambda: bool(session.stop)  # noqa: E731
     return RLRun(
         session=session,
         eval=config.eval,
-        held_out=prompts,
+        eval_prompts=prompts,
         roles=roles,
         seed=config.run.seed,
         steps=steps,
         config=config,
         stream=stream,
-        controls=controls,
+        controllers=controls,
         health=Health(needs_of(config.algorithm)),
-        ahead=generator_ahead(roles, config, stream, steps, stopped),
+        async_generator=generator_ahead(roles, config, stream, steps, stopped),
     )
 
 
@@ -199,7 +199,7 @@ def generator_ahead(
     return AsyncGenerator(roles, collect_settings(config), stream, steps, stopped, config.engine.check_logprobs)
 
 
-def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks: Ranks) -> Roles:
+def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks: ProcessGroup) -> Roles:
     """Build the roles of a run, in this process or in workers as ``launch.ray`` says.
 
     Args:
@@ -211,7 +211,7 @@ def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks
     """
     if not any(config.launch.ray.staff.values()):
         return local_roles(config, tokenizer, steps, processor, ranks)
-    office = office_here()
+    office = current_allocator()
     return remote_roles(config, tokenizer, steps, processor, ranks, hire=office.hire, host=office.host)
 
 

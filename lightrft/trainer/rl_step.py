@@ -18,19 +18,25 @@ from lightrft.algorithms.requirements import needs_of, needs_old_logprobs, needs
 from lightrft.algorithms.reward_shaping import token_rewards, with_rewards
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.verbs import RLConfig
-from lightrft.engines.base import never
-from lightrft.learner.controllers import Controls
-from lightrft.learner.distillation import distilled, with_teacher
-from lightrft.learner.forward_passes import MicroBatches, by_parts, logprobs_by_parts, sampling_temperature, settle_layouts
+from lightrft.engines.base import never_stop
+from lightrft.learner.controllers import Controllers
+from lightrft.learner.distillation import add_distillation_reward, with_teacher
+from lightrft.learner.forward_passes import (
+    MicroBatches,
+    compute_logprobs,
+    map_micro_batches,
+    sampling_temperature,
+    verify_layouts,
+)
 from lightrft.learner.policy_update import actor_frozen, update
 from lightrft.learner.process_reward import with_process_rewards
-from lightrft.learner.reference_update import refresh
+from lightrft.learner.reference_update import update_reference
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import Collected, rollout_metrics
+from lightrft.rollout.accounting import CollectedRollouts, rollout_metrics
 from lightrft.rollout.collate import collate
-from lightrft.rollout.collect import CollectSettings, Source, collect
+from lightrft.rollout.collect import CollectSettings, PromptSource, collect_rollouts
 from lightrft.rollout.logprob_check import check_batch
 from lightrft.rollout.weight_probe import WeightProbe
 from lightrft.types import Batch, rows_of
@@ -43,7 +49,7 @@ ROUNDING = 1e-8
 class StepResult:
     """The result of a step: rollouts, batch (None if every group was dropped) and metrics."""
 
-    collected: Collected
+    collected: CollectedRollouts
     batch: Batch | None
     metrics: Metrics
 
@@ -52,10 +58,10 @@ def rl_step(
     roles: Roles,
     config: RLConfig,
     step: int,
-    controls: Controls,
-    source: Source,
+    controls: Controllers,
+    source: PromptSource,
     timers: Timers,
-    stopped: Callable[[], bool] = never,
+    stopped: Callable[[], bool] = never_stop,
 ) -> StepResult:
     """Collect rollouts and update the policy once.
 
@@ -68,8 +74,8 @@ def rl_step(
         timers: measures the phases.
         stopped: returns True once the run is asked to stop.
     """
-    with roles.drawing():
-        collected = collect(roles, collect_settings(config), step, source, timers, stopped)
+    with roles.generation_mode():
+        collected = collect_rollouts(roles, collect_settings(config), step, source, timers, stopped)
     return learn(roles, config, step, controls, collected, timers)
 
 
@@ -83,8 +89,8 @@ def learn(
     roles: Roles,
     config: RLConfig,
     step: int,
-    controls: Controls,
-    collected: Collected,
+    controls: Controllers,
+    collected: CollectedRollouts,
     timers: Timers,
     probe: WeightProbe | None = None,
 ) -> StepResult:
@@ -100,15 +106,15 @@ def learn(
         probe: fingerprint of the weights that generated the batch, for a check. None skips the
             check.
     """
-    refresh(roles, config.algorithm.kl, step)
+    update_reference(roles, config.algorithm.kl, step)
     if not collected.groups:
-        if probe is not None and roles.policy.layout_settled:
+        if probe is not None and roles.policy.layout_verified:
             probe.expect(roles)
         return _nothing_learned(roles, step, collected, timers)
     metrics = Metrics()
     batch = collate(collected.groups)
     with timers("layout"):
-        settle_layouts(roles, batch)
+        verify_layouts(roles, batch)
         check_batch(roles, batch, config.sampling, config.engine, step)
         if probe is not None:
             probe.expect(roles)
@@ -132,12 +138,12 @@ def learn(
     metrics.add("policy/frac_rows_with_advantage", Mean(rows_with_advantage(batch), len(batch)))
     with timers("update"):
         metrics.merge(update(roles, batch, config, controls, step))
-    metrics.merge(controls.steer(batch, frozen=actor_frozen(roles, config, step)))
+    metrics.merge(controls.update_from_batch(batch, frozen=actor_frozen(roles, config, step)))
     publish(roles, step + 1, timers)
     return StepResult(collected, batch, metrics)
 
 
-def _nothing_learned(roles: Roles, step: int, collected: Collected, timers: Timers) -> StepResult:
+def _nothing_learned(roles: Roles, step: int, collected: CollectedRollouts, timers: Timers) -> StepResult:
     """Finish a step without a response to train on.
 
     The unchanged weights are published under the next version, because a version counts steps.
@@ -187,9 +193,9 @@ def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
             column.put(rows_of(batch.lengths, index), getattr(scores, name))
         return scores.logprobs
 
-    logprobs = by_parts(batch, score, roles, config)
+    logprobs = map_micro_batches(batch, score, roles, config)
     old = logprobs if config.algorithm.proximal == "policy" else batch.old_logprobs
-    columns = {name: roles.strategy.teams.sum(column.column(batch.tokens)) for name, column in wanted.items()}
+    columns = {name: roles.strategy.data_parallel_group.sum(column.column(batch.tokens)) for name, column in wanted.items()}
     return batch.replace(old_logprobs=old, **columns)
 
 
@@ -204,10 +210,10 @@ def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
     reference = roles.reference
     if reference is None or not needs_reference(config.algorithm):
         return batch
-    return batch.replace(ref_logprobs=logprobs_by_parts(reference, batch, roles, config))
+    return batch.replace(ref_logprobs=compute_logprobs(reference, batch, roles, config))
 
 
-def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls) -> Batch:
+def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controllers) -> Batch:
     """Add the critic's values before each token and after the last one, in units of the reward.
 
     Without a critic, ``batch`` is returned unchanged.
@@ -227,11 +233,11 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controls
         final.put(index, controls.values(after))
         return controls.values(values)
 
-    values = by_parts(batch, score, roles, config)
-    return batch.replace(values=values, final_values=roles.strategy.teams.sum(final.column(len(batch))))
+    values = map_micro_batches(batch, score, roles, config)
+    return batch.replace(values=values, final_values=roles.strategy.data_parallel_group.sum(final.column(len(batch))))
 
 
-def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
+def with_advantages(batch: Batch, config: RLConfig, controls: Controllers) -> Batch:
     """Add shaped rewards, token rewards, advantages and returns. They are computed in float64.
 
     Responses whose reward is not finite are dropped.
@@ -244,7 +250,7 @@ def with_advantages(batch: Batch, config: RLConfig, controls: Controls) -> Batch
     return advantages_from(with_shaped_rewards(batch, config, controls)[0], config, controls)
 
 
-def with_shaped_rewards(batch: Batch, config: RLConfig, controls: Controls) -> tuple[Batch, Tensor]:
+def with_shaped_rewards(batch: Batch, config: RLConfig, controls: Controllers) -> tuple[Batch, Tensor]:
     """Shape the rewards, and drop responses whose reward is not finite before or after that.
 
     A NaN reward would make every advantage of its group NaN. Tokens with a log-prob that is not
@@ -265,7 +271,7 @@ def with_shaped_rewards(batch: Batch, config: RLConfig, controls: Controls) -> t
     return (batch.select(shaped) if len(shaped) < len(batch) else batch), scored[shaped]
 
 
-def advantages_from(batch: Batch, config: RLConfig, controls: Controls) -> Batch:
+def advantages_from(batch: Batch, config: RLConfig, controls: Controllers) -> Batch:
     """Compute token rewards, advantages and returns from shaped rewards.
 
     Args:
@@ -278,5 +284,5 @@ def advantages_from(batch: Batch, config: RLConfig, controls: Controls) -> Batch
     rewards = token_rewards(batch, algorithm.kl.estimator, in_reward)
     settings = algorithm.advantage
     advantages, returns = ADVANTAGES[settings.name](batch, rewards, settings, **settings.options)
-    advantages = distilled(WHITENINGS[settings.whiten](advantages, batch, settings.eps), batch, algorithm.distill)
+    advantages = add_distillation_reward(WHITENINGS[settings.whiten](advantages, batch, settings.eps), batch, algorithm.distill)
     return batch.replace(advantages=advantages.float(), returns=returns.float())

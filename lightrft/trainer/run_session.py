@@ -16,12 +16,19 @@ from typing import Any
 from lightrft.config.base import Settings, build, parse_yaml, to_yaml
 from lightrft.config.run import CheckpointConfig, LogConfig, RunConfig
 from lightrft.config.verbs import EvaluateConfig
-from lightrft.distributed.process_group import ALONE, Ranks, Signs, patiently, starts_again, together
+from lightrft.distributed.process_group import (
+    SINGLE_PROCESS,
+    KeepAlive,
+    ProcessGroup,
+    restart_count,
+    run_on_all_ranks,
+    run_with_keepalive,
+)
 from lightrft.observability.metrics import Metrics, Sum
-from lightrft.observability.observer import Nobody, Observer
-from lightrft.observability.run_directory import Elsewhere, RunFolder
+from lightrft.observability.observer import NullObserver, Observer
+from lightrft.observability.run_directory import ReadOnlyRunDirectory, RunDirectory
 from lightrft.observability.timers import Timers, queued_is_done, tokens_per_second
-from lightrft.roles import Trained
+from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError, load_state, save_state, verify
 from lightrft.trainer.run_summary import headline, samples
@@ -49,16 +56,16 @@ class RunSession:
     in steps since the last checkpoint or the start.
     """
 
-    folder: RunFolder
+    folder: RunDirectory
     store: CheckpointStore
     checkpoint: CheckpointConfig
     phase: str
     observer: Observer
     stop: StopFlag = field(default_factory=StopFlag)
     timers: Timers = field(default_factory=lambda: Timers(queued_is_done))
-    began: float = field(default_factory=_now)
-    before: float = 0.0
-    ranks: Ranks = ALONE
+    started_at: float = field(default_factory=_now)
+    seconds_before_resume: float = 0.0
+    ranks: ProcessGroup = SINGLE_PROCESS
     saved_step: int | None = None
     at_risk: tuple[float, int] = (0.0, 0)
     _saved_time: float = field(default_factory=_now)
@@ -73,9 +80,9 @@ class RunSession:
     @property
     def seconds(self) -> float:
         """The wall-clock seconds of this run, including the time before a resume."""
-        return self.before + _now() - self.began
+        return self.seconds_before_resume + _now() - self.started_at
 
-    def resume(self, strategy: Strategy, trained: Mapping[str, Trained]) -> tuple[int, dict[str, Any], dict[str, Any]]:
+    def resume(self, strategy: Strategy, trained: Mapping[str, TrainableModel]) -> tuple[int, dict[str, Any], dict[str, Any]]:
         """Load the newest intact checkpoint of the folder. Repeated steps are logged.
 
         A fresh start returns step 0 and empty mappings. So does a folder whose run ended before its
@@ -93,7 +100,7 @@ class RunSession:
                 that the user named must itself be intact.
         """
         about = self._about(trained)
-        path, step = patiently(self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign))[0]
+        path, step = run_with_keepalive(self.ranks, lambda sign: (None, 0) if self.ranks.rank else self._newest(about, sign))[0]
         if path is None:
             if again := self.folder.rewind(-1, self.phase):
                 log.warning("%s holds no checkpoint: the run starts over. Steps taken again: %d", self.path, again)
@@ -102,13 +109,13 @@ class RunSession:
         for name, role in trained.items():
             role.load(strategy, path / name)
         restore_rng(state.pop("rng"), strategy.device)
-        self.before = state.pop("seconds")
+        self.seconds_before_resume = state.pop("seconds")
         row = state.pop("row", {})
         if self.ranks.rank == 0:  # later steps are repeated, so their checkpoints are stale
             self.store.discard_after(step)
         again = self.folder.rewind(step, self.phase)
         if row:
-            self.folder.recall({**row, "step": step, "phase": self.phase, "seconds": self.before})
+            self.folder.recall({**row, "step": step, "phase": self.phase, "seconds": self.seconds_before_resume})
         self.saved_step = self._first_step = step
         log.info("resumed from %s", path)
         if again:
@@ -142,7 +149,12 @@ class RunSession:
         return bool(reason), told[0][1]
 
     def save(
-        self, step: int, strategy: Strategy, trained: Mapping[str, Trained], state: Mapping[str, Any], values: Mapping[str, float]
+        self,
+        step: int,
+        strategy: Strategy,
+        trained: Mapping[str, TrainableModel],
+        state: Mapping[str, Any],
+        values: Mapping[str, float],
     ) -> None:
         """Write the checkpoint of ``step``: everything that the next step reads.
 
@@ -158,7 +170,7 @@ class RunSession:
         best = (self.checkpoint.best or "").lstrip("-")
         about = self._about(trained)
         failed: Exception | None = None
-        signs = Signs(self.ranks)  # rank 0 reads every byte again, so the others must not time out
+        signs = KeepAlive(self.ranks)  # rank 0 reads every byte again, so the others must not time out
         try:
             with self.timers("checkpoint"), ExitStack() as stack:
 
@@ -170,7 +182,7 @@ class RunSession:
                         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
                     return stack.enter_context(self.store.writing(step, about, values.get(best), signs.give))
 
-                path = together(self.ranks, begin)[0]
+                path = run_on_all_ranks(self.ranks, begin)[0]
                 for name, role in trained.items():
                     role.save(strategy, path / name)
                 if self.ranks.rank == 0:
@@ -186,7 +198,7 @@ class RunSession:
         self.saved_step = step
         self._saved_time = self._tried_time = _now()
 
-    def _agree(self, failed: Exception | None, signs: Signs) -> None:
+    def _agree(self, failed: Exception | None, signs: KeepAlive) -> None:
         """Make a save end on every rank as on rank 0, which verifies what was written."""
         if isinstance(failed, LostRankError):
             raise failed
@@ -196,7 +208,7 @@ class RunSession:
             if failed is not None and (self.ranks.rank == 0 or not isinstance(failed, RankError)):
                 raise failed
 
-        together(self.ranks, say)
+        run_on_all_ranks(self.ranks, say)
         if failed is not None:
             raise failed
 
@@ -205,7 +217,7 @@ class RunSession:
         step: int,
         last: bool,
         strategy: Strategy,
-        trained: Mapping[str, Trained],
+        trained: Mapping[str, TrainableModel],
         state: Callable[[], Mapping[str, Any]],
         values: Mapping[str, float],
     ) -> Metrics:
@@ -266,7 +278,7 @@ class RunSession:
         self.observer.update(row)
         return row
 
-    def _about(self, trained: Mapping[str, Trained]) -> dict[str, Any]:
+    def _about(self, trained: Mapping[str, TrainableModel]) -> dict[str, Any]:
         return {"phase": self.phase, **{f"{name} parameters": shapes_digest(t.shapes) for name, t in trained.items()}}
 
 
@@ -286,7 +298,7 @@ def close_session(session: RunSession, threshold: float, about: Mapping[str, Any
     summary = {"verb": session.phase, "steps": step, "seconds": session.seconds, **about, **headline(session.path, session.phase)}
     seconds, steps = session.at_risk
     summary |= {"saved_step": session.saved_step, "most_unsaved_seconds": seconds, "most_unsaved_steps": steps}
-    if restarts := starts_again():
+    if restarts := restart_count():
         summary["restarts"] = restarts
     if session.stop and not about.get("finished"):
         summary["stopped_by"] = session.stop.reason
@@ -328,7 +340,7 @@ def open_session(
     logs: LogConfig,
     phase: str,
     observer: Observer,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
 ) -> Generator[RunSession]:
     """Open the run folder, seed all random generators, and turn SIGTERM and Ctrl-C into a flag.
 
@@ -344,16 +356,16 @@ def open_session(
     path = Path(run.dir).expanduser() / run.name
     seed_everything(run.seed)
     options: dict[str, Any] = {"tensorboard": logs.tensorboard, "wandb": logs.wandb, "ignore": MAY_DIFFER}
-    made: list[RunFolder] = []
+    made: list[RunDirectory] = []
 
     def take() -> tuple[bool, Path | None]:
         if ranks.rank:
             return False, None
-        made.append(RunFolder.open(path, config, resume=run.resume, overwrite=run.overwrite, **options))
+        made.append(RunDirectory.open(path, config, resume=run.resume, overwrite=run.overwrite, **options))
         return made[0].fresh, made[0].checkpoint
 
-    fresh, named = together(ranks, take)[0]
-    folder = made[0] if made else Elsewhere(path, fresh=fresh, checkpoint=named)
+    fresh, named = run_on_all_ranks(ranks, take)[0]
+    folder = made[0] if made else ReadOnlyRunDirectory(path, fresh=fresh, checkpoint=named)
     store = CheckpointStore(path / "checkpoints", checkpoint.keep, checkpoint.best)
     with folder, StopFlag() as stop:
-        yield RunSession(folder, store, checkpoint, phase, observer if ranks.rank == 0 else Nobody(), stop, ranks=ranks)
+        yield RunSession(folder, store, checkpoint, phase, observer if ranks.rank == 0 else NullObserver(), stop, ranks=ranks)

@@ -10,31 +10,31 @@ from lightrft.config.verbs import SFTConfig
 from lightrft.datasets.row_warnings import check_text
 from lightrft.datasets.sampler import PromptSampler, draw, report
 from lightrft.datasets.sft_dataset import SFTDataset
-from lightrft.distributed.process_group import joined, together
+from lightrft.distributed.process_group import init_process_group, run_on_all_ranks
 from lightrft.learner.sft_step import examples_to_batch, sft_step
 from lightrft.models.processors import load_processor
 from lightrft.observability.metrics import Metrics
-from lightrft.observability.observer import Nobody, Observer
+from lightrft.observability.observer import NullObserver, Observer
 from lightrft.rewards.startup_check import check_rewards
-from lightrft.roles import Roles, Trained
-from lightrft.rollout.eval_prompts import held_out
+from lightrft.roles import Roles, TrainableModel
+from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.trainer.context_limits import check_examples
 from lightrft.trainer.preflight import check_enough, check_evaluation
 from lightrft.trainer.run_session import RunSession, open_session
-from lightrft.trainer.training_loop import Training, run_steps, take_up
+from lightrft.trainer.training_loop import TrainingRun, resume_from_checkpoint, run_steps
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.local import local_policy, local_scorer, local_tokenizer
 
 
 @dataclass(slots=True, kw_only=True)
-class SFTRun(Training):
+class SFTRun(TrainingRun):
     """An SFT run, whose steps take conversations of ``dataset`` in the order of ``sampler``."""
 
     config: SFTConfig
     dataset: SFTDataset
     sampler: PromptSampler
 
-    def advance(self) -> Metrics:
+    def train_step(self) -> Metrics:
         """Take one step on the next ``batch_size`` conversations."""
         batch = examples_to_batch(draw(self.dataset, self.sampler, self.config.batch_size))
         with self.session.timers("update"):
@@ -57,13 +57,13 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
     if config.eval.data.sources and not config.reward.terms and not config.reward.per_source:
         raise ConfigError("eval.data has sources but reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
     with (
-        joined(config.strategy.timeout) as ranks,
-        open_session(config, config.run, config.checkpoint, config.log, "sft", observer or Nobody(), ranks) as session,
+        init_process_group(config.strategy.timeout) as ranks,
+        open_session(config, config.run, config.checkpoint, config.log, "sft", observer or NullObserver(), ranks) as session,
     ):
         run = prepare(config, session)
         try:
             check_examples(run.roles.actor, run.dataset.longest, config.max_tokens)
-            take_up(run)
+            resume_from_checkpoint(run)
             return run_steps(run)
         finally:
             run.dataset.prefetch(())
@@ -79,17 +79,17 @@ def prepare(config: SFTConfig, session: RunSession) -> SFTRun:
     check_text(dataset, "data.sources")
     check_enough("batch_size", config.batch_size, len(dataset), "examples")
     steps = config.train.steps or max(1, math.ceil(config.train.epochs * len(dataset) / config.batch_size))
-    prompts = held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
+    prompts = load_eval_prompts(config.eval.data, tokenizer, config.run.seed, config.eval.limit, processor, reward=config.reward)
     first = session.ranks.rank == 0
-    together(session.ranks, lambda: check_rewards(config.reward, prompts, tokenizer) if first and prompts else None)
+    run_on_all_ranks(session.ranks, lambda: check_rewards(config.reward, prompts, tokenizer) if first and prompts else None)
     strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, session.ranks)
     return SFTRun(
         session=session,
         eval=config.eval,
-        held_out=prompts,
+        eval_prompts=prompts,
         roles=Roles(
             strategy=strategy,
-            policy=Trained(actor, strategy.prepare(actor, config.optimizer, steps)),
+            policy=TrainableModel(actor, strategy.prepare(actor, config.optimizer, steps)),
             engine=engine,
             scorer=local_scorer(config.reward),
             tokenizer=tokenizer,

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.config.rollout import EvalConfig
-from lightrft.distributed.process_group import patiently, together
+from lightrft.distributed.process_group import run_on_all_ranks, run_with_keepalive
 from lightrft.models.actor import Actor
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.observability.metrics import Last, Metrics
 from lightrft.observability.run_health import Health
-from lightrft.roles import Roles, Trained
+from lightrft.roles import Roles, TrainableModel
 from lightrft.rollout.collate import attached
 from lightrft.rollout.collect import check_scored
 from lightrft.rollout.evaluation import evaluate, reached
@@ -27,13 +27,13 @@ from lightrft.trainer.run_session import RunSession, close_session
 from lightrft.trainer.saved_policy import POLICY, write_policy
 from lightrft.types import Prompt
 from lightrft.utils.atomic_files import whole_folder
-from lightrft.utils.errors import Interrupted, RewardError
+from lightrft.utils.errors import GenerationInterrupted, RewardError
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, kw_only=True)
-class Training(ABC):
+class TrainingRun(ABC):
     """A run and its progress: ``step`` of ``steps``, and the metrics of the step it resumed from.
 
     A subclass defines a step and the state that the next step reads.
@@ -42,7 +42,7 @@ class Training(ABC):
     session: RunSession
     roles: Roles
     eval: EvalConfig
-    held_out: Sequence[Prompt]
+    eval_prompts: Sequence[Prompt]
     seed: int
     steps: int
     step: int = 0
@@ -50,8 +50,8 @@ class Training(ABC):
     health: Health = field(default_factory=Health)
 
     @abstractmethod
-    def advance(self) -> Metrics:
-        """Take one step. Raises ``Interrupted`` if it stopped halfway, with its state unchanged."""
+    def train_step(self) -> Metrics:
+        """Take one step. Raises ``GenerationInterrupted`` if it stopped halfway, with its state unchanged."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -63,29 +63,29 @@ class Training(ABC):
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore the result of ``state``."""
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start background work. Called once, when weights and state are loaded."""
         return
 
-    def rest(self) -> None:
+    def wait_until_idle(self) -> None:
         """Wait until engine and scorer are idle."""
         return
 
-    def about(self) -> dict[str, Any]:
+    def summary_fields(self) -> dict[str, Any]:
         """Return further fields of the summary."""
         return {}
 
     @property
-    def trained(self) -> dict[str, Trained]:
+    def trained(self) -> dict[str, TrainableModel]:
         """The models that a checkpoint saves, by name."""
         return self.roles.trained
 
 
-def take_up(run: Training) -> None:
+def resume_from_checkpoint(run: TrainingRun) -> None:
     """Resume from the newest checkpoint, if there is one, and send the weights to the engine."""
-    if run.held_out:
-        run.roles.scorer.check_sources(prompt.data_source for prompt in run.held_out)
-        check_lengths(run.roles.actor, longest(run.held_out), run.eval.sampling, "eval.sampling", "eval.data")
+    if run.eval_prompts:
+        run.roles.scorer.check_sources(prompt.data_source for prompt in run.eval_prompts)
+        check_lengths(run.roles.actor, longest(run.eval_prompts), run.eval.sampling, "eval.sampling", "eval.data")
     run.step, state, run.values = run.session.resume(run.roles.strategy, run.trained)
     run.health.resume(run.values)
     if state:
@@ -93,49 +93,49 @@ def take_up(run: Training) -> None:
     run.roles.publish(run.step)
 
 
-def run_steps(run: Training) -> dict[str, Any]:
+def run_steps(run: TrainingRun) -> dict[str, Any]:
     """Take all remaining steps, write the summary and return it."""
     session = run.session
     session.observer.begin(session.phase, run.steps, run.step)
     values = run.values
-    if run.step == 0 and run.eval.at_start and run.held_out and not values:
-        values = session.record(0, evaluation(run))
+    if run.step == 0 and run.eval.at_start and run.eval_prompts and not values:
+        values = session.record(0, evaluate_if_due(run))
         warn(run, values)
-    run.begin()
+    run.start()
     first = run.step + 1
     while run.step < run.steps and not session.stopping() and not reached(run.eval, values):
         try:
-            metrics = run.advance()
-        except Interrupted:
+            metrics = run.train_step()
+        except GenerationInterrupted:
             session.save_if_due(run.step, False, run.roles.strategy, run.trained, run.state, values)
             break
         except RewardError as error:
-            raise RewardError(f"{error}{keep(run, values)}") from None
+            raise RewardError(f"{error}{save_before_exit(run, values)}") from None
         run.step += 1
         if run.step == first:
             check_best(session.checkpoint.best, metrics.compute())
         values = finish_step(run, metrics)
     finished = run.step >= run.steps or reached(run.eval, values)
     written = {"model_step": export(run)} if finished else {}
-    about = {**run.about(), "finished": finished, **written}
+    about = {**run.summary_fields(), "finished": finished, **written}
 
     def close() -> dict[str, Any]:
         return close_session(session, run.eval.threshold, about, run.step) if session.ranks.rank == 0 else {}
 
-    return together(session.ranks, close)[0]
+    return run_on_all_ranks(session.ranks, close)[0]
 
 
-def export(run: Training) -> int:
+def export(run: TrainingRun) -> int:
     """Write the policy as a Hugging Face folder ``model/`` and return its step.
 
     It is the best checkpoint if the run names a metric, else the current policy. Sharded weights
     are gathered into a copy on rank 0.
     """
     roles, path, ranks = run.roles, run.session.path / "model", run.session.ranks
-    best, step = patiently(ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign))[0]
+    best, step = run_with_keepalive(ranks, lambda sign: (None, run.step) if ranks.rank else best_checkpoint(run, sign))[0]
     if best is not None:
         parts = roles.tokenizer, roles.processor
-        together(ranks, lambda: None if ranks.rank else write_policy(roles.actor.config, best / POLICY, path, *parts))
+        run_on_all_ranks(ranks, lambda: None if ranks.rank else write_policy(roles.actor.config, best / POLICY, path, *parts))
         return step
     if ranks.size == 1:
         save_whole(roles.actor, run)
@@ -146,17 +146,17 @@ def export(run: Training) -> int:
     for name, tensor in roles.strategy.full_parameters(roles.policy.state):
         if copy is not None:
             parameters[name].data.copy_(tensor)
-    together(ranks, lambda: None if copy is None else save_whole(copy, run))
+    run_on_all_ranks(ranks, lambda: None if copy is None else save_whole(copy, run))
     return step
 
 
-def save_whole(actor: Actor, run: Training) -> None:
+def save_whole(actor: Actor, run: TrainingRun) -> None:
     """Write ``model/`` from the weights of ``actor``, atomically."""
     with whole_folder(run.session.path / "model") as temporary:
         save_model(actor, run.roles.tokenizer, temporary, processor=run.roles.processor)
 
 
-def best_checkpoint(run: Training, sign: Callable[[], None]) -> tuple[Path | None, int]:
+def best_checkpoint(run: TrainingRun, sign: Callable[[], None]) -> tuple[Path | None, int]:
     """Return the best checkpoint and its step.
 
     The checkpoint is None if the current policy is the best, or if the run names no metric. The
@@ -173,16 +173,16 @@ def best_checkpoint(run: Training, sign: Callable[[], None]) -> tuple[Path | Non
     return (None if step == run.step else best), step
 
 
-def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
+def finish_step(run: TrainingRun, metrics: Metrics) -> dict[str, Any]:
     """Evaluate and save if due, and log the metrics of the step."""
     session = run.session
     last = run.step >= run.steps
-    if run.held_out and (last or (run.eval.every and run.step % run.eval.every == 0)):
+    if run.eval_prompts and (last or (run.eval.every and run.step % run.eval.every == 0)):
         try:
             with session.timers("eval"):
-                metrics.merge(evaluation(run))
+                metrics.merge(evaluate_if_due(run))
         except RewardError as error:
-            kept = keep(run, metrics.compute())
+            kept = save_before_exit(run, metrics.compute())
             session.record(run.step, metrics)
             raise RewardError(f"{error}{kept}") from None
     for name, count in run.health.count(metrics.compute()).items():
@@ -194,13 +194,13 @@ def finish_step(run: Training, metrics: Metrics) -> dict[str, Any]:
     return session.record(run.step, metrics)
 
 
-def warn(run: Training, values: dict[str, Any]) -> None:
+def warn(run: TrainingRun, values: dict[str, Any]) -> None:
     """Log warnings if the metrics of the step show that the run learns nothing or too little."""
     for message in run.health.warnings(values):
         log.warning("step %d: %s", run.step, message)
 
 
-def keep(run: Training, values: dict[str, Any]) -> str:
+def save_before_exit(run: TrainingRun, values: dict[str, Any]) -> str:
     """Save a checkpoint before an unplanned end. Return a hint for the error message, or ""."""
     if not run.step:
         return ""
@@ -208,11 +208,11 @@ def keep(run: Training, values: dict[str, Any]) -> str:
     return f"; the same command then goes on from step {run.step}, which is saved"
 
 
-def evaluation(run: Training) -> Metrics:
+def evaluate_if_due(run: TrainingRun) -> Metrics:
     """Generate responses to the eval set with the current policy, write them and return metrics."""
-    run.rest()
-    with run.roles.drawing():
-        found = evaluate(run.roles.engine, run.roles.scorer, run.held_out, run.eval, run.seed, ranks=run.roles.strategy.ranks)
+    run.wait_until_idle()
+    with run.roles.generation_mode():
+        found = evaluate(run.roles.engine, run.roles.scorer, run.eval_prompts, run.eval, run.seed, ranks=run.roles.strategy.ranks)
     run.session.folder.write_rollouts(run.step, found.rollouts, name="eval", attached=attached(found.rollouts))
     check_scored(found.rollouts, f"to the held-out prompts at step {run.step}")
     run.health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))

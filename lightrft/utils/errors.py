@@ -61,7 +61,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-class Interrupted(Exception):
+class GenerationInterrupted(Exception):
     """The run was asked to stop during generation. Nothing of the step has been used."""
 
     shared_by_ranks = True  # the other ranks raise this class and not RankError

@@ -9,19 +9,19 @@ from typing import Any
 from lightrft.algorithms.requirements import needs_reference
 from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import ALONE, Ranks
+from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Maker, Worker
 from lightrft.models.actor import Actor
 from lightrft.models.processors import Processor
 from lightrft.roles import Roles
 from lightrft.strategy.base import Strategy
 from lightrft.utils.errors import ConfigError
-from lightrft.workers.engine_workers import RemoteEngines, engine_host
+from lightrft.workers.engine_workers import EngineWorkerGroup, engine_worker
 from lightrft.workers.local import local_roles, reference_model, teacher_model
-from lightrft.workers.model_workers import RemoteModel, RemoteTeacher, model_host
-from lightrft.workers.reward_workers import RemoteScorer, scorer_host
-from lightrft.workers.weight_sync import Hand
-from lightrft.workers.worker_group import Limits
+from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
+from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker
+from lightrft.workers.weight_sync import WeightSyncConfig
+from lightrft.workers.worker_group import FaultPolicy
 
 Hire = Callable[[str, Maker], Sequence[Worker]]
 """A function that returns all workers of a kind, each with an object that the maker makes."""
@@ -32,7 +32,7 @@ def remote_roles(
     tokenizer: Any,
     steps: int,
     processor: Processor | None = None,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
     *,
     hire: Hire,
     host: str,
@@ -52,14 +52,14 @@ def remote_roles(
         hire: returns the workers of a kind.
         host: address at which workers reach this process.
     """
-    apart = Apart(config, ranks, hire, host)
+    apart = RemoteRoleBuilder(config, ranks, hire, host)
     engine = ("ahead", apart.ahead) if config.rollout.staleness else ("engine", apart.engine)
     staffed = [kind for kind, (count, _) in config.launch.ray.workers.items() if count]
     makers = dict(engine if kind == "engine" else (kind, getattr(apart, kind)) for kind in staffed)
     return local_roles(config, tokenizer, steps, processor, ranks, makers)
 
 
-class Apart:
+class RemoteRoleBuilder:
     """Builds the remote proxies of a run from the arguments of their local counterparts.
 
     Args:
@@ -69,42 +69,42 @@ class Apart:
         host: address at which workers reach this process.
     """
 
-    def __init__(self, config: RLConfig, ranks: Ranks, hire: Hire, host: str) -> None:
+    def __init__(self, config: RLConfig, ranks: ProcessGroup, hire: Hire, host: str) -> None:
         self.config, self.ranks, self.hire, self.host = config, ranks, hire, host
-        self.limits = Limits.of(config)
+        self.limits = FaultPolicy.of(config)
         self.strategy = in_worker(config.strategy)
         self.threads = config.run.threads or max(1, int(config.launch.ray.worker_cpus))
 
-    def engine(self, actor: Actor, strategy: Strategy) -> RemoteEngines:
+    def engine(self, actor: Actor, strategy: Strategy) -> EngineWorkerGroup:
         """Build the engine that generates between training steps."""
         return self._engines(actor, strategy, self.ranks)
 
-    def ahead(self, actor: Actor, strategy: Strategy) -> RemoteEngines:
+    def ahead(self, actor: Actor, strategy: Strategy) -> EngineWorkerGroup:
         """Build the engine of asynchronous generation, with a separate group of all ranks."""
-        return self._engines(actor, strategy, self.ranks.apart())
+        return self._engines(actor, strategy, self.ranks.duplicate())
 
-    def _engines(self, actor: Actor, strategy: Strategy, ranks: Ranks) -> RemoteEngines:
+    def _engines(self, actor: Actor, strategy: Strategy, ranks: ProcessGroup) -> EngineWorkerGroup:
         config = self.config
         trained = frozenset(name for name, p in actor.model.named_parameters() if p.requires_grad)
         asked = config.launch.ray
-        hand = Hand(asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained)
-        make = partial(engine_host, config.model, config.engine, self.strategy, self.threads)
+        hand = WeightSyncConfig(asked.weights, asked.bucket_mb * 2**20, strategy.device, self.host, trained)
+        make = partial(engine_worker, config.model, config.engine, self.strategy, self.threads)
         workers = self.hire("engine", make) if ranks.rank == 0 else ()
-        return RemoteEngines(workers, config.engine, self.limits, hand, ranks)
+        return EngineWorkerGroup(workers, config.engine, self.limits, hand, ranks)
 
-    def scorer(self) -> RemoteScorer:
+    def scorer(self) -> RewardWorkerGroup:
         """Build the scorer."""
-        return RemoteScorer(self.hire("scorer", partial(scorer_host, self.config.reward)), self.limits)
+        return RewardWorkerGroup(self.hire("scorer", partial(reward_scorer_worker, self.config.reward)), self.limits)
 
-    def reference(self) -> RemoteModel:
+    def reference(self) -> RemoteReference:
         """Build the reference."""
-        make = partial(model_host, reference_model(self.config), self.strategy, self.threads)
-        return RemoteModel(self.hire("reference", make), self.limits)
+        make = partial(frozen_model_worker, reference_model(self.config), self.strategy, self.threads)
+        return RemoteReference(self.hire("reference", make), self.limits)
 
     def teacher(self, tokenizer: Any, strategy: Strategy) -> RemoteTeacher:
         """Build the teacher."""
         model = teacher_model(self.config, tokenizer)
-        workers = self.hire("teacher", partial(model_host, model, self.strategy, self.threads))
+        workers = self.hire("teacher", partial(frozen_model_worker, model, self.strategy, self.threads))
         return RemoteTeacher(workers, self.limits, strategy.device)
 
 

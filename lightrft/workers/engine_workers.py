@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
-from lightrft.distributed.process_group import ALONE, Ranks
+from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Worker, WorkerLost
-from lightrft.engines.base import Fingerprint, never
+from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.native import GenerationBatch, NativeEngine, check_requests, checksums
-from lightrft.engines.weight_transport import Inbox
+from lightrft.engines.weight_transport import WeightBuffer
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.rollout.serialization import pack_rollout, unpack_rollout
@@ -29,8 +29,8 @@ from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import WorkerError
 from lightrft.workers.local import local_frozen
-from lightrft.workers.weight_sync import Delivery, Hand, led
-from lightrft.workers.worker_group import Crew, Limits, Seat
+from lightrft.workers.weight_sync import WeightSync, WeightSyncConfig, led
+from lightrft.workers.worker_group import FaultPolicy, PendingCall, WorkerGroup
 
 TURN_SECONDS = 0.25
 """Seconds a worker generates before it returns finished responses and takes new requests.
@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.05
 """Polling interval for a stop request, in seconds."""
 
 
-def engine_host(model: ModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int) -> EngineHost:
+def engine_worker(model: ModelConfig, config: EngineConfig, strategy: StrategyConfig, threads: int) -> EngineWorker:
     """Make the object of an engine worker.
 
     Args:
@@ -52,15 +52,15 @@ def engine_host(model: ModelConfig, config: EngineConfig, strategy: StrategyConf
     """
     torch.set_num_threads(threads)
     actor = local_frozen(model, SingleStrategy(strategy))
-    return EngineHost(NativeEngine(KVDecoder(actor.model), load_tokenizer(model), config, shared=False))
+    return EngineWorker(NativeEngine(KVDecoder(actor.model), load_tokenizer(model), config, shared=False))
 
 
-class EngineHost:
+class EngineWorker:
     """An engine inside its worker. It generates in short turns, so other calls run in between."""
 
     def __init__(self, engine: NativeEngine) -> None:
         self.engine = engine
-        self.inbox = Inbox(engine.decoder.load)
+        self.inbox = WeightBuffer(engine.decoder.load)
         self._drawings: dict[str, GenerationBatch] = {}
 
     def draw(self, job: str, requests: Sequence[Request], sampling: SamplingConfig, seconds: float) -> list[dict[str, Any]]:
@@ -110,8 +110,8 @@ class EngineHost:
         self.engine.wake()
 
 
-class RemoteEngines:
-    """An ``Engine`` over workers with an ``EngineHost`` each.
+class EngineWorkerGroup:
+    """An ``Engine`` over workers with an ``EngineWorker`` each.
 
     Rank 0 calls the workers. On other ranks the object has no workers and only joins collective
     calls. Requests are assigned prompt by prompt as workers become free. When a worker is lost, its
@@ -130,18 +130,25 @@ class RemoteEngines:
         ModelError: workers do not hold the same weights.
     """
 
-    of_all = True
-    together = 1
-    shared = False
+    shared_by_all_ranks = True
+    tensor_parallel_size = 1
+    shares_weights = False
 
-    def __init__(self, workers: Sequence[Worker], config: EngineConfig, limits: Limits, hand: Hand, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self,
+        workers: Sequence[Worker],
+        config: EngineConfig,
+        limits: FaultPolicy,
+        hand: WeightSyncConfig,
+        ranks: ProcessGroup = SINGLE_PROCESS,
+    ) -> None:
         self.config = config
-        self.delivery = Delivery(workers, limits, hand)
+        self.delivery = WeightSync(workers, limits, hand)
         self._ranks = ranks
         self._losses: Counter[int] = Counter()
 
     @property
-    def crew(self) -> Crew:
+    def crew(self) -> WorkerGroup:
         """The group of workers."""
         return self.delivery.crew
 
@@ -151,7 +158,7 @@ class RemoteEngines:
         return self.delivery.version
 
     def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never_stop
     ) -> Iterator[Rollout]:
         """Generate a response to each request, and yield it once it is finished. See
         ``Engine.generate``.
@@ -185,7 +192,7 @@ class RemoteEngines:
 
         Every rank must call it, since gathering ``weights`` may be a collective operation.
         """
-        return led(self._ranks, weights, lambda stream: self.delivery.hand_over(stream, version))
+        return led(self._ranks, weights, lambda stream: self.delivery.sync(stream, version))
 
     def sleep(self, level: int) -> None:
         """See ``Engine.sleep``."""
@@ -196,7 +203,7 @@ class RemoteEngines:
         self._tell("wake")
 
     def take_counts(self) -> dict[str, int]:
-        """See ``Counting``."""
+        """See ``HasEventCounts``."""
         return self.delivery.take_counts()
 
     def close(self) -> None:
@@ -210,7 +217,7 @@ class RemoteEngines:
         self.crew.each(method, *args)
 
 
-def portions(requests: Sequence[Request], workers: int) -> Iterator[list[Request]]:
+def split_requests(requests: Sequence[Request], workers: int) -> Iterator[list[Request]]:
     """Yield ``requests`` prompt by prompt, in portions of at most one worker's share of all
     requests.
     """
@@ -224,7 +231,7 @@ def portions(requests: Sequence[Request], workers: int) -> Iterator[list[Request
 
 
 @dataclass(slots=True, eq=False)
-class _Desk(Seat):
+class _WorkerSlot(PendingCall):
     """A worker, its unfinished requests by seed, and the ``fresh`` ones that were not sent to it
     yet.
     """
@@ -239,15 +246,15 @@ class _Job:
     """
 
     def __init__(
-        self, crew: Crew, max_rows: int, requests: Sequence[Request], sampling: SamplingConfig, losses: Counter[int]
+        self, crew: WorkerGroup, max_rows: int, requests: Sequence[Request], sampling: SamplingConfig, losses: Counter[int]
     ) -> None:
         self.crew = crew
         self.losses = losses
         self.name = secrets.token_hex(8)
         self.sampling = sampling
         self.most = max_rows + max_rows // 4  # a surplus fills rows that become free within a turn
-        self.waiting = deque(portions(requests, len(crew.workers)))
-        self.desks = [_Desk(worker) for worker in crew.workers]
+        self.waiting = deque(split_requests(requests, len(crew.workers)))
+        self.desks = [_WorkerSlot(worker) for worker in crew.workers]
 
     @property
     def unfinished(self) -> bool:
@@ -276,7 +283,7 @@ class _Job:
             found += self._settle(desk, self.crew.outcome)
         left = [*itertools.chain(*self.waiting), *(r for desk in self.desks for r in desk.asked.values())]
         self._forget()
-        return found + [r.begun or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in left]
+        return found + [r.partial or Rollout(r.prompt, [], [], [], [], "abort", r.seed, r.sample) for r in left]
 
     def drop(self) -> None:
         """Abort the job on the workers without waiting for a result."""
@@ -304,7 +311,7 @@ class _Job:
                 self.crew.begin(desk, "draw", self.name, desk.fresh, self.sampling, TURN_SECONDS)
                 desk.fresh = []
 
-    def _settle(self, desk: _Desk, how: Callable[[Seat], tuple[Any, ...]]) -> list[Rollout]:
+    def _settle(self, desk: _WorkerSlot, how: Callable[[PendingCall], tuple[Any, ...]]) -> list[Rollout]:
         """Return the responses from the call of ``desk``. If the worker is lost, requeue its
         requests.
         """
@@ -318,7 +325,7 @@ class _Job:
             self.losses.pop(rollout.seed, None)
         return rollouts
 
-    def _lose(self, desk: _Desk, why: str) -> None:
+    def _lose(self, desk: _WorkerSlot, why: str) -> None:
         """Requeue the requests of ``desk``. Raises ``WorkerError`` if a request keeps losing its
         workers.
 
@@ -328,7 +335,7 @@ class _Job:
         fresh = {request.seed for request in desk.fresh}
         known = [request for request in desk.asked.values() if request.seed not in fresh]
         self.losses.update(request.seed for request in known)
-        self.waiting.extendleft(portions(list(desk.asked.values()), 1))
+        self.waiting.extendleft(split_requests(list(desk.asked.values()), 1))
         desk.asked.clear()
         desk.fresh.clear()
         restarts = self.crew.limits.restarts

@@ -16,19 +16,19 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import ALONE, Ranks, check_teams
+from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, check_parallel_sizes
 from lightrft.engines.base import Engine
 from lightrft.engines.native import NativeEngine
-from lightrft.learner.ptx_loss import Ptx
-from lightrft.learner.reference_update import Follower
+from lightrft.learner.ptx_loss import PretrainingLoss
+from lightrft.learner.reference_update import MovingReference
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.loading.from_pretrained import load_tokenizer
 from lightrft.models.processors import Processor
-from lightrft.rewards.base import Scoring, Unscored
+from lightrft.rewards.base import NullScorer, RewardScorer
 from lightrft.rewards.scorer import Scorer
-from lightrft.roles import AdaptersOff, Frozen, Reference, Roles, Trained
+from lightrft.roles import AdapterFreeReference, FrozenModel, Reference, Roles, TrainableModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy, load_weights
 from lightrft.utils.errors import ConfigError, ModelError
@@ -41,13 +41,13 @@ def local_tokenizer(model: ModelConfig) -> Any:
     return load_tokenizer(model)
 
 
-def strategy_of(config: StrategyConfig, ranks: Ranks) -> Strategy:
+def strategy_of(config: StrategyConfig, ranks: ProcessGroup) -> Strategy:
     """Build the strategy that ``config`` selects.
 
     Raises ``ConfigError`` if the strategy does not fit the number of ranks or its package is
     missing.
     """
-    check_teams(ranks, config.sequence * config.tensor)
+    check_parallel_sizes(ranks, config.sequence * config.tensor)
     if config.kind in ("fsdp2", "deepspeed") and ranks.size == 1:
         raise ConfigError(
             f"strategy.kind = {config.kind!r} shards over several processes; set launch.processes, or strategy.kind=auto"
@@ -73,7 +73,7 @@ def local_policy(
     strategy: StrategyConfig,
     engine: EngineConfig,
     tokenizer: Any,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
     weights: Path | None = None,
 ) -> tuple[Strategy, Actor, Engine]:
     """Build the strategy, the policy on its device and an engine over the same weights.
@@ -92,16 +92,16 @@ def local_policy(
         actor = Actor.load(model, device=device)
     if weights is not None:
         load_weights(actor, weights)
-    whole = None if ranks.size == 1 else lambda: placed.whole(actor)
+    whole = None if ranks.size == 1 else lambda: placed.gathered(actor)
     return placed, actor, NativeEngine(KVDecoder(actor.model), tokenizer, engine, whole=whole, together=strategy.tensor)
 
 
-def local_scorer(config: RewardConfig, unscored: float | None = None) -> Scoring:
+def local_scorer(config: RewardConfig, unscored: float | None = None) -> RewardScorer:
     """Build a scorer with worker processes for the terms of ``config``.
 
     Without terms, return a scorer that gives every response the reward ``unscored``.
     """
-    return Scorer(config) if config.terms or config.per_source else Unscored(unscored)
+    return Scorer(config) if config.terms or config.per_source else NullScorer(unscored)
 
 
 def local_roles(
@@ -109,7 +109,7 @@ def local_roles(
     tokenizer: Any,
     steps: int,
     processor: Processor | None = None,
-    ranks: Ranks = ALONE,
+    ranks: ProcessGroup = SINGLE_PROCESS,
     apart: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
 ) -> Roles:
     """Build the roles that an RL run needs. Roles that the algorithm does not use are not loaded.
@@ -130,7 +130,7 @@ def local_roles(
         per_step = config.train.updates * config.train.mini_batches
         frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
         # The policy takes no optimizer step while the critic trains alone.
-        policy = Trained(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
+        policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
         return Roles(
             strategy=strategy,
             reference=apart["reference"]() if "reference" in apart else local_reference(config, policy, strategy),
@@ -139,19 +139,19 @@ def local_roles(
             scorer=scorer,
             tokenizer=tokenizer,
             processor=processor,
-            ahead=apart["ahead"](actor, strategy) if "ahead" in apart else local_ahead(config, actor, tokenizer, strategy),
-            ahead_ranks=ranks.apart() if config.rollout.staleness else None,
+            async_engine=apart["ahead"](actor, strategy) if "ahead" in apart else local_ahead(config, actor, tokenizer, strategy),
+            async_process_group=ranks.duplicate() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
             critic=local_critic(config, strategy, max(1, steps * per_step)),
             process=local_process(config, strategy, steps),
-            ptx=Ptx.of(config.ptx, tokenizer, config.run.seed, processor),
+            ptx=PretrainingLoss.of(config.ptx, tokenizer, config.run.seed, processor),
         )
     except BaseException:
         scorer.close()
         raise
 
 
-def local_reference(config: RLConfig, policy: Trained, strategy: Strategy) -> Reference | None:
+def local_reference(config: RLConfig, policy: TrainableModel, strategy: Strategy) -> Reference | None:
     """Build the reference model, or return None when no part of the algorithm reads it.
 
     With adapters it is the policy with adapters disabled. Otherwise it is a separate frozen model.
@@ -164,9 +164,9 @@ def local_reference(config: RLConfig, policy: Trained, strategy: Strategy) -> Re
     if not needs_reference(config.algorithm):
         return None
     if config.model.lora is not None and config.reference is None:
-        return AdaptersOff(policy.model)
+        return AdapterFreeReference(policy.model)
     frozen, kl = local_frozen(reference_model(config), strategy), config.algorithm.kl
-    return Follower.of(frozen, policy.state.shapes, strategy, kl) if kl.refresh_every else Frozen(frozen)
+    return MovingReference.of(frozen, policy.state.shapes, strategy, kl) if kl.refresh_every else FrozenModel(frozen)
 
 
 def reference_model(config: RLConfig) -> ModelConfig:
@@ -205,7 +205,7 @@ def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strate
     return NativeEngine(decoder, tokenizer, config.engine, shared=False)
 
 
-def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Frozen | None:
+def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> FrozenModel | None:
     """Build the teacher model, or return None without ``algorithm.distill``.
 
     Args:
@@ -218,7 +218,7 @@ def local_teacher(config: RLConfig, tokenizer: Any, strategy: Strategy) -> Froze
     """
     if config.algorithm.distill.kind == "none":
         return None
-    return Frozen(local_frozen(teacher_model(config, tokenizer), strategy))
+    return FrozenModel(local_frozen(teacher_model(config, tokenizer), strategy))
 
 
 def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
@@ -243,7 +243,7 @@ def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
     return model
 
 
-def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> Trained | None:
+def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> TrainableModel | None:
     """Build the critic with its optimizer, or return None when the advantage needs none.
 
     Args:
@@ -256,10 +256,10 @@ def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> 
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora": None})
     with strategy.loading() as device:
         critic = Critic.load(model, device=device)
-    return Trained(critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps))
+    return TrainableModel(critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps))
 
 
-def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trained | None:
+def local_process(config: RLConfig, strategy: Strategy, steps: int) -> TrainableModel | None:
     """Build the process reward model with its optimizer, or return None when it is not needed.
 
     Args:
@@ -272,7 +272,7 @@ def local_process(config: RLConfig, strategy: Strategy, steps: int) -> Trained |
     model = config.model.model_copy(update={"path": config.process.path or config.model.path, "lora": None})
     with strategy.loading() as device:
         actor = Actor.load(model, device=device)
-    return Trained(actor, strategy.prepare(actor, config.process.optimizer, steps))
+    return TrainableModel(actor, strategy.prepare(actor, config.process.optimizer, steps))
 
 
 def rollout_steps(config: RLConfig, prompts: int) -> int:

@@ -11,28 +11,28 @@ from torch import Tensor, nn
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.distributed.worker_api import Worker
-from lightrft.learner.forward_passes import settle_layout
-from lightrft.models.actor import Scores
+from lightrft.learner.forward_passes import verify_layout
+from lightrft.models.actor import TokenScores
 from lightrft.models.divergence import Target
 from lightrft.models.families import head_transform
-from lightrft.roles import Frozen
+from lightrft.roles import FrozenModel
 from lightrft.strategy.base import Strategy
 from lightrft.strategy.single import SingleStrategy
 from lightrft.types import Batch
 from lightrft.utils.errors import ModelError
 from lightrft.workers.local import local_frozen
-from lightrft.workers.worker_group import Crew, Limits
+from lightrft.workers.worker_group import FaultPolicy, WorkerGroup
 
 PART_BYTES = 64 * 2**20
 """Maximum number of bytes of one message, when a large tensor is sent."""
 
 
-def bare(batch: Batch) -> Batch:
+def without_columns(batch: Batch) -> Batch:
     """Return a CPU copy of ``batch`` with prompts and responses only."""
     return Batch(batch.prompts, batch.responses, batch.prompt_of).to("cpu")
 
 
-def model_host(model: ModelConfig, strategy: StrategyConfig, threads: int) -> ModelHost:
+def frozen_model_worker(model: ModelConfig, strategy: StrategyConfig, threads: int) -> FrozenModelWorker:
     """Make the object of a worker with a frozen model.
 
     Args:
@@ -42,7 +42,7 @@ def model_host(model: ModelConfig, strategy: StrategyConfig, threads: int) -> Mo
     """
     torch.set_num_threads(threads)
     placed = SingleStrategy(strategy)
-    return ModelHost(Frozen(local_frozen(model, placed)), placed)
+    return FrozenModelWorker(FrozenModel(local_frozen(model, placed)), placed)
 
 
 class HeadForm(NamedTuple):
@@ -59,10 +59,10 @@ class HeadForm(NamedTuple):
     scale: float | None
 
 
-class ModelHost:
+class FrozenModelWorker:
     """A frozen model inside its worker."""
 
-    def __init__(self, role: Frozen, strategy: Strategy) -> None:
+    def __init__(self, role: FrozenModel, strategy: Strategy) -> None:
         self.role = role
         self.strategy = strategy
 
@@ -102,33 +102,33 @@ class ModelHost:
         return self.role.model.base.get_output_embeddings()
 
     def _settled(self, batch: Batch) -> None:
-        if not self.role.layout_settled:
-            settle_layout(self.role, batch, self.strategy)
+        if not self.role.layout_verified:
+            verify_layout(self.role, batch, self.strategy)
 
 
-class RemoteModel:
-    """A ``Reference`` over workers with a ``ModelHost`` each.
+class RemoteReference:
+    """A ``Reference`` over workers with a ``FrozenModelWorker`` each.
 
     It is stateless, so calls of a lost worker are simply repeated. Raises ``WorkerError`` when
     workers cannot be kept alive.
     """
 
-    def __init__(self, workers: Sequence[Worker], limits: Limits) -> None:
-        self.crew = Crew(workers, limits)
+    def __init__(self, workers: Sequence[Worker], limits: FaultPolicy) -> None:
+        self.crew = WorkerGroup(workers, limits)
 
     @property
     def in_flight(self) -> int:
         """The maximum number of pending calls: two per worker, so that none waits for its next."""
         return max(1, 2 * len(self.crew.workers))
 
-    def score(self, batch: Batch, *, temperature: float) -> Scores:
+    def score(self, batch: Batch, *, temperature: float) -> TokenScores:
         """See ``Actor.score``."""
         if not batch.tokens:
-            return Scores(torch.zeros(0))
-        return Scores(self.crew.ask("score", bare(batch), temperature))
+            return TokenScores(torch.zeros(0))
+        return TokenScores(self.crew.ask("score", without_columns(batch), temperature))
 
     def take_counts(self) -> dict[str, int]:
-        """See ``Counting``."""
+        """See ``HasEventCounts``."""
         return {"restarts": self.crew.take_restarts()}
 
     def close(self) -> None:
@@ -136,8 +136,8 @@ class RemoteModel:
         self.crew.close()
 
 
-class RemoteTeacher(RemoteModel):
-    """A ``RemoteModel`` that computes full distributions locally, on ``device``.
+class RemoteTeacher(RemoteReference):
+    """A ``RemoteReference`` that computes full distributions locally, on ``device``.
 
     The head is copied once, in parts. For each micro-batch the worker sends the final hidden
     states. They have the width of the model, which is smaller than the vocabulary.
@@ -148,7 +148,7 @@ class RemoteTeacher(RemoteModel):
         device: device of the head and of the distributions.
     """
 
-    def __init__(self, workers: Sequence[Worker], limits: Limits, device: torch.device) -> None:
+    def __init__(self, workers: Sequence[Worker], limits: FaultPolicy, device: torch.device) -> None:
         super().__init__(workers, limits)
         self._device = device
         self._held: tuple[HeadForm, nn.Module] | None = None
@@ -165,7 +165,9 @@ class RemoteTeacher(RemoteModel):
         if self._held is None:
             self._held = self._fetched()
         form, head = self._held
-        states = self.crew.ask("states", bare(batch)) if batch.tokens else torch.zeros(0, form.hidden, dtype=form.dtype)
+        states = (
+            self.crew.ask("states", without_columns(batch)) if batch.tokens else torch.zeros(0, form.hidden, dtype=form.dtype)
+        )
         return Target(states.to(self._device), head, kind, temperature, beta, form.softcap, form.scale)
 
     @torch.no_grad()

@@ -13,10 +13,10 @@ from typing import Any
 
 from lightrft.config.reward import RewardConfig
 from lightrft.distributed.worker_api import Worker, WorkerLost
-from lightrft.rewards.base import Scoring
+from lightrft.rewards.base import RewardScorer
 from lightrft.rewards.scorer import Scorer
 from lightrft.types import Prompt, Rollout
-from lightrft.workers.worker_group import Crew, Limits, Seat
+from lightrft.workers.worker_group import FaultPolicy, PendingCall, WorkerGroup
 
 TURN_SECONDS = 0.05
 """Seconds a worker waits for a score before it accepts new rollouts."""
@@ -29,15 +29,15 @@ Outcome = dict[str, Any]
 """The fields of a rollout that scoring sets."""
 
 
-def scorer_host(config: RewardConfig) -> ScorerHost:
+def reward_scorer_worker(config: RewardConfig) -> RewardScorerWorker:
     """Make the object of a scoring worker."""
-    return ScorerHost(Scorer(config))
+    return RewardScorerWorker(Scorer(config))
 
 
-class ScorerHost:
+class RewardScorerWorker:
     """A scorer inside its worker, for one or more clients."""
 
-    def __init__(self, scorer: Scoring) -> None:
+    def __init__(self, scorer: RewardScorer) -> None:
         self.scorer = scorer
         self._asked: dict[int, tuple[str, int, Rollout]] = {}
         self._done: defaultdict[str, list[tuple[int, Outcome]]] = defaultdict(list)
@@ -63,7 +63,7 @@ class ScorerHost:
             time.sleep(LOOK_SECONDS)
 
     def check_sources(self, sources: Iterable[str]) -> None:
-        """See ``Scoring.check_sources``."""
+        """See ``RewardScorer.check_sources``."""
         self.scorer.check_sources(sources)
 
 
@@ -73,7 +73,7 @@ def outcome_of(rollout: Rollout) -> Outcome:
 
 
 @dataclass(slots=True, eq=False)
-class _Desk(Seat):
+class _WorkerSlot(PendingCall):
     """A worker, its unscored rollouts by number, and the ``fresh`` ones that were not sent to it
     yet.
     """
@@ -82,18 +82,18 @@ class _Desk(Seat):
     fresh: list[int] = field(default_factory=list)
 
 
-class RemoteScorer:
-    """A ``Scoring`` over workers with a ``ScorerHost`` each.
+class RewardWorkerGroup:
+    """A ``RewardScorer`` over workers with a ``RewardScorerWorker`` each.
 
     Unscored rollouts of a lost worker are scored by others. A rollout with which ``TRIES`` workers
     were lost is returned as failed. Raises ``WorkerError`` when workers cannot be kept alive.
     """
 
-    def __init__(self, workers: Sequence[Worker], limits: Limits) -> None:
-        self.crew = Crew(workers, limits)
+    def __init__(self, workers: Sequence[Worker], limits: FaultPolicy) -> None:
+        self.crew = WorkerGroup(workers, limits)
         self.client = secrets.token_hex(8)
         self._numbers = itertools.count()
-        self._desks = [_Desk(worker) for worker in workers]
+        self._desks = [_WorkerSlot(worker) for worker in workers]
         self._tries: dict[int, int] = {}
         self._waiting: deque[tuple[int, Rollout]] = deque()
         self._done: deque[Rollout] = deque()
@@ -129,7 +129,7 @@ class RemoteScorer:
             self._linger()
 
     def take_counts(self) -> dict[str, int]:
-        """See ``Counting``."""
+        """See ``HasEventCounts``."""
         return {"restarts": self.crew.take_restarts()}
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class RemoteScorer:
                 self.crew.begin(desk, "exchange", self.client, list(zip(desk.fresh, told, strict=True)), TURN_SECONDS)
                 desk.fresh = []
 
-    def _settle(self, desk: _Desk) -> None:
+    def _settle(self, desk: _WorkerSlot) -> None:
         try:
             found = self.crew.take(desk)
         except WorkerLost as lost:
@@ -173,7 +173,7 @@ class RemoteScorer:
                     setattr(rollout, name, value)
                 self._done.append(rollout)
 
-    def _lose(self, desk: _Desk, why: str) -> None:
+    def _lose(self, desk: _WorkerSlot, why: str) -> None:
         """Requeue the rollouts of ``desk``. A rollout lost ``TRIES`` times counts as failed."""
         known = set(desk.asked) - set(desk.fresh)
         for number, rollout in reversed(desk.asked.items()):

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightrft.distributed.process_group import Ranks, together
+from lightrft.distributed.process_group import ProcessGroup, run_on_all_ranks
 from lightrft.distributed.worker_api import Worker, WorkerLost
 from lightrft.engines.base import Fingerprint
 from lightrft.engines.native import checksum
-from lightrft.engines.weight_transport import Carrier, Layout, RayObject, Way, carrier_of, fill, used
+from lightrft.engines.weight_transport import Layout, RayObject, Way, WeightTransport, build_transport, fill, used
 from lightrft.utils.errors import ModelError
-from lightrft.workers.worker_group import Crew, Limits
+from lightrft.workers.worker_group import FaultPolicy, WorkerGroup
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Hand:
+class WeightSyncConfig:
     """Settings of a weight transfer.
 
     ``way`` is the transport and ``bucket`` the size of its buffers in bytes. Buckets are filled on
@@ -42,8 +42,8 @@ class Hand:
     trained: frozenset[str] | None = None
 
 
-class Delivery:
-    """Sends weights to ``workers`` with an ``EngineHost`` each.
+class WeightSync:
+    """Sends weights to ``workers`` with an ``EngineWorker`` each.
 
     A lost worker is restarted and receives the newest weights. This machine keeps a copy in CPU
     memory for that.
@@ -58,13 +58,13 @@ class Delivery:
         ModelError: workers do not hold the same weights.
     """
 
-    def __init__(self, workers: Sequence[Worker], limits: Limits, hand: Hand) -> None:
-        self.crew = Crew(workers, limits, self._give)
+    def __init__(self, workers: Sequence[Worker], limits: FaultPolicy, hand: WeightSyncConfig) -> None:
+        self.crew = WorkerGroup(workers, limits, self._give)
         self.hand = hand
         self.version = 0
         self._begun = False
         self._kept: list[tuple[Layout, Tensor]] = []
-        self._carrier: Carrier | None = None
+        self._carrier: WeightTransport | None = None
         self._lives: tuple[int, ...] = ()
         self._found: dict[int, Fingerprint] = {}
         self._known: list[Fingerprint] = []  # initial checksums of each worker
@@ -77,7 +77,7 @@ class Delivery:
         """The names of weights that are kept for restarted workers."""
         return {piece.name for layout, _ in [*self._kept_frozen, *self._kept] for piece in layout}
 
-    def hand_over(self, weights: Weights, version: int) -> Fingerprint:
+    def sync(self, weights: Weights, version: int) -> Fingerprint:
         """Send ``weights`` of ``version`` to every worker and return their common fingerprint."""
         self.crew.settle()
         # This call also detects workers that were lost since the last transfer.
@@ -98,7 +98,7 @@ class Delivery:
         return self._agreed({**(self._frozen or {}), **sums})
 
     def take_counts(self) -> dict[str, int]:
-        """See ``Counting``."""
+        """See ``HasEventCounts``."""
         resent, self._resent = self._resent, 0
         return {"restarts": self.crew.take_restarts(), "weights_resent": resent}
 
@@ -140,7 +140,7 @@ class Delivery:
             arrived = arrived and carrier is not None and self._carried(carrier.send, slot, layout)
         return kept, arrived and carrier is not None and self._carried(carrier.flush)
 
-    def _open(self) -> Carrier | None:
+    def _open(self) -> WeightTransport | None:
         """Return the transport, reopened if a worker was restarted, or None if that fails."""
         hand, crew = self.hand, self.crew
         if self._carrier is None or self._lives != crew.lives:
@@ -148,7 +148,9 @@ class Delivery:
             self._lives = crew.lives
 
             def make() -> None:
-                self._carrier = carrier_of(hand.way, crew.workers, hand.bucket, hand.device, crew.limits.silence, hand.host)
+                self._carrier = build_transport(
+                    hand.way, crew.workers, hand.bucket, hand.device, crew.limits.call_timeout, hand.host
+                )
 
             self._carried(make)
         return self._carrier
@@ -184,7 +186,7 @@ class Delivery:
         """Send the newest weights to ``worker``, if any have been sent before."""
         if not self._begun:
             return
-        silence = self.crew.limits.silence
+        silence = self.crew.limits.call_timeout
         for layout, data in [*self._kept_frozen, *self._kept]:
             worker.call("weights", "put", data.numpy(), layout).result(silence)
         self._found[id(worker)] = worker.call("settle", self.version).result(silence)
@@ -208,7 +210,7 @@ class Delivery:
         return first
 
 
-def led(ranks: Ranks, weights: Weights, take: Callable[[Iterator[tuple[str, Tensor]]], T]) -> T:
+def led(ranks: ProcessGroup, weights: Weights, take: Callable[[Iterator[tuple[str, Tensor]]], T]) -> T:
     """Run ``take`` on ``weights`` on rank 0 and broadcast its result.
 
     The other ranks only join the collective calls that gather the weights.
@@ -227,7 +229,7 @@ def led(ranks: Ranks, weights: Weights, take: Callable[[Iterator[tuple[str, Tens
             # Every rank must exhaust the stream, since gathering a tensor is a collective call.
             deque(stream, maxlen=0)
 
-    return together(ranks, work)[0]
+    return run_on_all_ranks(ranks, work)[0]
 
 
 def kind_of(total: str) -> str:

@@ -15,18 +15,18 @@ from lightrft.config.verbs import RLConfig
 from lightrft.distributed.worker_api import Maker, Worker, WorkerLost
 from lightrft.utils.errors import WorkerError
 
-__all__ = ["Crew", "Limits", "Maker", "Seat", "Worker", "WorkerLost"]
+__all__ = ["WorkerGroup", "FaultPolicy", "Maker", "PendingCall", "Worker", "WorkerLost"]
 
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.05
 """Polling interval for a call that may have timed out, in seconds."""
 GRACE_SECONDS = 10.0
-"""Minimum timeout of a ping, in seconds, unless ``Limits.silence`` is shorter."""
+"""Minimum timeout of a ping, in seconds, unless ``FaultPolicy.silence`` is shorter."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FaultPolicy:
     """Limits after which a worker is given up.
 
     It is given up after ``restarts`` consecutive restarts without a successful call. A call,
@@ -34,15 +34,15 @@ class Limits:
     """
 
     restarts: int = 3
-    silence: float = 300.0
+    call_timeout: float = 300.0
 
     @property
     def grace(self) -> float:
         """Seconds within which a worker must reply to a ping after a call to it has timed out."""
-        return min(self.silence, max(self.silence / 5, GRACE_SECONDS))
+        return min(self.call_timeout, max(self.call_timeout / 5, GRACE_SECONDS))
 
     @staticmethod
-    def of(config: RLConfig) -> Limits:
+    def of(config: RLConfig) -> FaultPolicy:
         """Return the limits that ``launch.ray`` sets.
 
         The timeout defaults to half of ``strategy.timeout``. A dead worker is then restarted before
@@ -50,11 +50,11 @@ class Limits:
         """
         asked = config.launch.ray
         minutes = config.strategy.timeout / 2 if asked.silence is None else asked.silence
-        return Limits(asked.restarts, 60 * minutes)
+        return FaultPolicy(asked.restarts, 60 * minutes)
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
+class PendingCall:
     """A worker and its pending call, made in its start number ``life``."""
 
     worker: Worker
@@ -63,7 +63,7 @@ class Seat:
     life: int = 0
 
 
-class Crew:
+class WorkerGroup:
     """A group of interchangeable workers. ``restarts`` counts the restarts.
 
     A lost worker is restarted in a background thread.
@@ -75,7 +75,7 @@ class Crew:
             calls.
     """
 
-    def __init__(self, workers: Sequence[Worker], limits: Limits, prepare: Callable[[Worker], Any] | None = None) -> None:
+    def __init__(self, workers: Sequence[Worker], limits: FaultPolicy, prepare: Callable[[Worker], Any] | None = None) -> None:
         self.workers = list(workers)
         self.limits = limits
         self.restarts = 0
@@ -102,7 +102,7 @@ class Crew:
                 del self._coming[id(worker)]
         return True
 
-    def take(self, seat: Seat) -> tuple[Any, ...]:
+    def take(self, seat: PendingCall) -> tuple[Any, ...]:
         """Return the result of the call of ``seat`` in a tuple, which is empty while the call is
         pending.
 
@@ -112,9 +112,9 @@ class Crew:
         if call is None:
             return ()
         if not call.done():
-            if time.monotonic() - seat.since <= self.limits.silence:
+            if time.monotonic() - seat.since <= self.limits.call_timeout:
                 return ()
-            reason = f"it did not answer for {self.limits.silence:g} s"
+            reason = f"it did not answer for {self.limits.call_timeout:g} s"
         else:
             seat.call = None
             try:
@@ -128,7 +128,7 @@ class Crew:
         self.revive(seat.worker, reason, seat.life)
         raise WorkerLost(reason)
 
-    def begin(self, seat: Seat, method: str, *args: Any) -> None:
+    def begin(self, seat: PendingCall, method: str, *args: Any) -> None:
         """Start the call of ``seat``.
 
         Args:
@@ -139,7 +139,7 @@ class Crew:
         seat.life, seat.since = self._lives[id(seat.worker)], time.monotonic()
         seat.call = seat.worker.call(method, *args)
 
-    def outcome(self, seat: Seat) -> tuple[Any, ...]:
+    def outcome(self, seat: PendingCall) -> tuple[Any, ...]:
         """Wait for the call of ``seat`` and return its result as ``take`` does, or () without a
         call.
         """
@@ -153,7 +153,7 @@ class Crew:
         """Call ``method`` on each worker and return the results. A restarting or lost worker gives
         None.
         """
-        seats = [Seat(worker) for worker in self.workers]
+        seats = [PendingCall(worker) for worker in self.workers]
         for seat in seats:
             if self.ready(seat.worker):
                 self.begin(seat, method, *args)
@@ -215,9 +215,9 @@ class Crew:
         while True:
             worker, life = self._choose()
             try:
-                found = worker.call(method, *args).result(self.limits.silence)
+                found = worker.call(method, *args).result(self.limits.call_timeout)
             except (WorkerLost, TimeoutError) as error:
-                self.revive(worker, str(error) or f"it did not answer for {self.limits.silence:g} s", life)
+                self.revive(worker, str(error) or f"it did not answer for {self.limits.call_timeout:g} s", life)
             else:
                 self.heard(worker)
                 return found

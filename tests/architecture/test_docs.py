@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from docs.generate import pages
-from lightrft.algorithms.validate.component_kinds import KINDS
+from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
 from lightrft.cli.main import VERBS
 from lightrft.config.base import dotted, load_settings
 from lightrft.config.presets import PRESETS
@@ -93,7 +93,7 @@ def test_the_pages_made_from_the_code_name_every_setting_with_its_default_and_do
 
 def test_the_page_of_parts_has_every_registered_part_with_its_formula() -> None:
     text = pages()[Path("parts.md")]
-    for kind in KINDS.values():
+    for kind in COMPONENT_KINDS.values():
         for name in kind.registry:
             assert f"| `{name}` | `{kind.registry.about(name).formula.replace('|', chr(92) + '|')}` |" in text
 

@@ -14,11 +14,11 @@ from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.contracts import checks
 from lightrft.algorithms.group_filters import FILTERS
-from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.reward_shaping import SHAPINGS
-from lightrft.algorithms.token_masks import GATES, Gate
+from lightrft.algorithms.token_masks import TOKEN_MASKS, TokenMask
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig, LossConfig
@@ -31,8 +31,8 @@ TABLES: list[tuple[Registry[Any], list[Callable[[Any], None]]]] = [
     (POLICY_LOSSES, checks.POLICY_LOSS_CHECKS),
     (AGGREGATIONS, checks.AGGREGATION_CHECKS),
     (KL_ESTIMATORS, checks.KL_CHECKS),
-    (CORRECTIONS, checks.CORRECTION_CHECKS),
-    (GATES, checks.GATE_CHECKS),
+    (IS_CORRECTIONS, checks.CORRECTION_CHECKS),
+    (TOKEN_MASKS, checks.GATE_CHECKS),
     (SHAPINGS, checks.SHAPING_CHECKS),
     (FILTERS, checks.FILTER_CHECKS),
 ]
@@ -70,7 +70,7 @@ def test_a_space_in_a_latex_formula_does_not_swallow_the_symbol_after_it(table: 
     assert not re.search(r"\\quad[A-Za-z]", table.about(name).latex)
 
 
-SOURCED = [ADVANTAGES, POLICY_LOSSES, CORRECTIONS, GATES, AGGREGATIONS, KL_ESTIMATORS]
+SOURCED = [ADVANTAGES, POLICY_LOSSES, IS_CORRECTIONS, TOKEN_MASKS, AGGREGATIONS, KL_ESTIMATORS]
 
 
 @pytest.mark.parametrize("table", SOURCED, ids=lambda t: t.kind)
@@ -156,27 +156,27 @@ def weight_of_products(now: Tensor, old: Tensor, behavior: Tensor, advantages: T
     return rows.spread(rows.sum(5 * (old - behavior))).exp()
 
 
-def first_half(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
-    return Gate((torch.arange(batch.tokens) < batch.tokens / 2) & batch.mask)
+def first_half(batch: Batch, settings: LossConfig, generator: torch.Generator) -> TokenMask:
+    return TokenMask((torch.arange(batch.tokens) < batch.tokens / 2) & batch.mask)
 
 
-def drawn_by_place(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
-    return Gate((torch.rand(batch.tokens, generator=generator) < 0.5) & batch.mask)
+def drawn_by_place(batch: Batch, settings: LossConfig, generator: torch.Generator) -> TokenMask:
+    return TokenMask((torch.rand(batch.tokens, generator=generator) < 0.5) & batch.mask)
 
 
-def above_the_mean_of_all(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
+def above_the_mean_of_all(batch: Batch, settings: LossConfig, generator: torch.Generator) -> TokenMask:
     entropy = batch.entropy if batch.entropy is not None else torch.zeros(0)
-    return Gate((entropy > entropy.mean()) & batch.mask)
+    return TokenMask((entropy > entropy.mean()) & batch.mask)
 
 
-def everything(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
-    return Gate(torch.ones(batch.tokens))
+def everything(batch: Batch, settings: LossConfig, generator: torch.Generator) -> TokenMask:
+    return TokenMask(torch.ones(batch.tokens))
 
 
-def spends_the_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator) -> Gate:
+def spends_the_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator) -> TokenMask:
     assert batch.entropy is not None
     batch.entropy.sub_(1)
-    return Gate((batch.entropy > 0) & batch.mask)
+    return TokenMask((batch.entropy > 0) & batch.mask)
 
 
 FAULTS = [

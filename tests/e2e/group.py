@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from lightrft.config.base import load_settings
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import joined
+from lightrft.distributed.process_group import init_process_group
 from lightrft.trainer.rl import run_rl
 from lightrft.utils.errors import RewardError
 from lightrft.workers import local
@@ -33,7 +33,7 @@ from lightrft.workers import local
 def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
     """``engine``, to which happens what the plan asks for, on the rank that it names."""
     generate, calls = engine.generate, itertools.count()
-    engine.of_all = "of_all" in entry
+    engine.shared_by_all_ranks = "of_all" in entry
     heard = threading.Event()
     handle: Any = signal.getsignal(signal.SIGTERM)
     signal.signal(signal.SIGTERM, lambda *at: (handle(*at), heard.set()))
@@ -60,7 +60,7 @@ def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
 
 def main() -> None:
     local_ahead = local.local_ahead
-    with joined(2.0) as ranks:
+    with init_process_group(2.0) as ranks:
         for entry in json.loads(Path(sys.argv[1]).read_text()):
             file = Path(entry["config"])
 

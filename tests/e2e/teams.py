@@ -23,7 +23,7 @@ from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed import process_group as ranks_module
-from lightrft.distributed.process_group import Ranks, Team, in_teams, joined
+from lightrft.distributed.process_group import ModelParallelGroup, ProcessGroup, build_parallel_groups, init_process_group
 from lightrft.models.actor import Actor, Backbone
 from lightrft.models.critic import Critic
 from lightrft.models.lora import add_adapters
@@ -62,7 +62,7 @@ def learned(model: Backbone, batch: Batch, call: Call) -> tuple[torch.Tensor, di
     }
 
 
-def apart(model: Backbone, team: Team, batch: Batch, call: Call) -> list[float]:
+def apart(model: Backbone, team: ModelParallelGroup, batch: Batch, call: Call) -> list[float]:
     """The largest differences of what ``call`` gives and of gradients, between a team and the model alone."""
     with Float64() if model.base.dtype == torch.float64 else nullcontext():
         expected, wanted = learned(model, batch, call)
@@ -102,7 +102,7 @@ def cells(folder: Path) -> Iterator[tuple[str, Backbone, Batch, Call]]:
     yield "no rows", small_actor("qwen2", torch.float64), none, logprobs
 
 
-def tensor_gaps(ranks: Ranks) -> dict[str, list[float]]:
+def tensor_gaps(ranks: ProcessGroup) -> dict[str, list[float]]:
     """The same of models whose layers all ranks share out."""
     mesh, gaps = init_device_mesh("cpu", (ranks.size,)), {}
     for name in (*PLANNED, "adapters"):
@@ -120,7 +120,7 @@ def tensor_gaps(ranks: Ranks) -> dict[str, list[float]]:
     return gaps
 
 
-def held(team: Team) -> dict[str, int]:
+def held(team: ModelParallelGroup) -> dict[str, int]:
     """Bytes that a model holds for its backward pass, alone and in a team."""
     actor = Actor(small_model("qwen2", num_hidden_layers=4), ModelConfig(logits_mb=1))
     batch = ragged_batch([60, 40], [200, 150, 90, 210], [0, 0, 1, 1])
@@ -141,25 +141,25 @@ def held(team: Team) -> dict[str, int]:
     return found
 
 
-def models(ranks: Ranks, folder: Path) -> dict[str, Any]:
-    team, _ = in_teams(ranks, ranks.size)
+def models(ranks: ProcessGroup, folder: Path) -> dict[str, Any]:
+    team, _ = build_parallel_groups(ranks, ranks.size)
     gaps = {name: apart(model, team, batch, call) for name, model, batch, call in cells(folder)}
     return {"gaps": gaps, "tensor": tensor_gaps(ranks), "held": held(team), "limit": limit_of(ranks)}
 
 
-def limit_of(ranks: Ranks) -> float:
+def limit_of(ranks: ProcessGroup) -> float:
     """Seconds that a rank waits for the others of its team."""
     across = Fsdp2Strategy(StrategyConfig(device="cpu", tensor=2), ranks).across
     assert across is not None
     return across.get_group()._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
-def runs(ranks: Ranks, files: list[str]) -> list[dict[str, int]]:
+def runs(ranks: ProcessGroup, files: list[str]) -> list[dict[str, int]]:
     """The steps of each run, and how often this rank has said that it is still drawing: it is made to at any time."""
-    rl.joined = lambda minutes: nullcontext(ranks)  # ty: ignore[invalid-assignment]
-    signs, tell, found = [], ranks_module.Signs._tell, []
-    ranks_module.PULSES = 10**9
-    ranks_module.Signs._tell = lambda self, given: (signs.append(1), tell(self, given))[1]
+    rl.init_process_group = lambda minutes: nullcontext(ranks)  # ty: ignore[invalid-assignment]
+    signs, tell, found = [], ranks_module.KeepAlive._tell, []
+    ranks_module.KEEPALIVES = 10**9
+    ranks_module.KeepAlive._tell = lambda self, given: (signs.append(1), tell(self, given))[1]
     for file in files:
         signs.clear()
         steps = rl.run_rl(load_settings(RLConfig, [file]).settings)["steps"]
@@ -170,7 +170,7 @@ def runs(ranks: Ranks, files: list[str]) -> list[dict[str, int]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)  # the same models on every rank
-    with joined(2.0) as together:
+    with init_process_group(2.0) as together:
         everyone = together.gather(models(together, Path(sys.argv[1])) | {"runs": runs(together, sys.argv[2:])})
         if together.rank == 0:
             sys.stdout.write(f"FOUND{json.dumps(everyone)}\n")

@@ -49,7 +49,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_batch_n_is_drawn_by_the_version_that_is_due_whoever_is_faster(rl_config, tmp_path, monkeypatch, staleness):
     run_rl(rl_config(run={"name": "plain"}, rollout={"staleness": staleness}))
-    monkeypatch.setattr(async_generation, "collect", slowed(async_generation.collect, 0.2))
+    monkeypatch.setattr(async_generation, "collect", slowed(async_generation.collect_rollouts, 0.2))
     run_rl(rl_config(run={"name": "slow generation"}, rollout={"staleness": staleness}))
     monkeypatch.undo()
     monkeypatch.setattr(rl, "learn", slowed(rl.learn, 0.2))
@@ -87,7 +87,7 @@ def test_the_first_two_batches_equal_those_of_a_synchronous_run_as_far_as_their_
 def test_generation_runs_while_the_policy_is_trained(rl_config, monkeypatch):
     """Batch 1 can only be drawn before training on batch 0 ends if the two overlap."""
     drawn, began = threading.Event(), []
-    collect, learn = async_generation.collect, rl_step.learn
+    collect, learn = async_generation.collect_rollouts, rl_step.learn
 
     def collecting(roles: Any, config: Any, step: int, *rest: Any) -> Any:
         found = collect(roles, config, step, *rest)
@@ -121,7 +121,7 @@ def test_a_batch_that_could_not_be_scored_keeps_the_steps_before_it_and_is_drawn
     whole = start(deep_merge(rl_tree, {"rollout": {"staleness": 1}}), "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
     config = build(RLConfig, deep_merge(rl_tree, {"run": {"name": "broken"}, "rollout": {"staleness": 1}}))
-    collect = async_generation.collect
+    collect = async_generation.collect_rollouts
 
     def unscored(roles: Any, config: Any, step: int, *rest: Any) -> Any:
         found = collect(roles, config, step, *rest)
@@ -208,7 +208,7 @@ def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_
     whole = start(tree, "whole", "never", 0, tmp_path)
     assert whole.returncode == 0, whole.stderr
     config = build(RLConfig, deep_merge(tree, {"run": {"name": "stopped"}}))
-    collect = async_generation.collect
+    collect = async_generation.collect_rollouts
     request, heard = StopFlag.request, threading.Event()
 
     def hearing(flag: StopFlag, reason: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightrft.algorithms.contracts.run_checks import CHECKS
-from lightrft.algorithms.validate.component_kinds import KINDS
+from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
 from tests.e2e.command import assert_refused, command, process
 
 MINE = """
@@ -109,7 +109,7 @@ def test_what_cannot_be_checked_is_refused_with_the_way_out(capsys, mine, words,
 
 
 def test_every_kind_has_checks():
-    assert set(CHECKS) <= set(KINDS)
+    assert set(CHECKS) <= set(COMPONENT_KINDS)
 
 
 REWARD = """

@@ -15,11 +15,11 @@ import pytest
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
-from lightrft.observability.observer import Nobody
+from lightrft.observability.observer import NullObserver
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer import rl
 from lightrft.trainer.rl import run_rl
-from lightrft.utils.errors import DamagedError, Interrupted
+from lightrft.utils.errors import DamagedError, GenerationInterrupted
 from tests.e2e.several import ROOT, config_file
 from tests.e2e.test_resume import steady
 from tests.unit.distributed.test_process_group import at, free_port
@@ -41,7 +41,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [steady(row) for row in read_rows(folder / "metrics.jsonl")]
 
 
-class Ends(Nobody):
+class Ends(NullObserver):
     """Ends the program once a step is recorded."""
 
     def __init__(self, step: int) -> None:
@@ -106,7 +106,7 @@ def test_a_checkpoint_that_the_user_named_is_not_replaced_by_another(tree, tmp_p
 def test_a_run_that_was_stopped_in_its_first_step_is_not_evaluated_twice(tree, tmp_path, monkeypatch):
     def interrupted(*_: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        raise Interrupted
+        raise GenerationInterrupted
 
     with monkeypatch.context() as patch:
         patch.setattr(rl, "rl_step", interrupted)

@@ -25,9 +25,9 @@ from ray.cluster_utils import Cluster
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig, SFTConfig
-from lightrft.distributed.ray_launcher import Driver, run_on_ray
+from lightrft.distributed.ray_launcher import RayLauncher, run_on_ray
 from lightrft.models.tiny import save_tiny_media
-from lightrft.observability.observer import Nobody
+from lightrft.observability.observer import NullObserver
 from lightrft.observability.trackers import read_rows
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.sft import run_sft
@@ -41,8 +41,8 @@ TWO = {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 1}}}
 PATIENCE = 20.0
 """Seconds that ranks wait for one another where one of them is stopped."""
 
-Act = Callable[[Driver], None]
-Whom = Callable[[Driver], Sequence[int]]
+Act = Callable[[RayLauncher], None]
+Whom = Callable[[RayLauncher], Sequence[int]]
 """Processes, by their numbers."""
 
 
@@ -68,10 +68,10 @@ def to_come(config: RLConfig, step: int) -> Path:
     return Path(config.run.dir) / f"to-come-after-{step}"
 
 
-class Watcher(Nobody):
+class Watcher(NullObserver):
     """Does what is to happen once a step is done, the first time that it is."""
 
-    def __init__(self, driver: Driver, acts: Mapping[int, Act]) -> None:
+    def __init__(self, driver: RayLauncher, acts: Mapping[int, Act]) -> None:
         self.driver, self.left = driver, dict(acts)
         for step in acts:
             to_come(driver.config, step).touch()
@@ -119,7 +119,7 @@ def one(tree: dict[str, Any], folder: Path) -> Path:
 def driven(config: RLConfig, acts: Mapping[int, Act]) -> dict[str, Any]:
     """A run on the cluster to which all of ``acts`` happen, by the step that each comes after."""
     with StopFlag() as stop:
-        driver = Driver("tests.e2e.test_ray:paced", config, Nobody(), stop)
+        driver = RayLauncher("tests.e2e.test_ray:paced", config, NullObserver(), stop)
         driver.observer = Watcher(driver, acts)
         try:
             return driver.run()
@@ -132,7 +132,7 @@ def rank(number: int) -> Whom:
 
 
 def workers(*names: str) -> Whom:
-    def found(driver: Driver) -> list[int]:
+    def found(driver: RayLauncher) -> list[int]:
         there = ray.get(driver.roster.processes.remote())
         return [there[name] for name in names]
 
@@ -146,7 +146,7 @@ def killed(whom: Whom) -> Act:
 def stopped(whom: Whom, seconds: float | None = None) -> Act:
     """For ever, or for some time."""
 
-    def act(driver: Driver) -> None:
+    def act(driver: RayLauncher) -> None:
         pids = whom(driver)
         signalled(signal.SIGSTOP, pids)
         if seconds is not None:
@@ -180,7 +180,7 @@ def test_paused_and_killed_ranks_have_all_start_again_until_restarts_are_used_up
     assert re.search(said, caplog.text)
     said = r"rank 1 .*no sign of life.*; the ranks were started again launch\.ray\.restarts = 1 times\. The same command goes on"
     assert re.search(said, str(caught.value)), caught.value
-    assert run_on_ray(RL, config, Nobody())["finished"]
+    assert run_on_ray(RL, config, NullObserver())["finished"]
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
@@ -189,7 +189,7 @@ def test_a_killed_node_has_all_start_again_elsewhere_and_the_numbers_are_those_o
     away = [nodes.add_node(num_cpus=1) for _ in range(2)]
     spread = deep_merge(TWO, {"launch": {"ray": {"placement": "STRICT_SPREAD"}}})
 
-    def lose_node(driver: Driver) -> None:
+    def lose_node(driver: RayLauncher) -> None:
         used = [place.node for place in reversed(driver.places)]
         assert len(set(used)) == 2
         lost = next(node for one in used for node in away if node.node_id == one)
@@ -233,7 +233,7 @@ def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(n
     attached = [*command, f"launch.ray.address={nodes.address}"]
     assert ended(attached, dict(os.environ), metrics, done + 1, signal.SIGKILL)[0] == -signal.SIGKILL
     tree["train"]["steps"] = len(metrics.read_text().splitlines()) + 1
-    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **TWO), Nobody())
+    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **TWO), NullObserver())
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 
 
@@ -257,7 +257,7 @@ def test_supervised_training_runs_there_too_and_an_error_of_the_program_is_the_c
     run_sft(build(SFTConfig, deep_merge(kept, {"run": {"name": "one"}})))
     config = build(SFTConfig, deep_merge(kept, {"run": {"name": "cluster"}, **TWO}))
     with pytest.raises(DataError, match=r"nowhere\.jsonl"):
-        run_on_ray("tests.e2e.test_ray:trained_twice", config, Nobody())
+        run_on_ray("tests.e2e.test_ray:trained_twice", config, NullObserver())
     assert "start again" not in caplog.text
     check_equal(tmp_path / "cluster", tmp_path / "one")
 
@@ -266,7 +266,7 @@ def test_room_that_the_cluster_has_not_is_an_error_that_says_what_is_there(nodes
     over = {"launch": {"kind": "ray", "processes": 2, "ray": {"cpus": 64, "address": nodes.address, "wait": 0.02}}}
     said = r"2 ranks and 0 workers ask for 128 CPU in 2 bundles \(PACK\), and the cluster has \d CPU .* launch\.ray\.wait = 0\.02 min"
     with pytest.raises(ResourceError, match=said):
-        run_on_ray(RL, config_of(tree, tmp_path, "cluster", **over), Nobody())
+        run_on_ray(RL, config_of(tree, tmp_path, "cluster", **over), NullObserver())
 
 
 def staffed(**staff: Any) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def test_pictures_and_adapters_reach_engines_of_their_own_also_where_others_have
     tree = deep_merge(tree, over)
     held = filled_store()
     before = store_stats()
-    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **staffed(engines=1, weights="shared")), Nobody())
+    run_on_ray(RL, config_of(tree, tmp_path, "cluster", **staffed(engines=1, weights="shared")), NullObserver())
     assert store_stats().cumulative_created_objects > before.cumulative_created_objects and len(held) > 70
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
 

@@ -13,22 +13,22 @@ import pytest
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import ALONE, Ranks
+from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.distributed.worker_api import Maker
 from lightrft.models.tiny import save_tiny_media
 from lightrft.observability.trackers import read_rows
 from lightrft.roles import Roles
 from lightrft.trainer import rl
-from lightrft.workers.engine_workers import RemoteEngines, engine_host
+from lightrft.workers.engine_workers import EngineWorkerGroup, engine_worker
 from lightrft.workers.local import local_roles
-from lightrft.workers.model_workers import RemoteModel, model_host
-from lightrft.workers.reward_workers import RemoteScorer, scorer_host
-from lightrft.workers.weight_sync import Hand
-from lightrft.workers.worker_group import Limits
+from lightrft.workers.model_workers import RemoteReference, frozen_model_worker
+from lightrft.workers.reward_workers import RewardWorkerGroup, reward_scorer_worker
+from lightrft.workers.weight_sync import WeightSyncConfig
+from lightrft.workers.worker_group import FaultPolicy
 from tests.e2e.several import PRESETS, beside, check_equal, rows_with_pictures
 from tests.worker_helpers import ProcessWorker
 
-LIMITS = Limits(restarts=3, silence=120.0)
+LIMITS = FaultPolicy(restarts=3, call_timeout=120.0)
 pytestmark = pytest.mark.slow
 
 
@@ -38,17 +38,21 @@ class Elsewhere:
     def __init__(self) -> None:
         self.workers: dict[str, ProcessWorker] = {}
 
-    def __call__(self, config: RLConfig, tokenizer: Any, steps: int, processor: Any = None, ranks: Ranks = ALONE) -> Roles:
+    def __call__(
+        self, config: RLConfig, tokenizer: Any, steps: int, processor: Any = None, ranks: ProcessGroup = SINGLE_PROCESS
+    ) -> Roles:
         roles = local_roles(config, tokenizer, steps, processor, ranks)
         roles.scorer.close()
         cpu = config.strategy
         trained = frozenset(name for name, p in roles.actor.model.named_parameters() if p.requires_grad)
-        engines = [self.worker(f"engine {i}", engine_host, config.model, config.engine, cpu, 1) for i in range(2)]
-        roles.engine = RemoteEngines(engines, config.engine, LIMITS, Hand("shared", 30_000, trained=trained), ranks)
-        roles.scorer = RemoteScorer([self.worker("scorer", scorer_host, config.reward)], LIMITS)
+        engines = [self.worker(f"engine {i}", engine_worker, config.model, config.engine, cpu, 1) for i in range(2)]
+        roles.engine = EngineWorkerGroup(
+            engines, config.engine, LIMITS, WeightSyncConfig("shared", 30_000, trained=trained), ranks
+        )
+        roles.scorer = RewardWorkerGroup([self.worker("scorer", reward_scorer_worker, config.reward)], LIMITS)
         if roles.reference is not None:
             model = config.model.model_copy(update={"lora": None})
-            roles.reference = RemoteModel([self.worker("reference", model_host, model, cpu, 1)], LIMITS)
+            roles.reference = RemoteReference([self.worker("reference", frozen_model_worker, model, cpu, 1)], LIMITS)
         return roles
 
     def worker(self, name: str, make: Any, *args: Any) -> ProcessWorker:

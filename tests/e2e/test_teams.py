@@ -19,7 +19,7 @@ from lightrft.config.base import build, deep_merge
 from lightrft.config.model import LoRAConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import ALONE, Team
+from lightrft.distributed.process_group import SINGLE_PROCESS, ModelParallelGroup
 from lightrft.models.actor import Actor
 from lightrft.models.lora import add_adapters
 from lightrft.models.tiny import save_tiny_media
@@ -154,7 +154,7 @@ class TestTeams:
 
 
 def test_processes_that_teams_do_not_divide_are_refused():
-    for ranks in (ALONE, SimpleNamespace(rank=0, size=6)):
+    for ranks in (SINGLE_PROCESS, SimpleNamespace(rank=0, size=6)):
         with pytest.raises(
             ConfigError, match=rf"^4 processes work .* the {ranks.size} of this run; .*launch.processes to a multiple of 4"
         ):
@@ -172,23 +172,23 @@ def test_teams_are_refused_with_a_strategy_that_has_none(kind, name):
 def test_heads_that_a_team_does_not_divide_are_refused_with_what_would(ranks, way):
     actor = small_actor("qwen2")
     with pytest.raises(ModelError, match=rf"strategy.sequence = {ranks} does not divide the 4 heads .*{way}"):
-        actor.team = Team(0, ranks)
+        actor.team = ModelParallelGroup(0, ranks)
 
 
 def test_heads_are_shared_out_among_those_that_shared_layers_leave():
     actor = small_actor("qwen2", num_attention_heads=4, num_key_value_heads=2)
-    actor.team = Team(0, 4)
+    actor.team = ModelParallelGroup(0, 4)
     with pytest.raises(
         ModelError, match=r"strategy.sequence = 4 .* the 2 heads .* strategy.tensor = 2 leaves .*1 of keys.*set it to 1 or 2$"
     ):
-        actor.team = Team(0, 4, tensor=2)
-    actor.team = Team(0, 2, tensor=2)
+        actor.team = ModelParallelGroup(0, 4, tensor=2)
+    actor.team = ModelParallelGroup(0, 2, tensor=2)
 
 
 def test_rows_of_their_own_are_refused_in_a_team():
     actor = small_actor("qwen2", layout="padded")
     with pytest.raises(ModelError, match=r"strategy.sequence = 2 .*model.layout = padded.*set strategy.sequence=1"):
-        actor.team = Team(0, 2)
+        actor.team = ModelParallelGroup(0, 2)
 
 
 @pytest.mark.parametrize(

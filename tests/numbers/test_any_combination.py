@@ -11,20 +11,20 @@ from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.aggregation import AGGREGATIONS
-from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.nonfinite_tokens import readable
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.requirements import needs_of
 from lightrft.algorithms.reward_shaping import SHAPINGS
-from lightrft.algorithms.token_masks import GATES, gated
+from lightrft.algorithms.token_masks import TOKEN_MASKS, with_token_masks
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
-from lightrft.learner.policy_update import Objective, corrected, old_logprobs, weighted
-from lightrft.models.actor import Scores
+from lightrft.learner.controllers import Controllers
+from lightrft.learner.policy_update import Objective, old_logprobs, with_importance_weights, with_loss_weights
+from lightrft.models.actor import TokenScores
 from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch, rows_of
 from lightrft.utils.errors import ConfigError
@@ -72,8 +72,8 @@ def combination(rng: random.Random) -> dict[str, Any]:
         "loss": {"name": rng.choice(sorted(POLICY_LOSSES)), **maybe(0.2, ratio="sequence"), **maybe(0.2, ratio="sequence_token")},
         "aggregation": rng.choice(sorted(AGGREGATIONS)),
         "proximal": rng.choice(["policy", "policy", "behavior", "interpolated"]),
-        "corrections": some(CORRECTIONS, [0, 0, 1, 2]),
-        "gates": some(GATES, [0, 0, 1, 2]),
+        "corrections": some(IS_CORRECTIONS, [0, 0, 1, 2]),
+        "gates": some(TOKEN_MASKS, [0, 0, 1, 2]),
         "shaping": some(SHAPINGS, [0, 0, 1]),
         **({} if where == "none" else {"kl": kl}),
         **maybe(0.3, entropy={"coef": rng.choice([0.01, -0.1])}),
@@ -127,17 +127,17 @@ def batch_for(rng: random.Random) -> tuple[Batch, Tensor]:
 
 def mini_batch(algorithm: AlgorithmConfig, batch: Batch, logprobs: Tensor, on_policy: bool) -> tuple[Batch, Objective]:
     """As the phases of a step leave it; ``on_policy`` without old log-probs, which a single update does not need."""
-    config, controls = RLConfig(algorithm=algorithm), Controls.of(algorithm)
+    config, controls = RLConfig(algorithm=algorithm), Controllers.of(algorithm)
     if algorithm.proximal == "behavior":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
-    batch = weighted(with_advantages(batch, config, controls), config)
+    batch = with_loss_weights(with_advantages(batch, config, controls), config)
     if algorithm.proximal == "interpolated" or (on_policy and algorithm.proximal == "policy"):
         batch = batch.replace(old_logprobs=None)
     if "current" in needs_of(algorithm):
         old = old_logprobs(batch, logprobs, algorithm.proximal, VERSION)
         batch = readable(batch.replace(logprobs=logprobs, old_logprobs=old), algorithm)
-    batch = gated(batch, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(0))
-    batch = corrected(batch, algorithm)
+    batch = with_token_masks(batch, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(0))
+    batch = with_importance_weights(batch, algorithm)
     return batch, Objective.of(algorithm, controls, batch, VERSION)
 
 
@@ -147,7 +147,7 @@ def through(batch: Batch, objective: Objective, logprobs: Tensor, parts: list[Te
     total, slopes = torch.zeros((), dtype=torch.float64), torch.zeros_like(leaf)
     for index in parts:
         own = leaf[rows_of(batch.lengths, index)]
-        loss, _ = objective(batch.select(index), Scores(own, (own * 0.3).sin() + 2 if objective.wants_entropy else None))
+        loss, _ = objective(batch.select(index), TokenScores(own, (own * 0.3).sin() + 2 if objective.wants_entropy else None))
         total, slopes = total + loss.detach(), slopes + gradient(loss, leaf)
     return total, slopes
 

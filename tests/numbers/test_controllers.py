@@ -33,7 +33,7 @@ def test_the_entropy_coefficient_holds_a_target_from_below(seed: int, start: flo
     for _ in range(12):
         entropy = 0.2 + rng.choice([-1, 0, 1]) * spread
         weight, slow = oracles_rewards.entropy_step(slow, entropy, 0.2, 0.005)
-        assert controller.in_force(entropy) == pytest.approx(weight, rel=1e-12, abs=1e-15)
+        assert controller.current_coef(entropy) == pytest.approx(weight, rel=1e-12, abs=1e-15)
         controller.update(entropy)
         assert controller.coef == pytest.approx(slow, rel=1e-12, abs=1e-15)
 
@@ -41,4 +41,4 @@ def test_the_entropy_coefficient_holds_a_target_from_below(seed: int, start: flo
 def test_without_a_target_the_entropy_coefficient_is_fixed() -> None:
     controller = EntropyController.of(EntropyConfig(coef=0.3))
     controller.update(5.0)
-    assert (controller.coef, controller.in_force(5.0), controller.in_force(None)) == (0.3, 0.3, 0.3)
+    assert (controller.coef, controller.current_coef(5.0), controller.current_coef(None)) == (0.3, 0.3, 0.3)

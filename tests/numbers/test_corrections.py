@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lightrft.algorithms.importance_sampling import CORRECTIONS, interpolated_proximal, version_share
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS, interpolated_proximal, version_share
 from lightrft.algorithms.token_ops import TokenRows
 from tests.numbers import oracles, oracles_corrections
 from tests.numbers.compare import assert_equal, every_case, scores_for
@@ -55,7 +55,7 @@ def test_weights(method: str, case: Case, seed: int) -> None:
     name, options, slow = OF_SAMPLER[method]
     scores, batch = scores_for(case, seed), batch_of(case)
     columns = (tensor_of(rows) for rows in (case.logprobs, case.old, case.behavior, oracles.on_sampled(case, scores)))
-    found = CORRECTIONS[name](*columns, TokenRows.of(batch), **options)
+    found = IS_CORRECTIONS[name](*columns, TokenRows.of(batch), **options)
     assert_equal(found, slow(case, scores), batch.mask)
 
 
@@ -65,7 +65,7 @@ def test_a_sampler_that_is_the_policy_needs_no_weight(method: str, case: Case, s
     name, options, _ = OF_SAMPLER[method]
     same, batch = tensor_of(case.logprobs), batch_of(case)
     advantages = tensor_of(oracles.on_sampled(case, scores_for(case, seed)))
-    found = CORRECTIONS[name](same, same, same, advantages, TokenRows.of(batch), **options)
+    found = IS_CORRECTIONS[name](same, same, same, advantages, TokenRows.of(batch), **options)
     assert found[batch.mask].eq(1).all()
 
 
@@ -76,7 +76,7 @@ def test_what_stands_at_tokens_that_were_not_sampled_weighs_nothing(method: str,
     batch, scores = batch_of(case), scores_for(case, seed)
     columns = [tensor_of(rows) for rows in (case.logprobs, case.old, case.behavior, oracles.on_sampled(case, scores))]
     spoilt = [column.masked_fill(~batch.mask, 17.0 * (k + 1)) for k, column in enumerate(columns)]
-    clean, other = (CORRECTIONS[name](*each, TokenRows.of(batch), **options)[batch.mask] for each in (columns, spoilt))
+    clean, other = (IS_CORRECTIONS[name](*each, TokenRows.of(batch), **options)[batch.mask] for each in (columns, spoilt))
     assert_equal(other, clean.tolist())
 
 

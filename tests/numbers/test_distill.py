@@ -12,9 +12,9 @@ from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AlgorithmConfig, DistillConfig
-from lightrft.learner.distillation import distilled
+from lightrft.learner.distillation import add_distillation_reward
 from lightrft.learner.policy_update import Objective
-from lightrft.models.actor import Scores
+from lightrft.models.actor import TokenScores
 from lightrft.types import Batch, Segments
 from tests.numbers import oracles_advantages
 from tests.numbers.compare import assert_equal, every_case, gradient, rows_for
@@ -31,7 +31,7 @@ def test_the_log_ratio_to_the_teacher_comes_off_the_advantage_of_its_own_token(a
     given, teacher = rows_for(case, seed, 2)
     batch = batch_of(case).replace(teacher_logprobs=tensor_of(teacher))
     start = torch.where(batch.mask, 0.0 if alone else tensor_of(given), 0.0).double()
-    found = distilled(start, batch, DistillConfig(kind="sampled", coef=0.7))
+    found = add_distillation_reward(start, batch, DistillConfig(kind="sampled", coef=0.7))
     expected = oracles_advantages.distilled(case, None if alone else given, teacher, 0.7)
     assert_equal(found, expected)
     assert found[~batch.mask].tolist() == [0.0] * int((~batch.mask).sum())
@@ -40,7 +40,9 @@ def test_the_log_ratio_to_the_teacher_comes_off_the_advantage_of_its_own_token(a
 def test_without_a_teacher_the_advantage_is_the_same_object() -> None:
     advantages = torch.ones(3)
     assert (
-        distilled(advantages, Batch(Segments.of([[1]]), Segments.of([[1, 2, 3]]), torch.tensor([0])), DistillConfig())
+        add_distillation_reward(
+            advantages, Batch(Segments.of([[1]]), Segments.of([[1, 2, 3]]), torch.tensor([0])), DistillConfig()
+        )
         is advantages
     )
 
@@ -58,8 +60,8 @@ def expected_gradient(batch: Batch, logprobs: Tensor, table: Tensor) -> Tensor:
     """Of the loss that the loop minimises, over all answers."""
     nothing = torch.zeros(batch.tokens, dtype=torch.float64)
     advantages, _ = ADVANTAGES["teacher"](batch, nothing, OPD.advantage)
-    batch = batch.replace(advantages=distilled(advantages, batch, OPD.distill))
-    loss, _ = Objective(OPD, 0.0, 0.0)(batch, Scores(logprobs.flatten()))
+    batch = batch.replace(advantages=add_distillation_reward(advantages, batch, OPD.distill))
+    loss, _ = Objective(OPD, 0.0, 0.0)(batch, TokenScores(logprobs.flatten()))
     return gradient(loss, table)
 
 
@@ -107,7 +109,7 @@ def test_a_divergence_is_aggregated_like_the_policy_loss_and_reaches_rows_withou
     objective = Objective(algorithm, 0.0, 0.0)
     active = objective.active(batch).tolist()
     assert active == [i for i in range(len(case)) if case.sampled(i)]
-    loss, metrics = objective(batch, Scores(tensor_of(case.logprobs), None, divergence))
+    loss, metrics = objective(batch, TokenScores(tensor_of(case.logprobs), None, divergence))
     weights = torch.where(batch.mask, batch.loss_weights, 0.0)  # type: ignore[arg-type]
     assert loss.item() == pytest.approx(0.3 * float((weights * divergence.detach()).sum()), abs=1e-12)
     assert_equal(gradient(loss, divergence), (0.3 * weights).double().tolist())

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.contracts.cases import plain_batch
-from lightrft.algorithms.token_masks import gated
+from lightrft.algorithms.token_masks import with_token_masks
 from lightrft.config.base import build
 from lightrft.config.presets import PRESETS
 from lightrft.config.verbs import RLConfig
-from lightrft.diagnostics.effective_settings import Number
+from lightrft.diagnostics.effective_settings import EffectiveSetting
 from lightrft.diagnostics.explain import explain
-from lightrft.learner.controllers import Controls
-from lightrft.learner.policy_update import Objective, weighted
-from lightrft.models.actor import Scores
+from lightrft.learner.controllers import Controllers
+from lightrft.learner.policy_update import Objective, with_loss_weights
+from lightrft.models.actor import TokenScores
 from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch
 
@@ -45,17 +45,17 @@ def batch() -> Batch:
 
 def objective(config: RLConfig) -> tuple[float, Tensor, Tensor]:
     """Loss, gradient and returns of the fixed batch, by the functions that a step calls."""
-    algorithm, controls = config.algorithm, Controls.of(config.algorithm)
-    whole = weighted(with_advantages(batch(), config, controls), config)
-    whole = gated(whole, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(1))
+    algorithm, controls = config.algorithm, Controllers.of(config.algorithm)
+    whole = with_loss_weights(with_advantages(batch(), config, controls), config)
+    whole = with_token_masks(whole, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(1))
     leaf = whole.logprobs.clone().requires_grad_()  # type: ignore[union-attr]
     entropy = (leaf * 0.3).sin() + 2
-    loss, _ = Objective.of(algorithm, controls, whole, 1)(whole, Scores(leaf, entropy))
+    loss, _ = Objective.of(algorithm, controls, whole, 1)(whole, TokenScores(leaf, entropy))
     (gradient,) = torch.autograd.grad(loss, leaf)
     return float(loss.detach()), gradient, whole.returns  # type: ignore[return-value]
 
 
-def rebuilt(shown: tuple[Number, ...]) -> dict[str, Any]:
+def rebuilt(shown: tuple[EffectiveSetting, ...]) -> dict[str, Any]:
     """The tree of settings that holds the shown numbers and nothing else, with no preset to fill it in."""
     tree: dict[str, Any] = {}
     for number in shown:

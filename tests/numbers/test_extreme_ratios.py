@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
-from lightrft.algorithms.token_ops import LIMIT, bounded, ratio_of
+from lightrft.algorithms.token_ops import LIMIT, clamp_log_ratio, ratio_of
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.learner.policy_update import Objective
-from lightrft.models.actor import Scores
+from lightrft.models.actor import TokenScores
 from lightrft.types import Batch, Segments
 from tests.numbers.compare import gradient
 
@@ -66,7 +66,7 @@ def through(tree: dict[str, Any], batch: Batch, logprobs: Tensor) -> tuple[Tenso
     """Loss and gradient of the objective that ``tree`` describes."""
     algorithm = AlgorithmConfig.model_validate({"preset": None, **tree})
     leaf = logprobs.clone().requires_grad_()
-    loss, _ = Objective(algorithm, algorithm.kl.coef, 0.0)(batch, Scores(leaf, None))
+    loss, _ = Objective(algorithm, algorithm.kl.coef, 0.0)(batch, TokenScores(leaf, None))
     return loss, gradient(loss, leaf)
 
 
@@ -154,11 +154,11 @@ def test_what_is_too_far_from_the_reference_is_still_pulled_back(gap: float) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_nothing_changes_inside_the_limit(dtype: torch.dtype) -> None:
     gap = torch.linspace(-LIMIT, LIMIT, 4001, dtype=dtype).requires_grad_()
-    assert torch.equal(bounded(gap), gap)
+    assert torch.equal(clamp_log_ratio(gap), gap)
     ratio = ratio_of(gap, torch.zeros_like(gap))
     assert torch.equal(ratio, gap.exp())
     assert torch.equal(gradient(ratio.sum(), gap), gap.exp())
 
 
 def test_every_correction_is_among_those_tried() -> None:
-    assert {name for name, _ in CORRECTED} == set(CORRECTIONS)
+    assert {name for name, _ in CORRECTED} == set(IS_CORRECTIONS)

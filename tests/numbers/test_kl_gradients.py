@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
+from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import Objective
-from lightrft.models.actor import Scores
+from lightrft.models.actor import TokenScores
 from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
@@ -49,9 +49,9 @@ def expected_gradient(algorithm: AlgorithmConfig, logits: list[float], ref_logit
         loss_weights=old_logprobs.exp(),
     )
     config = RLConfig(algorithm=algorithm)
-    batch = with_advantages(batch, config, Controls.of(algorithm))
+    batch = with_advantages(batch, config, Controllers.of(algorithm))
     objective = Objective(algorithm, COEF, 0.0)
-    return gradient(objective(batch, Scores(torch.log_softmax(theta, 0), None))[0], theta)
+    return gradient(objective(batch, TokenScores(torch.log_softmax(theta, 0), None))[0], theta)
 
 
 @pytest.mark.parametrize(("where", "estimator", "row"), ROWS, ids=[row for *_, row in ROWS])

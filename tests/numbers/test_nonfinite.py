@@ -13,18 +13,18 @@ from torch import Tensor
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.contracts.cases import rollout
 from lightrft.algorithms.requirements import needs_of
-from lightrft.algorithms.token_masks import gated
-from lightrft.algorithms.token_ops import LIMIT, bounded
+from lightrft.algorithms.token_masks import with_token_masks
+from lightrft.algorithms.token_ops import LIMIT, clamp_log_ratio
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import build
 from lightrft.config.presets import PRESETS
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
+from lightrft.learner.controllers import Controllers
 from lightrft.learner.process_reward import outcome_losses
 from lightrft.learner.sft_step import mean_nll
 from lightrft.models.logprobs import entropy_from_logits, token_logprobs
 from lightrft.observability.metrics import Metrics
-from lightrft.rollout.accounting import Collected, judge, rollout_metrics
+from lightrft.rollout.accounting import CollectedRollouts, filter_and_select, rollout_metrics
 from lightrft.trainer.rl_step import with_advantages, with_shaped_rewards
 from lightrft.types import Batch
 from tests.numbers.compare import gradient
@@ -45,7 +45,7 @@ def loss_of(algorithm: AlgorithmConfig, batch: Batch, logprobs: Tensor, left_out
     mini, objective = mini_batch(algorithm, batch, logprobs, on_policy=False)
     if left_out is not None:
         mini = without(mini, left_out).replace(gate=None, pull=None)  # gates must not have seen that token
-        mini = gated(mini, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(0))
+        mini = with_token_masks(mini, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(0))
     return through(mini, objective, logprobs, [torch.arange(len(mini))])
 
 
@@ -141,11 +141,11 @@ def test_a_row_whose_reward_is_not_finite_leaves_its_group_untouched(preset: str
     assert batch.rewards is not None and batch.prompt_of.tolist().count(2) == 3
     others = torch.tensor([i for i in range(len(batch)) if i != 2])
     spoiled = batch.replace(rewards=torch.where(torch.arange(len(batch)) == 2, value, batch.rewards))
-    found, kept = with_shaped_rewards(spoiled, config, Controls.of(algorithm))
+    found, kept = with_shaped_rewards(spoiled, config, Controllers.of(algorithm))
     assert kept.tolist() == others.tolist()
     assert len(found) == len(batch) - 1
-    found = with_advantages(spoiled, config, Controls.of(algorithm))
-    expected = with_advantages(batch.select(others), config, Controls.of(algorithm))
+    found = with_advantages(spoiled, config, Controllers.of(algorithm))
+    expected = with_advantages(batch.select(others), config, Controllers.of(algorithm))
     for name in ("advantages", "returns"):
         column = found.columns("token")[name]
         assert torch.isfinite(column).all()
@@ -160,15 +160,15 @@ def spoil_first(batch: Batch, rewards: Tensor, *, max_new_tokens: int) -> Tensor
 def test_a_shaping_that_returns_nan_loses_its_own_response_alone() -> None:
     algorithm = algorithm_of("grpo", shaping=[f"{__name__}:spoil_first"])
     batch, _ = batch_for(random.Random(3))
-    _, kept = with_shaped_rewards(batch, RLConfig(algorithm=algorithm), Controls.of(algorithm))
+    _, kept = with_shaped_rewards(batch, RLConfig(algorithm=algorithm), Controllers.of(algorithm))
     assert kept.tolist() == list(range(1, len(batch)))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_rollout_whose_reward_is_not_finite_counts_as_failed(value: float) -> None:
     group = [rollout(r, 3) for r in (1.0, value, 0.0)]
-    got = Collected()
-    got.add(group, judge(group, (), None, 2))
+    got = CollectedRollouts()
+    got.add_group(group, filter_and_select(group, (), None, 2))
     metrics = rollout_metrics(got).compute()
     assert [r.reward for r in got.groups[0]] == [1.0, 0.0]
     assert group[1].failed == f"the reward is {value}"
@@ -178,9 +178,9 @@ def test_a_rollout_whose_reward_is_not_finite_counts_as_failed(value: float) -> 
 
 def test_responses_that_shaping_spoiled_move_from_trained_to_failed() -> None:
     groups = [[rollout(1.0, 2), rollout(0.0, 3)], [rollout(1.0, 5)]]
-    got = Collected()
+    got = CollectedRollouts()
     for group in groups:
-        got.add(group, judge(group, (), None, 1))
+        got.add_group(group, filter_and_select(group, (), None, 1))
     got.keep([0])
     metrics = rollout_metrics(got).compute()
     assert (metrics["rollout/sampled"], metrics["rollout/trained"], metrics["rollout/failed"]) == (10, 2, 8)
@@ -190,8 +190,8 @@ def test_responses_that_shaping_spoiled_move_from_trained_to_failed() -> None:
 
 def test_an_infinite_gap_is_bounded_without_a_gradient() -> None:
     gap = torch.tensor([math.inf, -math.inf, 50.0], requires_grad=True)
-    assert bounded(gap).tolist() == [LIMIT, -LIMIT, LIMIT]
-    assert gradient(bounded(gap).sum(), gap).tolist() == [0.0, 0.0, 1.0]
+    assert clamp_log_ratio(gap).tolist() == [LIMIT, -LIMIT, LIMIT]
+    assert gradient(clamp_log_ratio(gap).sum(), gap).tolist() == [0.0, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("generic", [False, True])

@@ -14,10 +14,10 @@ from torch import Tensor
 from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
+from lightrft.learner.controllers import Controllers
 from lightrft.learner.micro_batches import micro_batches
-from lightrft.learner.policy_update import Objective, weighted
-from lightrft.models.actor import Scores
+from lightrft.learner.policy_update import Objective, with_loss_weights
+from lightrft.models.actor import TokenScores
 from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch, rows_of
 from tests.numbers import oracles
@@ -46,7 +46,7 @@ def algorithm_of(aggregation: str, kl: tuple[str, str, float], entropy: float) -
 def prepared(case: Case, seed: int, algorithm: AlgorithmConfig, **columns: Tensor) -> Batch:
     """The case with one advantage per response, about a third of them 0, and the weights of the global batch."""
     batch = batch_of(case).replace(advantages=tensor_of(oracles.on_sampled(case, scores_for(case, seed))), **columns)
-    return weighted(batch, RLConfig(algorithm=algorithm))
+    return with_loss_weights(batch, RLConfig(algorithm=algorithm))
 
 
 def entropies(logprobs: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ def through(
     for index in parts:
         own = leaf[rows_of(batch.lengths, index)]
         entropy = entropies(own) if objective.wants_entropy else None
-        loss, part = objective(batch.select(index), Scores(own, entropy))
+        loss, part = objective(batch.select(index), TokenScores(own, entropy))
         found += gradient(loss, leaf)
         total = total + loss.detach()
         if metrics is None:
@@ -96,7 +96,7 @@ def test_no_split_and_no_order_changes_loss_gradient_or_metrics(
 
     order = torch.tensor(data.draw(st.permutations(range(len(batch)))))
     places = rows_of(batch.lengths, order)
-    shuffled = weighted(batch.select(order).replace(loss_weights=None), RLConfig(algorithm=algorithm))
+    shuffled = with_loss_weights(batch.select(order).replace(loss_weights=None), RLConfig(algorithm=algorithm))
     moved = through(shuffled, [torch.arange(len(batch))], logprobs[places], objective)
     assert_same((moved[0], torch.zeros_like(moved[1]).index_copy(0, places, moved[1]), moved[2]), whole)
 
@@ -220,7 +220,7 @@ def test_gae_returns_are_made_before_whitening(case: Case, seed: int) -> None:
     config = RLConfig.model_validate(
         {"algorithm": {"preset": "ppo", "advantage": {"lam": 0.9, "gamma": 0.97}, "kl": {"coef": 0.05}}}
     )
-    found = with_advantages(batch_of(case), config, Controls.of(config.algorithm))
+    found = with_advantages(batch_of(case), config, Controllers.of(config.algorithm))
     token = oracles.token_rewards(case, case.rewards, 0.05, "k1")
     advantages, returns = oracles.gae(case, token, 0.97, 0.9)
     whitened = oracles.whiten(case, advantages, unbiased=False, eps=config.algorithm.advantage.eps)
@@ -234,6 +234,6 @@ def test_whitening_of_a_batch_in_any_order_is_the_same() -> None:
     case = corner_cases()[3]
     batch = batch_of(case)
     order = torch.tensor(random.Random(0).sample(range(len(batch)), len(batch)))
-    before = with_advantages(batch, config, Controls.of(config.algorithm)).select(order)
-    after = with_advantages(batch.select(order), config, Controls.of(config.algorithm))
+    before = with_advantages(batch, config, Controllers.of(config.algorithm)).select(order)
+    after = with_advantages(batch.select(order), config, Controllers.of(config.algorithm))
     assert after.advantages.tolist() == before.advantages.tolist()  # type: ignore[union-attr]

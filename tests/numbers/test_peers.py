@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES
-from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
-from lightrft.algorithms.token_masks import GATES
+from lightrft.algorithms.token_masks import TOKEN_MASKS
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
-from lightrft.learner.policy_update import Objective, weighted
-from lightrft.models.actor import Actor, Scores
+from lightrft.learner.controllers import Controllers
+from lightrft.learner.policy_update import Objective, with_loss_weights
+from lightrft.models.actor import Actor, TokenScores
 from lightrft.models.logprobs import logit_energy
 from lightrft.models.tiny.text import tiny_model
 from lightrft.trainer.check_rollout import check_rollout
@@ -78,7 +78,9 @@ def test_the_preset_of_kimi_k15_has_the_gradient_of_its_squared_loss(tau: float,
     scores, leafs = oracles.dr_grpo(case, case.rewards), case.with_leaves("logprobs")
     batch = batch_of(case).replace(advantages=tensor_of(oracles.on_sampled(case, scores)))
     logprobs = tensor_of(case.logprobs).requires_grad_()
-    loss, _ = Objective.of(algorithm, Controls.of(algorithm))(weighted(batch, RLConfig(algorithm=algorithm)), Scores(logprobs))
+    loss, _ = Objective.of(algorithm, Controllers.of(algorithm))(
+        with_loss_weights(batch, RLConfig(algorithm=algorithm)), TokenScores(logprobs)
+    )
     expected = oracles_peers.mirror_descent(leafs, case.rewards, tau)
     assert_equal(gradient(loss, logprobs), gradients(expected, leafs.logprobs))
 
@@ -90,7 +92,9 @@ def test_the_released_remax_gives_each_token_its_own_kl_and_not_that_of_later_on
     advantages = tensor_of(oracles.on_sampled(case, scores))
     batch = batch_of(case).replace(advantages=advantages, ref_logprobs=tensor_of(case.ref))
     logprobs = tensor_of(case.logprobs).requires_grad_()
-    loss, _ = Objective.of(algorithm, Controls.of(algorithm))(weighted(batch, RLConfig(algorithm=algorithm)), Scores(logprobs))
+    loss, _ = Objective.of(algorithm, Controllers.of(algorithm))(
+        with_loss_weights(batch, RLConfig(algorithm=algorithm)), TokenScores(logprobs)
+    )
     expected = oracles_peers.released_remax(leafs, scores, 0.05)
     assert_equal(gradient(loss, logprobs), gradients(expected, leafs.logprobs))
 
@@ -110,7 +114,7 @@ def corrected(name: str, case: Case, seed: int, **options: Any) -> tuple[Tensor,
     batch = batch_of(case)
     advantages = oracles.on_sampled(case, scores_for(case, seed))
     columns = (tensor_of(rows) for rows in (case.logprobs, case.old, case.behavior, advantages))
-    return CORRECTIONS[name](*columns, TokenRows.of(batch), **options), batch.mask
+    return IS_CORRECTIONS[name](*columns, TokenRows.of(batch), **options), batch.mask
 
 
 @every_case(examples=40)
@@ -204,9 +208,9 @@ def test_the_clip_of_m2po_as_released(tau: float, low: float, high: float, case:
     (advantages,) = rows_for(case, seed)
     batch = batch_of(case).replace(logprobs=tensor_of(case.logprobs), advantages=tensor_of(advantages))
     options = {"tau": tau, "floor_low": low, "floor_high": high}
-    gate = GATES["m2po_released"](batch, LossConfig(), torch.Generator(), **options)
+    gate = TOKEN_MASKS["m2po_released"](batch, LossConfig(), torch.Generator(), **options)
     expected = oracles_peers.m2po_released(case, advantages, tau, low, high)
-    assert gate.keep.tolist() == [k for row in expected for k in row]
+    assert gate.weight.tolist() == [k for row in expected for k in row]
 
 
 @every_case()
@@ -231,6 +235,6 @@ def test_rejected_tokens_stay_in_the_denominator() -> None:
         old_logprobs=tensor([-1.0] * 4),
         advantages=tensor([1.0] * 4),
     )
-    objective = Objective.of(algorithm, Controls.of(algorithm))
-    loss, _ = objective(weighted(batch, RLConfig(algorithm=algorithm)), Scores(tensor([-1.0] * 4)))
+    objective = Objective.of(algorithm, Controllers.of(algorithm))
+    loss, _ = objective(with_loss_weights(batch, RLConfig(algorithm=algorithm)), TokenScores(tensor([-1.0] * 4)))
     assert float(loss) == pytest.approx(-0.5)  # the two that are kept, over four

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.reward_shaping import SHAPINGS, token_rewards, with_rewards
-from lightrft.algorithms.running_stats import Moments
+from lightrft.algorithms.running_stats import RunningStats
 from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig
 from lightrft.types import Batch
 from tests.numbers import oracles, oracles_advantages, oracles_rewards
@@ -54,7 +54,7 @@ def draws(seed: int, sizes: list[int], kind: str) -> list[list[float]]:
 @settings(deadline=None)
 @given(SEEDS, st.lists(st.integers(0, 5), min_size=1, max_size=5), st.sampled_from(["real", "binary", "equal"]))
 def test_running_moments_are_those_of_everything_seen(seed: int, sizes: list[int], kind: str) -> None:
-    batches, seen = draws(seed, sizes, kind), Moments()
+    batches, seen = draws(seed, sizes, kind), RunningStats()
     for k, batch in enumerate(batches):
         seen = seen.including(tensor(batch))
         centre, std = oracles_rewards.moments(batches[: k + 1], unbiased=False)
@@ -66,7 +66,7 @@ def test_running_moments_are_those_of_everything_seen(seed: int, sizes: list[int
 @given(SEEDS, st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(["real", "binary", "equal"]))
 @pytest.mark.parametrize("mode", ["standard", "scale"])
 def test_rewards_on_the_scale_of_everything_seen(mode: str, seed: int, sizes: list[int], kind: str) -> None:
-    batches, seen, eps = draws(seed, sizes, kind), Moments(), 0.01
+    batches, seen, eps = draws(seed, sizes, kind), RunningStats(), 0.01
     algorithm = AlgorithmConfig.model_validate({"preset": None, "normalize": {"rewards": mode, "eps": eps}})
     slow = {"standard": oracles_rewards.running_normalized, "scale": oracles_rewards.running_scaled}[mode]
     for k, rewards in enumerate(batches):
@@ -96,7 +96,7 @@ def test_terms_are_standardised_before_they_are_added(level: str, case: Case, se
     columns = torch.tensor(terms, dtype=torch.float64).T.contiguous()
     batch = batch_of(case).replace(terms=columns, term_weights=tensor(weights).expand(len(case), 3).contiguous())
     algorithm = AlgorithmConfig.model_validate({"preset": None, "normalize": {"terms": level, "eps": eps}})
-    found = with_rewards(batch, algorithm, LIMIT, Moments()).rewards
+    found = with_rewards(batch, algorithm, LIMIT, RunningStats()).rewards
     whole = Case(**{**vars(case), "prompt_of": [0] * len(case)})
     each = [oracles.grpo(case if level == "group" else whole, term, eps) for term in terms]
     assert_equal(found, [sum(w * a[i] for w, a in zip(weights, each, strict=True)) for i in range(len(case))])  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def test_a_term_that_an_answer_does_not_have_counts_nothing(case: Case, seed: in
     weights = [[float(h == k) for k in range(2)] for h in has]
     batch = batch_of(case).replace(terms=tensor(rows), term_weights=tensor(weights))
     algorithm = AlgorithmConfig.model_validate({"preset": None, "normalize": {"terms": "group", "eps": 0.01}})
-    assert_equal(with_rewards(batch, algorithm, LIMIT, Moments()).rewards, oracles.grpo(case, term, 0.01))  # type: ignore[arg-type]
+    assert_equal(with_rewards(batch, algorithm, LIMIT, RunningStats()).rewards, oracles.grpo(case, term, 0.01))  # type: ignore[arg-type]
 
 
 @every_case()
@@ -122,7 +122,7 @@ def test_gdpo_is_terms_of_groups_then_the_batch(case: Case, seed: int) -> None:
         term_weights=tensor(weights).expand(len(case), 2).contiguous(),
     )
     algorithm = AlgorithmConfig.model_validate({"preset": "gdpo", "normalize": {"eps": eps}, "advantage": {"eps": eps}})
-    batch = with_rewards(batch, algorithm, LIMIT, Moments())
+    batch = with_rewards(batch, algorithm, LIMIT, RunningStats())
     found, _ = ADVANTAGES["batch_standard"](
         batch, token_rewards(batch, "k3", 0.0), AdvantageConfig(name="batch_standard", eps=eps)
     )
@@ -135,7 +135,7 @@ def test_gdpo_is_terms_of_groups_then_the_batch(case: Case, seed: int) -> None:
 @given(SEEDS, st.lists(st.integers(1, 5), min_size=1, max_size=4), st.floats(0, 1))
 def test_a_value_on_a_normalised_scale_comes_back(seed: int, sizes: list[int], eps: float) -> None:
     batches = draws(seed, sizes, "real")
-    seen = Moments()
+    seen = RunningStats()
     for batch in batches:
         seen = seen.including(tensor(batch))
     centre, std = oracles_rewards.moments(batches, unbiased=False)

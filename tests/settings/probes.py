@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from pytest import MonkeyPatch
 
-from lightrft.algorithms.token_masks import gated
+from lightrft.algorithms.token_masks import with_token_masks
 from lightrft.cli.dispatch import program
 from lightrft.cli.main import main
 from lightrft.config.base import build, to_yaml
@@ -29,28 +29,28 @@ from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.sft_dataset import SFTDataset
 from lightrft.distributed import ray_cluster
 from lightrft.distributed import ray_launcher as launcher
-from lightrft.distributed.placement import RankPlacement, layout
-from lightrft.distributed.process_group import ALONE
+from lightrft.distributed.placement import RankPlacement, plan_placement
+from lightrft.distributed.process_group import SINGLE_PROCESS
 from lightrft.engines.native import NativeEngine
-from lightrft.learner.controllers import Controls
-from lightrft.learner.policy_update import Objective, weighted
-from lightrft.learner.ptx_loss import Ptx
+from lightrft.learner.controllers import Controllers
+from lightrft.learner.policy_update import Objective, with_loss_weights
+from lightrft.learner.ptx_loss import PretrainingLoss
 from lightrft.models import actor as actors
-from lightrft.models.actor import Actor, Scores
+from lightrft.models.actor import Actor, TokenScores
 from lightrft.models.decoding.kv_decoder import PlanDecodeSession
 from lightrft.models.loading.from_pretrained import AutoConfig, load_tokenizer
 from lightrft.models.processors import load_processor
-from lightrft.observability.observer import Nobody
+from lightrft.observability.observer import NullObserver
 from lightrft.observability.trackers import read_rows
 from lightrft.rewards.scorer import Scorer
-from lightrft.rollout.eval_prompts import held_out
+from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.strategy import activation_offload, single
 from lightrft.trainer.rl import run_rl
 from lightrft.trainer.rl_step import with_advantages
 from lightrft.utils.errors import DataError, ResourceError, UserError
 from lightrft.utils.stop_signal import StopFlag
-from lightrft.workers.build_remote import Apart
+from lightrft.workers.build_remote import RemoteRoleBuilder
 from tests import warm
 from tests.numbers.test_explained_numbers import batch
 
@@ -61,17 +61,17 @@ CLOCK = ("time/", "seconds", "tokens_per_second", "throughput", "memory")
 def objective(tree: Tree, folder: Path) -> Any:
     """Three steps of advantages, loss and gradient on one batch, with what moves from step to step."""
     config = build(RLConfig, tree)
-    algorithm, controls = config.algorithm, Controls.of(config.algorithm)
+    algorithm, controls = config.algorithm, Controllers.of(config.algorithm)
     found = []
     for step in range(3):
-        whole = weighted(with_advantages(batch(), config, controls), config)
-        whole = gated(whole, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(step))
+        whole = with_loss_weights(with_advantages(batch(), config, controls), config)
+        whole = with_token_masks(whole, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(step))
         objective = Objective.of(algorithm, controls, whole, step)
         leaf = whole.logprobs.clone().requires_grad_()  # type: ignore[union-attr]
-        loss, _ = objective(whole, Scores(leaf, (leaf * 0.3).sin() + 2))
+        loss, _ = objective(whole, TokenScores(leaf, (leaf * 0.3).sin() + 2))
         (gradient,) = torch.autograd.grad(loss, leaf)
         found.append((float(loss.detach()), gradient.tolist(), whole.returns.tolist()))  # type: ignore[union-attr]
-        controls.steer(whole)
+        controls.update_from_batch(whole)
     return found
 
 
@@ -85,14 +85,14 @@ def prompts(tree: Tree, folder: Path) -> Any:
 def questions(tree: Tree, folder: Path) -> Any:
     """The held-out prompts."""
     config = build(RLConfig, tree)
-    found = held_out(config.eval.data, load_tokenizer(config.model), config.run.seed, config.eval.limit)
+    found = load_eval_prompts(config.eval.data, load_tokenizer(config.model), config.run.seed, config.eval.limit)
     return [(p.id, p.token_ids, p.text, p.label, p.reference, p.data_source) for p in found]
 
 
 def lessons(tree: Tree, folder: Path) -> Any:
     """The conversations that are learned beside the rollouts."""
     config = build(RLConfig, tree)
-    ptx = Ptx.of(config.ptx, load_tokenizer(config.model), config.run.seed)
+    ptx = PretrainingLoss.of(config.ptx, load_tokenizer(config.model), config.run.seed)
     if ptx is None:
         return None
     examples = [ptx.dataset[i] for i in ptx.sampler.next(12)]
@@ -104,8 +104,8 @@ def stored(tree: Tree, folder: Path) -> Any:
     config = config_in(tree, folder)
     tokenizer = load_tokenizer(config.model)
     PromptStream.of(config.data, tokenizer, config.run.seed)
-    held_out(config.eval.data, tokenizer, config.run.seed, config.eval.limit)
-    Ptx.of(config.ptx, tokenizer, config.run.seed)
+    load_eval_prompts(config.eval.data, tokenizer, config.run.seed, config.eval.limit)
+    PretrainingLoss.of(config.ptx, tokenizer, config.run.seed)
     return sorted((str(p.parent.relative_to(folder)), p.stat().st_size) for p in folder.rglob("*.arrow"))
 
 
@@ -180,10 +180,10 @@ def on_ray(tree: Tree, folder: Path) -> Any:
     called = type(program("lightrft.trainer.rl:run_rl", config)).__name__
     if config.launch.kind == "local":
         return called
-    driver = launcher.Driver("a:b", config, Nobody(), StopFlag())
+    driver = launcher.RayLauncher("a:b", config, NullObserver(), StopFlag())
     driver.places = tuple(RankPlacement("n", "10.0.0.1", i) for i in range(config.launch.processes))
     said = [refusal(lambda *_: driver.after(launcher.RankLost("rank 1")), {}, folder) for driver.losses in (1, 2)]
-    plan = layout(config.launch, accelerated=True)
+    plan = plan_placement(config.launch, accelerated=True)
     with MonkeyPatch.context() as patch:
         patch.setattr(ray_cluster, "package", lambda: there)
         patch.setattr(ray_cluster, "time", SimpleNamespace(monotonic=itertools.count().__next__))
@@ -191,7 +191,7 @@ def on_ray(tree: Tree, folder: Path) -> Any:
         with (
             contextlib.suppress(ResourceError),
             ray_cluster.cluster(config.launch.ray),
-            ray_cluster.placed(plan, config.launch, StopFlag()),
+            ray_cluster.create_placement_group(plan, config.launch, StopFlag()),
         ):
             there.asked.append("never")
     told = [order.environment for order in driver.orders(1, plan)]
@@ -201,7 +201,9 @@ def on_ray(tree: Tree, folder: Path) -> Any:
 def handed(config: RLConfig) -> Any:
     """What engines in workers are given, and what is borne of them."""
     strategy = SimpleNamespace(device=torch.device("cpu"))
-    engines = Apart(config, ALONE, lambda kind, make: (), "here").engine(SimpleNamespace(model=torch.nn.Linear(1, 1)), strategy)  # type: ignore[arg-type]
+    engines = RemoteRoleBuilder(config, SINGLE_PROCESS, lambda kind, make: (), "here").engine(
+        SimpleNamespace(model=torch.nn.Linear(1, 1)), strategy
+    )  # type: ignore[arg-type]
     return str(engines.delivery.hand), str(engines.crew.limits)
 
 

@@ -1,7 +1,7 @@
 """Check the contract of each kind of algorithm function, whatever its formula.
 
 The kinds are advantages, losses, corrections, gates, aggregations, KL estimators, shapings and
-filters. Each ``check_*`` takes one function. It raises ``Broken`` with the batch that reveals the
+filters. Each ``check_*`` takes one function. It raises ``ContractViolation`` with the batch that reveals the
 violation. ``ADVANTAGE_CHECKS`` and the other lists name the checks of each kind. ``lightrft check``
 runs them on a user's function too.
 """
@@ -29,7 +29,7 @@ from lightrft.algorithms.contracts.cases import (
     whole_part,
     with_dtype,
 )
-from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
 from lightrft.types import Batch, Rollout, rows_of
@@ -41,18 +41,18 @@ TOLERANCE, ROUNDING = 1e-12, 1e-4
 LIMIT = 8
 
 
-class Broken(AssertionError):
+class ContractViolation(AssertionError):
     """A function violates the contract of its kind. The message names the batch and the result."""
 
 
 def expect(held: bool | Tensor, what: str) -> None:
-    """Raise ``Broken`` with the message ``what`` if a condition is false."""
+    """Raise ``ContractViolation`` with the message ``what`` if a condition is false."""
     if not held:
-        raise Broken(what)
+        raise ContractViolation(what)
 
 
 def expect_close(found: Tensor, expected: Tensor, where: str) -> None:
-    """Raise ``Broken`` unless ``found`` equals ``expected`` up to float64 rounding.
+    """Raise ``ContractViolation`` unless ``found`` equals ``expected`` up to float64 rounding.
 
     Args:
         found: The result.
@@ -68,7 +68,7 @@ def expect_close(found: Tensor, expected: Tensor, where: str) -> None:
 
 
 def expect_same_in_float32(run: Callable[[Batch], Tensor]) -> None:
-    """Raise ``Broken`` unless float32 and float64 inputs give the same up to float32 rounding."""
+    """Raise ``ContractViolation`` unless float32 and float64 inputs give the same up to float32 rounding."""
     for name, batch in batches():
         exact = run(batch).double()
         found = run(with_dtype(batch, torch.float32)).double()
@@ -77,12 +77,12 @@ def expect_same_in_float32(run: Callable[[Batch], Tensor]) -> None:
 
 
 def expect_finite(found: Tensor, where: str) -> None:
-    """Raise ``Broken`` if a number is NaN or infinite."""
+    """Raise ``ContractViolation`` if a number is NaN or infinite."""
     expect(torch.isfinite(found).all(), f"{where}: {_short(found)}")
 
 
 def expect_shape(found: Tensor, length: int, where: str) -> None:
-    """Raise ``Broken`` unless ``found`` has one number per token or response.
+    """Raise ``ContractViolation`` unless ``found`` has one number per token or response.
 
     Args:
         found: The result.
@@ -93,12 +93,12 @@ def expect_shape(found: Tensor, length: int, where: str) -> None:
 
 
 def expect_zero(found: Tensor, where: str) -> None:
-    """Raise ``Broken`` unless every number is exactly 0."""
+    """Raise ``ContractViolation`` unless every number is exactly 0."""
     expect(not found.any(), f"{where}: {_short(found)}, not 0")
 
 
 def expect_unchanged(batch: Batch, before: Batch, where: str) -> None:
-    """Raise ``Broken`` if a column differs from the batch as it was before.
+    """Raise ``ContractViolation`` if a column differs from the batch as it was before.
 
     Args:
         batch: The batch after the call.
@@ -186,7 +186,7 @@ def check_advantage_is_by_group_not_by_place(function: Function) -> None:
 def needs_of(function: Function) -> frozenset[str]:
     """Return the ``needs`` of a registered function, or the attribute ``needs`` of another one."""
     function = inspect.unwrap(function)
-    tables: tuple[Registry[Any], ...] = (ADVANTAGES, CORRECTIONS)
+    tables: tuple[Registry[Any], ...] = (ADVANTAGES, IS_CORRECTIONS)
     registered = [table.about(name).needs for table in tables for name in table if table[name] is function]
     return frozenset(getattr(function, "needs", ())).union(*registered)
 
@@ -449,10 +449,10 @@ def gate_of(function: Function, batch: Batch, settings: LossConfig | None = None
     """
     generator = torch.Generator().manual_seed(3)
     gate = function(batch, settings or LossConfig(), generator, **example_options(function))
-    pull = torch.zeros(batch.tokens) if gate.pull is None else gate.pull
-    for part in (gate.keep, pull):
+    pull = torch.zeros(batch.tokens) if gate.kl_pull_coef is None else gate.kl_pull_coef
+    for part in (gate.weight, pull):
         expect_shape(part, batch.tokens, shown(batch))
-    return torch.stack([gate.keep.double(), pull.double()])
+    return torch.stack([gate.weight.double(), pull.double()])
 
 
 def check_gate_keeps_a_share_between_nothing_and_all(function: Function) -> None:

@@ -8,8 +8,8 @@ from types import FunctionType
 from typing import Any
 
 from lightrft.algorithms.contracts import checks
-from lightrft.algorithms.contracts.checks import Broken
-from lightrft.algorithms.validate.component_kinds import KINDS, Function, misfit
+from lightrft.algorithms.contracts.checks import ContractViolation
+from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, Function, signature_problems
 from lightrft.config.base import ComponentConfig
 from lightrft.utils.contract_result import CheckResult
 from lightrft.utils.errors import ConfigError
@@ -24,25 +24,25 @@ CHECKS: Mapping[str, Sequence[FunctionType]] = {
     "shaping": checks.SHAPING_CHECKS,
     "filter": checks.FILTER_CHECKS,
 }
-"""The checks of each kind of ``KINDS``."""
+"""The checks of each kind of ``COMPONENT_KINDS``."""
 
 
-def verdicts(name: str, kind: str, options: Mapping[str, Any]) -> list[CheckResult]:
+def run_contract_checks(name: str, kind: str, options: Mapping[str, Any]) -> list[CheckResult]:
     """Run every check of a kind on a function and return one verdict per check.
 
     A failed check does not stop the others.
 
     Args:
         name: A registered name, or ``package.module:function``.
-        kind: A key of ``KINDS``.
+        kind: A key of ``COMPONENT_KINDS``.
         options: Options of the function.
 
     Raises:
         ConfigError: If the function does not exist or its signature does not fit its kind.
     """
-    row = KINDS[kind]
+    row = COMPONENT_KINDS[kind]
     problems = list(
-        misfit(
+        signature_problems(
             row.key,
             row.registry,
             ComponentConfig(name=name, options=dict(options)),
@@ -72,7 +72,7 @@ def verdict(check: FunctionType, function: Function) -> CheckResult:
     asks = " ".join((check.__doc__ or "").split())
     try:
         check(function)
-    except Broken as error:
+    except ContractViolation as error:
         return CheckResult(words, asks, str(error))
     except Exception as error:
         return CheckResult(words, asks, f"raised {type(error).__name__}: {error}")

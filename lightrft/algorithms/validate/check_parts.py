@@ -7,9 +7,9 @@ from typing import Any
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
-from lightrft.algorithms.token_masks import GATES
-from lightrft.algorithms.validate.compatibility import nonsense
-from lightrft.algorithms.validate.component_kinds import KINDS, misfit
+from lightrft.algorithms.token_masks import TOKEN_MASKS
+from lightrft.algorithms.validate.compatibility import incompatible_settings
+from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, signature_problems
 from lightrft.config.algorithm import (
     AdvantageConfig,
     AlgorithmConfig,
@@ -24,7 +24,7 @@ from lightrft.utils.registry import Registry
 
 def check_parts(algorithm: AlgorithmConfig) -> None:
     """Raise ``ConfigError`` with every unknown name, misfit option and nonsense combination."""
-    problems = [*_problems(algorithm), *nonsense(algorithm)]
+    problems = [*_problems(algorithm), *incompatible_settings(algorithm)]
     if problems:
         raise ConfigError("\n".join(problems))
 
@@ -32,15 +32,15 @@ def check_parts(algorithm: AlgorithmConfig) -> None:
 def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
     advantage, loss = algorithm.advantage, algorithm.loss
     for kind, key, part in _named(algorithm):
-        row = KINDS[kind]
-        yield from misfit(key, row.registry, part, len(row.arguments), *row.given)
+        row = COMPONENT_KINDS[kind]
+        yield from signature_problems(key, row.registry, part, len(row.arguments), *row.given)
     yield from _unread(
         "algorithm.advantage",
         ADVANTAGES,
         advantage,
         {"eps"} if advantage.whiten != "none" else set(),
     )
-    gates = [GATES.about(part.name).reads for part in algorithm.gates if part.name in GATES]
+    gates = [TOKEN_MASKS.about(part.name).reads for part in algorithm.gates if part.name in TOKEN_MASKS]
     yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set().union(*gates))
     yield from _unfit_scales(algorithm)
 
@@ -64,7 +64,7 @@ def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, ComponentConf
         "filter": algorithm.filters,
     }
     for kind, parts in lists.items():
-        yield from ((kind, f"{KINDS[kind].key}.{i}", part) for i, part in enumerate(parts))
+        yield from ((kind, f"{COMPONENT_KINDS[kind].key}.{i}", part) for i, part in enumerate(parts))
 
 
 def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:

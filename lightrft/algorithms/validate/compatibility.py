@@ -10,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightrft.algorithms.advantages import ADVANTAGES
-from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import SCHEDULES
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import Settings
 
 
-def nonsense(algorithm: AlgorithmConfig) -> Iterator[str]:
+def incompatible_settings(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield one line for each combination that cannot be intended."""
     yield from _ratio(algorithm)
     yield from _proximal(algorithm)
@@ -77,7 +77,7 @@ def _varies(algorithm: AlgorithmConfig) -> str:
 
 def _proximal(algorithm: AlgorithmConfig) -> Iterator[str]:
     proximal, kl, loss = algorithm.proximal, algorithm.kl, algorithm.loss.name
-    weighing = [p.name for p in algorithm.corrections if p.name in CORRECTIONS and "old" in CORRECTIONS.about(p.name).needs]
+    weighing = [p.name for p in algorithm.corrections if p.name in IS_CORRECTIONS and "old" in IS_CORRECTIONS.about(p.name).needs]
     if proximal == "behavior":
         for name in weighing:
             yield (

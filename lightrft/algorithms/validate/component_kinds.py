@@ -11,11 +11,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.group_filters import FILTERS
-from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.reward_shaping import SHAPINGS
-from lightrft.algorithms.token_masks import GATES
+from lightrft.algorithms.token_masks import TOKEN_MASKS
 from lightrft.config.base import ComponentConfig
 from lightrft.utils.errors import ConfigError
 from lightrft.utils.registry import Registry
@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ComponentKind:
     """The registry and call signature of one kind of function.
 
     Any other keyword of a function is an option.
@@ -51,15 +51,15 @@ class Kind:
         return {p.name: p.default for p in parameters if p.kind in kinds and p.name not in self.given}
 
 
-KINDS: dict[str, Kind] = {
-    "advantage": Kind(ADVANTAGES, "algorithm.advantage", ("batch", "token_rewards", "settings")),
-    "loss": Kind(POLICY_LOSSES, "algorithm.loss", ("logprobs", "old", "advantages", "rows", "settings")),
-    "correction": Kind(CORRECTIONS, "algorithm.corrections", ("logprobs", "old", "behavior", "advantages", "rows")),
-    "gate": Kind(GATES, "algorithm.gates", ("batch", "settings", "generator")),
-    "shaping": Kind(SHAPINGS, "algorithm.shaping", ("batch", "rewards"), ("max_new_tokens",)),
-    "filter": Kind(FILTERS, "algorithm.filters", ("group",)),
-    "aggregation": Kind(AGGREGATIONS, "algorithm.aggregation", ("rows", "constant")),
-    "kl": Kind(KL_ESTIMATORS, "algorithm.kl.estimator", ("logprobs", "ref")),
+COMPONENT_KINDS: dict[str, ComponentKind] = {
+    "advantage": ComponentKind(ADVANTAGES, "algorithm.advantage", ("batch", "token_rewards", "settings")),
+    "loss": ComponentKind(POLICY_LOSSES, "algorithm.loss", ("logprobs", "old", "advantages", "rows", "settings")),
+    "correction": ComponentKind(IS_CORRECTIONS, "algorithm.corrections", ("logprobs", "old", "behavior", "advantages", "rows")),
+    "gate": ComponentKind(TOKEN_MASKS, "algorithm.gates", ("batch", "settings", "generator")),
+    "shaping": ComponentKind(SHAPINGS, "algorithm.shaping", ("batch", "rewards"), ("max_new_tokens",)),
+    "filter": ComponentKind(FILTERS, "algorithm.filters", ("group",)),
+    "aggregation": ComponentKind(AGGREGATIONS, "algorithm.aggregation", ("rows", "constant")),
+    "kl": ComponentKind(KL_ESTIMATORS, "algorithm.kl.estimator", ("logprobs", "ref")),
 }
 
 
@@ -72,26 +72,26 @@ def kind_of(name: str) -> str:
         ConfigError: If no kind, or more than one, fits.
     """
     if ":" not in name:
-        holders = [kind for kind, row in KINDS.items() if name in row.registry]
+        holders = [kind for kind, row in COMPONENT_KINDS.items() if name in row.registry]
         if len(holders) == 1:
             return holders[0]
         found = f"is a {' and a '.join(holders)}" if holders else "is not the name of any part"
-        raise ConfigError(f"{name!r} {found}; say which kind is meant with --kind <{'|'.join(holders or KINDS)}>")
-    parameters = inspect.signature(KINDS["loss"].registry[name]).parameters
+        raise ConfigError(f"{name!r} {found}; say which kind is meant with --kind <{'|'.join(holders or COMPONENT_KINDS)}>")
+    parameters = inspect.signature(COMPONENT_KINDS["loss"].registry[name]).parameters
     places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    keywords = {k for row in KINDS.values() for k in row.given if k in parameters}
+    keywords = {k for row in COMPONENT_KINDS.values() for k in row.given if k in parameters}
     taken = [p for p in parameters.values() if p.kind in places and p.default is p.empty]
     ordered = [p.name for p in taken if p.name not in keywords]
-    fitting = [kind for kind, row in KINDS.items() if len(row.arguments) == len(ordered) and set(row.given) == keywords]
-    shared = {kind: sum(a == b for a, b in zip(KINDS[kind].arguments, ordered, strict=True)) for kind in fitting}
+    fitting = [kind for kind, row in COMPONENT_KINDS.items() if len(row.arguments) == len(ordered) and set(row.given) == keywords]
+    shared = {kind: sum(a == b for a, b in zip(COMPONENT_KINDS[kind].arguments, ordered, strict=True)) for kind in fitting}
     best = [kind for kind in fitting if shared[kind] == max(shared.values())]
     if len(best) != 1:
-        forms = "; ".join(f"{kind} ({', '.join(KINDS[kind].arguments)})" for kind in best or KINDS)
+        forms = "; ".join(f"{kind} ({', '.join(COMPONENT_KINDS[kind].arguments)})" for kind in best or COMPONENT_KINDS)
         raise ConfigError(f"{name!r} takes ({', '.join(ordered)}), which fits no kind alone: {forms}. Say which with --kind")
     return best[0]
 
 
-def misfit(key: str, registry: Registry[Any], part: ComponentConfig, arguments: int, *given: str) -> Iterator[str]:
+def signature_problems(key: str, registry: Registry[Any], part: ComponentConfig, arguments: int, *given: str) -> Iterator[str]:
     """Yield the reasons why ``part`` cannot be called as its kind is.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightrft.datasets.benchmarks.preference_pairs import Instruction, judged
+from lightrft.datasets.benchmarks.preference_pairs import Instruction, preference_label
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 
@@ -12,7 +12,7 @@ from lightrft.datasets.row_tables import Row
 @READERS.register("audio-alpaca")
 def audio_alpaca(row: Row, *, task_instruction: Instruction | None = None) -> dict[str, Any]:
     """Read ``{prompt, chosen, rejected, strategy}``, where both sounds are bytes."""
-    return judged(
+    return preference_label(
         row,
         source="audio-alpaca",
         task="text-to-audio",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightrft.datasets.benchmarks.multiple_choice import letter_of, lettered, shown
+from lightrft.datasets.benchmarks.multiple_choice import format_choices, letter_of, shown
 from lightrft.datasets.benchmarks.preference_pairs import placed
 from lightrft.datasets.row_readers import READERS
 
@@ -24,7 +24,7 @@ def aqa(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
     if "question_text" not in row:
         named = {"prompt": [_message(m, root) for m in row["prompt"]], "label": row["reference"]}
         return {**row, **named, "data_source": "aqa"}
-    choices = lettered(row["multi_choice"])
+    choices = format_choices(row["multi_choice"])
     made = _question("aqa", row["question_text"], choices, row["answer"], placed(row["audio_path"], root))
     return {**row, **made}
 
@@ -35,7 +35,7 @@ def mmau(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
 
     The label is a letter. ``root`` is the folder of relative paths.
     """
-    choices = lettered(row["choices"])
+    choices = format_choices(row["choices"])
     return {
         **row,
         **_question("mmau", row["question"], choices, row["answer"], placed(row["audio_id"], root)),

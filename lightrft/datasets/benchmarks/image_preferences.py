@@ -13,7 +13,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-from lightrft.datasets.benchmarks.preference_pairs import Instruction, Made, better, judged, placed
+from lightrft.datasets.benchmarks.preference_pairs import Instruction, PairBuilder, better, placed, preference_label
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row, Rows
 
@@ -32,7 +32,7 @@ def hpdv3(
 
     ``path1`` is the preferred image.
     """
-    return judged(
+    return preference_label(
         row,
         source="hpdv3",
         task=TASK,
@@ -59,7 +59,7 @@ def imagerewarddb(
     if isinstance(row["image_path"], str):
         raise ValueError(f"it has one picture; pairs come from the source {__name__}:imagerewarddb_pairs")
     first, second = row["rank"]
-    return judged(
+    return preference_label(
         row,
         source="imagerewarddb",
         task=TASK,
@@ -71,7 +71,7 @@ def imagerewarddb(
     )
 
 
-def imagerewarddb_pairs(path: str, split: str = "train") -> Made:
+def imagerewarddb_pairs(path: str, split: str = "train") -> PairBuilder:
     """Return all pairs of images of one prompt that differ in rank (1 is best).
 
     This is a source function. The rows at ``path`` have one image each.
@@ -82,7 +82,7 @@ def imagerewarddb_pairs(path: str, split: str = "train") -> Made:
         of_prompt[rows[i]["prompt_id"]].append((i, rows[i]["rank"]))
     every = [pair for found in of_prompt.values() for pair in combinations(found, 2)]
     keys = [(i, j) for (i, best), (j, other) in every if None not in (best, other) and best != other]
-    return Made(keys, partial(_beside, rows))
+    return PairBuilder(keys, partial(_beside, rows))
 
 
 @READERS.register("imagegen-cot-reward-5k")
@@ -129,7 +129,7 @@ def genai_bench(
     models.
     """
     one, two = rated(row["HumanRatings"], f"{__name__}:genai_bench_pairs")
-    made = judged(
+    made = preference_label(
         row,
         source="genai_bench",
         task=TASK,
@@ -143,14 +143,14 @@ def genai_bench(
     return {**made, "id": f"{row['Index']}/{one}/{two}"}
 
 
-def genai_bench_pairs(path: str, split: str = "train") -> Made:
+def genai_bench_pairs(path: str, split: str = "train") -> PairBuilder:
     """Return all pairs of models that have ratings and an image, for each row at ``path``.
 
     This is a source function.
     """
     rows = _open(path, split)
     keys = [(i, *two) for i in range(len(rows)) for two in combinations(_models(rows[i]), 2)]
-    return Made(keys, partial(_of_two, rows))
+    return PairBuilder(keys, partial(_of_two, rows))
 
 
 def rated(ratings: Mapping[str, Any], source: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightrft.datasets.benchmarks.multiple_choice import lettered, with_choices
+from lightrft.datasets.benchmarks.multiple_choice import format_choices, with_choices
 from lightrft.datasets.row_readers import READERS
 
 
@@ -20,7 +20,7 @@ def _reader(name: str) -> Callable[..., Mapping[str, Any]]:
         """
         prompt, label = row["prompt"], row["final_answer"]
         if row.get("choices"):
-            choices = lettered(row["choices"])
+            choices = format_choices(row["choices"])
             prompt = with_choices(prompt, choices)
             label = next((letter for letter, text in choices.items() if text == label), label)
         return {**row, "prompt": prompt, "label": label, "data_source": name}

@@ -8,7 +8,7 @@ Turn = Mapping[str, str]
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def lettered(choices: Mapping[object, object] | Sequence[object]) -> dict[str, str]:
+def format_choices(choices: Mapping[object, object] | Sequence[object]) -> dict[str, str]:
     """Return ``choices`` by letter. A list gets its letters in order.
 
     Raises ``ValueError`` if there are more choices than letters.

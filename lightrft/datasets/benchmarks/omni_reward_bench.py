@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightrft.datasets.benchmarks.preference_pairs import Instruction, Winner, judged
+from lightrft.datasets.benchmarks.preference_pairs import Instruction, Winner, preference_label
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 
@@ -60,7 +60,7 @@ def _read(
     said = row["criteria_preference"]
     if said not in WINNERS:
         raise ValueError(f"criteria_preference is {said!r}, not one of {', '.join(WINNERS)}")
-    return judged(
+    return preference_label(
         row,
         source=source,
         task=task,

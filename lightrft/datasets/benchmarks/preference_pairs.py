@@ -40,7 +40,7 @@ KINDS = {
 NOUNS = {"image": "pictures", "video": "videos", "audio": "clips"}
 
 
-def judged(
+def preference_label(
     row: Row,
     *,
     source: str,
@@ -59,7 +59,7 @@ def judged(
     Args:
         row: the row. Its columns are kept.
         source: name of the data source.
-        task: a key of ``KINDS``.
+        task: a key of ``COMPONENT_KINDS``.
         request: the request that both candidates were made for.
         candidates: the two candidates as paths, bytes or decoded media.
         heads: winner of each comparison by name. The first one gives the label.
@@ -132,7 +132,7 @@ def placed(media: Any, root: str) -> Any:
     return f"{root.rstrip('/')}/{media.removeprefix('./')}"
 
 
-class Made(Sequence[Row]):
+class PairBuilder(Sequence[Row]):
     """Rows that are built on access, each from one of ``keys``."""
 
     def __init__(self, keys: Sequence[Any], make: Callable[[Any], Row]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.datasets.benchmarks.image_preferences import mean, rated
-from lightrft.datasets.benchmarks.preference_pairs import Instruction, Winner, better, judged
+from lightrft.datasets.benchmarks.preference_pairs import Instruction, Winner, better, preference_label
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 from lightrft.utils.errors import DataError
@@ -56,7 +56,7 @@ def _rapidata(
 ) -> dict[str, Any]:
     heads = ("Preference", "Coherence", "Alignment")
     scores = {head.lower(): [row[f"weighted_results{k}_{head}"] for k in (1, 2)] for head in heads}
-    return judged(
+    return preference_label(
         row,
         source=source,
         task=task,
@@ -82,7 +82,7 @@ def videodpo(
     The columns are numbers of videos. Video 2n is ``winvideos/n.mp4`` and video 2n + 1 is
     ``losevideos/n.mp4``, with six digits.
     """
-    return judged(
+    return preference_label(
         row,
         source="videodpo",
         task="text-to-video",
@@ -112,7 +112,7 @@ def videogen_rewardbench(
         "motion_quality": "MQ",
         "text_alignment": "TA",
     }
-    return judged(
+    return preference_label(
         row,
         source="videogen-rewardbench",
         task="text-to-video",
@@ -145,7 +145,7 @@ def genai_bench_video(
     mean rating is preferred. Raises ``ValueError`` unless the row has exactly two models.
     """
     one, two = rated(row["models"], f"{__name__}:genai_bench_video_pairs")
-    made = judged(
+    made = preference_label(
         row,
         source="genai_bench_video",
         task="text-to-video",

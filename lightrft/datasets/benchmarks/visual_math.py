@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightrft.datasets.benchmarks.multiple_choice import letter_of, lettered, shown
+from lightrft.datasets.benchmarks.multiple_choice import format_choices, letter_of, shown
 from lightrft.datasets.benchmarks.verl_parquet import verl
 from lightrft.datasets.row_readers import READERS
 
@@ -38,7 +38,7 @@ def mathvista(row: Mapping[str, Any]) -> dict[str, Any]:
     unit = f" (Unit: {row['unit']})" if row.get("unit") else ""
     prompt, label = f"{row['question']}{unit}", row["answer"]
     if row.get("choices"):
-        choices = lettered(row["choices"])
+        choices = format_choices(row["choices"])
         prompt += shown(choices)
         label = None if label is None else letter_of(choices, label)
     named = {

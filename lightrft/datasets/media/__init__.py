@@ -2,7 +2,7 @@
 
 from lightrft.datasets.media.decode_pool import Workers
 from lightrft.datasets.media.items import KINDS, Item
-from lightrft.datasets.media.placeholders import NOTHING, Finder, Reads
+from lightrft.datasets.media.placeholders import NOTHING, MediaFinder, SupportedMedia
 from lightrft.datasets.media.reader import MediaReader
 
-__all__ = ["KINDS", "NOTHING", "Finder", "Item", "MediaReader", "Reads", "Workers"]
+__all__ = ["KINDS", NOTHING, MediaFinder, Item, MediaReader, SupportedMedia, Workers]

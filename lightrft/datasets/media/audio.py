@@ -32,7 +32,7 @@ _CROSSINGS, _BETA = 24, 9.0
 
 
 @dataclass(frozen=True, slots=True)
-class Hearing:
+class AudioSettings:
     """Settings for decoding sound.
 
     Args:
@@ -62,7 +62,7 @@ class Hearing:
             )
 
 
-def sound_length(content: Content, hearing: Hearing) -> int:
+def sound_length(content: Content, hearing: AudioSettings) -> int:
     """Return the number of samples after resampling, N.
 
     It is read from the header if that is exact, else by decoding.
@@ -75,7 +75,7 @@ def sound_length(content: Content, hearing: Hearing) -> int:
     return _length(sum(map(len, blocks)), rate, hearing)
 
 
-def read_sound(content: Content, hearing: Hearing) -> np.ndarray:
+def read_sound(content: Content, hearing: AudioSettings) -> np.ndarray:
     """Return the mean of all channels, resampled to ``hearing.rate``, ``[N]`` float32."""
     rate, blocks = _blocks(content, hearing)
     found = list(blocks)
@@ -136,14 +136,14 @@ def _filters(up: int, down: int, phases: np.ndarray) -> np.ndarray:
     return bank / bank.sum(axis=1, keepdims=True)
 
 
-def _length(samples: int, rate: int, hearing: Hearing) -> int:
+def _length(samples: int, rate: int, hearing: AudioSettings) -> int:
     if samples < 1:
         raise ValueError("the sound is empty")
     hearing.check(samples, rate)
     return -(-samples * hearing.rate // rate)
 
 
-def _blocks(content: Content, hearing: Hearing) -> tuple[int, Iterator[np.ndarray]]:
+def _blocks(content: Content, hearing: AudioSettings) -> tuple[int, Iterator[np.ndarray]]:
     """Return the rate, and the mean of the channels in blocks ``[n]`` in [-1, 1].
 
     Decoding stops when there are too many samples.
@@ -161,7 +161,7 @@ def _blocks(content: Content, hearing: Hearing) -> tuple[int, Iterator[np.ndarra
     return int(file.samplerate), _checked(_read(file, library), int(file.samplerate), hearing)
 
 
-def _checked(blocks: Iterable[np.ndarray], rate: int, hearing: Hearing) -> Iterator[np.ndarray]:
+def _checked(blocks: Iterable[np.ndarray], rate: int, hearing: AudioSettings) -> Iterator[np.ndarray]:
     count = 0
     hearing.check(count, rate)
     for block in blocks:
@@ -206,7 +206,7 @@ def _header(content: Path | bytes) -> Any:
 def _of_container(
     content: Path | bytes,
     problem: str,
-    hearing: Hearing,
+    hearing: AudioSettings,
 ) -> tuple[int, Iterator[np.ndarray]]:
     """Return rate and blocks of sound that only FFmpeg can read, such as AAC."""
     try:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrft.datasets.media.items import CLOSE, KINDS, OPEN, Item, kind_of, listed, mark, payload
-from lightrft.datasets.row_tables import BadRow, Row, named_column
+from lightrft.datasets.row_tables import MalformedRow, Row, named_column
 
 USUAL = {
     "image": ("images", "image"),
@@ -24,7 +24,7 @@ _WAITING = "?"
 
 
 @dataclass(frozen=True)
-class Reads:
+class SupportedMedia:
     """The kinds of media that a model reads.
 
     ``spellings`` maps each kind to the texts that stand for one item of it in a row.
@@ -36,11 +36,11 @@ class Reads:
         return f"text and {', '.join(self.spellings)}" if self.spellings else "text alone"
 
 
-NOTHING = Reads()
+NOTHING = SupportedMedia()
 
 
 @dataclass(slots=True)
-class Finder:
+class MediaFinder:
     """Collects the media items of one row.
 
     Args:
@@ -51,7 +51,7 @@ class Finder:
         items: the items found so far.
     """
 
-    reads: Reads
+    reads: SupportedMedia
     where: str
     root: Path
     named: Mapping[str, str | None]
@@ -60,14 +60,14 @@ class Finder:
     def part(self, part: Mapping[str, Any], where: str) -> str | None:
         """Return the mark of a content part, or None if it is not media.
 
-        Raises ``BadRow`` for a kind that the model does not read.
+        Raises ``MalformedRow`` for a kind that the model does not read.
         """
         kind = kind_of(part)
         if kind is None:
             return None
         if kind not in self.reads.spellings:
             given = f"a content part of type {part['type']!r}"
-            raise BadRow(f"{where}: {given}, but the model reads {self.reads}")
+            raise MalformedRow(f"{where}: {given}, but the model reads {self.reads}")
         value = payload(part, kind)
         if value is None:
             return _waiting(kind)
@@ -81,14 +81,14 @@ class Finder:
     def text(self, text: str, where: str) -> str:
         """Return ``text`` with its markers replaced by marks that wait for an item.
 
-        Raises ``BadRow`` for text that contains reserved mark characters.
+        Raises ``MalformedRow`` for text that contains reserved mark characters.
         """
         if not self.reads.spellings:
             return text
         # without this check, a row could write a mark itself and read an item of its choice
         if OPEN in text or CLOSE in text:
             reserved = "U+FDD2 or U+FDD3, which are reserved for places of media"
-            raise BadRow(f"{where}: the text holds {reserved}; take them out")
+            raise MalformedRow(f"{where}: the text holds {reserved}; take them out")
         for kind, spellings in self.reads.spellings.items():
             for spelling in spellings:
                 text = text.replace(spelling, _waiting(kind))
@@ -97,7 +97,7 @@ class Finder:
     def plain(self, text: str, where: str) -> str:
         """Return the ``text`` of a content part, whose markers are ordinary words.
 
-        Raises ``BadRow`` for text that contains reserved mark characters.
+        Raises ``MalformedRow`` for text that contains reserved mark characters.
         """
         if self.reads.spellings and (OPEN in text or CLOSE in text):
             return self.text(text, where)
@@ -129,7 +129,7 @@ class Finder:
             row: the row.
 
         Raises:
-            BadRow: the numbers of markers and items differ, or the model does not read a kind.
+            MalformedRow: the numbers of markers and items differ, or the model does not read a kind.
         """
         texts = list(texts)
         front = ""
@@ -158,18 +158,18 @@ class Finder:
         return texts
 
     def _check_count(self, kind: str, column: str, count: int, expected: int) -> None:
-        """Raise ``BadRow`` unless the ``count`` items of ``column`` fit the markers of the text."""
+        """Raise ``MalformedRow`` unless the ``count`` items of ``column`` fit the markers of the text."""
         held = _count(kind, count)
         if count and kind not in self.reads.spellings:
             problem = f"column {column!r} holds {held}, but the model reads {self.reads}"
             way_out = f"leave the column out with data.columns.{kind}s: null"
-            raise BadRow(f"{self.where}: {problem}; take a model that reads it, or {way_out}")
+            raise MalformedRow(f"{self.where}: {problem}; take a model that reads it, or {way_out}")
         if not expected or expected == count:
             return
         problem = f"the text has {expected} places for {kind} (<{kind}>), but the row has {held}"
         if column:
-            raise BadRow(f"{self.where}: {problem} in column {column!r}")
-        raise BadRow(f"{self.where}: {problem}; name their column in data.columns.{kind}s")
+            raise MalformedRow(f"{self.where}: {problem} in column {column!r}")
+        raise MalformedRow(f"{self.where}: {problem}; name their column in data.columns.{kind}s")
 
     def _names(self, kind: str, row: Row) -> tuple[str, ...]:
         named = self.named.get(kind, "")
@@ -209,7 +209,7 @@ def _count(kind: str, number: int) -> str:
 def _whole(value: object, name: str, where: str) -> int:
     # inf % 1 and nan % 1 are nan, so both are refused
     if not isinstance(value, int | float) or value % 1 != 0 or value < 1:
-        raise BadRow(f"{where}: {name} is {value!r}, not a number of pixels")
+        raise MalformedRow(f"{where}: {name} is {value!r}, not a number of pixels")
     return int(value)
 
 
@@ -219,5 +219,5 @@ def _rate(value: Any, where: str) -> float:
     except (TypeError, ValueError, OverflowError):
         rate = math.nan
     if not (math.isfinite(rate) and rate > 0):
-        raise BadRow(f"{where}: fps is {value!r}, not a number of frames a second above 0")
+        raise MalformedRow(f"{where}: fps is {value!r}, not a number of frames a second above 0")
     return rate

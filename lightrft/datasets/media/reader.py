@@ -16,14 +16,14 @@ from torch import Tensor
 
 from lightrft.config.data import MediaConfig
 from lightrft.datasets.media.access import Access
-from lightrft.datasets.media.audio import SAMPLE_BYTES, Hearing, read_sound, sound_length
+from lightrft.datasets.media.audio import SAMPLE_BYTES, AudioSettings, read_sound, sound_length
 from lightrft.datasets.media.decode_pool import Workers
 from lightrft.datasets.media.fetch import Content, Fetch, digest, shown
 from lightrft.datasets.media.image import picture_size, read_picture
 from lightrft.datasets.media.items import Item
 from lightrft.datasets.media.previews import attachment
-from lightrft.datasets.media.video import Viewing, clip_extent, read_clip
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.media.video import VideoSettings, clip_extent, read_clip
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.types import Attachment, Extent, Media, Ragged
 from lightrft.utils.atomic_files import human_bytes
 from lightrft.utils.errors import UserError
@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedMedia:
     """The model inputs of one item, its extent and its preview."""
 
     inputs: Mapping[str, Tensor]
@@ -49,7 +49,7 @@ class MediaReader:
     """Reads media items for a processor.
 
     The reader can be pickled. Every method may be called from several threads. An unreadable item
-    raises ``BadRow``, which names row, column and file. A missing library raises ``DataError``.
+    raises ``MalformedRow``, which names row, column and file. A missing library raises ``DataError``.
 
     Args:
         config: the settings of media.
@@ -70,15 +70,15 @@ class MediaReader:
         """Return the part of the processor for each kind."""
         return self.processor.parts
 
-    def measured(self, items: Sequence[Item]) -> list[Extent | BadRow]:
+    def measured(self, items: Sequence[Item]) -> list[Extent | MalformedRow]:
         """Return the extent of each item, measured concurrently.
 
-        An unreadable item is returned as its ``BadRow`` error.
+        An unreadable item is returned as its ``MalformedRow`` error.
         """
         return self.workers.map(self._measured, items)
 
     def check_total(self, items: Sequence[Item], extents: Sequence[Extent], where: str) -> None:
-        """Raise ``BadRow`` if the items of one row exceed ``max_row_mb`` in total.
+        """Raise ``MalformedRow`` if the items of one row exceed ``max_row_mb`` in total.
 
         Args:
             items: the items of the row.
@@ -87,7 +87,7 @@ class MediaReader:
         """
         total = sum(self._bytes(item.kind, extent) for item, extent in zip(items, extents, strict=True))
         if total > self.config.max_row_mb * 2**20:
-            raise BadRow(
+            raise MalformedRow(
                 f"{where}: its {len(items)} pictures, videos and sounds take {human_bytes(total)} once they are decoded, more than "
                 f"data.media.max_row_mb = {self.config.max_row_mb:g}"
             )
@@ -98,7 +98,7 @@ class MediaReader:
 
     def expand(self, item: Item, extent: Extent) -> str:
         """Return the text of an item, with its placeholders."""
-        return self._told(item, lambda: self._part(item).expand(extent))
+        return self._told(item, lambda: self._part(item).placeholder_text(extent))
 
     def inputs(
         self,
@@ -114,7 +114,7 @@ class MediaReader:
             where: location of the row, for messages.
 
         Raises:
-            BadRow: an item is unreadable, or ``ids`` does not have one placeholder per feature.
+            MalformedRow: an item is unreadable, or ``ids`` does not have one placeholder per feature.
         """
         ready = [self.load(item) for item in items]
         self._check(items, ready, ids, where)
@@ -134,7 +134,7 @@ class MediaReader:
             where: location of the row, for messages.
 
         Raises:
-            BadRow: an item is unreadable or is split between the parts, or placeholders and
+            MalformedRow: an item is unreadable or is split between the parts, or placeholders and
                 features do not match.
         """
         ready = [self.load(item) for item in items]
@@ -157,14 +157,14 @@ class MediaReader:
             whole.append(joined(own))
         return whole[0], whole[1]
 
-    def load(self, item: Item) -> Ready:
+    def load(self, item: Item) -> PreparedMedia:
         """Return the decoded and processed item. A cache by content is used."""
         return self._told(item, lambda: self._load(item))
 
     def _check(
         self,
         items: Sequence[Item],
-        ready: Sequence[Ready],
+        ready: Sequence[PreparedMedia],
         ids: Sequence[int],
         where: str,
     ) -> None:
@@ -176,7 +176,7 @@ class MediaReader:
             if held != expected:
                 kinds = "/".join(kind for kind, t in self.processor.tokens.items() if t == token)
                 problem = f"{held} {kinds} placeholders for {expected} features"
-                raise BadRow(f"{where}: {problem}; has a file changed since the data was opened?")
+                raise MalformedRow(f"{where}: {problem}; has a file changed since the data was opened?")
 
     def _part(self, item: Item) -> Any:
         part = self.parts[item.kind]
@@ -185,7 +185,7 @@ class MediaReader:
         try:
             return part.limited(item.min_pixels, item.max_pixels)
         except (UserError, ValueError) as error:
-            raise BadRow(f"{item.where}: {error}") from error
+            raise MalformedRow(f"{item.where}: {error}") from error
 
     def _told(self, item: Item, work: Callable[[], T]) -> T:
         try:
@@ -196,12 +196,12 @@ class MediaReader:
             reason = str(error) or type(error).__name__
             if not isinstance(error, ValueError):
                 reason = f"{type(error).__name__}: {reason}"
-            raise BadRow(f"{item.where}: {shown(item.value)}: {reason}") from error
+            raise MalformedRow(f"{item.where}: {shown(item.value)}: {reason}") from error
 
-    def _measured(self, item: Item) -> Extent | BadRow:
+    def _measured(self, item: Item) -> Extent | MalformedRow:
         try:
             return self.measure(item)
-        except BadRow as error:
+        except MalformedRow as error:
             return error
 
     def _measure(self, item: Item) -> Extent:
@@ -212,15 +212,15 @@ class MediaReader:
             return clip_extent(content, self._viewing(item))
         return Extent((sound_length(content, self._hearing(item)),))
 
-    def _load(self, item: Item) -> Ready:
+    def _load(self, item: Item) -> PreparedMedia:
         content = self._fetch.content(item.value, item.root)
         key = (item.kind, digest(content), item.min_pixels, item.max_pixels, item.fps)
         return self._ready.get(key, lambda: self._made(item, content))
 
-    def _made(self, item: Item, content: Content) -> Ready:
+    def _made(self, item: Item, content: Content) -> PreparedMedia:
         value, extent = self._decoded(item, content)
         part = self._part(item)
-        return Ready(dict(part.inputs(value, extent)), extent, attachment(item.kind, value, extent, part.rate))
+        return PreparedMedia(dict(part.inputs(value, extent)), extent, attachment(item.kind, value, extent, part.rate))
 
     def _decoded(self, item: Item, content: Content) -> tuple[np.ndarray, Extent]:
         if item.kind == "video":
@@ -244,19 +244,19 @@ class MediaReader:
     def _bytes(self, kind: str, extent: Extent) -> int:
         return SAMPLE_BYTES * extent.shape[0] if kind == "audio" else math.prod(extent.shape)
 
-    def _viewing(self, item: Item) -> Viewing:
+    def _viewing(self, item: Item) -> VideoSettings:
         config = self.config
         least = getattr(self.parts[item.kind], "least", 1)  # only some video processors require a minimum
         fps = config.fps if item.fps is None else item.fps
         most = config.max_decoded_mb * 2**20
-        return Viewing(fps, config.max_frames, config.max_seconds, config.max_source_pixels, least, most)
+        return VideoSettings(fps, config.max_frames, config.max_seconds, config.max_source_pixels, least, most)
 
-    def _hearing(self, item: Item) -> Hearing:
+    def _hearing(self, item: Item) -> AudioSettings:
         config = self.config
-        return Hearing(self.parts[item.kind].rate, config.resample, config.max_seconds, config.max_decoded_mb * 2**20)
+        return AudioSettings(self.parts[item.kind].rate, config.resample, config.max_seconds, config.max_decoded_mb * 2**20)
 
 
-def joined(ready: Sequence[Ready]) -> Media:
+def joined(ready: Sequence[PreparedMedia]) -> Media:
     """Return the model inputs of one sample with all items of ``ready``."""
     made: dict[str, list[Tensor]] = {}
     for one in ready:
@@ -276,11 +276,11 @@ class _Recent:
     """A least-recently-used cache of at most ``limit`` bytes. Pickling empties it."""
 
     limit: int
-    _kept: OrderedDict[Any, Ready] = field(default_factory=OrderedDict)
+    _kept: OrderedDict[Any, PreparedMedia] = field(default_factory=OrderedDict)
     _size: int = 0
     _lock: Any = field(default_factory=Lock)
 
-    def get(self, key: Any, make: Callable[[], Ready]) -> Ready:
+    def get(self, key: Any, make: Callable[[], PreparedMedia]) -> PreparedMedia:
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)

@@ -26,7 +26,7 @@ from lightrft.utils.errors import DataError
 MOST_PACKETS = 4_000_000
 """Largest number of packets whose times are read: 18 hours at 60 per second."""
 PASSED_BY = 8
-"""Largest total size of all frames of an animation, as a multiple of ``Viewing.most_bytes``.
+"""Largest total size of all frames of an animation, as a multiple of ``VideoSettings.most_bytes``.
 
 All frames count, because each must be decoded to reach the next one.
 """
@@ -76,7 +76,7 @@ Others are refused, such as playlists, which open further files and addresses.
 
 
 @dataclass(frozen=True, slots=True)
-class Viewing:
+class VideoSettings:
     """Settings for selecting frames.
 
     Frames are spread evenly over the whole video.
@@ -144,7 +144,7 @@ class Viewing:
         return np.unique(np.linspace(0, count - 1, taken).round().astype(int)).tolist()
 
 
-def clip_extent(content: Content, viewing: Viewing) -> Extent:
+def clip_extent(content: Content, viewing: VideoSettings) -> Extent:
     """Return the extent that ``read_clip`` returns, without decoding every frame."""
     if isinstance(content, np.ndarray | Frames):
         chosen, times = _even(content, viewing)
@@ -157,7 +157,7 @@ def clip_extent(content: Content, viewing: Viewing) -> Extent:
         return _plan(library, container, viewing)[1]
 
 
-def read_clip(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
+def read_clip(content: Content, viewing: VideoSettings) -> tuple[np.ndarray, Extent]:
     """Return the selected frames ``[T, H, W, 3]`` and their extent, with their times."""
     if isinstance(content, np.ndarray | Frames):
         chosen, times = _even(content, viewing)
@@ -171,7 +171,7 @@ def read_clip(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
     return _decoded(content, viewing)
 
 
-def _decoded(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
+def _decoded(content: Content, viewing: VideoSettings) -> tuple[np.ndarray, Extent]:
     library = _library()
     with _container(library, content) as container:
         places, extent = _plan(library, container, viewing)
@@ -185,7 +185,7 @@ def _decoded(content: Content, viewing: Viewing) -> tuple[np.ndarray, Extent]:
 def _one_size(
     content: np.ndarray | Frames,
     chosen: Sequence[int],
-    viewing: Viewing,
+    viewing: VideoSettings,
 ) -> tuple[int, int, int]:
     """Return the common size of all ``chosen`` frames, from their headers."""
     sizes = {picture_size(_frame(content, k), viewing.max_source_pixels) for k in chosen}
@@ -249,7 +249,7 @@ def _seen(frames: Iterable[Any], places: Sequence[int], shape: tuple[int, ...]) 
     return out
 
 
-def _plan(library: Any, container: Any, viewing: Viewing) -> tuple[list[int], Extent]:
+def _plan(library: Any, container: Any, viewing: VideoSettings) -> tuple[list[int], Extent]:
     """Return the time stamps of the selected frames, and their extent.
 
     Reads the packets and decodes the first frame.
@@ -293,7 +293,7 @@ def _upright(frame: Any) -> np.ndarray:
     return np.ascontiguousarray(np.rot90(frame.to_ndarray(format="rgb24"), k=round(frame.rotation / 90) % 4))
 
 
-def _even(content: np.ndarray | Frames, viewing: Viewing) -> tuple[list[int], tuple[float, ...]]:
+def _even(content: np.ndarray | Frames, viewing: VideoSettings) -> tuple[list[int], tuple[float, ...]]:
     """Return the selected frames of a list, and their times at ``viewing.fps``."""
     if isinstance(content, np.ndarray) and content.ndim != 4:
         raise ValueError(f"an array of shape {content.shape} is no video; it must be [frames, height, width, 3]")
@@ -343,7 +343,7 @@ def _leafed(content: Any) -> tuple[Image.Image, int | None]:
         raise ValueError(f"the animation cannot be read: {error}") from error
 
 
-def _extent_of(picture: Image.Image, viewing: Viewing) -> tuple[list[int], Extent]:
+def _extent_of(picture: Image.Image, viewing: VideoSettings) -> tuple[list[int], Extent]:
     times, now = [], 0.0
     count = frame_count(picture)
     for k in range(count):

@@ -9,7 +9,7 @@ from lightrft.algorithms.requirements import needs_of, needs_reference
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig, SFTConfig
-from lightrft.diagnostics.memory.formulas import ModelMemory, Phase, gradients, held, peak
+from lightrft.diagnostics.memory.formulas import MemoryPhase, ModelMemory, gradients, held, peak
 from lightrft.diagnostics.memory.phases import (
     DRAWING,
     Device,
@@ -31,7 +31,7 @@ ROLES = {"engines": "engine", "references": "reference", "teachers": "teacher"}
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryEstimate:
     """Memory of each device: bytes of each model throughout, and of each phase while it lasts.
 
     ``parameters`` gives the number of parameters of each model and the number of trained ones.
@@ -40,7 +40,7 @@ class Needs:
     """
 
     models: dict[str, ModelMemory]
-    phases: list[Phase]
+    phases: list[MemoryPhase]
     parameters: dict[str, tuple[int, int]]
     problems: list[str] = field(default_factory=list)
     host: dict[str, float] = field(default_factory=dict)
@@ -51,12 +51,12 @@ class Needs:
         return peak(self.models, self.phases)[0]
 
     @property
-    def largest(self) -> Phase:
+    def largest(self) -> MemoryPhase:
         """The phase with the maximum."""
         return peak(self.models, self.phases)[1]
 
 
-def needs(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> Needs:
+def estimate_memory(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> MemoryEstimate:
     """Return the memory of each of the ``device.processes`` ranks of ``config``.
 
     Raises ``ModelError`` for a model whose config cannot be used.
@@ -83,10 +83,10 @@ def needs(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> Nee
     if "engine" in apart and isinstance(config, RLConfig):
         kept["weights for engines"] = _handed_over(config, models[0], device)
     kept |= _compiled(models, device)
-    return Needs(kept, phases, _counts(models), place.problems, _on_host(place, models, phases))
+    return MemoryEstimate(kept, phases, _counts(models), place.problems, _on_host(place, models, phases))
 
 
-def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> dict[str, Needs]:
+def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
     """Return the memory of each worker of ``launch.ray`` with a model, by role.
 
     Args:
@@ -94,7 +94,7 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
         lengths: lengths and number of responses of a step.
         device: device of each process.
     """
-    found: dict[str, Needs] = {}
+    found: dict[str, MemoryEstimate] = {}
     for role in staffed(config):
         assert isinstance(config, RLConfig)
         model = next(m for m in _models(config) if m.name == {"engine": "policy"}.get(role, role))
@@ -110,7 +110,7 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
         else:
             phases, kept = list(passes(place, model)), {role: place.held(model)}
         kept |= _compiled([model], device)
-        found[role] = Needs(kept, phases, _counts([model]), place.problems, _on_host(place, [model], phases))
+        found[role] = MemoryEstimate(kept, phases, _counts([model]), place.problems, _on_host(place, [model], phases))
     return found
 
 
@@ -174,7 +174,7 @@ def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
     return {m.name: (sum(p.count for p in ps), sum(p.count for p in ps if p.trained)) for m in models if (ps := m.parameters)}
 
 
-def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> list[Phase]:
+def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> list[MemoryPhase]:
     """Return the phases in which ranks generate.
 
     Engines in workers take over generation. With asynchronous generation they are busy, so ranks
@@ -194,9 +194,13 @@ def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> li
     return [replace(phase, resting=resting) for phase in phases]
 
 
-def _left_whole(place: ProcessProfile, models: list[Model], phases: list[Phase]) -> list[Phase]:
+def _left_whole(place: ProcessProfile, models: list[Model], phases: list[MemoryPhase]) -> list[MemoryPhase]:
     """Add to ``phases`` the gathered weights of other models, kept until their backward pass."""
-    left = {m.name: place.shares(m).left * sum(m.units(place.shares(m).cut)[1]) for m in models if place.shares(m).left}
+    left = {
+        m.name: place.shares(m).kept_between_passes * sum(m.units(place.shares(m).cut)[1])
+        for m in models
+        if place.shares(m).kept_between_passes
+    }
     found = []
     for phase in phases:
         others = sum(size for name, size in left.items() if not phase.name.startswith((f"{name}:", DRAWING)))
@@ -232,7 +236,7 @@ def _handed_over(config: RLConfig, policy: Model, device: Device) -> ModelMemory
     return ModelMemory(config.launch.ray.bucket_mb * MIB + kept)
 
 
-def _on_host(place: ProcessProfile, models: list[Model], phases: list[Phase]) -> dict[str, float]:
+def _on_host(place: ProcessProfile, models: list[Model], phases: list[MemoryPhase]) -> dict[str, float]:
     """Return the bytes in CPU memory of each model, per process."""
     if place.device.kind == "cpu":
         return {}
@@ -240,11 +244,11 @@ def _on_host(place: ProcessProfile, models: list[Model], phases: list[Phase]) ->
     for m in models:
         shares = place.shares(m)
         size = held(m.parameters, shares).total - place.held(m).total
-        found[m.name] = size + (gradients(m.parameters, shares) if "gradients" in shares.away and m.trained else 0.0)
+        found[m.name] = size + (gradients(m.parameters, shares) if "gradients" in shares.on_host and m.trained else 0.0)
     found["asleep while answers are drawn"] = max((phase.resting for phase in phases), default=0.0)
     return {name: size for name, size in found.items() if size} | place.host
 
 
-def _beside(drawing: Phase, phase: Phase) -> Phase:
+def _beside(drawing: MemoryPhase, phase: MemoryPhase) -> MemoryPhase:
     """Return ``phase`` plus the memory of generating a later batch at the same time."""
     return replace(phase, parts={**phase.parts, "drawing meanwhile": drawing.total})

@@ -36,7 +36,7 @@ class Parameters:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class ShardingFactors:
     """Number of ranks that shard each part of a model.
 
     ``weights``, ``state`` (masters and moments) and ``gradients`` (of an optimizer step) are these
@@ -55,12 +55,12 @@ class Shares:
     copied: bool = False
     precise: bool = False
     by_blocks: bool = False
-    left: float = 0.0
+    kept_between_passes: float = 0.0
     bucket: float = 0.0
-    away: tuple[Part, ...] = ()
+    on_host: tuple[Part, ...] = ()
 
 
-WHOLE = Shares()
+WHOLE = ShardingFactors()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class ModelMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class MemoryPhase:
     """Bytes of a phase, part by part, in addition to the models. They are freed afterwards.
 
     ``resting``: bytes of the models that are offloaded to CPU memory meanwhile.
@@ -94,7 +94,7 @@ class Phase:
         return sum(self.parts.values()) - self.resting
 
 
-def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> ModelMemory:
+def held(parameters: Iterable[Parameters], shares: ShardingFactors = WHOLE) -> ModelMemory:
     """Return the bytes of a model on one of the ranks that shard it, on the device or offloaded.
 
     weights = sum(count * itemsize). Trained parameters have masters = 4 * count and moments = 2 * 4
@@ -113,13 +113,13 @@ def held(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> ModelMemor
     return ModelMemory(weights / shares.weights, masters / shares.state, moments / shares.state)
 
 
-def on_device(model: ModelMemory, shares: Shares) -> ModelMemory:
+def on_device(model: ModelMemory, shares: ShardingFactors) -> ModelMemory:
     """Return the bytes of ``model`` that are not offloaded."""
-    state = 0 if "state" in shares.away else 1
-    return ModelMemory(model.weights * ("weights" not in shares.away), model.masters * state, model.moments * state)
+    state = 0 if "state" in shares.on_host else 1
+    return ModelMemory(model.weights * ("weights" not in shares.on_host), model.masters * state, model.moments * state)
 
 
-def gradients(parameters: Iterable[Parameters], shares: Shares = WHOLE) -> float:
+def gradients(parameters: Iterable[Parameters], shares: ShardingFactors = WHOLE) -> float:
     """Return the bytes of float32 gradients: sum of 4 * count, divided by shares and cut."""
     trained = sum(p.count / (shares.cut if p.cut else 1) for p in parameters if p.trained)
     return MASTER * trained / shares.gradients
@@ -217,7 +217,7 @@ def inside_blocks(tokens: int, layers: int, itemsize: int, *, queries: int, keys
     return tokens * layers * (3 * queries + 2 * keys + 4 * inner) * itemsize
 
 
-def drawing(rows: int, heads: int, columns: int, vocabulary: int) -> int:
+def generation_phase(rows: int, heads: int, columns: int, vocabulary: int) -> int:
     """Return the bytes to generate one token for ``rows`` responses, at 4 bytes per element.
 
     Scores and softmax take 3 * rows * heads * columns. Logits and sampling take 4 * rows *
@@ -248,7 +248,7 @@ def layout_check(tokens: int, vocabulary: int, itemsize: int, bound: int) -> int
     return count * vocabulary * (itemsize + 4 + (4 if itemsize < 4 else 0))
 
 
-def made_whole(outside: float, blocks: Sequence[float], left: float = 0.0) -> float:
+def unsharded_bytes(outside: float, blocks: Sequence[float], left: float = 0.0) -> float:
     """Return the bytes of gathered weights of a sharded model during a call, in the compute dtype.
 
     These are the weights ``outside`` of blocks and the ``LAZY`` largest blocks. The fraction
@@ -304,7 +304,7 @@ def collected(trained: float, bucket: float, *, touched: bool) -> float:
     return MASTER * ((filled if touched else bucket) + filled)
 
 
-def peak(models: Mapping[str, ModelMemory], phases: Sequence[Phase]) -> tuple[float, Phase]:
+def peak(models: Mapping[str, ModelMemory], phases: Sequence[MemoryPhase]) -> tuple[float, MemoryPhase]:
     """Return the maximum memory in bytes, and its phase: all models plus the largest phase."""
     largest = max(phases, key=lambda phase: phase.total)
     return sum(m.total for m in models.values()) + largest.total, largest

@@ -16,12 +16,12 @@ from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.diagnostics.memory import meta_trace
 from lightrft.diagnostics.memory.formulas import (
     QUANTISED,
+    MemoryPhase,
     ModelMemory,
     Parameters,
-    Phase,
-    Shares,
+    ShardingFactors,
     collected,
-    drawing,
+    generation_phase,
     gradients,
     held,
     inside_blocks,
@@ -29,11 +29,11 @@ from lightrft.diagnostics.memory.formulas import (
     key_value_cache,
     last_sum,
     layout_check,
-    made_whole,
     on_device,
     on_their_way,
     recurrent_states,
     tokens_held,
+    unsharded_bytes,
 )
 from lightrft.diagnostics.memory.meta_trace import Traced
 from lightrft.diagnostics.memory.sharding import shares_of
@@ -155,7 +155,7 @@ class ProcessProfile:
     host: dict[str, float] = field(default_factory=dict)
     """Bytes that passes leave in CPU memory, by model."""
 
-    def shares(self, m: Model) -> Shares:
+    def shares(self, m: Model) -> ShardingFactors:
         """Return the sharding of ``m``."""
         block = largest_block(m.model)
         return shares_of(self.strategy, self.device.processes, self.device.kind, trained=m.trained, block=block)
@@ -170,7 +170,7 @@ class ProcessProfile:
         return self.strategy.tensor * self.strategy.sequence
 
 
-def drawing_answers(place: ProcessProfile, policy: Model, *, evaluating: bool = False) -> Iterator[Phase]:
+def drawing_answers(place: ProcessProfile, policy: Model, *, evaluating: bool = False) -> Iterator[MemoryPhase]:
     """Yield the phase of generation: the cache, plus a prefill or a decoding step of all rows.
 
     The larger of the two counts. With ``evaluating``, only responses to the eval set are generated.
@@ -202,15 +202,15 @@ def drawing_answers(place: ProcessProfile, policy: Model, *, evaluating: bool = 
     at_once = max(1, min(slots, PREFILL_TOKENS // lengths.prompt))
     prefill = meta_trace.largest_batch(at_once, 1, lengths.prompt, 1, at_once * (lengths.prompt + 1), "packed")
     read = traced(place, policy, lambda: meta_trace.forward(policy.model, prefill), prefill, False)
-    step = drawing(rows, heads, lengths.longest, text.vocab_size)
+    step = generation_phase(rows, heads, lengths.longest, text.vocab_size)
     parts = {"cache": cache / shares.cut, "prefill or step": float(max(read.peak, step))}
     if shares.by_blocks:
         outside, blocks = policy.units(shares.cut)
         parts["policy made whole"] = outside + sum(blocks)
-    yield Phase(DRAWING, parts)
+    yield MemoryPhase(DRAWING, parts)
 
 
-def passes(place: ProcessProfile, m: Model) -> Iterator[Phase]:
+def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
     """Yield the phases of passes of ``m`` in a step.
 
     A pass without gradient counts if something reads its result. A trained model also has an
@@ -236,16 +236,16 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[Phase]:
     if model.config.check_layout and isinstance(model, Actor):
         tokens = min(CHECKED_ROWS, groups * lengths.samples) * lengths.answer
         logits = layout_check(tokens, m.text.vocab_size, model.base.dtype.itemsize, model.config.logits_mb * 2**20)
-        yield Phase(f"{m.name}: layout check", {"logits": float(logits), **whole})
+        yield MemoryPhase(f"{m.name}: layout check", {"logits": float(logits), **whole})
     if rl and not (m.name == "policy" and not scored(config)):
         found = traced(place, m, lambda: meta_trace.forward(model, batch, **options), batch, False)
-        yield Phase(f"{m.name}: forward", {"activations": found.peak / place.strategy.sequence, **whole})
+        yield MemoryPhase(f"{m.name}: forward", {"activations": found.peak / place.strategy.sequence, **whole})
     if m.trained:
         steps = config.train.mini_batches if isinstance(config, RLConfig) else 1
         yield from _updates(place, m, batch, math.ceil(groups * lengths.samples / (len(batch) * steps)), options)
 
 
-def _updates(place: ProcessProfile, m: Model, batch: Batch, parts: int, options: dict[str, Any]) -> Iterator[Phase]:
+def _updates(place: ProcessProfile, m: Model, batch: Batch, parts: int, options: dict[str, Any]) -> Iterator[MemoryPhase]:
     """Yield forward and backward passes of ``parts`` micro-batches like ``batch``."""
     shares, strategy = place.shares(m), place.strategy
     if strategy.offload_activations:
@@ -262,15 +262,15 @@ def _updates(place: ProcessProfile, m: Model, batch: Batch, parts: int, options:
         place.host[f"{m.name}: activations"] = found.away / strategy.sequence
     activations = found.activations / strategy.sequence - _cut_activations(m, batch, shares.cut) / strategy.sequence
     summed = gradients(m.parameters, shares) if place.device.processes > 1 else float(found.gradients)
-    on_it = {} if "gradients" in shares.away else {"gradients": summed}
+    on_it = {} if "gradients" in shares.on_host else {"gradients": summed}
     extra = _target(place.config) if m.name == "policy" else {}
-    yield Phase(
+    yield MemoryPhase(
         f"{m.name}: update",
         {**on_it, "activations": max(0.0, activations), **extra, **_whole(place, m, backward=True)},
     )
     if shares.by_blocks and not shares.bucket:
         sizes = m.units(shares.cut, trained=True)
-        yield Phase(
+        yield MemoryPhase(
             f"{m.name}: last gradients",
             {**on_it, "whole": last_sum(*sizes, m.model.base.dtype.itemsize)},
         )
@@ -293,7 +293,7 @@ def _whole(place: ProcessProfile, m: Model, *, backward: bool) -> dict[str, floa
     shares = place.shares(m)
     parts: dict[str, float] = {}
     if shares.by_blocks:
-        parts["blocks made whole"] = made_whole(*m.units(shares.cut), shares.left)
+        parts["blocks made whole"] = unsharded_bytes(*m.units(shares.cut), shares.kept_between_passes)
     if backward and shares.bucket:
         trained = sum(p.count for p in m.parameters if p.trained)
         parts["gradients on their way"] = collected(trained, shares.bucket, touched=place.device.kind == "cpu")
@@ -311,7 +311,7 @@ def _cut_activations(m: Model, batch: Batch, cut: int) -> float:
     return inside * (1 - 1 / cut)
 
 
-def reading(place: ProcessProfile, models: list[Model], kept: Mapping[str, ModelMemory]) -> Phase:
+def reading(place: ProcessProfile, models: list[Model], kept: Mapping[str, ModelMemory]) -> MemoryPhase:
     """Return the phase of loading, one model after the other, beyond the memory of loaded models.
 
     Sharded models load a piece of one tensor at a time. ZeRO holds one full tensor while it shards
@@ -330,7 +330,7 @@ def reading(place: ProcessProfile, models: list[Model], kept: Mapping[str, Model
             once = largest_tensor(m, whole=place.strategy.kind == "deepspeed")
         most = max(most, before + kept[m.name].weights + once)
         before += kept[m.name].total
-    return Phase(
+    return MemoryPhase(
         "loading",
         {"weights as they are read": max(0.0, most - sum(k.total for k in kept.values()))},
     )

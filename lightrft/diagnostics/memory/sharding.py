@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lightrft.config.strategy import StrategyConfig
-from lightrft.diagnostics.memory.formulas import WHOLE, Part, Shares
+from lightrft.diagnostics.memory.formulas import WHOLE, Part, ShardingFactors
 from lightrft.strategy.wrap_policy import BUCKET, bucket_of
 
 
-def shares_of(strategy: StrategyConfig, processes: int, kind: str, *, trained: bool, block: int = BUCKET) -> Shares:
+def shares_of(strategy: StrategyConfig, processes: int, kind: str, *, trained: bool, block: int = BUCKET) -> ShardingFactors:
     """Return the sharding of a model under ``strategy``.
 
     Args:
@@ -33,7 +33,7 @@ def rows_of(strategy: StrategyConfig, processes: int) -> int:
     return rows if strategy.shard is None else min(strategy.shard, rows)
 
 
-def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) -> Shares:
+def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) -> ShardingFactors:
     """Return the sharding of FSDP2: equal shards, gathered block by block.
 
     Trained weights are in float32, unless layers are tensor-parallel.
@@ -43,19 +43,19 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
     if trained and strategy.reshard is not True:
         left = 1.0 if strategy.reshard is False else 1 / strategy.reshard
     away: tuple[Part, ...] = ("weights", "state", "gradients") if strategy.offload and kind != "cpu" else ()
-    return Shares(
+    return ShardingFactors(
         rows,
         rows,
         rows,
         cut=strategy.tensor,
         precise=strategy.tensor == 1,
         by_blocks=True,
-        left=left,
-        away=away,
+        kept_between_passes=left,
+        on_host=away,
     )
 
 
-def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, block: int) -> Shares:
+def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, block: int) -> ShardingFactors:
     """Return the sharding of ZeRO. Models that are not trained are sharded only in stage 3."""
     stage, given = strategy.stage, strategy.deepspeed.get("zero_optimization", {})
 
@@ -65,17 +65,17 @@ def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, bl
     weights = processes if stage == 3 else 1
     lies: list[Part] = ["weights"] if stage == 3 and offloaded("param") else []
     if not trained:
-        return Shares(weights, by_blocks=stage == 3, away=tuple(lies))
+        return ShardingFactors(weights, by_blocks=stage == 3, on_host=tuple(lies))
     if offloaded("optimizer"):
         lies += ["state", "gradients"] if stage > 1 else ["state"]
     bucket = float(given.get("reduce_bucket_size", bucket_of(block)))
     spread = processes if stage > 1 else 1
-    return Shares(
+    return ShardingFactors(
         weights,
         processes,
         spread,
         copied=stage < 3,
         by_blocks=stage == 3,
         bucket=bucket,
-        away=tuple(lies),
+        on_host=tuple(lies),
     )

@@ -13,7 +13,7 @@ from lightrft.models import utils
 from lightrft.models.actor import Backbone
 from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.segment_plan import SegmentPlan
-from lightrft.models.multimodal.merge_inputs import Seen, own_keywords, see
+from lightrft.models.multimodal.merge_inputs import MergedInputs, merge_multimodal_inputs, own_keywords
 from lightrft.types import Ragged, Segments
 from lightrft.utils.errors import ModelError
 
@@ -137,15 +137,15 @@ class PaddedRows:
         source = torch.arange(width, device=self.tokens.device)
         return Packed(self.tokens, positions, plan, source[:0], None, source), lengths
 
-    def _see(self, backbone: Backbone, lengths: list[int], media: dict[str, Tensor]) -> Seen | None:
+    def _see(self, backbone: Backbone, lengths: list[int], media: dict[str, Tensor]) -> MergedInputs | None:
         if not media:
             return None
         tokens = self.tokens[self.mask != 0] if self.lengths is None else self.tokens[0]
         runs = _runs(backbone, tokens, torch.tensor(lengths, device=tokens.device), media)
         try:
-            return see(backbone.base, backbone.family, runs)
+            return merge_multimodal_inputs(backbone.base, backbone.family, runs)
         except ModelError:  # a placeholder that was sampled stands for no media
-            return see(backbone.base, backbone.family, runs, begun=self._sampled())
+            return merge_multimodal_inputs(backbone.base, backbone.family, runs, begun=self._sampled())
 
     def _sampled(self) -> list[int]:
         """Return the number of actions at the end of each sample."""

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedConfig
 
-from lightrft.distributed.process_group import Team
+from lightrft.distributed.process_group import ModelParallelGroup
 from lightrft.models.attention.interface import AttentionPlan
 from lightrft.utils.errors import ModelError
 
@@ -34,7 +34,7 @@ class SequencePart:
     ``which [n]`` are its indices, ``None`` for all.
     """
 
-    team: Team
+    team: ModelParallelGroup
     count: int
     which: Tensor | None = None
 
@@ -61,7 +61,7 @@ class Row:
     It is padded so that all ranks hold equally many.
     """
 
-    team: Team
+    team: ModelParallelGroup
     tokens: int
 
     @property
@@ -143,7 +143,7 @@ class Exchanged:
         return x.permute(1, 2, 0, 3).flatten(1, 2)[None, :, : self.row.tokens]
 
 
-def check_heads(config: PreTrainedConfig, team: Team) -> int:
+def check_heads(config: PreTrainedConfig, team: ModelParallelGroup) -> int:
     """Return the copies of each key head that sharding over ``team`` needs.
 
     ``config`` is the config of the language model. Raises ``ModelError`` if they cannot shard the
@@ -158,7 +158,7 @@ def check_heads(config: PreTrainedConfig, team: Team) -> int:
     return _copies(heads // team.tensor, keys // team.tensor, team)
 
 
-def _copies(heads: int, keys: int, team: Team) -> int:
+def _copies(heads: int, keys: int, team: ModelParallelGroup) -> int:
     """Return the number of copies of each key head with which every rank gets equally many query
     heads and their key heads."""
     size = team.size

@@ -23,9 +23,9 @@ from transformers import PreTrainedConfig
 
 from lightrft.models.decoding.kinds import rereads_prefix, steps_alone
 from lightrft.models.families import decoder_of, family_of, head_transform
-from lightrft.models.logprobs import bend_logits
+from lightrft.models.logprobs import transform_logits
 from lightrft.models.lora import base_model
-from lightrft.models.multimodal.merge_inputs import see
+from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.types import Prompt, Segments
 from lightrft.utils.errors import DataError, ModelError
 
@@ -294,7 +294,7 @@ class CachedDecodeSession:
         token."""
         ids = torch.tensor([entry.prompt.token_ids], device=self._device)
         runs = Segments.of_prompts([entry.prompt]).to(self._device)
-        seen = see(self._model, self._family, runs, begun=[entry.begun])
+        seen = merge_multimodal_inputs(self._model, self._family, runs, begun=[entry.begun])
         if seen is not None:
             return self._read_media(ids, seen)
         length = ids.shape[1]
@@ -322,7 +322,7 @@ class CachedDecodeSession:
         state = output.get("past_key_values")
         if state is None:
             raise ModelError(f"model type {self._model.config.model_type!r} returns no cache, so it cannot sample with media")
-        logits = bend_logits(head(output.last_hidden_state[:, -1]), scale, softcap)
+        logits = transform_logits(head(output.last_hidden_state[:, -1]), scale, softcap)
         return _Cache(1, length, shift, "past_key_values", state), logits
 
     def _call(

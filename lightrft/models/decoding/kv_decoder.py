@@ -23,9 +23,9 @@ from lightrft.models.attention.segment_plan import Run, SegmentPlan
 from lightrft.models.decoding.cache_decoder import CachedDecodeSession
 from lightrft.models.decoding.kinds import decodes_by_plan
 from lightrft.models.families import decoder_of, family_of, head_transform
-from lightrft.models.logprobs import bend_logits
+from lightrft.models.logprobs import transform_logits
 from lightrft.models.lora import base_model
-from lightrft.models.multimodal.merge_inputs import see
+from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.types import Prompt, Segments
 from lightrft.utils.device_transfer import to_device
 from lightrft.utils.errors import DataError, ModelError
@@ -236,7 +236,7 @@ class PlanDecodeSession:
         runs = Segments.of_prompts(prompts).to(self._device)
         tokens, shifts = runs.tokens[None], np.zeros_like(lengths)
         source = torch.arange(tokens.numel(), device=self._device)
-        seen = see(self._model, self._family, runs, begun=begun)
+        seen = merge_multimodal_inputs(self._model, self._family, runs, begun=begun)
         spans = [] if seen is None else seen.spans(source)
         plan = _PrefillPlan(self._prompts, len(self._handles), lengths, self._device, spans)
         inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": plan.positions}
@@ -312,7 +312,9 @@ class PlanDecodeSession:
         """Return the logits ``[T, V]`` of one flat row of tokens, or of its positions ``keep``."""
         states = self._decoder(**inputs, use_cache=False, attention_plan=plan).last_hidden_state
         softcap, scale = head_transform(self._model.config, self._family)
-        return bend_logits(self._model.get_output_embeddings()(states if keep is None else states[:, keep])[0], scale, softcap)
+        return transform_logits(
+            self._model.get_output_embeddings()(states if keep is None else states[:, keep])[0], scale, softcap
+        )
 
 
 def _by_budget(lengths: Sequence[int]) -> Iterator[list[int]]:

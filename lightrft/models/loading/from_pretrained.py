@@ -25,7 +25,7 @@ from transformers.models.auto.tokenization_auto import get_tokenizer_config
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import check_family, family_of
 from lightrft.models.loading.chat_template import fit_template
-from lightrft.models.loading.hf_logging import quiet
+from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.lora import base_model, is_adapted, merged_state
 from lightrft.models.multimodal.submodules import PARTS, check_parts, part_of
 from lightrft.utils.atomic_files import looks_like_path, nearest_name
@@ -92,7 +92,7 @@ def load_model(
     implementation = config.attention or family.padded_attention
     where = where_of(config)
     try:
-        with quiet(local=Path(where).is_dir()):
+        with suppress_hf_warnings(local=Path(where).is_dir()):
             loaded: Any = getattr(transformers, family.loader).from_pretrained(
                 where, config=settings, attn_implementation=implementation, output_loading_info=True, **options
             )
@@ -125,7 +125,7 @@ def from_settings(settings: PreTrainedConfig, dtype: torch.dtype, **options: Any
     """Build a model of ``settings`` by transformers, on torch's default device."""
     loader: Any = getattr(transformers, family_of(settings).loader)
     make = getattr(loader, "from_config", None) or loader._from_config
-    with quiet(local=True):
+    with suppress_hf_warnings(local=True):
         return make(settings, dtype=dtype, **options)
 
 
@@ -174,7 +174,7 @@ def with_saved_adapters(model: PreTrainedModel, folder: Path, config: ModelConfi
     from peft import PeftModel
 
     try:
-        with quiet(local=True):
+        with suppress_hf_warnings(local=True):
             return PeftModel.from_pretrained(model, folder, is_trainable=True).eval()
     except BROKEN as error:
         raise ModelError(f"model.path = {config.path!r}: the adapters cannot be read ({first_line(error)})") from error
@@ -400,7 +400,7 @@ def save_model(
             write only the adapters.
     """
     inner: Any = model if isinstance(model, PreTrainedModel) or is_adapted(model) else model.model
-    with quiet(local=True):
+    with suppress_hf_warnings(local=True):
         if is_adapted(inner) and not merge:
             inner.save_pretrained(str(path))
         else:

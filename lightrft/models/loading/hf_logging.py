@@ -10,7 +10,7 @@ from transformers.utils import logging as transformers_logging
 
 
 @contextmanager
-def quiet(*, local: bool) -> Generator[None]:
+def suppress_hf_warnings(*, local: bool) -> Generator[None]:
     """Suppress warnings about future library changes.
 
     With ``local``, nothing is downloaded, so progress bars are suppressed too.

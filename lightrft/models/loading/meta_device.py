@@ -11,7 +11,7 @@ from torch import nn
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.loading.from_pretrained import freeze, from_settings, known_settings, model_settings
-from lightrft.models.loading.hf_logging import quiet
+from lightrft.models.loading.hf_logging import suppress_hf_warnings
 from lightrft.models.lora import add_adapters, base_model
 from lightrft.utils.errors import ModelError
 
@@ -39,7 +39,7 @@ def meta_model(config: ModelConfig) -> nn.Module:
         )
     settings = known_settings(config)
     try:
-        with torch.device("meta"), quiet(local=True):
+        with torch.device("meta"), suppress_hf_warnings(local=True):
             model = from_settings(settings, dtype_of(config, settings))
             freeze(model, config.freeze)
             model = model if config.lora is None else add_adapters(model, config.lora)
@@ -53,7 +53,7 @@ def _with_saved_adapters(model: nn.Module, folder: Path) -> nn.Module:
 
     saved = PeftConfig.from_pretrained(str(folder))
     saved.inference_mode = False
-    with torch.device("meta"), quiet(local=True):
+    with torch.device("meta"), suppress_hf_warnings(local=True):
         return get_peft_model(base_model(model), saved).eval()
 
 

@@ -26,7 +26,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from transformers.utils import cached_file
 
 from lightrft.config.model import ModelConfig
-from lightrft.distributed.shards import Holding, held_of
+from lightrft.distributed.shards import ShardLayout, local_shard_of
 from lightrft.models.families import family_of
 from lightrft.models.loading.from_pretrained import (
     BROKEN,
@@ -50,7 +50,7 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a safetensors file, of which any part can be read by its index."""
 
     file: str
@@ -75,7 +75,7 @@ class Stored:
 
 
 @dataclass(slots=True)
-class Unread:
+class DeferredWeights:
     """The sources of a model's weights.
 
     A weight that is neither ``stored`` nor ``converted`` is read by rank 0 through transformers'
@@ -93,12 +93,12 @@ class Unread:
     config: ModelConfig
     dtype: torch.dtype
     types: dict[str, torch.dtype]
-    stored: dict[str, Stored] = field(default_factory=dict)
+    stored: dict[str, StoredTensor] = field(default_factory=dict)
     converted: dict[str, WeightConverter] = field(default_factory=dict)
     dora: bool = False
 
     @torch.no_grad()
-    def read(self, model: nn.Module, held: Holding = held_of) -> None:
+    def read(self, model: nn.Module, held: ShardLayout = local_shard_of) -> None:
         """Fill every parameter and stored buffer of ``model``.
 
         Each must have memory for the part that ``held`` selects.
@@ -135,7 +135,7 @@ class Unread:
             for name, tensor in made.items():
                 yield name, tensor[0] if isinstance(tensor, list) else tensor
 
-    def _check_tied(self, name: str, tensor: Tensor, source: Any, held: Holding) -> None:
+    def _check_tied(self, name: str, tensor: Tensor, source: Any, held: ShardLayout) -> None:
         known = held(tensor)
         with _opened(source) as stored:
             pieces = known.pieces(PIECE)
@@ -178,7 +178,7 @@ class Unread:
                 dist.broadcast(value, src=0)
             yield name, value
 
-    def _fill(self, name: str, tensor: Tensor, source: Any, held: Holding) -> None:
+    def _fill(self, name: str, tensor: Tensor, source: Any, held: ShardLayout) -> None:
         here = held(tensor)
         if _shape(source) != here.shape:
             found = f"{name}, {list(_shape(source))} where the model has {list(here.shape)}"
@@ -190,7 +190,7 @@ class Unread:
                 # weights.
                 part.copy_(stored[index or ...].to(self.types[name]))
 
-    def _fill_norms(self, name: str, magnitude: Tensor, source: Any, held: Holding) -> None:
+    def _fill_norms(self, name: str, magnitude: Tensor, source: Any, held: ShardLayout) -> None:
         """Fill a new adapter's weight-decomposition magnitude: the norm of each row of the weight,
         which only its source has."""
         width = PIECE // max(1, _shape(source)[1])
@@ -199,11 +199,11 @@ class Unread:
                 part.copy_(torch.linalg.norm(stored[(*index, slice(None))].to(self.types[name]), dim=1))
 
 
-def made(
+def build_model(
     config: ModelConfig,
     device: torch.device | str,
     dtype: torch.dtype | None,
-) -> tuple[nn.Module, Unread | None]:
+) -> tuple[nn.Module, DeferredWeights | None]:
     """Build the model of ``config.path`` with adapters on ``device``.
 
     On the meta device, also return the sources of its weights.
@@ -214,14 +214,14 @@ def made(
         dtype: Dtype of the weights. ``None`` uses ``config.dtype``.
     """
     if torch.device(device).type == "meta":
-        return shell(config, dtype)
+        return build_on_meta(config, dtype)
     model: nn.Module = load_model(config, device=device, dtype=dtype)
     if config.lora is not None and not is_adapted(model):
         model = add_adapters(base_model(model), config.lora)
     return model, None
 
 
-def shell(config: ModelConfig, dtype: torch.dtype | None = None) -> tuple[nn.Module, Unread]:
+def build_on_meta(config: ModelConfig, dtype: torch.dtype | None = None) -> tuple[nn.Module, DeferredWeights]:
     """Build the model of ``config.path`` with its weights on the meta device.
 
     It has adapters and frozen parts. Also return the sources of the weights. Adapters and computed
@@ -234,7 +234,9 @@ def shell(config: ModelConfig, dtype: torch.dtype | None = None) -> tuple[nn.Mod
     keys = _keys(of_base, settings)
     kind = dtype or _stored_dtype(of_base, settings, keys)
     base = _bare(of_base, settings, kind)
-    unread = _located(base, Unread(of_base, kind, {name: tensor.dtype for name, tensor in base.state_dict().items()}), keys)
+    unread = _located(
+        base, DeferredWeights(of_base, kind, {name: tensor.dtype for name, tensor in base.state_dict().items()}), keys
+    )
     freeze(base, config.freeze)
     # peft puts adapters on the weights' device, so the weights must not be on the meta device yet.
     exchange(base, lambda p: torch.zeros((), dtype=p.dtype).expand(p.shape))
@@ -316,7 +318,7 @@ def _compute_buffers(model: PreTrainedModel) -> None:
         model.initialize_weights()
 
 
-def _located(model: PreTrainedModel, unread: Unread, keys: Mapping[str, str]) -> Unread:
+def _located(model: PreTrainedModel, unread: DeferredWeights, keys: Mapping[str, str]) -> DeferredWeights:
     """Add to ``unread`` the source from which transformers' own loading would take each weight of
     ``model``."""
     targets = model.state_dict()
@@ -335,10 +337,10 @@ def _located(model: PreTrainedModel, unread: Unread, keys: Mapping[str, str]) ->
         if name not in targets:
             continue
         if pattern is None:
-            unread.stored.setdefault(name, Stored(file, key))
+            unread.stored.setdefault(name, StoredTensor(file, key))
             continue
         converter = unread.converted.setdefault(name, deepcopy(by_pattern[pattern]))
-        whole: Any = Stored(file, key).whole  # called only when the weight is needed
+        whole: Any = StoredTensor(file, key).whole  # called only when the weight is needed
         converter.add_tensor(name, key, pattern, whole)
     return unread
 
@@ -383,7 +385,7 @@ def _by_plain_name(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _opened(source: Any) -> AbstractContextManager[Any]:
-    return source.opened() if isinstance(source, Stored) else nullcontext(source)
+    return source.opened() if isinstance(source, StoredTensor) else nullcontext(source)
 
 
 def _shape(source: Any) -> tuple[int, ...]:

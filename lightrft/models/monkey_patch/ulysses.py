@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrft.distributed.process_group import Team
+from lightrft.distributed.process_group import ModelParallelGroup
 from lightrft.models.attention.segment_plan import SegmentPlan
 from lightrft.models.attention.ulysses import check_heads, exchange
 from lightrft.utils.errors import ModelError
@@ -99,7 +99,7 @@ def _check(layer: Any, slices: Slices, cache: Any) -> int:
         raise ModelError("the patched attention has no cache: pass use_cache=False")
     if layer.training and layer.attention_dropout:
         raise ModelError(f"attention_dropout = {layer.attention_dropout}: the patched attention has none; set it to 0")
-    return check_heads(layer.config, Team(0, slices.size))
+    return check_heads(layer.config, ModelParallelGroup(0, slices.size))
 
 
 def _gather_rows(x: Tensor, slices: Slices) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu
 from torch.nn.utils.rnn import pad_sequence
 from transformers.masking_utils import create_bidirectional_mask
 
-from lightrft.models.multimodal.towers import IMAGE, TIMED_VIDEO, Blank, Features, Reader, Tower
+from lightrft.models.multimodal.towers import IMAGE, TIMED_VIDEO, Blank, Features, ModalityEncoder, Tower
 
 _AROUND = 2  # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still read
 _SPILL = 2  # frames after a clip's last whose window of samples, up to four hops wide, can reach back into it
@@ -260,8 +260,8 @@ _VOXTRAL = Tower(
     arrange=_voxtral_arranged,
     blank=_clip_blank(frames_to_silence),
 )
-QWEN2_AUDIO = Reader((_QWEN2_AUDIO,), parts=_PARTS)
-VOXTRAL = Reader((_VOXTRAL,), parts=_PARTS)
+QWEN2_AUDIO = ModalityEncoder((_QWEN2_AUDIO,), parts=_PARTS)
+VOXTRAL = ModalityEncoder((_VOXTRAL,), parts=_PARTS)
 _OMNI = (
     IMAGE,
     replace(TIMED_VIDEO, adapt=_omni_video),
@@ -286,4 +286,4 @@ _OMNI_PARTS = {  # with and without a prefix: older releases of transformers hav
     ),
 }
 _OMNI_UNREAD = ("model.audio_tower.audio_bos_eos_token.", "audio_tower.audio_bos_eos_token.")
-OMNI = Reader(_OMNI, _omni_positions, _OMNI_PARTS, unread=_OMNI_UNREAD)
+OMNI = ModalityEncoder(_OMNI, _omni_positions, _OMNI_PARTS, unread=_OMNI_UNREAD)

@@ -19,13 +19,13 @@ from transformers.masking_utils import blockwise_overlay, create_causal_mask, sl
 from lightrft.models.attention.layouts import Packed
 from lightrft.models.attention.segment_plan import Run
 from lightrft.models.families import Family
-from lightrft.models.multimodal.towers import Features, Reader, Tower
+from lightrft.models.multimodal.towers import Features, ModalityEncoder, Tower
 from lightrft.types import Batch, Media, Ragged, Segments
 from lightrft.utils.errors import ModelError
 
 
 @dataclass(slots=True)
-class Seen:
+class MergedInputs:
     """Features of media, and their places among N tokens.
 
     Attributes:
@@ -114,7 +114,7 @@ class Seen:
         return torch.where(source < 0, -1, self.blocks[source.clamp(min=0)])
 
 
-def see(
+def merge_multimodal_inputs(
     model: PreTrainedModel,
     family: Family,
     prompts: Segments,
@@ -122,7 +122,7 @@ def see(
     prompt_of: Tensor | None = None,
     begun: Sequence[int] = (),
     every_tower: bool = False,
-) -> Seen | None:
+) -> MergedInputs | None:
     """Encode the media of ``prompts`` and ``responses``.
 
     Return their places among the concatenated tokens; ``None`` without media.
@@ -178,14 +178,14 @@ def see(
     embeddings: Any = model.get_input_embeddings()
     values = torch.cat([f.values for f in found]) if found else embeddings.weight[:0]
     zero = torch.stack(idle).sum() if idle else None
-    return Seen(row, values, deep, positions, blocks, zero)
+    return MergedInputs(row, values, deep, positions, blocks, zero)
 
 
 def _check_readable(
     model: PreTrainedModel,
-    reader: Reader | None,
+    reader: ModalityEncoder | None,
     runs: Sequence[Segments],
-) -> Reader:
+) -> ModalityEncoder:
     """Return ``reader``. Raises ``ModelError`` if it does not read all media of ``runs``."""
     names = set()
     for segments in runs:
@@ -285,7 +285,7 @@ def _blocks(row: Tensor, lengths: Tensor) -> Tensor:
 
 def _positions(
     model: PreTrainedModel,
-    reader: Reader,
+    reader: ModalityEncoder,
     prompts: Segments,
     responses: Segments,
     prompt_of: Tensor | None,
@@ -325,7 +325,7 @@ def _joined(first: Segments, second: Segments) -> Segments:
     return Segments(both.tokens, both.lengths.view(-1, 2).sum(1), media)
 
 
-def _rope(model: PreTrainedModel, reader: Reader, runs: Segments, inside: Tensor) -> list[Tensor]:
+def _rope(model: PreTrainedModel, reader: ModalityEncoder, runs: Segments, inside: Tensor) -> list[Tensor]:
     """Return the positions ``[axes, n]`` of each run."""
     assert reader.positions is not None
     lengths = runs.lengths.tolist()
@@ -373,7 +373,7 @@ def own_inputs(
 
 def own_keywords(
     model: PreTrainedModel,
-    reader: Reader,
+    reader: ModalityEncoder,
     ids: Tensor,
     media: Media,
 ) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
-from lightrft.models.multimodal.towers import PIXELS, Features, Reader, Tower
+from lightrft.models.multimodal.towers import PIXELS, Features, ModalityEncoder, Tower
 from lightrft.utils.errors import ModelError
 
 
@@ -49,7 +49,7 @@ def _clip_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
 
 
 _PARTS = {"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)}
-INTERNVL = Reader((PIXELS,), parts=_PARTS)
+INTERNVL = ModalityEncoder((PIXELS,), parts=_PARTS)
 _PICTURES = Tower("image", ("pixel_values", "image_sizes"), "image_token_index", "get_image_features", blank=_picture_blank)
 _CLIPS = Tower(
     "video",
@@ -59,7 +59,7 @@ _CLIPS = Tower(
     compute=_clips,
     blank=_clip_blank,
 )
-ONEVISION = Reader(
+ONEVISION = ModalityEncoder(
     (_PICTURES, _CLIPS),
     parts={**_PARTS, "projector": ("model.multi_modal_projector.", "model.image_newline")},
     alone=True,

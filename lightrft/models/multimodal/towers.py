@@ -112,7 +112,7 @@ P, L]``."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class ModalityEncoder:
     """The towers and input rules of a multimodal family.
 
     Attributes:
@@ -185,14 +185,14 @@ _QWEN3_PARTS = {
     **_QWEN_PARTS,
     "projector": ("model.visual.merger.", "model.visual.deepstack_merger_list."),
 }
-QWEN2_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS)
-QWEN2_5_VL = Reader((IMAGE, TIMED_VIDEO), rope_index, _QWEN_PARTS)
-QWEN3_VL = Reader((IMAGE, VIDEO), rope_index, _QWEN3_PARTS)
-QWEN3_5 = Reader((IMAGE, VIDEO), rope_index, _QWEN_PARTS)
+QWEN2_VL = ModalityEncoder((IMAGE, VIDEO), rope_index, _QWEN_PARTS)
+QWEN2_5_VL = ModalityEncoder((IMAGE, TIMED_VIDEO), rope_index, _QWEN_PARTS)
+QWEN3_VL = ModalityEncoder((IMAGE, VIDEO), rope_index, _QWEN3_PARTS)
+QWEN3_5 = ModalityEncoder((IMAGE, VIDEO), rope_index, _QWEN_PARTS)
 
 
 PIXELS = Tower("image", ("pixel_values",), "image_token_id", "get_image_features", blank=picture_blank)
-GEMMA_3 = Reader(
+GEMMA_3 = ModalityEncoder(
     (PIXELS,),
     parts={"tower": ("model.vision_tower.",), "projector": ("model.multi_modal_projector.",)},
     both_ways=True,
@@ -205,7 +205,7 @@ def _as_one_row(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     return {name: values.unsqueeze(0) if values.ndim == 4 else values for name, values in inputs.items()}
 
 
-SMOL_VLM = Reader(
+SMOL_VLM = ModalityEncoder(
     (replace(PIXELS, adapt=_as_one_row),),
     parts={"tower": ("model.vision_model.",), "projector": ("model.connector.",)},
 )

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
 from lightrft.config.model import ModelConfig
 from lightrft.models.multimodal import audio_towers
 from lightrft.models.processors import qwen
-from lightrft.models.processors.base import ModalityProcessor, known, spelling
+from lightrft.models.processors.base import ModalityProcessor, known, token_text
 from lightrft.types import Extent
 
 
@@ -41,7 +41,7 @@ def qwen2_audio(
     """
     extractor, window = _extractor(config, settings.audio_config)
     kept = partial(audio_towers.frames_around, window=window)
-    written = spelling(tokenizer, settings.audio_token_index)
+    written = token_text(tokenizer, settings.audio_token_index)
     around = (known(tokenizer, "<|audio_bos|>"), known(tokenizer, "<|audio_eos|>"))
     return {"audio": Clip(extractor, written, around, audio_towers.qwen2_audio_features, kept)}
 
@@ -68,7 +68,7 @@ def voxtral(
                          "after a clip begins would not be known")  # fmt: skip
     features = partial(audio_towers.voxtral_features, window=window, stacked=tower.intermediate_size // tower.hidden_size)
     kept = partial(audio_towers.frames_to_silence, window=window)
-    written, around = spelling(tokenizer, settings.audio_token_id), (known(tokenizer, "[BEGIN_AUDIO]"), "")
+    written, around = token_text(tokenizer, settings.audio_token_id), (known(tokenizer, "[BEGIN_AUDIO]"), "")
     return {"audio": Clip(extractor, written, around, features, kept, windows=None)}
 
 
@@ -95,7 +95,7 @@ def omni(
         raise ValueError(f"the feature extractor makes {extractor.feature_size} mel bins, the audio tower takes "
                          f"{settings.audio_config.num_mel_bins}")  # fmt: skip
     names = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
-    written, start, end = (spelling(tokenizer, getattr(settings, name)) for name in names)
+    written, start, end = (token_text(tokenizer, getattr(settings, name)) for name in names)
     clip = OmniClip(extractor, written, (start, end), audio_towers.qwen2_audio_features, audio_towers.frames_alone)
     return {**qwen.build(config, settings, tokenizer), "audio": clip}
 
@@ -134,7 +134,7 @@ class Clip:
     def rate(self) -> int:
         return self.extractor.sampling_rate
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         return self.written * self.features(self._frames(extent.shape[0]))
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:

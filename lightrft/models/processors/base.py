@@ -49,7 +49,7 @@ class ModalityProcessor(Protocol):
         """Samples per second that ``inputs`` expects; 0 for kinds without a rate."""
         ...
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         """Return the text, with placeholders, for one item of this size.
 
         Raises ``ValueError`` for a size that cannot be read.
@@ -97,7 +97,7 @@ class Processor:
             part.save(Path(path))
 
 
-def spelling(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """Return the text of a token."""
     return str(tokenizer.convert_ids_to_tokens(token))
 

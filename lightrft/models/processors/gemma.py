@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import ModalityProcessor, spelling, within
+from lightrft.models.processors.base import ModalityProcessor, token_text, within
 from lightrft.types import Extent
 
 _CROPS = {
@@ -42,7 +42,7 @@ def build(
     """
     processor = Gemma3ImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
     begin, soft, end = (
-        spelling(tokenizer, i)
+        token_text(tokenizer, i)
         for i in (
             settings.boi_token_index,
             settings.image_token_index,
@@ -68,7 +68,7 @@ class GemmaImage:
     around: tuple[str, str] = ("", "")
     rate: int = 0
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         crops = self._crops(*extent.shape[:2])
         if not crops:
             return self.whole

@@ -20,7 +20,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize 
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import ModalityProcessor, spelling, write_settings
+from lightrft.models.processors.base import ModalityProcessor, token_text, write_settings
 from lightrft.types import Extent
 
 
@@ -42,7 +42,7 @@ def build(
     processor = Qwen2VLImageProcessorPil.from_pretrained(config.path, revision=revision)
     fields, _ = BaseVideoProcessor.get_video_processor_dict(config.path, revision=revision)
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-    image, video, start, end = (spelling(tokenizer, getattr(settings, name)) for name in names)
+    image, video, start, end = (token_text(tokenizer, getattr(settings, name)) for name in names)
     marks = (start, end)
     frames = Qwen2VLImageProcessorPil.from_dict({k: v for k, v in fields.items() if k in processor.to_dict()})
     clip: dict[str, Any] = {"processor": frames, "written": video, "fields": fields}
@@ -71,7 +71,7 @@ class QwenImage:
     around: tuple[str, str]
     rate: int = 0
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         height, width = self._resized(*extent.shape[:2])
         return self.written * (height * width // _side(self.processor) ** 2)
 
@@ -110,7 +110,7 @@ class QwenVideo:
     around: tuple[str, str] = ("", "")
     rate: int = 0
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         return self.written * (int(self._grid(extent).prod()) // self.processor.merge_size**2)
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
@@ -182,7 +182,7 @@ class Qwen3Video(QwenVideo):
         """Smallest number of frames of a clip."""
         return self.processor.temporal_patch_size
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         grid, (start, end) = self._grid(extent), self.marks
         times, step = _times(extent), self.processor.temporal_patch_size
         pairs = [(times[t], times[min(t + step, len(times)) - 1]) for t in range(0, len(times), step)]

@@ -19,7 +19,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import ModalityProcessor, spelling, within
+from lightrft.models.processors.base import ModalityProcessor, token_text, within
 from lightrft.types import Extent
 
 
@@ -37,7 +37,7 @@ def build(
     """
     processor = SmolVLMImageProcessorPil.from_pretrained(config.path, revision=config.revision or "main")
     side = processor.max_image_size["longest_edge"] // settings.vision_config.patch_size
-    return {"image": SmolImage(processor, spelling(tokenizer, settings.image_token_id), side**2 // settings.scale_factor**2)}
+    return {"image": SmolImage(processor, token_text(tokenizer, settings.image_token_id), side**2 // settings.scale_factor**2)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class SmolImage:
     around: tuple[str, str] = ("", "")
     rate: int = 0
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         marks = {
             "fake_token_around_image": "<fake_token_around_image>",
             "image_token": self.written,

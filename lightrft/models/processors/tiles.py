@@ -20,7 +20,7 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from transformers.video_processing_utils import BaseVideoProcessor
 
 from lightrft.config.model import ModelConfig
-from lightrft.models.processors.base import ModalityProcessor, spelling, write_settings
+from lightrft.models.processors.base import ModalityProcessor, token_text, write_settings
 from lightrft.types import Extent
 
 
@@ -42,7 +42,7 @@ def internvl(
     vision = settings.vision_config
     side = vision.image_size[0] // vision.patch_size[0] * settings.downsample_ratio
     marks = (getattr(tokenizer, "start_image_token", "<img>"), getattr(tokenizer, "end_image_token", "</img>"))
-    return {"image": InternImage(processor, spelling(tokenizer, settings.image_token_id), marks, int(side**2))}
+    return {"image": InternImage(processor, token_text(tokenizer, settings.image_token_id), marks, int(side**2))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class InternImage:
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         tiles = self.processor.get_number_of_image_patches(*extent.shape[:2], {"crop_to_patches": True})
         return self.marks[0] + self.written * (self.each * tiles) + self.marks[1]
 
@@ -119,7 +119,7 @@ def onevision(
     frames = SiglipImageProcessorPil.from_dict({k: v for k, v in fields.items() if k in known})
     side = settings.vision_config.image_size // settings.vision_config.patch_size
     most = int(settings.vision_aspect_ratio.removeprefix("anyres_max_"))
-    image, video = (spelling(tokenizer, i) for i in (settings.image_token_index, settings.video_token_index))
+    image, video = (token_text(tokenizer, i) for i in (settings.image_token_index, settings.video_token_index))
     return {
         "image": OnevisionImage(processor, image, side, most),
         "video": OnevisionVideo(frames, video, side, fields),
@@ -144,7 +144,7 @@ class OnevisionImage:
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         return self.written * self._features(*self._bounded(*extent.shape[:2]))
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
@@ -212,7 +212,7 @@ class OnevisionVideo:
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
 
-    def expand(self, extent: Extent) -> str:
+    def placeholder_text(self, extent: Extent) -> str:
         return self.written * (extent.shape[0] * math.ceil(self.side / 2) ** 2 + 1)
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:

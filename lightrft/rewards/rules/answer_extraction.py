@@ -14,7 +14,7 @@ _BOX = re.compile(r"\\f?box(?:ed)?\s*(?=[{\s\\\w])")
 _TAG = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
 
-def gold_of(rollout: RolloutView) -> Any:
+def reference_answer(rollout: RolloutView) -> Any:
     """Return the expected answer: the prompt's label, else its reference.
 
     Raises:

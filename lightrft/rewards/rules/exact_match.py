@@ -7,7 +7,7 @@ import string
 import unicodedata
 
 from lightrft.rewards.registry import REWARDS
-from lightrft.rewards.rules.answer_extraction import gold_of, visible_answer
+from lightrft.rewards.rules.answer_extraction import reference_answer, visible_answer
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -44,7 +44,7 @@ def exact_match(
         text = re.sub(r"\b(a|an|the)\b", " ", text, flags=re.IGNORECASE) if ignore_articles else text
         return " ".join(text.split()) if ignore_space else text
 
-    gold = gold_of(rollout)
+    gold = reference_answer(rollout)
     answer = visible_answer(rollout.text)
     if answer is None:
         return 0.0

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any
 
 from lightrft.rewards.registry import REWARDS, OverBudget, ungraded_beyond
-from lightrft.rewards.rules.answer_extraction import after_thinking, gold_of, in_tags, last_box
+from lightrft.rewards.rules.answer_extraction import after_thinking, in_tags, last_box, reference_answer
 from lightrft.rewards.rules.number_parsing import plain, quantity, same_quantity, tidy
 from lightrft.rewards.sandbox.results import UNGRADED
 from lightrft.rewards.sandbox.rollout_view import RolloutView
@@ -49,7 +49,7 @@ def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | d
     Raises:
         ValueError: If the label is not mathematics, or cannot be read within ``CPU_SECONDS``.
     """
-    gold = gold_text(gold_of(rollout))
+    gold = gold_text(reference_answer(rollout))
     try:
         _check_gold(gold)
     except OverBudget:

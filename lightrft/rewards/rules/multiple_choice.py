@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lightrft.rewards.registry import REWARDS
-from lightrft.rewards.rules.answer_extraction import after_thinking, gold_of, in_tags, last_box
+from lightrft.rewards.rules.answer_extraction import after_thinking, in_tags, last_box, reference_answer
 from lightrft.rewards.sandbox.rollout_view import RolloutView
 
 
@@ -19,7 +19,7 @@ def multiple_choice(rollout: RolloutView, *, choices: str = "ABCD") -> float:
     Raises:
         ValueError: If the label is not one of the choices.
     """
-    gold = gold_of(rollout)
+    gold = reference_answer(rollout)
     if isinstance(gold, int) and not isinstance(gold, bool):
         if not 0 <= gold < len(choices):
             raise ValueError(f"label {gold} is not a position among the choices {choices!r}")

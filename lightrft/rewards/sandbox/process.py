@@ -15,7 +15,7 @@ from contextlib import suppress
 
 from lightrft.rewards.sandbox.guardian import SUPPORTED, end_descendants
 from lightrft.rewards.sandbox.protocol import Unreadable, WorkerMessage, message_of
-from lightrft.rewards.sandbox.worker import HEADER, Start, Work
+from lightrft.rewards.sandbox.worker import HEADER, WorkBatch, WorkerInit
 
 _PROGRAM = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -28,11 +28,11 @@ LINE_BYTES = 16 << 20
 """Longest line that a worker may send, far more than the terms of one call."""
 
 
-class WorkerGone(Exception):
+class WorkerDied(Exception):
     """The process has ended, or does not read its messages."""
 
 
-class Garbled(WorkerGone):
+class Garbled(WorkerDied):
     """The worker's socket received something that the worker's own code never sends."""
 
 
@@ -63,7 +63,7 @@ class WorkerProcess:
             )
         except OSError as error:
             ours.close()
-            raise WorkerGone(f"cannot start {sys.executable}: {error}") from None
+            raise WorkerDied(f"cannot start {sys.executable}: {error}") from None
         finally:
             theirs.close()
         self.connection = ours
@@ -71,13 +71,13 @@ class WorkerProcess:
         self.stray: Garbled | None = None
         self.reaping = threading.Lock()
 
-    def begin(self, start: Start) -> str:
+    def begin(self, start: WorkerInit) -> str:
         """Block until the worker is ready, and return an empty string.
 
         Return the worker's own message if it cannot serve.
 
         Raises:
-            WorkerGone: If the worker has ended, or is not ready after ``START_SECONDS``.
+            WorkerDied: If the worker has ended, or is not ready after ``START_SECONDS``.
         """
         self.send(start)
         ends = time.monotonic() + START_SECONDS
@@ -86,26 +86,26 @@ class WorkerProcess:
                 if not message.ready and not message.error:
                     raise Garbled("its socket brought a line out of turn before it was ready")
                 return message.error
-        raise WorkerGone(f"it was not ready after {START_SECONDS:g} s")
+        raise WorkerDied(f"it was not ready after {START_SECONDS:g} s")
 
-    def send(self, value: Start | Work) -> None:
+    def send(self, value: WorkerInit | WorkBatch) -> None:
         """Send a message to the worker.
 
         Raises:
-            WorkerGone: If the worker has ended, or does not read the message.
+            WorkerDied: If the worker has ended, or does not read the message.
         """
         frame = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         self.connection.settimeout(SEND_SECONDS)
         try:
             self.connection.sendall(HEADER.pack(len(frame)) + frame)
         except OSError as error:
-            raise WorkerGone(str(error)) from None
+            raise WorkerDied(str(error)) from None
 
     def receive(self, timeout: float) -> list[WorkerMessage]:
         """Return the messages of the worker, waiting at most ``timeout`` seconds for the first.
 
         Raises:
-            WorkerGone: If the worker has ended.
+            WorkerDied: If the worker has ended.
             Garbled: If a line is too long or is not one of the worker's messages.
         """
         if self.stray is not None:  # after the messages that came before it
@@ -116,9 +116,9 @@ class WorkerProcess:
         except TimeoutError:
             return []
         except OSError as error:
-            raise WorkerGone(str(error)) from None
+            raise WorkerDied(str(error)) from None
         if not data:
-            raise WorkerGone("it hung up")
+            raise WorkerDied("it hung up")
         *lines, self.buffer = (self.buffer + data).split(b"\n")
         found: list[WorkerMessage] = []
         try:

@@ -29,7 +29,7 @@ class CallOutcome:
         index: Number of the call within its group.
         seconds: Duration of the call.
         terms: Named numbers of a successful call.
-        kind: Kind of failure, one of ``KINDS``.
+        kind: Kind of failure, one of ``COMPONENT_KINDS``.
         reason: Message of the failure.
         again: Kind of failure of a call shared by several rollouts. Each rollout is then called
             alone.

@@ -14,7 +14,7 @@ UNGRADED = "ungraded"
 """Key of a term that is 1 if a response could not be graded and therefore counts as wrong."""
 
 
-class NotAReward(Exception):
+class InvalidReward(Exception):
     """A function returned something that is not a reward. The message describes it."""
 
 
@@ -27,20 +27,20 @@ def number_of(value: Any) -> float:
     """Convert ``value`` to a finite float.
 
     Raises:
-        NotAReward: If that is not possible.
+        InvalidReward: If that is not possible.
     """
     shape = getattr(value, "shape", None)
     if shape is not None and tuple(shape) == () and hasattr(value, "item"):
         value = value.item()
     if not isinstance(value, numbers.Real):
         of_shape = f" of shape {tuple(shape)}" if shape is not None else ""
-        raise NotAReward(f"returned {type(value).__name__}{of_shape}, not a number")
+        raise InvalidReward(f"returned {type(value).__name__}{of_shape}, not a number")
     try:
         number = float(value)
     except OverflowError:
-        raise NotAReward("returned an integer too large for a float") from None
+        raise InvalidReward("returned an integer too large for a float") from None
     if not math.isfinite(number):
-        raise NotAReward(f"returned {number}")
+        raise InvalidReward(f"returned {number}")
     return number
 
 
@@ -50,20 +50,20 @@ def terms_of(result: Any) -> dict[str, float]:
     The reward of a dict is its ``"reward"`` if present, else the sum of its values.
 
     Raises:
-        NotAReward: If a value is not a finite number, or a key is not a name.
+        InvalidReward: If a value is not a finite number, or a key is not a name.
     """
     if not isinstance(result, Mapping):
         return {VALUE: number_of(result)}
     if not result:
-        raise NotAReward("returned an empty dict")
+        raise InvalidReward("returned an empty dict")
     terms = {}
     for key, value in result.items():
         if not isinstance(key, str) or not key:
-            raise NotAReward(f"returned a dict with the key {key!r}, not a name")
+            raise InvalidReward(f"returned a dict with the key {key!r}, not a name")
         try:
             terms[key] = number_of(value)
-        except NotAReward as error:
-            raise NotAReward(f"{error} for {key!r}") from None
+        except InvalidReward as error:
+            raise InvalidReward(f"{error} for {key!r}") from None
     value = terms.pop("reward") if "reward" in terms else number_of(math.fsum(terms.values()))
     return {VALUE: value, **terms}
 
@@ -72,12 +72,12 @@ def rows_of(result: Any, count: int) -> list[Any]:
     """Split the result of a batched function into one result per rollout.
 
     Raises:
-        NotAReward: If there are not ``count`` results.
+        InvalidReward: If there are not ``count`` results.
     """
     if isinstance(result, Mapping):
         columns = {key: _row(column, count, f" for {key!r}") for key, column in result.items()}
         if not columns:
-            raise NotAReward("returned an empty dict")
+            raise InvalidReward("returned an empty dict")
         return [{key: column[i] for key, column in columns.items()} for i in range(count)]
     return _row(result, count, "")
 
@@ -85,7 +85,7 @@ def rows_of(result: Any, count: int) -> list[Any]:
 def _row(column: Any, count: int, where: str) -> list[Any]:
     listed = isinstance(column, Sequence) and not isinstance(column, str | bytes)
     if not listed and not (hasattr(column, "shape") and len(column.shape) >= 1 and isinstance(column, Sized)):
-        raise NotAReward(f"returned {type(column).__name__}{where}, not a list of {count}")
+        raise InvalidReward(f"returned {type(column).__name__}{where}, not a list of {count}")
     if len(column) != count:
-        raise NotAReward(f"returned {len(column)} values{where} for {count} rollouts")
+        raise InvalidReward(f"returned {len(column)} values{where} for {count} rollouts")
     return list(column)

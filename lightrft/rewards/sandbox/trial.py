@@ -23,7 +23,7 @@ from typing import Any
 
 from lightrft.rewards.registry import Reward, load_reward
 from lightrft.rewards.sandbox.guardian import become_guardian
-from lightrft.rewards.sandbox.results import NotAReward, rows_of, terms_of
+from lightrft.rewards.sandbox.results import InvalidReward, rows_of, terms_of
 from lightrft.rewards.sandbox.rollout_view import view_of
 from lightrft.rewards.sandbox.worker import describe, warm_up
 from lightrft.types import Rollout
@@ -182,7 +182,7 @@ def _outcome(reward: Reward, call: Call) -> dict[str, Any]:
     try:
         results = _called(reward, [pickle.loads(view) for view in call.views])
         return {"values": [terms_of(result)[""] for result in results]}
-    except NotAReward as error:
+    except InvalidReward as error:
         return {"problem": str(error), "trace": _defined(reward)}
     except BaseException as error:
         return {"problem": f"raised {describe(error)}", "trace": _frames(error) or _defined(reward)}

@@ -1,7 +1,7 @@
 """Run reward functions in a process that loads neither torch nor the user's program.
 
 It therefore starts in an instant. Its parent starts it on one end of a socket pair and sends
-frames. The first frame is a ``Start``, then one ``Work`` follows per group of calls. The worker
+frames. The first frame is a ``WorkerInit``, then one ``WorkBatch`` follows per group of calls. The worker
 replies with JSON lines, one when a group has begun and one per call. The parent therefore knows
 which call a silent worker is in. Output printed by functions goes to standard error.
 """
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightrft.rewards.registry import OverBudget, Reward, load_reward
 from lightrft.rewards.sandbox.guardian import become_guardian
-from lightrft.rewards.sandbox.results import NotAReward, rows_of, terms_of, wrong_and_ungraded
+from lightrft.rewards.sandbox.results import InvalidReward, rows_of, terms_of, wrong_and_ungraded
 from lightrft.utils.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ LOOP_SLACK = 0.2  # seconds, so that an event loop that is not blocked cancels i
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class WorkerInit:
     """Initial message to a worker: the functions, and the limits of each call.
 
     Attributes:
@@ -51,11 +51,11 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class WorkBatch:
     """Calls of one function, one per pickled rollout view.
 
     Attributes:
-        reward: Index of the function in ``Start.rewards``.
+        reward: Index of the function in ``WorkerInit.rewards``.
         views: Pickled ``RolloutView`` objects.
     """
 
@@ -63,7 +63,7 @@ class Work:
     views: list[bytes]
 
 
-class Overdue(BaseException):
+class DeadlineExceeded(BaseException):
     """Raised by the alarm in a call that is past its deadline.
 
     Not an ``Exception``, so that handlers of the function do not catch it.
@@ -78,7 +78,7 @@ def main(fd: int, parent: int) -> None:
     frame = _receive(connection)
     if frame is None:
         return
-    start: Start = pickle.loads(frame)
+    start: WorkerInit = pickle.loads(frame)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     worker = RewardWorker(connection, start.deadline)
     try:
@@ -124,7 +124,7 @@ class RewardWorker:
             os._exit(0)
         self.connection.sendall(json.dumps(message).encode() + b"\n")
 
-    def serve(self, work: Work) -> None:
+    def serve(self, work: WorkBatch) -> None:
         """Run the calls of ``work`` and send the outcome of each."""
         self.tell(begun=True)
         reward = self.rewards[work.reward]
@@ -186,7 +186,7 @@ class RewardWorker:
             try:
                 async with scope:
                     outcome: dict[str, Any] = {"terms": terms_of(await reward.function(pickle.loads(view), **reward.options))}
-            except (Overdue, asyncio.CancelledError):
+            except (DeadlineExceeded, asyncio.CancelledError):
                 raise
             except BaseException as error:
                 overdue = scope.expired() and isinstance(error, TimeoutError)
@@ -252,16 +252,16 @@ class RewardWorker:
     def _ring(self, *_: Any) -> None:
         if self.armed:
             self.armed, self.rang = False, True
-            raise Overdue
+            raise DeadlineExceeded
 
 
 def failure(error: BaseException) -> dict[str, str]:
     """Return why a call has no result, in the words of the protocol."""
-    if isinstance(error, Overdue):
+    if isinstance(error, DeadlineExceeded):
         return {"kind": "deadline", "reason": ""}
     if isinstance(error, MemoryError):
         return {"kind": "memory", "reason": ""}
-    if isinstance(error, NotAReward):
+    if isinstance(error, InvalidReward):
         return {"kind": "value", "reason": str(error)[:300]}
     return {"kind": "raised", "reason": f"raised {describe(error)}"}
 

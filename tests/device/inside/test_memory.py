@@ -9,7 +9,7 @@ import pytest
 
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
-from lightrft.diagnostics.memory.estimate import needs
+from lightrft.diagnostics.memory.estimate import estimate_memory
 from lightrft.diagnostics.memory.phases import Device, Lengths
 from lightrft.engines.native import NativeEngine
 from lightrft.learner import policy_update
@@ -82,7 +82,7 @@ def test_sleeping_frees_optimizer_states_and_frozen_models_while_responses_are_g
     moments, frozen = 2 * (policy + critic), policy + BUFFERS  # the reference is as large as the policy
     assert awake.generating[1] - asleep.generating[1] == moments + frozen
     assert awake.generating[0] - asleep.generating[0] == frozen  # no optimizer has a state yet
-    computed = needs(build(RLConfig, deep_merge(tree, {"strategy": {"sleep": True}})), LENGTHS, Device(NAME, 0))
+    computed = estimate_memory(build(RLConfig, deep_merge(tree, {"strategy": {"sleep": True}})), LENGTHS, Device(NAME, 0))
     assert abs(computed.host["asleep while answers are drawn"] - moments - frozen) <= BUFFERS
     assert [u.after - u.before for u in asleep.updates[:2]] == [u.after - u.before for u in awake.updates[:2]]
 
@@ -107,7 +107,7 @@ def test_the_peak_that_doctor_computes_bounds_what_is_allocated(
 ) -> None:
     long = {"sampling": {"max_new_tokens": 40, "min_new_tokens": 40}, "strategy": {"sleep": sleep}}
     tree = deep_merge(deep_merge(rl_tree, ROLES), long)
-    computed = needs(build(RLConfig, tree), LENGTHS, Device(NAME, 0))
+    computed = estimate_memory(build(RLConfig, tree), LENGTHS, Device(NAME, 0))
     measured = measure(tree, monkeypatch)
     highest = max(count.peak_bytes for count in measured.updates)
     assert abs(computed.peak - highest) <= 0.05 * highest  # indices of tokens are left out of what is computed

@@ -59,7 +59,7 @@ def test_a_decoded_token_batch_costs_one_wait(
     engine = native.NativeEngine(KVDecoder(model), tiny_tokenizer(), EngineConfig(max_rows=5))
     prompts = [Prompt(str(i), list(range(10, 14 + i))) for i in range(4)]
     requests = [Request(prompt, seed=7 * i + s, sample=s) for i, prompt in enumerate(prompts) for s in range(3)]
-    with watched(monkeypatch, native._Run, "advance") as calls:
+    with watched(monkeypatch, native._RunningRequests, "advance") as calls:
         done = list(engine.generate(requests, SamplingConfig(max_new_tokens=8, **sampling)))
     assert len(done) == 12
     assert len(calls) > 8  # rows come and go

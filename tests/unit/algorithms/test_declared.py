@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.contracts.cases import filled, plain_batch
-from lightrft.algorithms.importance_sampling import CORRECTIONS
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
@@ -111,14 +111,14 @@ def test_an_advantage_says_whether_it_compares_the_answers_of_a_group(name: str)
     assert ("groups" in ADVANTAGES.about(name).needs) == compares
 
 
-@pytest.mark.parametrize("name", sorted(CORRECTIONS))
+@pytest.mark.parametrize("name", sorted(IS_CORRECTIONS))
 def test_a_correction_says_which_log_probs_it_reads(name: str) -> None:
     batch = case()
     columns = dict.fromkeys(("now", "old", "behavior"), column(batch, "logprobs"))
 
     def weights(moved: dict[str, Tensor]) -> Tensor:
         options = {"opsm": {"delta": 0.1}, "divergence_reject": {"limit": 0.1}}.get(name, {})
-        return CORRECTIONS[name](*moved.values(), column(batch, "advantages"), TokenRows.of(batch), **options)
+        return IS_CORRECTIONS[name](*moved.values(), column(batch, "advantages"), TokenRows.of(batch), **options)
 
     uneven = torch.linspace(0.5, 1.5, batch.tokens)  # what is normalised does not see that all have moved alike
     read = {
@@ -126,7 +126,7 @@ def test_a_correction_says_which_log_probs_it_reads(name: str) -> None:
         for need in ("old", "behavior")
         if any(changes(weights, columns, {**columns, need: columns[need] + size * uneven}) for size in (-1, 1))
     }
-    assert CORRECTIONS.about(name).needs & {"old", "behavior"} == read
+    assert IS_CORRECTIONS.about(name).needs & {"old", "behavior"} == read
 
 
 PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
@@ -161,7 +161,7 @@ PUBLISHED: dict[str, dict[str, dict[str, Any]]] = {
 """Options with their values when none is given: the numbers of the papers."""
 
 
-@pytest.mark.parametrize("registry", [ADVANTAGES, POLICY_LOSSES, CORRECTIONS], ids=lambda registry: registry.kind)
+@pytest.mark.parametrize("registry", [ADVANTAGES, POLICY_LOSSES, IS_CORRECTIONS], ids=lambda registry: registry.kind)
 def test_options_that_are_not_given_are_the_published_numbers(registry: Registry[Any]) -> None:
     found = {}
     for name in registry:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.importance_sampling import CORRECTIONS, correction_weights, interpolated_proximal, version_share
+from lightrft.algorithms.importance_sampling import IS_CORRECTIONS, correction_weights, interpolated_proximal, version_share
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.base import ComponentConfig
 
@@ -29,7 +29,7 @@ def weights(name: str, advantages: list[float] | None = None, now: Tensor | None
     old = torch.tensor(RATIOS, dtype=torch.float64).log()
     behavior = torch.zeros_like(old)
     a = torch.tensor(advantages or [1.0] * 5, dtype=torch.float64)
-    return CORRECTIONS[name](old if now is None else now, old, behavior, a, ROWS, **options)[ROWS.mask].tolist()
+    return IS_CORRECTIONS[name](old if now is None else now, old, behavior, a, ROWS, **options)[ROWS.mask].tolist()
 
 
 def test_importance_has_no_bound() -> None:
@@ -98,8 +98,8 @@ def test_off_policy_responses_to_move_away_from_are_dropped() -> None:
 def test_a_weight_that_overflows_is_truncated_or_left_out(level: str, dtype: torch.dtype) -> None:
     old, behavior = torch.zeros(5, dtype=dtype), torch.full((5,), -1000.0, dtype=dtype)
     args = (old, old, behavior, torch.ones(5, dtype=dtype), ROWS)
-    assert CORRECTIONS["tis"](*args, level=level)[ROWS.mask].tolist() == [2.0] * 4
-    assert CORRECTIONS["mis"](*args, level=level)[ROWS.mask].tolist() == [0.0] * 4
+    assert IS_CORRECTIONS["tis"](*args, level=level)[ROWS.mask].tolist() == [2.0] * 4
+    assert IS_CORRECTIONS["mis"](*args, level=level)[ROWS.mask].tolist() == [0.0] * 4
 
 
 def test_several_corrections_multiply() -> None:
@@ -127,9 +127,9 @@ def test_the_proximal_log_probs_lie_between_sampler_and_policy_and_carry_no_grad
 
 def test_on_policy_every_weight_is_one() -> None:
     same = torch.full((5,), math.log(0.3))
-    for name in CORRECTIONS:
+    for name in IS_CORRECTIONS:
         options = {"opsm": {"delta": 0.1}, "divergence_reject": {"limit": 0.1}}.get(name, {})
-        assert CORRECTIONS[name](same, same, same, -torch.ones(5), ROWS, **options).tolist() == [1.0] * 5
+        assert IS_CORRECTIONS[name](same, same, same, -torch.ones(5), ROWS, **options).tolist() == [1.0] * 5
 
 
 def test_the_product_of_corrections_stays_a_number_in_float32() -> None:

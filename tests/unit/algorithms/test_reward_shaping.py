@@ -9,7 +9,7 @@ from lightrft.algorithms.reward_shaping import SHAPINGS, TERMS, shape, token_rew
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import ComponentConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
+from lightrft.learner.controllers import Controllers
 from lightrft.trainer.rl_step import with_advantages
 from lightrft.types import Batch
 from lightrft.utils.errors import ConfigError
@@ -131,7 +131,7 @@ def test_each_reward_of_gdpo_is_normalised_in_its_group_and_their_sum_over_the_b
     algorithm = AlgorithmConfig.model_validate({"preset": "gdpo", "advantage": {"eps": 0.0}, "normalize": {"eps": 0.0}})
     batch = terms_batch([[0, 10], [2, 30], [1, 5], [3, 5]], [[1, 3]] * 4, [0, 0, 1, 1])
     config = RLConfig(algorithm=algorithm)
-    found = with_advantages(batch, config, Controls.of(algorithm)).advantages
+    found = with_advantages(batch, config, Controllers.of(algorithm)).advantages
     # sums -4 s, 4 s, -s, s with s = sqrt(1/2): mean 0, variance s^2 (16 + 16 + 1 + 1) / 3
     std = (34 / 3) ** 0.5
     assert found.tolist() == pytest.approx([-4 / std, 4 / std, -1 / std, 1 / std], rel=1e-6)  # type: ignore[union-attr]

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.algorithms.reward_shaping import with_rewards
-from lightrft.algorithms.running_stats import RUNNING, Moments
+from lightrft.algorithms.running_stats import RUNNING, RunningStats
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.learner.controllers import Controls
+from lightrft.learner.controllers import Controllers
 from lightrft.types import Batch
 from tests.numbers.strategies import batch_of, plain_case
 
@@ -26,8 +26,8 @@ def tensor(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def seen(*batches: list[float]) -> Moments:
-    moments = Moments()
+def seen(*batches: list[float]) -> RunningStats:
+    moments = RunningStats()
     for values in batches:
         moments = moments.including(tensor(values))
     return moments
@@ -70,7 +70,7 @@ def test_while_all_are_equal_there_is_no_deviation_and_no_scale(value: float) ->
     assert found.deviation() == 0.0
     assert found.standardised(tensor([value] * 3), 0.0).tolist() == [0.0] * 3
     assert found.scaled(tensor([value]), 1e-6).tolist() == [value]
-    assert Moments().natural(tensor([value]), 1e-6).tolist() == [value]
+    assert RunningStats().natural(tensor([value]), 1e-6).tolist() == [value]
 
 
 @settings(deadline=None)
@@ -98,9 +98,9 @@ def algorithm(**normalize: object) -> AlgorithmConfig:
 
 def steps(chosen: AlgorithmConfig, *batches: list[float]) -> list[float]:
     """Rewards of the last batch, of a run that has trained on those before it."""
-    controls = Controls.of(chosen)
+    controls = Controllers.of(chosen)
     for rewards in batches[:-1]:
-        controls.steer(with_rewards(batch(rewards), chosen, 8, controls.rewards))
+        controls.update_from_batch(with_rewards(batch(rewards), chosen, 8, controls.rewards))
     return with_rewards(batch(batches[-1]), chosen, 8, controls.rewards).rewards.tolist()  # type: ignore[union-attr]
 
 
@@ -115,11 +115,11 @@ def test_rewards_are_normalised_over_the_run_with_the_batch_included() -> None:
 
 def test_a_batch_that_is_looked_at_twice_counts_once() -> None:
     chosen = algorithm(rewards="standard")
-    controls = Controls.of(chosen)
+    controls = Controllers.of(chosen)
     first = with_rewards(batch([0.0, 4.0]), chosen, 8, controls.rewards)
     again = with_rewards(batch([0.0, 4.0]), chosen, 8, controls.rewards)
     assert torch.equal(first.rewards, again.rewards)  # type: ignore[arg-type]
-    metrics = controls.steer(first).compute()
+    metrics = controls.update_from_batch(first).compute()
     assert controls.rewards == seen([0.0, 4.0])
     assert (metrics["reward/seen_mean"], metrics["reward/seen_std"]) == (2.0, 2.0)
 
@@ -131,15 +131,15 @@ def test_shaping_follows_normalisation() -> None:
             "shaping": [{"name": "reward_scale", "options": {"scale": 10, "shift": 1}}],
         }
     )
-    found = with_rewards(batch([0.0, 4.0]), chosen, 8, Moments())
+    found = with_rewards(batch([0.0, 4.0]), chosen, 8, RunningStats())
     assert found.rewards.tolist() == [-9.0, 11.0]  # type: ignore[union-attr]
     assert found.outcomes.tolist() == [0.0, 4.0]  # type: ignore[union-attr]
 
 
 def test_what_was_seen_is_saved_with_the_run() -> None:
-    controls = Controls.of(algorithm(rewards="standard", values=True))
+    controls = Controllers.of(algorithm(rewards="standard", values=True))
     controls.rewards, controls.returns = seen([0.1, 0.7, 1 / 3]), seen([5.0])
-    other = Controls.of(algorithm())
+    other = Controllers.of(algorithm())
     other.load_state_dict(json.loads(json.dumps(controls.state_dict())))
     assert (other.rewards, other.returns) == (controls.rewards, controls.returns)
 
@@ -148,7 +148,7 @@ def test_what_was_seen_is_saved_with_the_run() -> None:
 
 
 def test_the_critic_learns_returns_of_deviation_one_and_its_old_values_stay_as_it_spoke_them() -> None:
-    controls = Controls.of(algorithm(values=True))
+    controls = Controllers.of(algorithm(values=True))
     controls.returns = seen([2.0, 6.0])  # mean 4, deviation 2
     spoken = tensor([0.5, -1.0])
     natural = controls.values(spoken)
@@ -159,28 +159,28 @@ def test_the_critic_learns_returns_of_deviation_one_and_its_old_values_stay_as_i
     assert for_critic.values.tolist() == spoken.tolist()  # type: ignore[union-attr]
     assert for_critic.returns.tolist() == pytest.approx([-4 / after.deviation(), 4 / after.deviation()])  # type: ignore[union-attr]
     assert controls.returns == seen([2.0, 6.0])
-    assert controls.steer(made).compute()["critic/seen_std"] == after.deviation()
+    assert controls.update_from_batch(made).compute()["critic/seen_std"] == after.deviation()
     assert controls.returns == after
 
 
 def test_tokens_that_were_not_sampled_are_no_returns() -> None:
-    controls = Controls.of(algorithm(values=True))
+    controls = Controllers.of(algorithm(values=True))
     made = batch_of(plain_case([[True, False, True]], [0])).replace(returns=tensor([1.0, 99.0, 3.0]))
-    controls.steer(made)
+    controls.update_from_batch(made)
     assert controls.returns == seen([1.0, 3.0])
 
 
 def test_without_normalisation_values_and_returns_are_left_as_they_are() -> None:
-    controls = Controls.of(AlgorithmConfig())
+    controls = Controllers.of(AlgorithmConfig())
     made = batch([0.0]).replace(returns=tensor([9.0]))
     assert controls.for_critic(made) is made
-    controls.steer(made)
-    assert controls.returns == controls.rewards == Moments()
+    controls.update_from_batch(made)
+    assert controls.returns == controls.rewards == RunningStats()
 
 
 def test_outcomes_stay_as_they_were_scored() -> None:
     chosen = AlgorithmConfig.model_validate({"normalize": {"terms": "batch"}, "shaping": "reward_clip"})
     made = batch([0.0, 4.0]).replace(terms=tensor([0.0, 4.0])[:, None], term_weights=tensor([1.0, 1.0])[:, None])
-    found = with_rewards(made, chosen, 8, Moments())
+    found = with_rewards(made, chosen, 8, RunningStats())
     assert found.outcomes.tolist() == [0.0, 4.0]  # type: ignore[union-attr]
     assert found.rewards.tolist() == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-5)  # type: ignore[union-attr]

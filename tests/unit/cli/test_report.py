@@ -6,7 +6,7 @@ from lightrft.cli import progress
 from lightrft.cli.main import main
 from lightrft.config.base import Settings
 from lightrft.config.run import RunConfig
-from lightrft.observability.run_directory import RunFolder
+from lightrft.observability.run_directory import RunDirectory
 from lightrft.utils.errors import DataError
 
 
@@ -15,7 +15,7 @@ class Config(Settings):
 
 
 def run_in(folder):
-    run = RunFolder.open(folder, Config(), resume="auto", overwrite=False)
+    run = RunDirectory.open(folder, Config(), resume="auto", overwrite=False)
     run.log({"step": 1, "phase": "rl", "reward/mean": 0.25})
     run.close()
 

@@ -9,7 +9,7 @@ import yaml
 
 from lightrft.config.base import build, load_settings, to_resolved_yaml
 from lightrft.config.verbs import ChatConfig, RLConfig
-from lightrft.observability.run_directory import RunFolder
+from lightrft.observability.run_directory import RunDirectory
 from lightrft.utils.errors import ConfigError
 
 TREE = """
@@ -86,7 +86,7 @@ def test_a_path_that_is_only_in_the_working_directory_is_refused_with_what_to_wr
 def test_the_settings_of_a_run_folder_hold_absolute_paths_and_mean_the_same_from_elsewhere(project, monkeypatch):
     (project / "models" / "policy").rmdir()
     found = load_settings(RLConfig, ["conf/a.yaml"], ["teacher.path=conf/models/policy"]).settings
-    RunFolder.open(Path("runs/x"), found, resume="auto", overwrite=False).close()
+    RunDirectory.open(Path("runs/x"), found, resume="auto", overwrite=False).close()
     saved = yaml.safe_load((project / "runs" / "x" / "config.yaml").read_text())
     assert saved["model"]["path"] == saved["teacher"]["path"] == f"{project}/conf/models/policy"
     assert saved["reward"]["terms"][0]["function"] == f"{project}/conf/reward.py:score"
@@ -99,12 +99,12 @@ def test_the_settings_of_a_run_folder_hold_absolute_paths_and_mean_the_same_from
 
 def test_a_run_is_resumed_from_the_same_settings_and_not_from_another_path(project):
     found = build(RLConfig, {"model": {"path": "models/policy"}})
-    RunFolder.open(Path("runs/x"), found, resume="auto", overwrite=False).close()
+    RunDirectory.open(Path("runs/x"), found, resume="auto", overwrite=False).close()
     Path("runs/x/metrics.jsonl").write_text('{"step": 1}\n')
-    RunFolder.open(Path("runs/x"), found, resume="auto", overwrite=False).close()
+    RunDirectory.open(Path("runs/x"), found, resume="auto", overwrite=False).close()
     other = build(RLConfig, {"model": {"path": "conf/models/policy"}})
     with pytest.raises(ConfigError, match=r"model\.path"):
-        RunFolder.open(Path("runs/x"), other, resume="auto", overwrite=False)
+        RunDirectory.open(Path("runs/x"), other, resume="auto", overwrite=False)
 
 
 def test_lists_of_paths_are_relative_too(project):

@@ -3,9 +3,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightrft.config.data import Columns, DataConfig
-from lightrft.datasets.chat_encoder import CLOSE, OPEN, Encoder, check_template
+from lightrft.datasets.chat_encoder import CLOSE, OPEN, ChatEncoder, check_template
 from lightrft.datasets.row_parser import read_record
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.models.tiny.text import tiny_tokenizer
 from lightrft.utils.errors import ConfigError, ModelError
 from tests.unit.datasets.tokenizers import FORGETS, NO_END, OPENS_OTHERWISE, WITH_BOS, bos_tokenizer, chat_tokenizer
@@ -16,9 +16,9 @@ CHAT = [{"role": "user", "content": "1+1=?"}, {"role": "assistant", "content": "
 
 def encoded(row, tokenizer=TOKENIZER, **config):
     """Text and tokens of the prompt of ``row``."""
-    encoder = Encoder(DataConfig(**config), tokenizer)
+    encoder = ChatEncoder(DataConfig(**config), tokenizer)
     text = encoder.prompt(read_record(row, Columns(), "row 1"))
-    return encoder.unshield(text), encoder.encode_prompts([text])[0]
+    return encoder.unescape_special_tokens(text), encoder.encode_prompts([text])[0]
 
 
 def templated(messages, tokenizer=TOKENIZER, **options):
@@ -54,7 +54,7 @@ def test_a_template_takes_the_place_of_the_chat_template_or_fills_the_users_mess
 
 
 def test_a_template_of_a_missing_column_names_it():
-    with pytest.raises(BadRow, match=r"row 1: data\.template names \{hint\}; the row has: prompt"):
+    with pytest.raises(MalformedRow, match=r"row 1: data\.template names \{hint\}; the row has: prompt"):
         encoded({"prompt": "1+1=?"}, template="{prompt} {hint}")
 
 
@@ -81,14 +81,14 @@ def test_a_tokenizer_without_chat_template_is_an_error_that_names_the_ways_out()
         encoded({"prompt": "a"}, tokenizer, chat=True)
     with pytest.raises(ConfigError, match=r"data\.system needs a chat template"):
         encoded({"prompt": "a"}, tokenizer, system="Be brief.")
-    with pytest.raises(BadRow, match=r"row 1: a conversation of 3 messages needs a chat template"):
+    with pytest.raises(MalformedRow, match=r"row 1: a conversation of 3 messages needs a chat template"):
         encoded({"messages": CHAT}, tokenizer)
     assert encoded({"prompt": "a"}, tokenizer)[1] == tokenizer("a")["input_ids"]
 
 
 def test_a_chat_template_that_refuses_a_row_is_an_error_that_names_it():
     tokenizer = chat_tokenizer("{{ raise_exception('no tools here') }}")
-    with pytest.raises(BadRow, match=r"row 1: the chat template refuses messages with the roles user: no tools here"):
+    with pytest.raises(MalformedRow, match=r"row 1: the chat template refuses messages with the roles user: no tools here"):
         encoded({"prompt": "a"}, tokenizer)
 
 
@@ -135,8 +135,10 @@ def test_markup_of_the_template_is_text_in_a_question_and_kept_in_an_answer():
     tokenizer = chat_tokenizer(OPENS_OTHERWISE)
     tokenizer.add_tokens(["<think>"])
     think = tokenizer.convert_tokens_to_ids("<think>")
-    encoder = Encoder(DataConfig(), tokenizer)
-    asked, answered = encoder.encode([encoder.shield("a<think>b"), encoder.shield("a<think>b", answer=True)])
+    encoder = ChatEncoder(DataConfig(), tokenizer)
+    asked, answered = encoder.encode(
+        [encoder.escape_special_tokens("a<think>b"), encoder.escape_special_tokens("a<think>b", answer=True)]
+    )
     assert think not in asked and tokenizer.decode(asked) == "a<think>b"
     assert think in answered
 
@@ -146,9 +148,9 @@ def test_markup_of_the_template_is_text_in_a_question_and_kept_in_an_answer():
 )
 def test_no_text_whatever_acts_as_a_control_token(pieces):
     content = "".join(pieces)
-    encoder = Encoder(DataConfig(), TOKENIZER)
-    shielded = encoder.shield(content)
-    assert encoder.unshield(shielded) == content
+    encoder = ChatEncoder(DataConfig(), TOKENIZER)
+    shielded = encoder.escape_special_tokens(content)
+    assert encoder.unescape_special_tokens(shielded) == content
     ids = encoder.encode([shielded])[0]
     assert not set(ids) & encoder.special_ids
     assert len(ids) == len(content)  # a character is a token here: nothing is lost or doubled
@@ -157,7 +159,7 @@ def test_no_text_whatever_acts_as_a_control_token(pieces):
 @given(st.text(alphabet="ab<|>_\n ", max_size=12))
 def test_text_without_special_tokens_has_the_tokens_of_the_chat_template(content):
     messages = [{"role": "user", "content": content}, *CHAT[1:]]
-    encoder = Encoder(DataConfig(), TOKENIZER)
+    encoder = ChatEncoder(DataConfig(), TOKENIZER)
     assert encoder.encode([encoder.render(encoder.shielded(messages), "row", generate=True)])[0] == templated(messages)
 
 

@@ -25,20 +25,20 @@ from PIL import Image, ImageFile
 
 from lightrft.config.data import MediaConfig
 from lightrft.datasets.media.access import Access
-from lightrft.datasets.media.audio import Hearing, read_sound, sound_length
+from lightrft.datasets.media.audio import AudioSettings, read_sound, sound_length
 from lightrft.datasets.media.fetch import Fetch, Frames, Samples
 from lightrft.datasets.media.image import read_picture
 from lightrft.datasets.media.items import Item
 from lightrft.datasets.media.reader import MediaReader
-from lightrft.datasets.media.video import Viewing, clip_extent, read_clip
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.media.video import VideoSettings, clip_extent, read_clip
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.types import Extent
 from tests.unit.datasets.media_files import clip, encoded, picture, pixels
 
 LIMIT = 64_000_000
 MB = 2**20
-VIEW = Viewing(fps=None, max_frames=64, max_seconds=None, max_source_pixels=LIMIT, most_bytes=2048 * MB)
-HEAR = Hearing(rate=16000, resample=True, max_seconds=None, most_bytes=2048 * MB)
+VIEW = VideoSettings(fps=None, max_frames=64, max_seconds=None, max_source_pixels=LIMIT, most_bytes=2048 * MB)
+HEAR = AudioSettings(rate=16000, resample=True, max_seconds=None, most_bytes=2048 * MB)
 
 
 def peak_mb(work: Callable[[], Any]) -> float:
@@ -101,7 +101,7 @@ def test_a_sound_longer_than_max_seconds_is_not_decoded_to_its_end(form: str, mo
         return decoded[-1]
 
     monkeypatch.setattr(soundfile.SoundFile, "read", counted)
-    hearing = Hearing(16000, True, 2.0)
+    hearing = AudioSettings(16000, True, 2.0)
     for work in (sound_length, read_sound):
         decoded.clear()
         with pytest.raises(ValueError, match=r"more than data\.media\.max_seconds = 2"):
@@ -110,7 +110,7 @@ def test_a_sound_longer_than_max_seconds_is_not_decoded_to_its_end(form: str, mo
 
 
 def test_a_sound_beyond_max_decoded_mb_is_refused_in_any_form() -> None:
-    small = Hearing(16000, True, None, most_bytes=MB)
+    small = AudioSettings(16000, True, None, most_bytes=MB)
     for content in (wav(16000, 100_000), Samples(np.zeros(100_000, np.float32), 16000), wav(8, 200)):
         with pytest.raises(ValueError, match=r"more than data\.media\.max_decoded_mb = 1$"):
             read_sound(content, small)
@@ -172,7 +172,7 @@ def test_frames_of_different_sizes_are_refused_by_their_headers() -> None:
 def test_an_animation_is_refused_by_its_header_before_a_frame_is_decoded() -> None:
     with pytest.raises(ValueError, match=r"9000 x 9000 pixels, more than data\.media\.max_source_pixels"):
         read_clip(gif(9000), VIEW)
-    few = Viewing(None, 1, None, LIMIT, most_bytes=10 * MB)
+    few = VideoSettings(None, 1, None, LIMIT, most_bytes=10 * MB)
     with pytest.raises(
         ValueError, match=r"9 frames of 2000 x 2000 pixels take .* more than 8 times data\.media\.max_decoded_mb = 10"
     ):
@@ -190,13 +190,13 @@ def test_a_video_is_refused_by_its_header_before_a_frame_is_decoded(tmp_path: Pa
     clip(tmp_path / "a.mp4")
     monkeypatch.setattr("lightrft.datasets.media.video._upright", lambda frame: pytest.fail("a frame was decoded"))
     with pytest.raises(ValueError, match=r"48 x 32 pixels, more than data\.media\.max_source_pixels = 1000"):
-        clip_extent(tmp_path / "a.mp4", Viewing(None, 64, None, 1000))
+        clip_extent(tmp_path / "a.mp4", VideoSettings(None, 64, None, 1000))
 
 
 def test_the_frames_of_a_video_are_bounded_together(tmp_path: Path) -> None:
     clip(tmp_path / "a.mp4")
     with pytest.raises(ValueError, match=r"12 frames of 48 x 32 pixels take 54\.0 KiB, more than data\.media\.max_decoded_mb"):
-        read_clip(tmp_path / "a.mp4", Viewing(None, 64, None, LIMIT, most_bytes=50_000))
+        read_clip(tmp_path / "a.mp4", VideoSettings(None, 64, None, LIMIT, most_bytes=50_000))
 
 
 def test_a_play_list_is_no_video_and_opens_nothing(tmp_path: Path) -> None:
@@ -242,7 +242,7 @@ def test_a_deeply_nested_value_is_a_malformed_row(tmp_path: Path) -> None:
     for _ in range(100_000):
         value = {"path": value}
     reader = MediaReader(MediaConfig(), SimpleNamespace(limited=lambda *_: SimpleNamespace(parts={})))
-    with pytest.raises(BadRow, match="RecursionError"):
+    with pytest.raises(MalformedRow, match="RecursionError"):
         reader.measure(Item("image", value, "row 1", tmp_path))
     while isinstance(value, dict):  # to end it level by level: the interpreter would end it by recursion
         value = value.popitem()[1]
@@ -253,7 +253,9 @@ def test_the_items_of_a_row_are_bounded_together(tmp_path: Path) -> None:
     items = [Item(kind, "a", "row 1", tmp_path) for kind in ("image", "audio")]
     extents = [Extent((500, 500, 3)), Extent((20_000,))]
     reader.check_total(items, extents, "row 1")
-    with pytest.raises(BadRow, match=r"row 1: its 2 pictures, videos and sounds take 1\.1 MiB .* data\.media\.max_row_mb = 1"):
+    with pytest.raises(
+        MalformedRow, match=r"row 1: its 2 pictures, videos and sounds take 1\.1 MiB .* data\.media\.max_row_mb = 1"
+    ):
         reader.check_total(items, [extents[0], Extent((30_000,))], "row 1")
 
 

@@ -21,19 +21,19 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from lightrft.datasets.media.access import Access
-from lightrft.datasets.media.audio import Hearing, read_sound, resampled, sound_length
+from lightrft.datasets.media.audio import AudioSettings, read_sound, resampled, sound_length
 from lightrft.datasets.media.fetch import Fetch, Frames, Samples, digest
 from lightrft.datasets.media.image import picture_size, read_picture
 from lightrft.datasets.media.previews import attachment
-from lightrft.datasets.media.video import Viewing, clip_extent, read_clip
+from lightrft.datasets.media.video import VideoSettings, clip_extent, read_clip
 from lightrft.types import Extent
 from lightrft.utils.errors import DataError
 from tests.unit.datasets.media_files import clip, encoded, picture, pixels, sound, tone
 
 LIMIT = 10**8
-VIEW = Viewing(fps=2.0, max_frames=8, max_seconds=None, max_source_pixels=LIMIT)
+VIEW = VideoSettings(fps=2.0, max_frames=8, max_seconds=None, max_source_pixels=LIMIT)
 HERE = Access(hosts=("127.0.0.1",))
-HEAR = Hearing(rate=16000, resample=True, max_seconds=None)
+HEAR = AudioSettings(rate=16000, resample=True, max_seconds=None)
 
 
 @pytest.fixture
@@ -323,13 +323,13 @@ def test_sound_that_does_not_fit_is_told(tmp_path: Path) -> None:
     sound(tmp_path / "a.wav", seconds=0.5, rate=8000)
     soundfile.write(tmp_path / "empty.wav", np.zeros(0, np.float32), 16000)
     (tmp_path / "noise.wav").write_bytes(b"nothing of a kind" * 9)
-    cases: list[tuple[Any, Hearing, str]] = [
+    cases: list[tuple[Any, AudioSettings, str]] = [
         (
             tmp_path / "a.wav",
-            Hearing(16000, False, None),
+            AudioSettings(16000, False, None),
             r"8000 samples a second, the model takes 16000; set data\.media\.resample",
         ),
-        (tmp_path / "a.wav", Hearing(16000, True, 0.3), r"lasts 0\.5 s, more than data\.media\.max_seconds = 0\.3"),
+        (tmp_path / "a.wav", AudioSettings(16000, True, 0.3), r"lasts 0\.5 s, more than data\.media\.max_seconds = 0\.3"),
         (tmp_path / "empty.wav", HEAR, "the sound is empty"),
         (tmp_path / "noise.wav", HEAR, "the sound cannot be read"),
         (Samples(np.array([0.0, np.nan]), 16000), HEAR, "not finite"),
@@ -403,11 +403,11 @@ def test_a_clip_of_which_less_than_half_can_be_decoded_is_damaged(tmp_path: Path
 
 def test_of_a_long_clip_frames_are_spread_over_its_length(tmp_path: Path) -> None:
     clip(tmp_path / "a.mp4", frames=12, rate=2)
-    assert clip_extent(tmp_path / "a.mp4", Viewing(4.0, 4, None, LIMIT)).times == (0.0, 1.5, 3.5, 5.5)
-    assert len(clip_extent(tmp_path / "a.mp4", Viewing(None, 100, None, LIMIT)).times) == 12
-    assert len(clip_extent(tmp_path / "a.mp4", Viewing(100.0, 100, None, LIMIT)).times) == 12
-    assert len(clip_extent(tmp_path / "a.mp4", Viewing(100.0, 1, None, LIMIT)).times) == 1
-    few = Viewing(0.1, 8, None, LIMIT, least=3)
+    assert clip_extent(tmp_path / "a.mp4", VideoSettings(4.0, 4, None, LIMIT)).times == (0.0, 1.5, 3.5, 5.5)
+    assert len(clip_extent(tmp_path / "a.mp4", VideoSettings(None, 100, None, LIMIT)).times) == 12
+    assert len(clip_extent(tmp_path / "a.mp4", VideoSettings(100.0, 100, None, LIMIT)).times) == 12
+    assert len(clip_extent(tmp_path / "a.mp4", VideoSettings(100.0, 1, None, LIMIT)).times) == 1
+    few = VideoSettings(0.1, 8, None, LIMIT, least=3)
     assert clip_extent(tmp_path / "a.mp4", few).times == (0.0, 3.0, 5.5)
     clip(tmp_path / "b.mp4", frames=2, rate=30)
     assert len(clip_extent(tmp_path / "b.mp4", few).times) == 2
@@ -483,11 +483,11 @@ def test_a_clip_that_cannot_be_seen_is_told(tmp_path: Path) -> None:
     sound(tmp_path / "a.wav")
     picture(tmp_path / "b.png", 8, 8)
     picture(tmp_path / "c.png", 8, 9)
-    cases: list[tuple[Any, Viewing, str]] = [
+    cases: list[tuple[Any, VideoSettings, str]] = [
         (b"\0\0 nothing of a kind" * 9, VIEW, "not a video of any known format"),
         (tmp_path / "a.wav", VIEW, "no video in the file"),
-        (data, Viewing(2.0, 8, 1.0, LIMIT), r"lasts 2\.9 s, more than data\.media\.max_seconds = 1"),
-        (data, Viewing(2.0, 8, None, 100), r"48 x 32 pixels, more than data\.media\.max_source_pixels = 100"),
+        (data, VideoSettings(2.0, 8, 1.0, LIMIT), r"lasts 2\.9 s, more than data\.media\.max_seconds = 1"),
+        (data, VideoSettings(2.0, 8, None, 100), r"48 x 32 pixels, more than data\.media\.max_source_pixels = 100"),
         (Frames((tmp_path / "b.png", tmp_path / "c.png")), VIEW, "frames of different sizes: 8 x 8, 9 x 8"),
         (Frames(()), VIEW, "no frames"),
         (np.zeros((3, 4)), VIEW, "is no video"),
@@ -523,7 +523,7 @@ def test_frames_looked_at_ascend_and_are_neither_too_many_nor_too_few(
     gaps: list[int], fps: float | None, most: int, least: int
 ) -> None:
     times = [sum(gaps[:k]) / 20 for k in range(len(gaps))]
-    chosen = Viewing(fps, most, None, LIMIT, least).choose(times)
+    chosen = VideoSettings(fps, most, None, LIMIT, least).choose(times)
     assert chosen == sorted(set(chosen))
     assert min(least, most, len(times)) <= len(chosen) <= most
     assert chosen[0] == 0 and chosen[-1] < len(times)

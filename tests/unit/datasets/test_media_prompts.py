@@ -16,10 +16,10 @@ import torch
 from PIL import Image
 
 from lightrft.config.data import Columns, DataConfig, MediaConfig
-from lightrft.datasets.chat_encoder import Encoder
+from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.media.items import listed
 from lightrft.datasets.prompt_dataset import PromptDataset
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.types import Prompt
 from lightrft.utils.errors import ConfigError, DataError
@@ -192,17 +192,17 @@ def test_a_text_only_family_takes_markers_as_words_and_refuses_media(eye: Rig, f
     (prompt,) = alone({"prompt": "an <image> tag", "images": [], "video": None})
     assert "an <image> tag" in prompt.text and prompt.media == {} and prompt.attachments == ()
     with pytest.raises(
-        BadRow, match=r"line 1: column 'image' holds 1 image, but the model reads text alone.*data\.columns\.images: null"
+        MalformedRow, match=r"line 1: column 'image' holds 1 image, but the model reads text alone.*data\.columns\.images: null"
     ):
         alone({"prompt": "x", "image": "a.png"})
-    with pytest.raises(BadRow, match=r"line 1, message 1: a content part of type 'image', but the model reads text alone"):
+    with pytest.raises(MalformedRow, match=r"line 1, message 1: a content part of type 'image', but the model reads text alone"):
         alone({"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]})
     (out,) = alone({"prompt": "x", "image": "a.png"}, columns=Columns(images=None))
     assert out.columns == {"image": "a.png"}
 
 
 def test_a_kind_that_the_model_does_not_read_is_refused(eye: Rig, folder: Path) -> None:
-    with pytest.raises(BadRow, match=r"column 'audio_path' holds 1 audio, but the model reads text and image, video"):
+    with pytest.raises(MalformedRow, match=r"column 'audio_path' holds 1 audio, but the model reads text and image, video"):
         prompts(eye, folder, {"prompt": "x", "audio_path": "s.wav"})
     (prompt,) = prompts(eye, folder, {"prompt": "an <audio> tag"})
     assert "<audio>" in prompt.text
@@ -231,7 +231,7 @@ def test_a_row_that_cannot_be_used_is_an_error_or_a_counted_skip(
 ) -> None:
     Image.new("RGB", (4000, 4)).save(folder / "thin.png")
     rows = [{"prompt": "fine", "id": "one"}, row, {"prompt": "fine too", "image": "b.png", "id": "two"}]
-    with pytest.raises(BadRow, match=rf"rows\.jsonl, line 2.*{problem}"):
+    with pytest.raises(MalformedRow, match=rf"rows\.jsonl, line 2.*{problem}"):
         prompts(eye, folder, *rows)
     dataset = PromptDataset(config_of(written(folder, rows), malformed="skip"), eye.tokenizer, seed=0, processor=eye.processor)
     assert list(dataset.ids) == ["one", "two"]
@@ -253,7 +253,7 @@ def test_a_row_that_cannot_be_used_is_an_error_or_a_counted_skip(
 def test_a_number_of_a_part_that_is_none_makes_a_malformed_row(name: str, value: Any, said: str, eye: Rig, folder: Path) -> None:
     row = {"prompt": [{"role": "user", "content": [{"type": "video", "video": "c.mp4", name: value}]}]}
     rows = [{"prompt": "fine"}, row]
-    with pytest.raises(BadRow, match=f"line 2, message 1: {name} is {said}"):
+    with pytest.raises(MalformedRow, match=f"line 2, message 1: {name} is {said}"):
         prompts(eye, folder, *rows)
     dataset = PromptDataset(config_of(written(folder, rows), malformed="skip"), eye.tokenizer, seed=0, processor=eye.processor)
     assert (len(dataset), dataset.counts["malformed"]) == (1, 1)
@@ -291,7 +291,7 @@ def test_sound_comes_at_the_rate_of_the_model(ear: Rig, folder: Path) -> None:
     file, array = prompts(ear, folder, {"prompt": "x", "audio": "low.wav"}, {"prompt": "x", "audios": [given]})
     assert file.token_ids == array.token_ids
     torch.testing.assert_close(file.media["input_features"].values, array.media["input_features"].values, atol=1e-3, rtol=0)
-    with pytest.raises(BadRow, match=r"low\.wav.*8000 samples a second, the model takes 16000"):
+    with pytest.raises(MalformedRow, match=r"low\.wav.*8000 samples a second, the model takes 16000"):
         prompts(ear, folder, {"prompt": "x", "audio": "low.wav"}, media={"resample": False})
 
 
@@ -443,9 +443,9 @@ def test_a_file_that_changes_later_is_told_when_its_prompt_is_drawn(eye: Rig, fo
     whole = (folder / "b.png").read_bytes()
     (folder / "b.png").write_bytes(whole[: len(whole) // 2])
     changed, damaged = dataset.fetch([0, 1])
-    assert isinstance(changed, BadRow) and "line 1: " in str(changed) and "placeholders for" in str(changed)
-    assert isinstance(damaged, BadRow) and "line 2, column 'image': 'b.png': the picture is damaged" in str(damaged)
-    with pytest.raises(BadRow, match="has a file changed since the data was opened"):
+    assert isinstance(changed, MalformedRow) and "line 1: " in str(changed) and "placeholders for" in str(changed)
+    assert isinstance(damaged, MalformedRow) and "line 2, column 'image': 'b.png': the picture is damaged" in str(damaged)
+    with pytest.raises(MalformedRow, match="has a file changed since the data was opened"):
         dataset[0]
     assert dataset.prompt(0, media=False).media == {}
 
@@ -475,7 +475,7 @@ def test_relative_paths_start_from_the_file_or_from_the_root_that_is_set(
 ) -> None:
     (folder / "rows").mkdir()
     path = written(folder / "rows", [{"prompt": "x", "image": "a.png"}])
-    with pytest.raises(BadRow, match=r"there is no file .*rows/a\.png"):
+    with pytest.raises(MalformedRow, match=r"there is no file .*rows/a\.png"):
         PromptDataset(config_of(path), eye.tokenizer, seed=0, processor=eye.processor)
     found = PromptDataset(config_of(path, media={"root": str(folder)}), eye.tokenizer, seed=0, processor=eye.processor)
     assert found[0].media
@@ -487,12 +487,12 @@ def test_columns_that_the_settings_name_are_read_and_must_exist(eye: Rig, folder
     assert prompt.media and prompt.columns["image"] == "gone.png"
     (nested,) = prompts(eye, folder, {"prompt": "x", "extra": {"photos": ["a.png"]}}, columns=Columns(images="extra.photos"))
     assert nested.token_ids == prompt.token_ids
-    with pytest.raises(BadRow, match=r"no column 'foto' \(data\.columns\.images\).*did you mean 'photo'"):
+    with pytest.raises(MalformedRow, match=r"no column 'foto' \(data\.columns\.images\).*did you mean 'photo'"):
         prompts(eye, folder, row, columns=Columns(images="foto"))
 
 
 def test_messages_are_asked_with_media_as_a_row_would_be(eye: Rig, folder: Path) -> None:
-    encoder = Encoder(DataConfig(chat=True), eye.tokenizer, eye.processor)
+    encoder = ChatEncoder(DataConfig(chat=True), eye.tokenizer, eye.processor)
     content = [{"type": "image", "image": Image.open(folder / "a.png")}, {"type": "text", "text": "what?"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": content}]
     asked = encoder.ask(messages, "the conversation")
@@ -502,9 +502,9 @@ def test_messages_are_asked_with_media_as_a_row_would_be(eye: Rig, folder: Path)
     more = encoder.ask([*messages, {"role": "assistant", "content": "a cat"}, {"role": "user", "content": "sure?"}], "it")
     assert more.token_ids[: len(asked.token_ids)] == asked.token_ids
     assert "an <image> tag" in encoder.ask([{"role": "user", "content": "an <image> tag"}], "it").text
-    with pytest.raises(BadRow, match=r"^the conversation, message 1, image: 'gone\.png': there is no file"):
+    with pytest.raises(MalformedRow, match=r"^the conversation, message 1, image: 'gone\.png': there is no file"):
         encoder.ask([{"role": "user", "content": [{"type": "image", "image": "gone.png"}]}], "the conversation")
-    plain = Encoder(DataConfig(chat=True), eye.tokenizer).ask([{"role": "user", "content": "hi"}], "the conversation")
+    plain = ChatEncoder(DataConfig(chat=True), eye.tokenizer).ask([{"role": "user", "content": "hi"}], "the conversation")
     assert plain.media == {} and "hi" in plain.text
 
 
@@ -539,7 +539,7 @@ def test_chat_templates_that_take_strings_or_parts_alone_write_media_too(eye: Ri
             (prompt,) = prompts(eye, folder, row)
             assert expected in prompt.text and "system\ns<" in prompt.text
         eye.tokenizer.chat_template = FIRST_ONLY
-        with pytest.raises(BadRow, match=r"line 1: the chat template writes '<\|image_pad\|>' 1 times for 2 items"):
+        with pytest.raises(MalformedRow, match=r"line 1: the chat template writes '<\|image_pad\|>' 1 times for 2 items"):
             prompts(eye, folder, {"prompt": "x", "images": ["a.png", "b.png"]})
     finally:
         eye.tokenizer.chat_template = before
@@ -548,7 +548,7 @@ def test_chat_templates_that_take_strings_or_parts_alone_write_media_too(eye: Ri
 def test_marks_in_a_column_that_the_template_names_are_refused_whether_or_not_the_row_has_media(eye: Rig, folder: Path) -> None:
     row = {"prompt": "x", "hint": "\ufdd2image:0\ufdd3"}
     for more in ({}, {"image": "a.png"}):
-        with pytest.raises(BadRow, match=r"line 1: \{hint\} of data\.template holds U\+FDD2"):
+        with pytest.raises(MalformedRow, match=r"line 1: \{hint\} of data\.template holds U\+FDD2"):
             prompts(eye, folder, {**row, **more}, template="{hint} {prompt}")
     plain = PromptDataset(config_of(written(folder, [row]), template="{hint} {prompt}"), eye.tokenizer, seed=0)
     assert plain[0].text == "\ufdd2image:0\ufdd3 x"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.sft_dataset import Example, SFTDataset
 from tests.media_helpers import Rig, rig
 from tests.unit.datasets.media_files import config_of, picture, written
@@ -119,7 +119,7 @@ def test_a_picture_that_cannot_be_read_is_a_counted_skip_at_first_and_told_later
     assert (len(found), found.counts["malformed"]) == (1, 1)
     picture(folder / "a.png", 64, 64)
     (lost,) = found.fetch([0])
-    assert isinstance(lost, BadRow) and "line 1" in str(lost)
+    assert isinstance(lost, MalformedRow) and "line 1" in str(lost)
     found.lose(lost)
     assert found.counts["unreadable"] == 1
 
@@ -137,7 +137,7 @@ def test_an_answer_that_holds_the_mark_of_a_picture_is_a_malformed_row(
     fine = {"prompt": "x", "response": "y", **picture}
     found = dataset(eye, folder, *bad, fine, malformed="skip", chat=chat)
     assert (len(found), found.counts["malformed"]) == (1, len(bad))
-    with pytest.raises(BadRow, match=r"line 1, response: the text holds U\+FDD2"):
+    with pytest.raises(MalformedRow, match=r"line 1, response: the text holds U\+FDD2"):
         dataset(eye, folder, bad[0], chat=chat)
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from lightrft.config.data import Columns
 from lightrft.datasets.row_parser import read_record
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.row_tables import MalformedRow
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1=?"}]
 
@@ -48,19 +48,19 @@ def test_every_other_column_is_kept():
 
 def test_a_missing_column_is_named_with_the_row_and_the_columns_that_exist():
     message = r"rows\.jsonl, line 7: no column 'questoin' \(data\.columns\.prompt\); the row has: question, answer; did you mean"
-    with pytest.raises(BadRow, match=message):
+    with pytest.raises(MalformedRow, match=message):
         record({"question": "q", "answer": "a"}, prompt="questoin")
     with pytest.raises(
-        BadRow, match=r"line 7: no column with a prompt .* the row has: text\. Name the column in data\.columns\.prompt"
+        MalformedRow, match=r"line 7: no column with a prompt .* the row has: text\. Name the column in data\.columns\.prompt"
     ):
         record({"text": "q"})
-    with pytest.raises(BadRow, match=r"no column 'extra\.label' \(data\.columns\.label\)"):
+    with pytest.raises(MalformedRow, match=r"no column 'extra\.label' \(data\.columns\.label\)"):
         record({"prompt": "q", "extra": {"lable": 1}}, label="extra.label")
 
 
 @pytest.mark.parametrize("value", ["", "  \n", None, [], [{"role": "user", "content": ""}], [CHAT[0]]])
 def test_an_empty_prompt_names_the_row(value):
-    with pytest.raises(BadRow, match=r"line 7: the prompt is empty"):
+    with pytest.raises(MalformedRow, match=r"line 7: the prompt is empty"):
         record({"prompt": value})
 
 
@@ -90,17 +90,17 @@ def test_json_that_is_no_conversation_stays_text():
     ],
 )
 def test_a_malformed_message_names_row_and_message(message, what):
-    with pytest.raises(BadRow, match=rf"line 7, {what}"):
+    with pytest.raises(MalformedRow, match=rf"line 7, {what}"):
         record({"messages": [CHAT[0], message]})
 
 
 def test_a_prompt_of_another_type_is_refused():
-    with pytest.raises(BadRow, match=r"must be text or a list of messages, not int"):
+    with pytest.raises(MalformedRow, match=r"must be text or a list of messages, not int"):
         record({"prompt": 3})
 
 
 def test_two_column_instructions_ask_for_their_reader():
-    with pytest.raises(BadRow, match=r"reader: alpaca"):
+    with pytest.raises(MalformedRow, match=r"reader: alpaca"):
         record({"instruction": "Add.", "input": "1 1", "output": "2"})
 
 

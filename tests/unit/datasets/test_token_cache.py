@@ -16,7 +16,7 @@ import pytest
 from lightrft.config.data import DataConfig
 from lightrft.datasets import cache_key, token_cache
 from lightrft.datasets.cache_key import token_cache_of
-from lightrft.datasets.chat_encoder import Encoder
+from lightrft.datasets.chat_encoder import ChatEncoder
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import JsonLinesRows
 from lightrft.datasets.sft_dataset import SFTDataset
@@ -64,7 +64,7 @@ def no_reading(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
         raise AssertionError("read or tokenized again")
 
     def apply() -> None:
-        monkeypatch.setattr(Encoder, "encode", refuse)
+        monkeypatch.setattr(ChatEncoder, "encode", refuse)
         monkeypatch.setattr(JsonLinesRows, "_scan", refuse)
 
     return apply
@@ -189,14 +189,14 @@ def test_a_kill_while_an_entry_is_written_leaves_none_and_the_next_start_clears_
 def test_of_several_processes_that_start_together_one_tokenizes(rows, monkeypatch):
     encoded, results = rows.with_name("encoded"), rows.with_name("results")
     results.mkdir()
-    encode = Encoder.encode_prompts
+    encode = ChatEncoder.encode_prompts
 
-    def noted(self: Encoder, texts: Any) -> Any:
+    def noted(self: ChatEncoder, texts: Any) -> Any:
         with encoded.open("a") as file:
             file.write(f"{os.getpid()}\n")
         return encode(self, texts)
 
-    monkeypatch.setattr(Encoder, "encode_prompts", noted)
+    monkeypatch.setattr(ChatEncoder, "encode_prompts", noted)
 
     def work() -> None:
         (results / str(os.getpid())).write_bytes(pickle.dumps(prompts_of(config_of(rows))))

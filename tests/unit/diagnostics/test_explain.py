@@ -13,7 +13,7 @@ from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.config.base import build, load_settings
 from lightrft.config.presets import PAPERS, PRESETS, SOURCES, source_of
 from lightrft.config.verbs import RLConfig
-from lightrft.diagnostics.effective_settings import Number, flat
+from lightrft.diagnostics.effective_settings import EffectiveSetting, flat
 from lightrft.diagnostics.explain import Explanation, explain, symbol_of, to_latex, to_text
 
 
@@ -30,7 +30,7 @@ def value_of(config: RLConfig, key: str) -> Any:
     return found
 
 
-def is_default_option(number: Number) -> bool:
+def is_default_option(number: EffectiveSetting) -> bool:
     return number.source.startswith("default of ")
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from lightrft.distributed import heartbeat as pulses
-from lightrft.distributed.heartbeat import Pulse
+from lightrft.distributed.heartbeat import Heartbeat
 
 
 @pytest.fixture
@@ -31,12 +31,12 @@ def wait_for(condition) -> None:
         time.sleep(0.01)
 
 
-def of_others(pulse: Pulse, *calls: Any) -> str:
-    """What ``pulse`` says of others that live, once the machine has let them give a sign."""
+def of_others(pulse: Heartbeat, *calls: Any) -> str:
+    """What ``heartbeat`` says of others that live, once the machine has let them give a sign."""
     said: list[str] = []
 
     def heard() -> bool:
-        said.append(pulse.others(*calls))
+        said.append(pulse.diagnose_peers(*calls))
         return "no sign of life" not in said[-1]
 
     wait_for(heard)
@@ -44,13 +44,13 @@ def of_others(pulse: Pulse, *calls: Any) -> str:
 
 
 def test_ranks_that_live_are_not_blamed_and_one_that_is_late_is(store):
-    one, other = Pulse(store, 0, 2, 1.0), Pulse(store, 1, 2, 1.0)
+    one, other = Heartbeat(store, 0, 2, 1.0), Heartbeat(store, 1, 2, 1.0)
     assert of_others(one) == of_others(other) == ""
     for _ in range(3):
-        one.come("training")
+        one.count_collective("training")
     for _ in range(2):
-        other.come("training")
-        other.come("drawing")
+        other.count_collective("training")
+        other.count_collective("drawing")
     late = of_others(one, "training", [0, 1])
     assert late.startswith(f"rank 1 (process {os.getpid()} on ") and "has not come to where the others wait" in late
     assert of_others(other, "training", [0, 1]) == ""
@@ -59,10 +59,10 @@ def test_ranks_that_live_are_not_blamed_and_one_that_is_late_is(store):
 
 
 def test_a_rank_that_is_late_in_the_calls_of_another_thread_or_of_others_is_not_blamed(store):
-    one, other = Pulse(store, 0, 2, 1.0), Pulse(store, 1, 2, 1.0)
+    one, other = Heartbeat(store, 0, 2, 1.0), Heartbeat(store, 1, 2, 1.0)
     for line in ("training", "drawing"):
-        one.come(line)
-    other.come("training")
+        one.count_collective(line)
+    other.count_collective("training")
     assert of_others(one, "training", [0, 1]) == ""
     assert of_others(one, "drawing", [0]) == ""
     assert of_others(one, "drawing", [0, 1]).startswith("rank 1 ")
@@ -71,10 +71,10 @@ def test_a_rank_that_is_late_in_the_calls_of_another_thread_or_of_others_is_not_
 
 
 def test_a_rank_without_a_sign_of_life_is_named_and_one_that_failed_is_quoted(store):
-    one, other = Pulse(store, 0, 3, 1.0), Pulse(store, 1, 3, 1.0)
-    assert "rank 2 (never seen) gives no sign of life" in one.others()
+    one, other = Heartbeat(store, 0, 3, 1.0), Heartbeat(store, 1, 3, 1.0)
+    assert "rank 2 (never seen) gives no sign of life" in one.diagnose_peers()
     other.end(ValueError("too many"))
-    assert one.others() == "rank 1: ValueError: too many"
+    assert one.diagnose_peers() == "rank 1: ValueError: too many"
     one.end(None)
 
 
@@ -82,7 +82,7 @@ def test_a_rank_that_is_silent_for_longer_than_the_limit_ends_the_others(store, 
     said: list[str] = []
     monkeypatch.setattr(pulses, "GRACE", 0.1)
     monkeypatch.setattr(pulses, "_leave", said.append)
-    ranks = [Pulse(store, rank, 4, 1.2 / 60) for rank in range(4)]
+    ranks = [Heartbeat(store, rank, 4, 1.2 / 60) for rank in range(4)]
     ranks[3].end(None)  # it is done, and so not missed
     ranks[2]._over.set()
     wait_for(lambda: len(said) > 1)
@@ -96,7 +96,7 @@ def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(store, monkeypatch
     heard: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
     try:
-        one = Pulse(store, 0, 1, 1.0)
+        one = Heartbeat(store, 0, 1, 1.0)
         assert not heard
         one._launcher += 1
         wait_for(lambda: heard)
@@ -107,10 +107,10 @@ def test_a_process_whose_launcher_is_gone_stops_as_by_sigterm(store, monkeypatch
 
 
 def test_what_failed_in_one_run_is_no_matter_of_the_next_of_the_same_ranks(store):
-    one, other = Pulse(store, 0, 2, 1.0), Pulse(store, 1, 2, 1.0)
+    one, other = Heartbeat(store, 0, 2, 1.0), Heartbeat(store, 1, 2, 1.0)
     other.fail(ValueError("too many"))
     wait_for(lambda: one.failing)
-    assert one.others() == "rank 1: ValueError: too many"
+    assert one.diagnose_peers() == "rank 1: ValueError: too many"
     for pulse in (one, other):
         pulse.next_run()
     assert not one.failing and of_others(one) == ""

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 from lightrft.distributed import process_group
 from lightrft.distributed.local_store import is_loopback, loopback_store
 from lightrft.distributed.torchrun import OneMachine
-from lightrft.engines.weight_transport import Broadcast
+from lightrft.engines.weight_transport import ProcessGroupBroadcast
 
 PATIENCE = timedelta(seconds=20)
 
@@ -78,7 +78,7 @@ def test_weights_for_workers_of_this_machine_are_sent_over_loopback() -> None:
             raise Stop
 
     with pytest.raises(Stop):
-        Broadcast([Absent()], 1024, torch.device("cpu"), 5.0, "127.0.0.1")  # type: ignore[list-item]
+        ProcessGroupBroadcast([Absent()], 1024, torch.device("cpu"), 5.0, "127.0.0.1")  # type: ignore[list-item]
 
 
 PROGRAM = """

@@ -10,7 +10,7 @@ import pytest
 from lightrft.config.base import build, load_settings
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.placement import RankPlacement, environments, layout, side_by_side
+from lightrft.distributed.placement import RankPlacement, environments, plan_placement, side_by_side
 from lightrft.utils.errors import ConfigError
 from lightrft.workers.build_remote import check_workers
 
@@ -20,20 +20,20 @@ def launch(**ray: object) -> LaunchConfig:
 
 
 def test_each_rank_has_a_bundle_of_its_own_with_a_whole_device_however_little_of_it_it_takes() -> None:
-    plan = layout(launch(cpus=2, devices=0.5), accelerated=True)
+    plan = plan_placement(launch(cpus=2, devices=0.5), accelerated=True)
     assert plan.bundles == ({"CPU": 2.0, "GPU": 1.0},) * 3
     assert [(slot.bundle, slot.cpus, slot.devices) for slot in plan.ranks] == [(i, 2.0, 0.5) for i in range(3)]
     assert plan.asked == {"CPU": 6.0, "GPU": 3.0}
 
 
 def test_ranks_that_compute_on_processors_ask_for_no_device() -> None:
-    plan = layout(launch(cpus=0.5), accelerated=False)
+    plan = plan_placement(launch(cpus=0.5), accelerated=False)
     assert plan.bundles == ({"CPU": 0.5},) * 3
     assert {slot.devices for slot in plan.ranks} == {0.0}
 
 
 def test_workers_take_what_ranks_leave_of_their_devices_and_else_have_bundles_of_their_own() -> None:
-    plan = layout(
+    plan = plan_placement(
         launch(devices=0.5, engines=4, engine_devices=0.5, worker_cpus=2, scorers=1, teachers=1, model_devices=0.25),
         accelerated=True,
     )
@@ -43,7 +43,7 @@ def test_workers_take_what_ranks_leave_of_their_devices_and_else_have_bundles_of
 
 
 def test_on_processors_every_worker_has_a_bundle_of_its_own() -> None:
-    plan = layout(launch(cpus=1, engines=1, references=2, worker_cpus=0.5), accelerated=False)
+    plan = plan_placement(launch(cpus=1, engines=1, references=2, worker_cpus=0.5), accelerated=False)
     assert plan.bundles == (*[{"CPU": 1.0}] * 3, *[{"CPU": 0.5}] * 3)
     assert list(plan.workers) == ["engine 0", "reference 0", "reference 1"]
 

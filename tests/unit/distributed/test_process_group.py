@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from lightrft.distributed.process_group import ALONE, joined, patiently
+from lightrft.distributed.process_group import SINGLE_PROCESS, init_process_group, run_with_keepalive
 from lightrft.utils.errors import LostRankError
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
 
@@ -29,7 +29,7 @@ def ended(work: Callable[[Threads, Callable[[], None]], Any], count: int = 3) ->
 
     def one(ranks: Threads) -> Any:
         try:
-            return patiently(ranks, lambda sign: work(ranks, sign))
+            return run_with_keepalive(ranks, lambda sign: work(ranks, sign))
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 
@@ -101,9 +101,9 @@ def test_a_rank_that_fails_after_long_work_is_told_to_all() -> None:
 
 
 def test_a_rank_alone_waits_for_nobody() -> None:
-    assert patiently(ALONE, lambda sign: sign()) == [None]
+    assert run_with_keepalive(SINGLE_PROCESS, lambda sign: sign()) == [None]
     with pytest.raises(ZeroDivisionError):
-        patiently(ALONE, lambda sign: 1 // 0)
+        run_with_keepalive(SINGLE_PROCESS, lambda sign: 1 // 0)
 
 
 def test_a_sign_does_not_wait_for_ranks_that_wait_for_whoever_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_sign_does_not_wait_for_ranks_that_wait_for_whoever_gives_it(monkeypat
                 token.wait(60)
             return ranks.rank
 
-        return patiently(ranks, work)
+        return run_with_keepalive(ranks, work)
 
     assert of_all_ranks(one, 2) == [[0, 1]] * 2
 
@@ -178,5 +178,5 @@ def test_ranks_that_do_not_come_are_an_error_that_says_where_they_were_awaited(m
     for name, value in at(port, 0).items():
         monkeypatch.setenv(name, value)
     said = rf"2 processes were to meet at 127\.0\.0\.1:{port} .* strategy\.timeout = 0\.01 minutes"
-    with pytest.raises(LostRankError, match=said), joined(0.01):
+    with pytest.raises(LostRankError, match=said), init_process_group(0.01):
         pass

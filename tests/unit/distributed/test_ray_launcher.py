@@ -17,20 +17,20 @@ from lightrft.config.base import build, deep_merge, to_yaml
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.distributed import ray_cluster, ray_workers
-from lightrft.distributed.error_report import heard_by, tell
+from lightrft.distributed.error_report import error_listener, report_error
 from lightrft.distributed.placement import RankPlacement
 from lightrft.distributed.ray_cluster import cluster, package, reason_of
-from lightrft.distributed.ray_launcher import Driver, Ended, Order, Rank, RankLost, check_launch, going_on
-from lightrft.distributed.ray_workers import Roster, office_here
+from lightrft.distributed.ray_launcher import RankActor, RankLost, RankResult, RankTask, RayLauncher, check_launch, resumes_run
+from lightrft.distributed.ray_workers import WorkerRegistry, current_allocator
 from lightrft.utils.errors import ConfigError, RankError, ResourceError, RewardError
 from lightrft.utils.stop_signal import StopFlag
-from lightrft.workers.worker_group import Limits
+from lightrft.workers.worker_group import FaultPolicy
 
 
-def driver_of(tree: dict[str, Any] | None = None) -> Driver:
+def driver_of(tree: dict[str, Any] | None = None) -> RayLauncher:
     """That of two ranks on two nodes, that has not begun."""
     config = build(RLConfig, {"launch": {"kind": "ray", "processes": 2}, **(tree or {})})
-    driver = Driver("a:b", config, None, StopFlag())  # type: ignore[arg-type]
+    driver = RayLauncher("a:b", config, None, StopFlag())  # type: ignore[arg-type]
     driver.places = (RankPlacement("first", "10.0.0.1", 11), RankPlacement("second", "10.0.0.2", 12))
     return driver
 
@@ -124,7 +124,7 @@ def test_devices_on_processors_and_workers_of_supervised_training_are_refused() 
 
 def test_a_worker_that_falls_silent_is_missed_before_the_ranks_that_wait_for_it_give_up() -> None:
     tree = {"launch": {"kind": "ray", "processes": 2, "ray": {"engines": 1}}, "strategy": {"timeout": 6.0}}
-    assert Limits.of(build(RLConfig, tree)) == Limits(restarts=3, silence=180.0)
+    assert FaultPolicy.of(build(RLConfig, tree)) == FaultPolicy(restarts=3, call_timeout=180.0)
     said = r"launch\.ray\.silence = 6 minutes is not below strategy\.timeout = 6"
     silent = {"launch": {"ray": {"silence": 6}}}
     with pytest.raises(ConfigError, match=said):
@@ -135,7 +135,7 @@ def test_a_worker_that_falls_silent_is_missed_before_the_ranks_that_wait_for_it_
 
 def test_workers_without_a_launcher_are_an_error_that_says_how_to_start() -> None:
     with pytest.raises(ConfigError, match=r"start the run by the command lightrft"):
-        office_here()
+        current_allocator()
 
 
 @pytest.mark.parametrize("starts", [True, False])
@@ -203,7 +203,7 @@ def test_a_worker_that_is_started_anew_has_its_place_though_its_model_loads_for_
     monkeypatch.setattr(ray_workers, "actor", lambda *_: SimpleNamespace(remote=lambda *_: Actor(next(nodes))))
 
     async def lost_twice() -> None:
-        roster = Roster(None, 0.5, ("", {}, None))
+        roster = WorkerRegistry(None, 0.5, ("", {}, None))
         first, life = await roster.hold("engine 0", None, [])  # type: ignore[arg-type]
         second, again = await roster.again("engine 0", life)
         assert second is not first and again == life + 1
@@ -217,12 +217,12 @@ def test_a_worker_that_is_started_anew_has_its_place_though_its_model_loads_for_
 def test_a_folder_that_another_node_does_not_see_is_an_error_that_names_both(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rank, mark = Rank(), Rank().put_mark(str(tmp_path / "runs"))
+    rank, mark = RankActor(), RankActor().put_mark(str(tmp_path / "runs"))
     assert rank.sees(mark, 0.0)
     rank.remove_mark(mark)
     assert not rank.sees(mark, 0.3) and not rank.sees(str(tmp_path / "elsewhere" / "mark"), 0.0)
     answers = iter([["mark"], [False], [None]])
-    monkeypatch.setattr(Driver, "all_of", lambda *_: next(answers))
+    monkeypatch.setattr(RayLauncher, "all_of", lambda *_: next(answers))
     said = r"run\.dir = 'runs': rank 1 on 10\.0\.0\.2 \(second\) does not see what rank 0 on 10\.0\.0\.1 \(first\) writes there"
     with pytest.raises(ConfigError, match=said):
         driver_of().check_shared([Anything(), Anything()])
@@ -239,27 +239,27 @@ class Anything:
 
 
 def test_the_error_of_the_rank_where_it_began_is_told_and_not_that_of_those_that_heard_of_it() -> None:
-    heard = Ended(error="RankError", text="rank 1: RewardError: no")
+    heard = RankResult(error="RankError", text="rank 1: RewardError: no")
     with pytest.raises(RewardError, match=r"^no$"):
-        driver_of().outcome({0: heard, 1: Ended(error="RewardError", text="no")})
+        driver_of().outcome({0: heard, 1: RankResult(error="RewardError", text="no")})
     with pytest.raises(RuntimeError, match=r"(?s)^ValueError on rank 1, node 10\.0\.0\.2 .*: odd\nTraceback"):
-        driver_of().outcome({0: heard, 1: Ended(error="ValueError", text="odd", trace="Traceback")})
+        driver_of().outcome({0: heard, 1: RankResult(error="ValueError", text="odd", trace="Traceback")})
     with pytest.raises(MemoryError):
-        driver_of().outcome({0: heard, 1: Ended(error="MemoryError")})
+        driver_of().outcome({0: heard, 1: RankResult(error="MemoryError")})
 
 
 def test_a_rank_that_does_not_answer_when_another_has_given_up_is_lost() -> None:
     with pytest.raises(RankLost, match=r"rank 1 on node 10\.0\.0\.2 \(second\) did not answer"):
-        driver_of().outcome({0: Ended(error="RankError", text="rank 0 did not hear")})
+        driver_of().outcome({0: RankResult(error="RankError", text="rank 0 did not hear")})
     with pytest.raises(
         RankLost, match=r"rank 1 on node .* did not answer, though another had ended \(rank 1 gives no sign of life\)"
     ):
-        driver_of().outcome({0: Ended(error="LostRankError", text="rank 1 gives no sign of life")})
+        driver_of().outcome({0: RankResult(error="LostRankError", text="rank 1 gives no sign of life")})
     with pytest.raises(RankLost, match=r"lost one another"):
-        driver_of().outcome({rank: Ended(error="RankError", text="a connection broke") for rank in (0, 1)})
+        driver_of().outcome({rank: RankResult(error="RankError", text="a connection broke") for rank in (0, 1)})
     with pytest.raises(RankLost, match=r"^critic 0 was lost$"):
-        driver_of().outcome({0: Ended(error="WorkerError", text="critic 0 was lost")})
-    assert driver_of().outcome({0: Ended(result={"steps": 2}), 1: Ended()}) == {"steps": 2}
+        driver_of().outcome({0: RankResult(error="WorkerError", text="critic 0 was lost")})
+    assert driver_of().outcome({0: RankResult(result={"steps": 2}), 1: RankResult()}) == {"steps": 2}
 
 
 def test_a_rank_that_has_given_up_is_lost_by_its_own_words_and_one_that_said_nothing_by_those_of_ray() -> None:
@@ -267,9 +267,9 @@ def test_a_rank_that_has_given_up_is_lost_by_its_own_words_and_one_that_said_not
     driver.pass_on([("left", (0, "rank 1 is silent. The same command goes on from the last checkpoint"))])
     assert str(driver.lost(0, "exit 2")) == "rank 0 on node 10.0.0.1 (first) has given up: rank 1 is silent"
     assert str(driver.lost(1, "exit 2")) == "rank 1 on node 10.0.0.2 (second) was lost: exit 2"
-    with heard_by(heard.append):
-        assert tell(error := RankError("rank 1 is silent")) and heard == [error]
-    assert not tell(error) and heard == [error]
+    with error_listener(heard.append):
+        assert report_error(error := RankError("rank 1 is silent")) and heard == [error]
+    assert not report_error(error) and heard == [error]
 
 
 @pytest.mark.parametrize(
@@ -281,9 +281,9 @@ def test_ranks_that_go_on_take_up_what_was_saved_whatever_the_first_ones_began_w
     for step in range(saved):
         (tmp_path / "run" / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
     first = build(RLConfig, {"run": {"dir": str(tmp_path), "resume": resume, "overwrite": True}})
-    run = going_on(Order("a:b", "RLConfig", to_yaml(first), {}, None, again=True)).run
+    run = resumes_run(RankTask("a:b", "RLConfig", to_yaml(first), {}, None, again=True)).run
     assert (run.resume, run.overwrite) == (expected, False)
-    assert going_on(Order("a:b", "RLConfig", to_yaml(first), {}, None, again=False)) == first
+    assert resumes_run(RankTask("a:b", "RLConfig", to_yaml(first), {}, None, again=False)) == first
 
 
 def test_what_ray_says_of_a_lost_actor_is_told_in_short() -> None:

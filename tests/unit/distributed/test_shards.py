@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightrft.distributed.shards import LocalShard, _runs, flat_blocks, held_of
+from lightrft.distributed.shards import LocalShard, _runs, flat_blocks, local_shard_of
 
 SHAPES = [(), (7,), (5, 3), (4, 1, 3), (3, 2, 2, 5), (0, 4)]
 
@@ -28,7 +28,7 @@ def test_stretches_of_a_flattened_tensor_are_filled_from_blocks_of_the_whole(sha
 def test_pieces_are_no_larger_than_asked_for_and_cover_all(shape, size):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     copy = torch.full_like(whole, -1)
-    for index, values in held_of(copy).pieces(size):
+    for index, values in local_shard_of(copy).pieces(size):
         assert values.numel() * 8 <= max(size, 8)
         values.copy_(whole[index])
     assert torch.equal(copy, whole)

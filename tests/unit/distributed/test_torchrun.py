@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lightrft.distributed.error_report import ERROR_FILE, SPEAKER, tell
+from lightrft.distributed.error_report import ERROR_FILE, SPEAKER, report_error
 from lightrft.distributed.torchrun import Forced, cause
 from lightrft.utils.errors import ConfigError, RankError
 
@@ -20,7 +20,7 @@ def failure(exitcode: int, error: BaseException | None, folder: Path, timestamp:
     if error is not None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(ERROR_FILE, str(folder / "error.json"))
-            tell(error)
+            report_error(error)
         data = json.loads((folder / "error.json").read_text())
     return SimpleNamespace(
         exitcode=exitcode,
@@ -68,11 +68,11 @@ def test_a_rank_that_ends_without_a_word_is_named(tmp_path):
 
 def test_an_error_is_left_for_the_launcher_and_said_by_one_of_the_two(tmp_path, monkeypatch):
     monkeypatch.delenv(ERROR_FILE, raising=False)
-    assert not tell(ConfigError("x"))
+    assert not report_error(ConfigError("x"))
     monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     monkeypatch.delenv(SPEAKER, raising=False)
-    assert not tell(ConfigError("x"))  # torchrun itself: what it prints last is hard to find
+    assert not report_error(ConfigError("x"))  # torchrun itself: what it prints last is hard to find
     monkeypatch.setenv(SPEAKER, "1")
-    assert tell(ConfigError("x"))
-    assert not tell(ZeroDivisionError("a traceback is shown beside"))
+    assert report_error(ConfigError("x"))
+    assert not report_error(ZeroDivisionError("a traceback is shown beside"))
     assert "ZeroDivisionError" in json.loads((tmp_path / "error.json").read_text())["message"]["message"]

@@ -78,9 +78,9 @@ def test_sampled_log_probs_are_those_of_the_models_own_forward(family: str) -> N
     assert sorted(len(r) for r in rollouts) == sorted(r.max_new_tokens or 0 for r in requests)
     assert_own(model, rollouts, atol=2e-6 if model.dtype == torch.float64 else 1e-5)
     few = requests[2:5]  # resumed, and among other rows than before
-    begun = {r.seed: r for r in engine.generate([replace(r, pause=5) for r in few], SAMPLING)}
+    begun = {r.seed: r for r in engine.generate([replace(r, pause_after_tokens=5) for r in few], SAMPLING)}
     resumed = {
-        r.seed: r for r in engine.generate([replace(r, begun=begun[r.seed]) for r in few if len(begun[r.seed]) == 5], SAMPLING)
+        r.seed: r for r in engine.generate([replace(r, partial=begun[r.seed]) for r in few if len(begun[r.seed]) == 5], SAMPLING)
     }
     assert len(resumed) == 2
     for rollout in rollouts:

@@ -511,10 +511,10 @@ def test_an_answer_that_pauses_and_goes_on_is_the_one_that_was_never_paused(fami
     waiting, found = requests, {}
     for round_ in range(1, 20):
         engine = engine_of(model, version=round_, max_rows=4, token_budget=130)
-        drawn = by_key(engine.generate([replace(r, pause=r.held + 5) for r in waiting], sampling))
+        drawn = by_key(engine.generate([replace(r, pause_after_tokens=r.num_generated + 5) for r in waiting], sampling))
         found |= {key: r for key, r in drawn.items() if r.finish_reason != "abort"}
         assert all(len(r) == 5 * round_ for r in drawn.values() if r.finish_reason == "abort")
-        waiting = [replace(r, begun=drawn[r.prompt.id, r.sample]) for r in waiting if (r.prompt.id, r.sample) not in found]
+        waiting = [replace(r, partial=drawn[r.prompt.id, r.sample]) for r in waiting if (r.prompt.id, r.sample) not in found]
         if not waiting:
             break
     assert found.keys() == whole.keys()
@@ -533,8 +533,8 @@ def test_an_answer_that_pauses_and_goes_on_is_the_one_that_was_never_paused(fami
 def test_what_goes_on_is_drawn_by_the_weights_of_now() -> None:
     first, second = exact_model(seed=1), exact_model(seed=2)
     [request] = requests_of(prompts_of(9), 1, iter([12]))
-    [begun] = engine_of(first).generate([replace(request, pause=5)], SamplingConfig())
-    [whole] = engine_of(second).generate([replace(request, begun=begun)], SamplingConfig())
+    [begun] = engine_of(first).generate([replace(request, pause_after_tokens=5)], SamplingConfig())
+    [whole] = engine_of(second).generate([replace(request, partial=begun)], SamplingConfig())
     assert whole.token_ids[:5] == begun.token_ids and whole.logprobs[:5] == begun.logprobs
     want = torch.log_softmax(reference_logits(second, whole), -1).gather(1, torch.tensor(whole.token_ids)[:, None])[:, 0]
     found = torch.tensor(whole.logprobs[5:], dtype=torch.float64)
@@ -548,18 +548,18 @@ def test_stop_strings_and_ends_are_seen_over_a_pause() -> None:
     stop = tiny_tokenizer().decode(free.token_ids[6:9])
     sampling = SamplingConfig(stop=(stop,))
     [whole] = engine_of(model).generate([request], sampling)
-    [begun] = engine_of(model).generate([replace(request, pause=8)], sampling)
+    [begun] = engine_of(model).generate([replace(request, pause_after_tokens=8)], sampling)
     if len(whole) > 8:
         assert begun.finish_reason == "abort"
-        [begun] = engine_of(model).generate([replace(request, begun=begun)], sampling)
+        [begun] = engine_of(model).generate([replace(request, partial=begun)], sampling)
     assert (begun.token_ids, begun.text, begun.finish_reason) == (whole.token_ids, whole.text, "stop")
 
 
 def test_what_was_begun_and_not_reached_before_a_stop_comes_back_as_it_was() -> None:
     model = endless()
     requests = requests_of(prompts_of(9, 12), 1, iter([20, 20]))
-    begun = by_key(engine_of(model).generate([replace(r, pause=4) for r in requests], SamplingConfig()))
-    going_on = [replace(r, begun=begun[r.prompt.id, r.sample]) for r in requests]
+    begun = by_key(engine_of(model).generate([replace(r, pause_after_tokens=4) for r in requests], SamplingConfig()))
+    going_on = [replace(r, partial=begun[r.prompt.id, r.sample]) for r in requests]
     again = by_key(engine_of(model).generate(going_on, SamplingConfig(), lambda: True))
     assert again == begun
 
@@ -568,7 +568,7 @@ def test_an_answer_that_is_as_long_as_it_may_be_cannot_go_on() -> None:
     [request] = requests_of(prompts_of(9), 1, iter([4]))
     [whole] = engine_of(endless()).generate([request], SamplingConfig())
     with pytest.raises(ValueError, match="4 tokens of an answer to '0' are there; it ends at 4"):
-        engine_of(endless()).generate([replace(request, begun=whole)], SamplingConfig())
+        engine_of(endless()).generate([replace(request, partial=whole)], SamplingConfig())
 
 
 def test_an_engine_apart_draws_by_the_weights_that_it_was_given_and_leaves_the_policy_alone() -> None:

@@ -70,7 +70,7 @@ def test_every_filter_gives_the_distribution_of_its_definition(sampling: Samplin
     torch.testing.assert_close(torch.softmax(got.double(), -1), want, atol=bound, rtol=bound)
 
     u = torch.rand(4, generator=generator, dtype=torch.float64)
-    tokens, logprobs = draws.draw(got, u)
+    tokens, logprobs = draws.sample_tokens(got, u)
     torch.testing.assert_close(logprobs.double(), want.gather(1, tokens[:, None])[:, 0].log(), atol=bound, rtol=bound)
 
 
@@ -89,7 +89,7 @@ def test_the_drawn_token_is_the_one_whose_interval_holds_u_and_is_never_impossib
     removed = torch.rand(1, vocabulary, generator=generator) < 0.5
     removed[0, int(torch.randint(vocabulary, (1,), generator=generator))] = False
     logits = logits.masked_fill(removed, -torch.inf)
-    token, logprob = draws.draw(logits, torch.tensor([u], dtype=torch.float64))
+    token, logprob = draws.sample_tokens(logits, torch.tensor([u], dtype=torch.float64))
     probability = torch.softmax(logits.double(), -1)[0]
     cumulative = torch.cumsum(probability, 0)
     assert probability[token] > 0
@@ -102,7 +102,7 @@ def test_masses_at_both_ends_are_reached_exactly() -> None:
     logits = torch.full((2, 300), -torch.inf)
     logits[:, 7] = 0.0
     logits[:, 290] = 0.0
-    tokens, logprobs = draws.draw(logits, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64))
+    tokens, logprobs = draws.sample_tokens(logits, torch.tensor([0.0, 1 - 2.0**-52], dtype=torch.float64))
     assert tokens.tolist() == [7, 290]
     assert logprobs.tolist() == pytest.approx([-math.log(2)] * 2)
 
@@ -112,7 +112,7 @@ def test_samples_over_many_seeds_follow_the_softmax() -> None:
     logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(1))
     for step in (0, 5):
         u = torch.from_numpy(draws.uniforms(draws.seed_keys(list(range(count))), np.full(count, step)))
-        tokens, _ = draws.draw(logits.expand(count, -1), u)
+        tokens, _ = draws.sample_tokens(logits.expand(count, -1), u)
         seen = torch.bincount(tokens, minlength=vocabulary).double()
         expected = torch.softmax(logits.double(), -1)[0] * count
         chi2 = float(((seen - expected) ** 2 / expected).sum())
@@ -145,7 +145,7 @@ def test_greedy_takes_the_largest_with_its_log_prob_at_temperature_1_and_keeps_n
 
 def test_logits_that_are_not_numbers_give_a_log_prob_that_is_not_a_number() -> None:
     logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, float("nan"), 1.0], [-torch.inf] * 3])
-    _, logprobs = draws.draw(logits, torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64))
+    _, logprobs = draws.sample_tokens(logits, torch.tensor([0.5, 0.5, 0.5], dtype=torch.float64))
     assert torch.isnan(logprobs).tolist() == [False, True, True]
 
 

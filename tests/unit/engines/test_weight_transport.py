@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrft.engines.weight_transport import Inbox, fill, handle_of, opened, used
+from lightrft.engines.weight_transport import WeightBuffer, fill, handle_of, opened, used
 
 
 def tensors() -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ class Shelf:
 @pytest.mark.parametrize("size", [16, 64, 1008, 100_000])
 def test_buckets_of_any_size_bring_every_bit_and_none_is_larger(size: int) -> None:
     shelf, sent = Shelf(), tensors()
-    inbox = Inbox(shelf.load)
+    inbox = WeightBuffer(shelf.load)
     slots = [torch.zeros(size, dtype=torch.uint8) for _ in range(2)]
     count = 0
     for count, (slot, layout) in enumerate(fill(sent.items(), slots), 1):
@@ -57,7 +57,7 @@ def test_buckets_of_any_size_bring_every_bit_and_none_is_larger(size: int) -> No
 
 def test_a_bucket_may_be_written_to_again_once_it_was_taken() -> None:
     shelf = Shelf()
-    inbox = Inbox(shelf.load)
+    inbox = WeightBuffer(shelf.load)
     slots = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
     for slot, layout in fill([("a", torch.arange(4.0))], slots):
         inbox.put(slots[slot][: used(layout)].numpy(), layout)
@@ -67,7 +67,7 @@ def test_a_bucket_may_be_written_to_again_once_it_was_taken() -> None:
 
 def test_what_was_not_finished_is_forgotten_when_the_sender_leaves() -> None:
     shelf = Shelf()
-    inbox = Inbox(shelf.load)
+    inbox = WeightBuffer(shelf.load)
     slots = [torch.zeros(16, dtype=torch.uint8) for _ in range(2)]
     first, *_ = ((slots[slot][: used(layout)].numpy().copy(), layout) for slot, layout in fill([("a", torch.ones(8))], slots))
     inbox.put(*first)

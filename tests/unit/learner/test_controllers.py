@@ -9,7 +9,7 @@ import torch
 
 from lightrft.algorithms.kl import EntropyController, KLController
 from lightrft.config.algorithm import AlgorithmConfig, EntropyConfig, KLConfig
-from lightrft.learner.controllers import Controls, mean_entropy
+from lightrft.learner.controllers import Controllers, mean_entropy
 from lightrft.types import Batch
 from tests.numbers.strategies import batch_of, plain_case
 
@@ -22,8 +22,8 @@ def batch_with(entropy: float | None) -> Batch:
     return batch.replace(entropy=torch.tensor([entropy - 0.1, 99.0, entropy + 0.1]))
 
 
-def controls_of(**tree: object) -> Controls:
-    return Controls.of(AlgorithmConfig.model_validate({"preset": None, **tree}))
+def controls_of(**tree: object) -> Controllers:
+    return Controllers.of(AlgorithmConfig.model_validate({"preset": None, **tree}))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_a_coefficient_may_start_at_zero_and_rise() -> None:
 
 def test_a_fixed_coefficient_stays() -> None:
     controls = controls_of(kl={"where": "loss", "coef": 0.3})
-    controls.steer(batch_with(None))
+    controls.update_from_batch(batch_with(None))
     assert controls.kl.coef == 0.3
 
 
@@ -68,7 +68,7 @@ def test_the_entropy_coefficient_rises_below_the_target_and_falls_above_where_it
     entropy: float, next_coef: float, in_force: float
 ) -> None:
     found = EntropyController.of(EntropyConfig(coef=0.01, target=0.2, rate=0.005))
-    assert found.in_force(entropy) == in_force
+    assert found.current_coef(entropy) == in_force
     found.update(entropy)
     assert found.coef == pytest.approx(next_coef)
 
@@ -83,14 +83,14 @@ def test_the_entropy_coefficient_never_falls_below_zero() -> None:
 
 def test_without_a_target_the_entropy_coefficient_is_what_was_set() -> None:
     found = EntropyController.of(EntropyConfig(coef=-0.02))
-    assert found.in_force(None) == found.in_force(9.0) == -0.02
+    assert found.current_coef(None) == found.current_coef(9.0) == -0.02
     found.update(9.0)
     assert found.coef == -0.02
 
 
 def test_a_batch_without_entropy_moves_nothing() -> None:
     found = EntropyController.of(EntropyConfig(coef=0.01, target=0.2))
-    assert found.in_force(None) == 0.0
+    assert found.current_coef(None) == 0.0
     found.update(None)
     assert found.coef == 0.01
 
@@ -104,7 +104,7 @@ def test_the_mean_entropy_is_over_the_tokens_that_were_sampled() -> None:
 
 def test_a_step_reports_what_was_in_force_and_moves_it() -> None:
     controls = controls_of(entropy={"coef": 0.01, "target": 0.6, "rate": 0.002}, kl={"where": "loss", "coef": 0.3})
-    metrics = controls.steer(batch_with(0.5)).compute()
+    metrics = controls.update_from_batch(batch_with(0.5)).compute()
     assert metrics["policy/entropy_coef"] == 0.01
     assert metrics["policy/kl_coef"] == 0.3
     assert controls.entropy.coef == pytest.approx(0.012)
@@ -116,9 +116,9 @@ def test_what_a_frozen_policy_does_moves_no_coefficient() -> None:
     )
     logprobs = torch.zeros(3)
     batch = batch_with(0.5).replace(old_logprobs=logprobs, ref_logprobs=logprobs)
-    assert controls.steer(batch, frozen=True).compute()["policy/entropy_coef"] == 0.01
+    assert controls.update_from_batch(batch, frozen=True).compute()["policy/entropy_coef"] == 0.01
     assert (controls.entropy.coef, controls.kl.coef) == (0.01, 0.3)
-    controls.steer(batch)
+    controls.update_from_batch(batch)
     assert controls.entropy.coef > 0.01
     assert controls.kl.coef < 0.3
 
@@ -130,12 +130,12 @@ def test_coefficients_are_taken_up_where_they_were_left() -> None:
     }
     through, first, second = controls_of(**tree), controls_of(**tree), controls_of(**tree)
     for entropy in (0.5, 0.4, 0.9, 0.1):
-        through.steer(batch_with(entropy))
+        through.update_from_batch(batch_with(entropy))
     for entropy in (0.5, 0.4):
-        first.steer(batch_with(entropy))
+        first.update_from_batch(batch_with(entropy))
     second.load_state_dict(first.state_dict())
     for entropy in (0.9, 0.1):
-        second.steer(batch_with(entropy))
+        second.update_from_batch(batch_with(entropy))
     assert second.state_dict() == through.state_dict()
     assert through.kl.coef == 0.0
     assert through.entropy.coef == pytest.approx(0.01)

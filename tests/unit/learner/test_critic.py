@@ -10,12 +10,12 @@ import torch
 from lightrft.config.base import build, deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
+from lightrft.learner.controllers import Controllers
 from lightrft.learner.policy_update import update
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.models.tiny.text import tiny_model
-from lightrft.roles import Roles, Trained
+from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.rl_step import with_advantages, with_values
 from lightrft.types import Batch
@@ -38,26 +38,26 @@ def roles_of() -> Roles:
     strategy = SingleStrategy(StrategyConfig(device="cpu"))
     actor = Actor(tiny_model("qwen2", seed=3, dtype=torch.float64)).eval()
     critic = Critic(tiny_model("qwen2", seed=4, dtype=torch.float64)).eval()
-    policy, value = (Trained(m, strategy.prepare(m, OptimizerConfig(lr=1e-2), 10)) for m in (actor, critic))
+    policy, value = (TrainableModel(m, strategy.prepare(m, OptimizerConfig(lr=1e-2), 10)) for m in (actor, critic))
     return Roles(strategy, policy, Unused(), Unused(), None, critic=value)  # type: ignore[arg-type]
 
 
-def step(roles: Roles, config: RLConfig, controls: Controls, batch: Batch, number: int = 0) -> Batch:
+def step(roles: Roles, config: RLConfig, controls: Controllers, batch: Batch, number: int = 0) -> Batch:
     batch = batch.replace(old_logprobs=batch.behavior_logprobs)
     batch = with_advantages(with_values(batch, roles, config, controls), config, controls)
     update(roles, batch, config, controls, number)
-    controls.steer(batch)
+    controls.update_from_batch(batch)
     return batch
 
 
-def weights(trained: Trained | None) -> torch.Tensor:
+def weights(trained: TrainableModel | None) -> torch.Tensor:
     assert trained is not None
     return torch.cat([p.detach().flatten().clone() for p in trained.model.parameters()])
 
 
 def test_in_the_first_steps_the_critic_learns_alone() -> None:
     config = config_of(critic={"warmup_steps": 2})
-    roles, controls = roles_of(), Controls.of(config.algorithm)
+    roles, controls = roles_of(), Controllers.of(config.algorithm)
     moved = []
     for number in range(3):
         before = weights(roles.policy), weights(roles.critic)
@@ -81,7 +81,7 @@ def test_on_a_scale_of_its_own_the_critic_learns_the_same_whatever_the_unit_of_r
     config = config_of(algorithm={"normalize": {"values": True, "eps": 0.0}})
     learned, told = [], []
     for scale, shift in ((1.0, 0.0), (50.0, 8.0)):
-        roles, controls = roles_of(), Controls.of(config.algorithm)
+        roles, controls = roles_of(), Controllers.of(config.algorithm)
         for number in range(3):
             batch = batch_of(seed=number)
             rewards = batch.rewards.double() * scale + shift  # type: ignore[union-attr]
@@ -92,5 +92,5 @@ def test_on_a_scale_of_its_own_the_critic_learns_the_same_whatever_the_unit_of_r
     torch.testing.assert_close(told[0], told[1], rtol=1e-3, atol=1e-3)
     plain = config_of()
     roles = roles_of()
-    step(roles, plain, Controls.of(plain.algorithm), batch_of())
+    step(roles, plain, Controllers.of(plain.algorithm), batch_of())
     assert not torch.allclose(weights(roles.critic), learned[0])

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrft.algorithms.contracts.cases import dense
-from lightrft.learner.micro_batches import SLACK, micro_batches, mini_batches, my_micro_batches, shares
+from lightrft.learner.micro_batches import SLACK, balance_across_ranks, local_micro_batches, micro_batches, mini_batches
 from lightrft.types import Batch, Segments
 
 
@@ -144,7 +144,7 @@ def test_over_all_ranks_every_row_occurs_once_in_as_many_micro_batches_on_each(
     rows: list[tuple[int, int]], budget: int, layout: str, size: int
 ) -> None:
     batch = batch_of(rows)
-    parts = [my_micro_batches(batch, budget, layout, Rank(rank, size)) for rank in range(size)]
+    parts = [local_micro_batches(batch, budget, layout, Rank(rank, size)) for rank in range(size)]
     assert len({len(part) for part in parts}) == 1
     assert sorted(i for part in parts for index in part for i in index.tolist()) == list(range(len(batch)))
     for index in (index for part in parts for index in part if len(index) > 1):
@@ -155,14 +155,14 @@ def test_over_all_ranks_every_row_occurs_once_in_as_many_micro_batches_on_each(
 @given(SHAPES, st.integers(1, 5))
 def test_a_rank_has_more_than_its_due_by_no_more_than_one_answer(rows: list[tuple[int, int]], size: int) -> None:
     batch = batch_of(rows)
-    loads = [cost(batch, index, "packed") if len(index) else 0 for index in shares(batch, "packed", size)]
+    loads = [cost(batch, index, "packed") if len(index) else 0 for index in balance_across_ranks(batch, "packed", size)]
     due, one = sum(loads) / size, max(cost(batch, torch.tensor([i]), "packed") for i in range(len(batch)))
     assert max(loads) <= max(SLACK * due, due + one)
 
 
 def test_groups_stay_whole_where_every_rank_gets_its_due() -> None:
     batch = batch_of([(group, 4) for group in range(6) for _ in range(3)])
-    for index in shares(batch, "prefix_shared", 3):
+    for index in balance_across_ranks(batch, "prefix_shared", 3):
         assert torch.bincount(batch.prompt_of[index], minlength=6).tolist().count(3) == 2
 
 
@@ -201,7 +201,7 @@ def test_of_512_samples_the_slowest_rank_has_at_most_a_twentieth_more_than_the_m
     prompts = Segments.of([[0] * n for n, _ in found[::samples]])
     batch = Batch(prompts, Segments.of([[0] * n for _, n in found]), torch.arange(512) // samples)
     for ranks in (2, 3, 4, 5, 7, 8, 12, 16, 24, 32, 40, 48, 56, 64):
-        parts = [part.tolist() for part in shares(batch, layout, ranks)]
+        parts = [part.tolist() for part in balance_across_ranks(batch, layout, ranks)]
         assert sorted(row for part in parts for row in part) == list(range(512))
         loads = [work(batch, part, layout) for part in parts]
         assert max(loads) <= 1.05 * sum(loads) / ranks, f"{ranks} ranks"

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
-from lightrft.learner.policy_update import Objective, old_logprobs, weighted
-from lightrft.models.actor import Scores
+from lightrft.learner.controllers import Controllers
+from lightrft.learner.policy_update import Objective, old_logprobs, with_loss_weights
+from lightrft.models.actor import TokenScores
 from lightrft.types import Batch
 from tests.numbers.strategies import batch_of, plain_case
 
@@ -30,14 +30,14 @@ def batch_for(algorithm: AlgorithmConfig, advantage: float = 0.0, **columns: Any
     batch = batch_of(plain_case(SHAPE, [0, 0, 1])).replace(ref_logprobs=None)
     old = torch.full((7,), OLD, dtype=torch.float64)
     fixed = {"old_logprobs": old, "behavior_logprobs": old, "advantages": torch.full((7,), advantage, dtype=torch.float64)}
-    return weighted(batch.replace(**{**fixed, **columns}), RLConfig(algorithm=algorithm))
+    return with_loss_weights(batch.replace(**{**fixed, **columns}), RLConfig(algorithm=algorithm))
 
 
 def slopes(algorithm: AlgorithmConfig, batch: Batch, ratio: float = 1.0, objective: Objective | None = None) -> list[float]:
     """d loss / d log-prob of each token, the policy's ratio to the old one being ``ratio`` everywhere."""
     logprobs = torch.full((7,), OLD + math.log(ratio), dtype=torch.float64, requires_grad=True)
     objective = objective or Objective(algorithm, algorithm.kl.coef, 0.0)
-    loss, _ = objective(batch, Scores(logprobs))
+    loss, _ = objective(batch, TokenScores(logprobs))
     (found,) = torch.autograd.grad(loss, logprobs)
     return found.tolist()
 
@@ -147,7 +147,7 @@ def test_the_interpolated_policy_is_weighed_against_the_sampler() -> None:
 
 def test_the_entropy_bonus_is_that_of_the_batch_at_hand() -> None:
     algorithm = algorithm_of(entropy={"coef": 0.01, "target": 0.5})
-    controls, batch = Controls.of(algorithm), batch_for(algorithm)
+    controls, batch = Controllers.of(algorithm), batch_for(algorithm)
     low, high = (batch.replace(entropy=torch.full((7,), h)) for h in (0.4, 0.6))
     assert Objective.of(algorithm, controls, low).entropy_coef == 0.01
     assert Objective.of(algorithm, controls, high).entropy_coef == 0.0
@@ -156,7 +156,7 @@ def test_the_entropy_bonus_is_that_of_the_batch_at_hand() -> None:
 
 def test_an_objective_takes_the_coefficient_of_the_step() -> None:
     algorithm = algorithm_of(kl={"where": "loss", "coef": 0.4, "controller": "linear", "steps": 2})
-    controls = Controls.of(algorithm)
+    controls = Controllers.of(algorithm)
     controls.kl.advance()
     objective = Objective.of(algorithm, controls, None, 7)
     assert (objective.kl_coef, objective.version) == (0.2, 7)

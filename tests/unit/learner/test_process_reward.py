@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
-from lightrft.learner.distillation import targets, whole_head
+from lightrft.learner.distillation import distillation_targets, gathered_head
 from lightrft.learner.process_reward import outcome_losses, with_process_rewards
 from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import tiny_model
 from lightrft.observability.metrics import Metrics
-from lightrft.roles import Roles, Trained
+from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.rl_step import with_reference
 from lightrft.types import Batch
@@ -26,7 +26,7 @@ def prime(**over: Any) -> tuple[Any, Roles, Batch]:
     config = config_of(**{"algorithm": {"preset": "prime"}, "process": {"beta": 0.3, "threshold": 0.0}, **over})
     roles = roles_of(config)
     actor = Actor(tiny_model("qwen2", seed=8)).eval()
-    roles.process = Trained(actor, roles.strategy.prepare(actor, OptimizerConfig(lr=1e-2), 10))
+    roles.process = TrainableModel(actor, roles.strategy.prepare(actor, OptimizerConfig(lr=1e-2), 10))
     return config, roles, with_reference(batch_of(), roles, config)
 
 
@@ -65,14 +65,14 @@ def test_a_teacher_is_asked_at_the_temperature_and_mixture_that_are_set_and_else
     def target(**distill: Any) -> tuple[float, float]:
         over = {"algorithm": {"preset": "opd", "distill": {"kind": "jsd", **distill}}, "sampling": {"temperature": 0.6}}
         config = config_of(**over)
-        found = targets(roles_of(config), config)(batch_of())
+        found = distillation_targets(roles_of(config), config)(batch_of())
         assert found is not None
         return found.temperature, found.beta
 
     assert target() == (0.6, 0.5)
     assert target(temperature=2.0, beta=0.2) == (2.0, 0.2)
     config = config_of(algorithm={"preset": "opd"})
-    assert targets(roles_of(config), config)(batch_of()) is None
+    assert distillation_targets(roles_of(config), config)(batch_of()) is None
 
 
 def test_a_head_that_is_put_together_is_on_the_device_that_computes_and_not_where_its_shards_lie() -> None:
@@ -80,5 +80,5 @@ def test_a_head_that_is_put_together_is_on_the_device_that_computes_and_not_wher
     strategy: Any = SingleStrategy(StrategyConfig(device="cpu"))
     strategy.ranks, strategy.device = SimpleNamespace(size=2), torch.device("meta")
     actor = Actor(tiny_model("qwen2"))
-    assert all(parameter.is_meta for parameter in whole_head(actor, strategy).parameters())
+    assert all(parameter.is_meta for parameter in gathered_head(actor, strategy).parameters())
     assert not actor.base.get_output_embeddings().weight.is_meta

@@ -12,7 +12,7 @@ import pytest
 from lightrft.config.base import build, load_settings, tree_to_yaml
 from lightrft.config.verbs import RLConfig
 from lightrft.observability.redaction import MARK, check_complete, redacted
-from lightrft.observability.run_directory import RunFolder
+from lightrft.observability.run_directory import RunDirectory
 from lightrft.utils.errors import ConfigError
 
 NAMES = ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "PGPASSWORD", "mysecret")
@@ -49,7 +49,7 @@ def test_secrets_are_redacted_and_everything_else_stays() -> None:
 
 def test_nothing_in_a_run_folder_holds_a_secret_and_only_its_user_reads_the_settings(tmp_path: Path) -> None:
     for step, secret in enumerate(("hush-1", "hush-other")):  # the same command with a new token resumes
-        with RunFolder.open(tmp_path / "run", config(HF_TOKEN=secret), resume="auto", overwrite=False) as folder:
+        with RunDirectory.open(tmp_path / "run", config(HF_TOKEN=secret), resume="auto", overwrite=False) as folder:
             assert folder.fresh == (secret == "hush-1")
             folder.log({"step": step, "phase": "rl"})
             folder.write_summary({"steps": 1})
@@ -67,7 +67,7 @@ def test_a_file_in_which_secrets_were_redacted_is_refused_until_they_are_given_a
         tree_to_yaml(redacted(build(RLConfig, {"launch": {"kind": "ray", "ray": {"environment": {"HF_TOKEN": "x"}}}})))
     )
     with pytest.raises(ConfigError, match=r"^launch\.ray\.environment\.HF_TOKEN: the secret was left out"):
-        RunFolder.open(tmp_path / "run", load_settings(RLConfig, [file]).settings, resume="auto", overwrite=False)
+        RunDirectory.open(tmp_path / "run", load_settings(RLConfig, [file]).settings, resume="auto", overwrite=False)
     check_complete(load_settings(RLConfig, [file], ["launch.ray.environment.HF_TOKEN=y"]).settings)
 
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from lightrft.config.base import Settings, load_settings
-from lightrft.observability.run_directory import RunFolder
+from lightrft.observability.run_directory import RunDirectory
 from lightrft.utils.errors import ConfigError, DataError, ResourceError
 
 
@@ -23,7 +23,7 @@ class Config(Settings):
 
 
 def enter(path, config=None, **options):
-    return RunFolder.open(path, config or Config(), **{"resume": "auto", "overwrite": False, **options})
+    return RunDirectory.open(path, config or Config(), **{"resume": "auto", "overwrite": False, **options})
 
 
 def leave_a_row(path, config=None, **options):

@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 from lightrft.config.base import build, deep_merge
 from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.distributed.process_group import ALONE
-from lightrft.engines.base import never
+from lightrft.distributed.process_group import SINGLE_PROCESS
+from lightrft.engines.base import never_stop
 from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import GREEDY, Collected, FilterResult, rollout_metrics, tokens_of
+from lightrft.rollout.accounting import GREEDY, CollectedRollouts, FilterResult, rollout_metrics, tokens_of
 from lightrft.rollout.collate import collate
-from lightrft.rollout.collect import collect
+from lightrft.rollout.collect import collect_rollouts
 from lightrft.rollout.generation import Quota, generate_and_score, requests_for
 from lightrft.trainer.check_rollout import check_rollout
 from lightrft.trainer.rl_step import collect_settings
 from lightrft.types import Prompt, Request, Rollout
-from lightrft.utils.errors import ConfigError, Interrupted, RankError, RewardError
+from lightrft.utils.errors import ConfigError, GenerationInterrupted, RankError, RewardError
 from lightrft.utils.seeding import request_seed
 
 
@@ -37,8 +37,8 @@ class FakeEngine:
     """One token a row and step, all rows at once; answer lengths depend on the seed alone, and pauses on requests. ``raises`` after
     that many steps."""
 
-    of_all = False
-    together = 1
+    shared_by_all_ranks = False
+    tensor_parallel_size = 1
 
     def wake(self) -> None: ...
 
@@ -48,7 +48,7 @@ class FakeEngine:
         self.longest, self.raises, self.calls = longest, raises, 0
 
     def generate(
-        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never
+        self, requests: Iterable[Request], sampling: SamplingConfig, stopped: Callable[[], bool] = never_stop
     ) -> Iterator[Rollout]:
         self.calls += 1
         rows = [(r, random.Random(r.seed).randint(0, self.longest)) for r in requests]
@@ -57,13 +57,17 @@ class FakeEngine:
             if step == self.raises:
                 raise ZeroDivisionError("the engine broke")
             if stopped():
-                left = [(r, r.held + max(0, step - 1)) for r, length in rows if length >= r.held + step]
-                self.tokens += sum(tokens - r.held for r, tokens in left)
+                left = [(r, r.num_generated + max(0, step - 1)) for r, length in rows if length >= r.num_generated + step]
+                self.tokens += sum(tokens - r.num_generated for r, tokens in left)
                 yield from (answer(r, tokens, "abort") for r, tokens in left)
                 return
-            out = [(r, r.held + step, length) for r, length in rows if r.held + step in (length, r.pause)]
-            rows = [(r, length) for r, length in rows if r.held + step not in (length, r.pause)]
-            self.tokens += sum(tokens - r.held for r, tokens, _ in out)
+            out = [
+                (r, r.num_generated + step, length)
+                for r, length in rows
+                if r.num_generated + step in (length, r.pause_after_tokens)
+            ]
+            rows = [(r, length) for r, length in rows if r.num_generated + step not in (length, r.pause_after_tokens)]
+            self.tokens += sum(tokens - r.num_generated for r, tokens, _ in out)
             yield from (answer(r, tokens, "stop" if tokens == length else "abort") for r, tokens, length in out)
 
 
@@ -109,15 +113,15 @@ class Prompts:
     def __init__(self, carried: Any = ()) -> None:
         self.asked: list[int] = []
         self.carried = list(carried)
-        self.begun: list[Any] = []
+        self.partial: list[Any] = []
 
     def draw(self, count: int) -> list[Prompt]:
         start = sum(self.asked)
         self.asked.append(count)
         return [Prompt(f"p{start + i}", [1]) for i in range(count)]
 
-    def settle(self, collected: Collected) -> None:
-        self.carried, self.begun = collected.carried, collected.begun
+    def record_results(self, collected: CollectedRollouts) -> None:
+        self.carried, self.partial = collected.carried, collected.partial
 
 
 def config_of(**over: Any) -> RLConfig:
@@ -163,12 +167,12 @@ def of_all_ranks(work: Callable[[Threads], Any], count: int, minutes: float = 1 
         return list(pool.map(lambda rank: work(Threads(rank, meeting, told, minutes)), range(count)))
 
 
-def run(config: RLConfig, scorer: FakeScorer, engine: FakeEngine | None = None, step: int = 0, **more: Any) -> Collected:
-    roles = Roles(SimpleNamespace(ranks=more.pop("ranks", ALONE)), None, engine or FakeEngine(), scorer, None)  # type: ignore[arg-type]
-    return collect(roles, collect_settings(config), step, more.pop("prompts", Prompts()), Timers(), **more)
+def run(config: RLConfig, scorer: FakeScorer, engine: FakeEngine | None = None, step: int = 0, **more: Any) -> CollectedRollouts:
+    roles = Roles(SimpleNamespace(ranks=more.pop("ranks", SINGLE_PROCESS)), None, engine or FakeEngine(), scorer, None)  # type: ignore[arg-type]
+    return collect_rollouts(roles, collect_settings(config), step, more.pop("prompts", Prompts()), Timers(), **more)
 
 
-def conserves(got: Collected) -> bool:
+def conserves(got: CollectedRollouts) -> bool:
     """The account, counted again from the rollouts themselves."""
     tokens = got.tokens
     assert tokens["sampled"] == tokens_of(got.rollouts)
@@ -307,7 +311,7 @@ def test_after_an_early_stop_nothing_of_the_step_comes_back_in_the_next() -> Non
 
 def test_a_run_that_is_asked_to_stop_leaves_nothing_behind_and_uses_nothing() -> None:
     scorer = FakeScorer(late=7)
-    with pytest.raises(Interrupted):
+    with pytest.raises(GenerationInterrupted):
         run(config_of(), scorer, stopped=lambda: len(scorer.seen) > 5)
     assert 0 < len(scorer.seen) < 12
     assert not scorer._held
@@ -458,12 +462,12 @@ def test_answers_that_go_on_in_the_next_step_are_counted_once_and_none_is_lost(
     prompts: set[str] = set()
     for step in range(6):
         engine = Counting()
-        before = sum(map(tokens_of, [*source.begun, *source.carried]))
+        before = sum(map(tokens_of, [*source.partial, *source.carried]))
         try:
             got = run(config, scorer, engine, step=step, prompts=source)
         except RewardError:
             return
-        after = sum(map(tokens_of, [*source.begun, *source.carried]))
+        after = sum(map(tokens_of, [*source.partial, *source.carried]))
         tokens = got.tokens
         assert tokens["sampled"] == engine.total
         assert before + tokens["sampled"] == tokens["trained"] + tokens["filtered"] + tokens["failed"] + after
@@ -482,7 +486,7 @@ def test_answers_that_go_on_in_the_next_step_are_counted_once_and_none_is_lost(
 
 
 class OfAll(FakeEngine):
-    of_all = True
+    shared_by_all_ranks = True
 
 
 @pytest.mark.parametrize("oversample", [1.0, 2.0])
@@ -511,7 +515,7 @@ def test_what_is_begun_goes_on_before_new_prompts_are_drawn() -> None:
     config = config_of(rollout={"partial": True, "step_tokens": 2})
     source = Prompts()
     first = run(config, FakeScorer(), prompts=source)
-    begun = [group[0].prompt.id for group in source.begun]
+    begun = [group[0].prompt.id for group in source.partial]
     assert first.rounds == 1 and len(first.groups) + len(begun) == 3 and begun
     run(config, FakeScorer(), step=1, prompts=source)
     assert sum(source.asked) == 3 + (3 - len(begun))
@@ -535,6 +539,6 @@ def test_answers_that_could_not_be_graded_are_counted_and_are_not_part_of_a_mean
         Rollout(Prompt("p", [1]), [2], [True], [-1.0], [0], "stop", 0, reward=reward, terms=terms)
         for reward, terms in ((1.0, {"math": 1.0}), (0.0, {"math": 0.0, "math/ungraded": 1.0}))
     )
-    values = rollout_metrics(Collected(rollouts=[graded, ungraded])).compute()
+    values = rollout_metrics(CollectedRollouts(rollouts=[graded, ungraded])).compute()
     assert values["rollout/ungraded_answers"] == 1 and values["reward/math"] == 0.5
     assert "reward/math/ungraded" not in values

@@ -21,7 +21,7 @@ from lightrft.rollout.logprob_check import (
     CheckedEngine,
     batch_of,
     check_batch,
-    compared,
+    compare_logprobs,
     gap_bound,
     refuse_gap,
     refuse_weights,
@@ -61,7 +61,7 @@ def sampled(actor: Actor, sampling: SamplingConfig, **options: Any) -> list[Roll
 
 
 def refuse(actor: Actor, rollouts: list[Rollout], sampling: SamplingConfig, unequal: str = "") -> None:
-    refuse_gap(actor, compared(actor, batch_of(rollouts), sampling, None), sampling, lambda: unequal)
+    refuse_gap(actor, compare_logprobs(actor, batch_of(rollouts), sampling, None), sampling, lambda: unequal)
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
@@ -70,7 +70,7 @@ def test_what_rounding_explains_is_accepted_under_every_kind_of_sampling(samplin
     actor = actor_of(dtype=dtype)
     rollouts = sampled(actor, sampling)
     refuse(actor, rollouts, sampling)
-    found = compared(actor, batch_of(rollouts), sampling, None)
+    found = compare_logprobs(actor, batch_of(rollouts), sampling, None)
     assert found is not None and len(found.tokens) >= 40
 
 
@@ -126,7 +126,7 @@ def test_a_fingerprint_in_another_type_is_compared_in_that_type() -> None:
 
 
 def roles_of(actor: Actor, engine: NativeEngine) -> Any:
-    strategy = SimpleNamespace(whole=lambda model: nullcontext())
+    strategy = SimpleNamespace(gathered=lambda model: nullcontext())
     return SimpleNamespace(
         actor=actor, engine=engine, strategy=strategy, held={}, logprobs_checked=False, weights=actor.model.named_parameters
     )
@@ -176,14 +176,14 @@ def test_the_comparison_leaves_model_and_random_generator_as_they_were() -> None
     batch = batch_of(sampled(actor, sampling))
     actor.train()
     before, weights = torch.get_rng_state(), [p.clone() for p in actor.parameters()]
-    compared(actor, batch, sampling, None)
+    compare_logprobs(actor, batch, sampling, None)
     assert actor.training and torch.equal(before, torch.get_rng_state())
     assert all(torch.equal(p, w) and p.grad is None for p, w in zip(actor.parameters(), weights))
 
 
 def test_the_type_of_a_call_counts_where_sharded_weights_are_float32_outside_of_it() -> None:
     actor, sampling = actor_of(dtype=torch.bfloat16), SAMPLINGS[0]
-    found = compared(actor, batch_of(sampled(actor, sampling)), sampling, None)
+    found = compare_logprobs(actor, batch_of(sampled(actor, sampling)), sampling, None)
     assert found is not None and found.dtype == torch.bfloat16
     actor.float()
     found.reported -= 0.01  # rounding of bfloat16, not of float32

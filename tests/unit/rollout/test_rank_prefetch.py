@@ -10,13 +10,22 @@ import pytest
 
 from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
-from lightrft.rollout.accounting import Collected
-from lightrft.rollout.collect import collect
+from lightrft.rollout.accounting import CollectedRollouts
+from lightrft.rollout.collect import collect_rollouts
 from lightrft.rollout.rank_prefetch import RankPrefetcher
 from lightrft.trainer.rl_step import collect_settings
 from lightrft.types import Prompt
-from lightrft.utils.errors import Interrupted, RankError
-from tests.unit.rollout.test_collect import ALONE, FakeEngine, FakeScorer, Prompts, Threads, config_of, of_all_ranks, seeds_of
+from lightrft.utils.errors import GenerationInterrupted, RankError
+from tests.unit.rollout.test_collect import (
+    SINGLE_PROCESS,
+    FakeEngine,
+    FakeScorer,
+    Prompts,
+    Threads,
+    config_of,
+    of_all_ranks,
+    seeds_of,
+)
 
 
 class LoadedEngine(FakeEngine):
@@ -52,9 +61,9 @@ class Stream(Prompts):
 
 def prefetched(
     rank: Threads, stream: Stream, config: Any, batches: int = 1, stopped: Callable[[], bool] = lambda: False
-) -> list[Collected]:
+) -> list[CollectedRollouts]:
     """The batches that ``rank`` collects from parts that are all queued at once."""
-    roles = Roles(SimpleNamespace(ranks=ALONE), None, LoadedEngine(), FakeScorer(), None)  # type: ignore[arg-type]
+    roles = Roles(SimpleNamespace(ranks=SINGLE_PROCESS), None, LoadedEngine(), FakeScorer(), None)  # type: ignore[arg-type]
     prefetcher = RankPrefetcher(roles, collect_settings(config), stream, rank, stopped, False)  # type: ignore[arg-type]
     jobs = [prefetcher.submit(batch, 0, {}, None) for batch in range(batches)]
     try:
@@ -71,10 +80,10 @@ def test_prefetched_parts_make_the_batch_that_the_ranks_would_collect_together(o
     over = {"rollout": {"max_rounds": 1, "oversample": oversample}, "algorithm": {"filters": ["zero_variance"]}}
     config = config_of(**over)
 
-    def together(rank: Threads) -> list[Collected]:
+    def together(rank: Threads) -> list[CollectedRollouts]:
         roles = Roles(SimpleNamespace(ranks=rank), None, LoadedEngine(), FakeScorer(), None)  # type: ignore[arg-type]
         source = Prompts()
-        return [collect(roles, collect_settings(config), step, source, Timers()) for step in range(3)]
+        return [collect_rollouts(roles, collect_settings(config), step, source, Timers()) for step in range(3)]
 
     expected = of_all_ranks(together, 2)[0]
     for found in of_all_ranks(lambda rank: prefetched(rank, Stream(), config, batches=3), 2):
@@ -99,7 +108,7 @@ def test_a_rank_that_cannot_read_its_prompts_ends_the_batch_on_all_ranks() -> No
 def test_a_rank_that_is_asked_to_stop_stops_all_ranks_at_the_same_batch() -> None:
     def of_rank(rank: Threads) -> None:
         stream = Stream()
-        with pytest.raises(Interrupted):
+        with pytest.raises(GenerationInterrupted):
             prefetched(rank, stream, config_of(rollout={"max_rounds": 1}), stopped=lambda: rank.rank == 0)
         assert stream.asked == []
 

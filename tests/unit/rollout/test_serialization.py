@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightrft.rollout.accounting import Collected
+from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.rollout.serialization import load_batch, pack_collected, save_batch, unpack_collected
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import CheckpointError
@@ -65,7 +65,9 @@ def test_what_was_collected_comes_back_from_json_with_groups_that_share_their_pr
     ]
     failed = replace(rollouts[3], failed="no score", reward=None)
     everything = [*rollouts[:3], failed]
-    collected = Collected([everything[:2], everything[2:3]], everything, Counter(sampled=4, trained=3), Counter(), rounds=2)
+    collected = CollectedRollouts(
+        [everything[:2], everything[2:3]], everything, Counter(sampled=4, trained=3), Counter(), rounds=2
+    )
     plain = json.loads(json.dumps(pack_collected(collected)))
     found = unpack_collected(plain, lambda ids: [next(p for p in prompts if p.id == i) for i in ids])
     assert found == collected

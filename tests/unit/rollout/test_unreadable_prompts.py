@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from lightrft.config.rollout import CurriculumConfig, EvalConfig
-from lightrft.datasets.row_tables import BadRow
+from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.sampler import in_parts
-from lightrft.distributed.process_group import Ranks
-from lightrft.rollout.accounting import Collected, rollout_metrics
-from lightrft.rollout.eval_prompts import held_out
+from lightrft.distributed.process_group import ProcessGroup
+from lightrft.rollout.accounting import CollectedRollouts, rollout_metrics
+from lightrft.rollout.eval_prompts import load_eval_prompts
 from lightrft.rollout.evaluation import Evaluation, evaluate
 from lightrft.rollout.generation import requests_for
 from lightrft.rollout.prompt_stream import PromptStream
@@ -83,10 +83,10 @@ def test_prompts_whose_files_are_gone_are_passed_over_and_counted(eye: Rig, rows
     found = ids(harmed.draw(4) + harmed.draw(4))
     assert found == kept[:8]
     assert harmed.dataset.counts["unreadable"] == 2
-    collected = Collected()
-    harmed.settle(collected)
+    collected = CollectedRollouts()
+    harmed.record_results(collected)
     assert rollout_metrics(collected).compute()["rollout/dropped/unreadable"] == 2
-    harmed.settle(again := Collected())
+    harmed.record_results(again := CollectedRollouts())
     assert not again.dropped
     twin = PromptStream(harmed.dataset, harmed.sampler)
     twin.load_state_dict(state)
@@ -101,7 +101,7 @@ def test_a_file_that_is_gone_is_an_error_that_names_it_where_rows_must_be_good(e
     drawing = stream(eye, rows)
     for path in Path(rows).parent.glob("*.png"):
         path.unlink()
-    with pytest.raises(BadRow, match=r"line \d+, column 'image': '\d+\.png': there is no file"):
+    with pytest.raises(MalformedRow, match=r"line \d+, column 'image': '\d+\.png': there is no file"):
         drawing.draw(2)
 
 
@@ -129,7 +129,7 @@ def test_held_out_prompts_have_media_while_they_are_asked_and_not_before_or_afte
     eye: Rig, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lightrft.datasets.sampler.PART", 2)
-    found = held_out(config_of(rows, malformed="skip"), eye.tokenizer, 0, 5, processor=eye.processor)
+    found = load_eval_prompts(config_of(rows, malformed="skip"), eye.tokenizer, 0, 5, processor=eye.processor)
     assert len(found) == 5 and not any(p.media for p in found)
     for _ in range(2):
         asked = []
@@ -141,7 +141,7 @@ def test_held_out_prompts_have_media_while_they_are_asked_and_not_before_or_afte
 
 
 def test_a_held_out_picture_that_is_gone_is_passed_over_and_counted(eye: Rig, rows: str) -> None:
-    found = held_out(config_of(rows, malformed="skip"), eye.tokenizer, 0, None, processor=eye.processor)
+    found = load_eval_prompts(config_of(rows, malformed="skip"), eye.tokenizer, 0, None, processor=eye.processor)
     for path in sorted(Path(rows).parent.glob("*.png"))[:2]:
         path.unlink()
     evaluated = evaluate(FakeEngine(), FakeScorer(), found, EvalConfig(), 0)  # type: ignore[arg-type]
@@ -155,9 +155,9 @@ def test_held_out_prompts_that_some_rank_cannot_read_are_asked_by_none_and_count
     monkeypatch.setattr("lightrft.datasets.sampler.PART", 5)
     folders = [Path(shutil.copytree(Path(rows).parent, tmp_path / f"rank {rank}")) for rank in range(2)]
 
-    def found(folder: Path, ranks: Ranks, malformed: str) -> Evaluation:
+    def found(folder: Path, ranks: ProcessGroup, malformed: str) -> Evaluation:
         source = str(folder / Path(rows).name)
-        prompts = held_out(config_of(source, malformed=malformed), eye.tokenizer, 0, None, processor=eye.processor)
+        prompts = load_eval_prompts(config_of(source, malformed=malformed), eye.tokenizer, 0, None, processor=eye.processor)
         assert len(prompts) == 12
         ranks.gather(None)  # all have measured theirs
         for k in {folders[0]: (1, 8), folders[1]: (2, 8)}[folder]:
@@ -174,7 +174,7 @@ def test_held_out_prompts_that_some_rank_cannot_read_are_asked_by_none_and_count
 def test_held_out_prompts_asked_in_parts_are_asked_with_the_seeds_of_all_at_once(
     eye: Rig, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = held_out(config_of(rows), eye.tokenizer, 0, 7, processor=eye.processor)
+    found = load_eval_prompts(config_of(rows), eye.tokenizer, 0, 7, processor=eye.processor)
 
     def seeds() -> list[int]:
         return [r.seed for first, part in in_parts(found) for g in requests_for(part, 2, 3, "eval", first=first) for r in g]

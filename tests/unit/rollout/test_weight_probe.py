@@ -33,7 +33,7 @@ def groups_of(engine: NativeEngine, sampling: SamplingConfig, samples: int = RES
 
 
 def roles_of(actor: Actor) -> Any:
-    return SimpleNamespace(actor=actor, strategy=SimpleNamespace(whole=lambda model: nullcontext()))
+    return SimpleNamespace(actor=actor, strategy=SimpleNamespace(gathered=lambda model: nullcontext()))
 
 
 def updated(actor: Actor, engine: NativeEngine, by: float = 0.02) -> None:

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from lightrft.config.model import LoRAConfig, ModelConfig
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
-from lightrft.distributed.process_group import ALONE, Ranks, joined, mine
+from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, init_process_group, shard_for_rank
 from lightrft.models.actor import Actor
 from lightrft.models.critic import Critic
 from lightrft.strategy import activation_offload
@@ -111,7 +111,7 @@ def train(strategy: SingleStrategy, config: ModelConfig, kind: type) -> dict[str
     state = strategy.prepare(model, OptimizerConfig(lr=1e-2, weight_decay=0.1, eps=1e-3), 4)
     start = {name: tensor.detach().clone() for name, tensor in strategy.full_parameters(state)}
     found: dict[str, Any] = {"norms": [], "losses": [], "after forward": [], "whole gradients": [], "held": held(model)}
-    whole, rows = batch(), mine(list(range(ROWS)), strategy.teams)
+    whole, rows = batch(), shard_for_rank(list(range(ROWS)), strategy.data_parallel_group)
     frozen = Actor.load(ModelConfig(path=config.path))
     strategy.place(frozen.requires_grad_(False))
     for _ in range(2):
@@ -123,9 +123,9 @@ def train(strategy: SingleStrategy, config: ModelConfig, kind: type) -> dict[str
             strategy.backward(state, loss, last=half == rows[1::2])
             found["whole gradients"].append(unsharded_gradients(model))
             total += loss.detach().float()
-        found["losses"].append(float(strategy.teams.sum(total)))
+        found["losses"].append(float(strategy.data_parallel_group.sum(total)))
         found["norms"].append(strategy.step(state).grad_norm)
-        with strategy.resting([state], [frozen]), strategy.whole(model), torch.no_grad():
+        with strategy.offloaded([state], [frozen]), strategy.gathered(model), torch.no_grad():
             found["drawn"] = float(loss_of(model.eval(), whole))
     found["master"] = sorted({str(m.dtype) for m in state.inner.masters.values()})
     found["masters apart"] = sum(m is not p for m, p in zip(state.inner.masters.values(), state.inner.parameters.values()))
@@ -150,30 +150,34 @@ def saved(strategy: SingleStrategy, state: Any, folder: Path) -> int:
     there: list[int] = []
 
     def full(tensor: Tensor) -> Tensor:
-        whole = type(strategy).full(strategy, tensor)
+        whole = type(strategy).gather(strategy, tensor)
         made.extend([weakref.ref(whole)] * (whole is not tensor))
         there.append(sum(one() is not None for one in made))
         return whole
 
-    strategy.full = full
+    strategy.gather = full
     strategy.save(state, folder)
-    del strategy.full
+    del strategy.gather
     return max(there)
 
 
-def elsewhere(ranks: Ranks) -> dict[str, Any]:
+def elsewhere(ranks: ProcessGroup) -> dict[str, Any]:
     """What becomes of a shard that does not lie on the device of its mesh, for which the meta device stands in."""
     strategy = Fsdp2Strategy(StrategyConfig(device="cpu"), ranks)
     whole = torch.arange(14.0).view(7, 2)
     mesh = DeviceMesh("meta", list(range(ranks.size)))
     offloaded = torch.empty_like(distribute_tensor(whole.to("meta"), mesh, [Shard(0)], src_data_rank=None), device="cpu")
-    made = {"like": strategy.like(whole, offloaded), "moved": moved(offloaded, torch.device("cpu"))}
+    made = {"like": strategy.shard_like(whole, offloaded), "moved": moved(offloaded, torch.device("cpu"))}
     found = {name: [str(tensor.device), str(shard(tensor).device)] for name, tensor in made.items()}
     held = shard(made["like"])
-    return {**found, "kind": str(strategy.like(whole.bfloat16(), offloaded).dtype), "held": [] if held.is_meta else held.tolist()}
+    return {
+        **found,
+        "kind": str(strategy.shard_like(whole.bfloat16(), offloaded).dtype),
+        "held": [] if held.is_meta else held.tolist(),
+    }
 
 
-def cell(name: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
+def cell(name: str, folder: Path, ranks: ProcessGroup) -> dict[str, Any]:
     where, model, strategy, kind = {**CELLS, **OF_FOUR}[name]
     config = ModelConfig(path=str(folder / where), **model)
     made = StrategyConfig(device="cpu", **strategy)
@@ -193,7 +197,7 @@ def cell(name: str, folder: Path, ranks: Ranks) -> dict[str, Any]:
     return {**found, "copied": sum(copies)}
 
 
-def reads(folder: Path, ranks: Ranks) -> str:
+def reads(folder: Path, ranks: ProcessGroup) -> str:
     """What a rank is told when the files lack a weight."""
     with Fsdp2Strategy(StrategyConfig(device="cpu"), ranks).loading() as device:
         actor = Actor.load(ModelConfig(path=str(folder / "lacking")), device=device)
@@ -204,7 +208,7 @@ def reads(folder: Path, ranks: Ranks) -> str:
     return ""
 
 
-def families(folder: Path, ranks: Ranks, only: tuple[str, ...] = (), **teams: int) -> dict[str, str]:
+def families(folder: Path, ranks: ProcessGroup, only: tuple[str, ...] = (), **teams: int) -> dict[str, str]:
     """By model folder, what of a model that was read by shards is not what loading it gives."""
     strategy = Fsdp2Strategy(StrategyConfig(device="cpu", **teams), ranks)
     odd: dict[str, str] = {}
@@ -219,13 +223,13 @@ def families(folder: Path, ranks: Ranks, only: tuple[str, ...] = (), **teams: in
             expected = Actor.load(config)
             for kind in ("named_parameters", "named_buffers"):
                 for (name, tensor), (other, wanted) in zip(getattr(actor, kind)(), getattr(expected, kind)(), strict=True):
-                    full = strategy.full(tensor.detach())
+                    full = strategy.gather(tensor.detach())
                     if name != other or full.dtype != wanted.dtype or not torch.equal(full, wanted):
                         odd.setdefault(path.name, f"{name} {full.dtype} {wanted.dtype}")
     return odd
 
 
-def refused(ranks: Ranks) -> str:
+def refused(ranks: ProcessGroup) -> str:
     try:
         Fsdp2Strategy(StrategyConfig(device="cpu", shard=3), ranks)
     except ConfigError as error:
@@ -255,7 +259,7 @@ def rank_of(rank: int, size: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with joined(2.0) as ranks:
+    with init_process_group(2.0) as ranks:
         if (folder / "large").is_dir():
             peak = peak_of_loading(folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu"), ranks))
             team = peak_of_loading(folder / "large", Fsdp2Strategy(StrategyConfig(device="cpu", tensor=2), ranks))
@@ -282,7 +286,7 @@ def main(folder: Path, sizes: list[int]) -> None:
         peak = peak_of_loading(folder / "large", SingleStrategy(StrategyConfig(device="cpu")))
         torch.save({"peak": peak}, folder / "found-1.pt")
         return
-    torch.save({name: cell(name, folder, ALONE) for name in ONE}, folder / "found-1.pt")
+    torch.save({name: cell(name, folder, SINGLE_PROCESS) for name in ONE}, folder / "found-1.pt")
 
 
 ONE = [name for name, (_, _, strategy, _) in CELLS.items() if not strategy] + ["activations", "sleep", *TEAMS]

@@ -155,7 +155,7 @@ def test_what_only_training_needs_sleeps_on_the_host_while_answers_are_drawn(mon
     take(strategy, state, 0)
     frozen = nn.Linear(2, 2)
     monkeypatch.setattr(single, "HOST", torch.device("meta"))
-    with pytest.raises(NotImplementedError, match="meta"), strategy.resting([state], [frozen]):
+    with pytest.raises(NotImplementedError, match="meta"), strategy.offloaded([state], [frozen]):
         held = [moments[key] for moments in state.optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
         assert held and all(tensor.is_meta for tensor in (*held, *frozen.parameters()))
         assert not any(parameter.is_meta for parameter in state.model.parameters())  # answers are drawn with them
@@ -168,10 +168,10 @@ def test_masters_of_half_precision_weights_sleep_too(monkeypatch) -> None:
     monkeypatch.setattr(single, "moved", lambda tensor, device: [there.append(device.type), tensor][1])
     monkeypatch.setattr(single, "HOST", torch.device("meta"))
     asleep = SingleStrategy(StrategyConfig(device="cpu", sleep=True))
-    with asleep.resting([state], []):
+    with asleep.offloaded([state], []):
         assert there == ["meta"] * 3 * len(state.inner.masters)
     assert there == ["meta"] * 3 * len(state.inner.masters) + ["cpu"] * 3 * len(state.inner.masters)
-    with strategy.resting([state], []):
+    with strategy.offloaded([state], []):
         assert len(there) == 6 * len(state.inner.masters)  # without the setting nothing moves
 
 
@@ -181,7 +181,7 @@ def test_a_step_after_sleep_is_the_step_without_it() -> None:
         _, state = make(torch.bfloat16)
         strategy = SingleStrategy(StrategyConfig(device="cpu", sleep=sleep))
         for seed in range(3):
-            with strategy.resting([state], []):
+            with strategy.offloaded([state], []):
                 pass
             take(strategy, state, seed)
         runs.append([p.detach().clone() for p in state.model.parameters()])

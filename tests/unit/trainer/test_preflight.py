@@ -93,7 +93,7 @@ def test_fewer_rows_than_a_step_takes_are_refused() -> None:
 class Echo:
     """Gives every request one response, and every response a reward."""
 
-    of_all, together = False, 1
+    shared_by_all_ranks, tensor_parallel_size = False, 1
 
     def __init__(self) -> None:
         self.waiting: list[Rollout] = []

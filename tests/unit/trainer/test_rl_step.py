@@ -15,14 +15,14 @@ from lightrft.config.model import ModelConfig
 from lightrft.config.presets import PRESETS
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.controllers import Controls
+from lightrft.learner.controllers import Controllers
 from lightrft.learner.distillation import with_teacher
 from lightrft.learner.policy_update import update
 from lightrft.models.actor import Actor
 from lightrft.models.tiny.text import tiny_model
 from lightrft.observability.timers import Timers
-from lightrft.roles import Frozen, Roles, Trained
-from lightrft.rollout.accounting import Collected, FilterResult
+from lightrft.roles import FrozenModel, Roles, TrainableModel
+from lightrft.rollout.accounting import CollectedRollouts, FilterResult
 from lightrft.strategy.single import SingleStrategy
 from lightrft.trainer.rl_step import learn, with_advantages, with_policy, with_reference
 from lightrft.types import Batch, Prompt, Rollout, Segments
@@ -65,15 +65,15 @@ def roles_of(config: RLConfig, dtype: torch.dtype = torch.float32) -> Roles:
     actor = Actor(tiny_model("qwen2", seed=3, dtype=dtype), ModelConfig(layout=config.model.layout)).eval()
     frozen = Actor(tiny_model("qwen2", seed=4, dtype=dtype)).eval()
     state = strategy.prepare(actor, OptimizerConfig(lr=config.optimizer.lr), 10)
-    teacher = Frozen(Actor(tiny_model("llama", seed=5, dtype=dtype)).eval().requires_grad_(False))
-    policy = Trained(actor, state)
+    teacher = FrozenModel(Actor(tiny_model("llama", seed=5, dtype=dtype)).eval().requires_grad_(False))
+    policy = TrainableModel(actor, state)
     return Roles(strategy, policy, Unused(), Unused(), None, reference=frozen, teacher=teacher)  # type: ignore[arg-type]
 
 
 def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor]:
     batch = with_teacher(with_reference(with_policy(batch, roles, config), roles, config), roles, config)
-    batch = with_advantages(batch, config, Controls.of(config.algorithm))
-    update(roles, batch, config, Controls.of(config.algorithm), 0)
+    batch = with_advantages(batch, config, Controllers.of(config.algorithm))
+    update(roles, batch, config, Controllers.of(config.algorithm), 0)
     return {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
 
 
@@ -214,14 +214,14 @@ def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_th
     config = config_of(algorithm={"shaping": [f"{__name__}:spoil_first_of_group"]}, engine=off)
     roles = roles_of(config)
     roles.engine = Told()  # type: ignore[assignment]
-    got = Collected()
+    got = CollectedRollouts()
     for p in range(2):
         group = [
             Rollout(Prompt(str(p), [5, 6 + p]), [7 + i], [True], [-1.0], [0], "stop", i, i, reward=float(i))
             for i in range(samples)
         ]
-        got.add(group, FilterResult(group))
-    result = learn(roles, config, 0, Controls.of(config.algorithm), got, Timers())
+        got.add_group(group, FilterResult(group))
+    result = learn(roles, config, 0, Controllers.of(config.algorithm), got, Timers())
     metrics = result.metrics.compute()
     assert metrics["rollout/failed_answers"] == 2
     assert (metrics["rollout/trained"], metrics["rollout/failed"]) == (trained, 2)

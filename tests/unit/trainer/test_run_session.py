@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from lightrft.config.run import CheckpointConfig
-from lightrft.distributed.process_group import ALONE
-from lightrft.observability.observer import Nobody
-from lightrft.observability.run_directory import Elsewhere, RunFolder
+from lightrft.distributed.process_group import SINGLE_PROCESS
+from lightrft.observability.observer import NullObserver
+from lightrft.observability.run_directory import ReadOnlyRunDirectory, RunDirectory
 from lightrft.strategy.checkpoint import CheckpointStore, DiskFullError
 from lightrft.trainer.run_session import RunSession
 from lightrft.utils.stop_signal import StopFlag
@@ -37,7 +37,7 @@ class Late:
 
 def test_a_rank_that_is_asked_to_stop_while_others_are_heard_goes_on_as_they_do_and_stops_with_them_the_next_time() -> None:
     ranks = Late()
-    ranks.session = RunSession(None, None, CheckpointConfig(), "rl", Nobody(), ranks=ranks)  # type: ignore[arg-type]
+    ranks.session = RunSession(None, None, CheckpointConfig(), "rl", NullObserver(), ranks=ranks)  # type: ignore[arg-type]
     assert [ranks.session.stopping(), ranks.session.stopping()] == [False, True]
 
 
@@ -60,9 +60,9 @@ def saves(
     """The steps that a run saves whose steps end at ``times``, and the session."""
     path.mkdir(exist_ok=True)
     clock.set(100.0 * ranks.rank)
-    folder = Elsewhere(path, fresh=True, checkpoint=None)
+    folder = ReadOnlyRunDirectory(path, fresh=True, checkpoint=None)
     session = RunSession(
-        folder, CheckpointStore(path / "checkpoints", 9, asked.best), asked, "rl", Nobody(), StopFlag(), ranks=ranks
+        folder, CheckpointStore(path / "checkpoints", 9, asked.best), asked, "rl", NullObserver(), StopFlag(), ranks=ranks
     )
     saved = []
     for step, now in enumerate(times, 1):
@@ -82,7 +82,7 @@ def clock(monkeypatch):
 def test_a_checkpoint_is_saved_every_ten_minutes_unless_told_otherwise(clock, tmp_path) -> None:
     times = [60.0 * n for n in (4, 9, 11, 15, 20, 22)]
     found = [
-        saves(ALONE, tmp_path / str(k), asked, times, clock, [{}] * 6)
+        saves(SINGLE_PROCESS, tmp_path / str(k), asked, times, clock, [{}] * 6)
         for k, asked in enumerate([CheckpointConfig(), CheckpointConfig(every_minutes=0), CheckpointConfig(every=4)])
     ]
     assert [saved for saved, _ in found] == [[3, 6], [], [3, 4]]
@@ -99,7 +99,7 @@ def test_ranks_whose_clocks_differ_save_the_same_steps(clock, tmp_path) -> None:
 
 def test_a_step_that_is_better_than_all_checkpoints_is_saved(clock, tmp_path) -> None:
     values = [{"loss": 3.0}, {}, {"loss": 2.0}, {"loss": 2.5}, {"loss": float("nan")}, {"loss": 1.0}]
-    saved, _ = saves(ALONE, tmp_path, CheckpointConfig(best="-loss"), [1.0] * 6, clock, values)
+    saved, _ = saves(SINGLE_PROCESS, tmp_path, CheckpointConfig(best="-loss"), [1.0] * 6, clock, values)
     assert saved == [1, 3, 6]
 
 
@@ -111,7 +111,7 @@ def test_a_disk_that_stays_full_is_not_tried_again_at_every_step(clock, tmp_path
         raise DiskFullError("full")
 
     monkeypatch.setattr(RunSession, "save", full)
-    _, session = saves(ALONE, tmp_path, CheckpointConfig(), [60.0 * n for n in range(1, 25)], clock, [{}] * 24)
+    _, session = saves(SINGLE_PROCESS, tmp_path, CheckpointConfig(), [60.0 * n for n in range(1, 25)], clock, [{}] * 24)
     assert tried == [600.0, 1200.0]
     assert session.at_risk == (1440.0, 24)
 
@@ -122,7 +122,7 @@ def test_ranks_wait_for_the_one_that_reads_a_checkpoint_again_as_long_as_it_says
     monkeypatch.setattr("lightrft.distributed.process_group.PULSES", 1e9)  # a sign whenever one may be given
     monkeypatch.setattr("lightrft.strategy.manifest.PART", 16)
     said: list[list[bool]] = [[], []]
-    path = RunFolder.open(tmp_path / "run", CheckpointConfig(), resume="auto", overwrite=False).path
+    path = RunDirectory.open(tmp_path / "run", CheckpointConfig(), resume="auto", overwrite=False).path
 
     class Counted(Threads):
         def gather(self, value: Any) -> list[Any]:
@@ -133,9 +133,9 @@ def test_ranks_wait_for_the_one_that_reads_a_checkpoint_again_as_long_as_it_says
 
     def saved_and_taken_up(ranks: Threads) -> tuple[int, dict[str, Any], dict[str, Any]]:
         counted = Counted(ranks.rank, ranks.meeting, ranks.told, 4.0)
-        folder = Elsewhere(path, fresh=False, checkpoint=None)
+        folder = ReadOnlyRunDirectory(path, fresh=False, checkpoint=None)
         store = CheckpointStore(path / "checkpoints", 1)
-        session = RunSession(folder, store, CheckpointConfig(), "rl", Nobody(), SimpleNamespace(), ranks=counted)  # type: ignore[arg-type]
+        session = RunSession(folder, store, CheckpointConfig(), "rl", NullObserver(), SimpleNamespace(), ranks=counted)  # type: ignore[arg-type]
         strategy: Any = SimpleNamespace(device=torch.device("cpu"))
         session.save(3, strategy, {}, {"much": "x" * 4096}, {})
         said[ranks.rank].append(True)

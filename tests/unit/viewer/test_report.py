@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from lightrft.config.base import Settings
-from lightrft.observability.run_directory import RunFolder
+from lightrft.observability.run_directory import RunDirectory
 from lightrft.types import Prompt, Rollout
 from lightrft.utils.errors import DataError
 from lightrft.viewer.report import duration, write_report
@@ -63,7 +63,7 @@ def answer(prompt, text, correct):
 
 
 def make_run(path, text="2+3", config=None):
-    with RunFolder.open(path, config or Config(optimizer=Inner(lr=0.5)), resume="auto", overwrite=False) as folder:
+    with RunDirectory.open(path, config or Config(optimizer=Inner(lr=0.5)), resume="auto", overwrite=False) as folder:
         for step in range(1, 31):
             folder.log({"phase": "sft", "step": step, "loss": 2.0 / step})
         for step in range(1, 61):
@@ -155,7 +155,7 @@ def test_hostile_text_stays_text(tmp_path):
 
 
 def test_lost_tokens_are_said(tmp_path):
-    with RunFolder.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
+    with RunDirectory.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
         folder.log({"step": 1, "rollout/sampled": 100, "rollout/trained": 90})
     assert "10 not accounted for" in page_of(tmp_path / "a").text
 
@@ -172,7 +172,7 @@ def test_lost_tokens_are_said(tmp_path):
     ],
 )
 def test_a_run_that_has_little_is_shown_all_the_same(tmp_path, row):
-    with RunFolder.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
+    with RunDirectory.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
         if row:
             folder.log(row)
     text = page_of(tmp_path / "a").text
@@ -180,7 +180,7 @@ def test_a_run_that_has_little_is_shown_all_the_same(tmp_path, row):
 
 
 def test_without_samples_the_sampled_answers_are_shown(tmp_path):
-    with RunFolder.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
+    with RunDirectory.open(tmp_path / "a", Config(), resume="auto", overwrite=False) as folder:
         for step in (1, 2):
             prompts = [Prompt(id=f"{step}.{i}", token_ids=[1], text=f"ask {step}.{i}", label=5) for i in range(2)]
             folder.write_rollouts(
@@ -225,7 +225,7 @@ def write_media(folder):
 
 def run_with_media(path, text="7", names=None):
     """Answers of one word or long ones, about one file each; every fourth stays wrong."""
-    with RunFolder.open(path, Config(), resume="auto", overwrite=False) as folder:
+    with RunDirectory.open(path, Config(), resume="auto", overwrite=False) as folder:
         names = names or write_media(path / "media")
         rows = [
             {"prompt": "Which digit?", "label": "7", "attachments": [names[i % len(names)]], "correct": False} for i in range(12)
@@ -375,7 +375,7 @@ def test_the_browser_would_have_complained(tmp_path):
 
 def with_groups(folder, steps=3, groups=2):
     """A run with ``steps`` files of ``groups`` groups of two responses."""
-    run = RunFolder.open(folder, Config(), resume="auto", overwrite=False)
+    run = RunDirectory.open(folder, Config(), resume="auto", overwrite=False)
     for step in range(1, steps + 1):
         rollouts = []
         for g in range(groups):
@@ -432,7 +432,7 @@ def test_a_run_without_rollouts_has_no_groups_and_a_file_that_holds_none_is_name
 
 
 def test_a_tile_and_the_curve_of_the_same_metric_give_the_same_number(tmp_path):
-    with RunFolder.open(tmp_path / "run", Config(), resume="auto", overwrite=False) as folder:
+    with RunDirectory.open(tmp_path / "run", Config(), resume="auto", overwrite=False) as folder:
         for step in range(1, 41):
             row = {"tokens_per_second": 1000.0 + 10 * step, "reward/mean": step / 100, "response/length": 100.0 + step}
             folder.log({"phase": "rl", "step": step, **row})
@@ -448,7 +448,7 @@ def test_a_tile_and_the_curve_of_the_same_metric_give_the_same_number(tmp_path):
 
 @pytest.mark.parametrize(("step", "label"), [(0, "Held-out accuracy, before training"), (9, "Held-out accuracy")])
 def test_a_single_evaluation_is_not_shown_as_before_and_after(tmp_path, step, label):
-    with RunFolder.open(tmp_path / "run", Config(), resume="auto", overwrite=False) as folder:
+    with RunDirectory.open(tmp_path / "run", Config(), resume="auto", overwrite=False) as folder:
         folder.log({"phase": "rl", "step": step, "eval/accuracy": 0.024})
         folder.write_summary({"heldout_before" if step == 0 else "heldout_after": 0.024, "steps": step, "seconds": 1.0})
     html = write_report(tmp_path / "run").read_text(encoding="utf-8")

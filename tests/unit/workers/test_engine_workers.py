@@ -20,22 +20,22 @@ from torch import Tensor
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import EngineConfig, SamplingConfig, StrategyConfig
 from lightrft.distributed.worker_api import WorkerLost
-from lightrft.engines.base import Fingerprint, never
+from lightrft.engines.base import Fingerprint, never_stop
 from lightrft.engines.native import NativeEngine, checksum
-from lightrft.engines.weight_transport import Carrier, Inbox, Layout, Way, carrier_of
+from lightrft.engines.weight_transport import Layout, Way, WeightBuffer, WeightTransport, build_transport
 from lightrft.models.decoding.kv_decoder import KVDecoder
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ModelError, RankError, ResourceError, WorkerError
-from lightrft.workers.engine_workers import EngineHost, RemoteEngines, engine_host, portions
-from lightrft.workers.weight_sync import Hand
-from lightrft.workers.worker_group import Limits
+from lightrft.workers.engine_workers import EngineWorker, EngineWorkerGroup, engine_worker, split_requests
+from lightrft.workers.weight_sync import WeightSyncConfig
+from lightrft.workers.worker_group import FaultPolicy
 from tests.unit.rollout.test_collect import Threads, of_all_ranks
 from tests.worker_helpers import ProcessWorker
 
 CONFIG = EngineConfig(max_rows=6)
 SAMPLING = SamplingConfig(max_new_tokens=24, temperature=1.0)
-LIMITS = Limits(restarts=2, silence=60.0)
+LIMITS = FaultPolicy(restarts=2, call_timeout=60.0)
 # Models in float64: who is drawn with whom depends on the clock, and in float32 their rounding now and then turns a token.
 
 
@@ -60,7 +60,7 @@ def two(folder: Path) -> Iterator[list[ProcessWorker]]:
 
 def worker_of(folder: Path, name: str) -> ProcessWorker:
     strategy = StrategyConfig(device="cpu")
-    return ProcessWorker(name, partial(engine_host, ModelConfig(path=str(folder)), CONFIG, strategy, 1))
+    return ProcessWorker(name, partial(engine_worker, ModelConfig(path=str(folder)), CONFIG, strategy, 1))
 
 
 def other_weights(folder: Path, seed: int = 9) -> dict[str, Tensor]:
@@ -90,17 +90,19 @@ def told(rollouts: list[Rollout]) -> dict[int, tuple[object, ...]]:
     return {r.seed: (r.token_ids, r.versions, r.finish_reason, r.sample, r.text, id(r.prompt)) for r in rollouts}
 
 
-def answers(engine: RemoteEngines | NativeEngine, requests: list[Request], stopped: Callable[[], bool] = never) -> list[Rollout]:
+def answers(
+    engine: EngineWorkerGroup | NativeEngine, requests: list[Request], stopped: Callable[[], bool] = never_stop
+) -> list[Rollout]:
     return list(engine.generate(requests, SAMPLING, stopped))
 
 
-def hand(way: Way = "message", **more: object) -> Hand:
-    return Hand(way=way, bucket=20_000, **more)  # type: ignore[arg-type]
+def hand(way: Way = "message", **more: object) -> WeightSyncConfig:
+    return WeightSyncConfig(way=way, bucket=20_000, **more)  # type: ignore[arg-type]
 
 
 def test_two_engines_draw_what_one_draws_with_the_weights_that_they_were_given(folder: Path, two: list[ProcessWorker]) -> None:
     weights, requests = other_weights(folder), requests_of()
-    engines = RemoteEngines(two, CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand())
     found = engines.load_weights(weights.items(), 7)
     local = local_engine(folder, weights, 7)
     assert found == {name: checksum(tensor) for name, tensor in weights.items()}
@@ -116,7 +118,7 @@ def test_two_engines_draw_what_one_draws_with_the_weights_that_they_were_given(f
 def test_an_answer_that_was_begun_goes_on_and_one_that_is_stopped_comes_back_as_it_is(
     folder: Path, two: list[ProcessWorker]
 ) -> None:
-    engines, requests = RemoteEngines(two, CONFIG, LIMITS, hand()), requests_of(12, 4)
+    engines, requests = EngineWorkerGroup(two, CONFIG, LIMITS, hand()), requests_of(12, 4)
     engines.load_weights(other_weights(folder).items(), 1)
     whole = {r.seed: r.token_ids for r in answers(engines, requests)}
     seen = itertools.count()
@@ -125,12 +127,12 @@ def test_an_answer_that_was_begun_goes_on_and_one_that_is_stopped_comes_back_as_
     cut = [r for r in part if r.finish_reason == "abort"]
     assert cut and all(whole[r.seed][: len(r)] == r.token_ids for r in part)
     asked = {r.seed: r for r in requests}
-    rest = [Request(r.prompt, r.seed, r.sample, asked[r.seed].max_new_tokens, begun=r) for r in cut]
+    rest = [Request(r.prompt, r.seed, r.sample, asked[r.seed].max_new_tokens, partial=r) for r in cut]
     assert {r.seed: r.token_ids for r in answers(engines, rest)} == {r.seed: whole[r.seed] for r in cut}
 
 
 def test_a_job_that_nobody_waits_for_any_more_is_forgotten(folder: Path, two: list[ProcessWorker]) -> None:
-    engines = RemoteEngines(two, CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand())
     drawing = engines.generate(requests_of(), SAMPLING)
     next(drawing)
     drawing.close()
@@ -138,16 +140,16 @@ def test_a_job_that_nobody_waits_for_any_more_is_forgotten(folder: Path, two: li
 
 
 def test_a_request_that_no_engine_can_hold_is_refused_before_anything_is_drawn(two: list[ProcessWorker]) -> None:
-    engines = RemoteEngines(two, EngineConfig(token_budget=20), LIMITS, hand())
+    engines = EngineWorkerGroup(two, EngineConfig(token_budget=20), LIMITS, hand())
     with pytest.raises(ResourceError, match=r"engine\.token_budget"):
         engines.generate(requests_of(), SAMPLING)
 
 
 def test_a_group_is_cut_only_where_one_worker_would_get_more_than_its_part() -> None:
     requests = requests_of(2, 4)
-    assert [len(p) for p in portions(requests, 2)] == [4, 4]
-    assert [len(p) for p in portions(requests, 4)] == [2, 2, 2, 2]
-    assert [r for p in portions(requests, 3) for r in p] == requests
+    assert [len(p) for p in split_requests(requests, 2)] == [4, 4]
+    assert [len(p) for p in split_requests(requests, 4)] == [2, 2, 2, 2]
+    assert [r for p in split_requests(requests, 3) for r in p] == requests
 
 
 @pytest.mark.parametrize("way", ["message", "shared", "broadcast"])
@@ -158,7 +160,7 @@ def test_weights_arrive_bit_for_bit_by_each_way_and_only_trained_ones_travel_aga
         worker.restart()  # as from disk
     first = dict(tiny_model("qwen2", seed=3, eos_token_id=None, dtype=torch.float64).named_parameters())
     trained = frozenset(name for name in first if "layers.1" in name)
-    engines = RemoteEngines(two, CONFIG, LIMITS, hand(way, trained=trained))
+    engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand(way, trained=trained))
     for version in (1, 2):
         moved = {n: torch.randn_like(w) if n in trained else w for n, w in first.items()}
         found = engines.load_weights(moved.items(), version)
@@ -177,14 +179,14 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
     weights = dict(tiny_model("qwen2", seed=3, eos_token_id=None, dtype=torch.float64).named_parameters())
     trained, odd = (next(n for n in weights if part in n) for part in ("q_proj.weight", "norm.weight"))
     weights[odd] = torch.full_like(weights[odd], 2.0)
-    engines = RemoteEngines(two, CONFIG, LIMITS, hand(trained=frozenset([trained])))
+    engines = EngineWorkerGroup(two, CONFIG, LIMITS, hand(trained=frozenset([trained])))
     first = engines.load_weights(weights.items(), 1)
     assert first[odd] == checksum(weights[odd]) and engines.delivery.travelled == {trained, odd}
     carrier = type(engines.delivery._carrier)
     sent: list[str] = []
     send = carrier.send
 
-    def seen(self: Carrier, slot: int, layout: Layout) -> None:
+    def seen(self: WeightTransport, slot: int, layout: Layout) -> None:
         sent.extend(piece.name for piece in layout)
         send(self, slot, layout)
 
@@ -203,7 +205,7 @@ def test_frozen_weights_that_a_worker_was_not_made_with_travel_too_once_to_each_
 def test_a_killed_engine_is_started_anew_and_nothing_is_lost_or_drawn_twice(way: Way, folder: Path) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
     weights, requests = other_weights(folder), requests_of(30, 4)
-    engines = RemoteEngines(workers, CONFIG, LIMITS, hand(way))
+    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
     try:
         engines.load_weights(weights.items(), 4)
         drawn: list[Rollout] = []
@@ -228,7 +230,7 @@ def test_a_killed_engine_is_started_anew_and_nothing_is_lost_or_drawn_twice(way:
 @pytest.mark.parametrize("way", ["message", "shared", "broadcast"])
 def test_an_engine_that_dies_while_weights_are_handed_over_has_them_in_the_end(way: Way, folder: Path) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
-    engines = RemoteEngines(workers, CONFIG, LIMITS, hand(way))
+    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
     weights = other_weights(folder)
 
     def dying() -> Iterator[tuple[str, Tensor]]:
@@ -269,12 +271,12 @@ class Stalling:
         return
 
 
-class SmallHost(EngineHost):
+class SmallHost(EngineWorker):
     """Holds weights, and no engine."""
 
     def __init__(self) -> None:
         self.held: dict[str, Tensor] = {"w": torch.zeros(3)}
-        self.inbox = Inbox(self.held.update)
+        self.inbox = WeightBuffer(self.held.update)
 
     def fingerprint(self) -> Fingerprint:
         return {name: checksum(tensor) for name, tensor in self.held.items()}
@@ -286,14 +288,14 @@ class SmallHost(EngineHost):
 def test_engines_that_fall_silent_in_a_hand_over_are_waited_for_once_and_started_anew_side_by_side() -> None:
     meet = threading.Barrier(2)
     workers = [Stalling(f"engine {i}", meet) for i in range(2)]
-    engines = RemoteEngines(workers, CONFIG, Limits(restarts=1, silence=0.5), hand())
+    engines = EngineWorkerGroup(workers, CONFIG, FaultPolicy(restarts=1, call_timeout=0.5), hand())
     try:
         assert engines.load_weights([("w", torch.ones(3))], 1) == {"w": checksum(torch.ones(3))}
     finally:
         engines.close()
     assert [w.told for w in workers] == [[["fingerprint", "weights", "weights", "ping"], ["weights", "settle"]]] * 2
     assert engines.take_counts() == {"restarts": 2, "weights_resent": 1}
-    assert [Limits(silence=silence).grace for silence in (900.0, 30.0, 5.0)] == [180.0, 10.0, 5.0]
+    assert [FaultPolicy(call_timeout=silence).grace for silence in (900.0, 30.0, 5.0)] == [180.0, 10.0, 5.0]
 
 
 def test_an_engine_that_ends_while_a_group_forms_is_not_waited_for() -> None:
@@ -301,14 +303,14 @@ def test_an_engine_that_ends_while_a_group_forms_is_not_waited_for() -> None:
     gone.set_exception(WorkerLost("its process ended"))
     worker = SimpleNamespace(name="engine 0", call=lambda *_: gone)
     with pytest.raises(WorkerLost, match="its process ended"):
-        carrier_of("broadcast", [worker], 64, torch.device("cpu"), seconds=8.0)  # type: ignore[list-item]
+        build_transport("broadcast", [worker], 64, torch.device("cpu"), seconds=8.0)  # type: ignore[list-item]
 
 
 def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_weights_too(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = worker_of(folder, "engine 0")
-    engines = RemoteEngines([worker], CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, hand())
     crew, weights = engines.delivery.crew, other_weights(folder)
     each = crew.each
 
@@ -330,12 +332,12 @@ def test_an_only_engine_that_is_back_before_it_is_known_who_was_lost_has_the_wei
 
 def test_an_engine_that_falls_silent_is_taken_for_lost(folder: Path) -> None:
     worker = worker_of(folder, "engine 0")
-    engines = RemoteEngines([worker], CONFIG, Limits(restarts=2, silence=60.0), hand())
+    engines = EngineWorkerGroup([worker], CONFIG, FaultPolicy(restarts=2, call_timeout=60.0), hand())
     try:
         engines.load_weights(other_weights(folder).items(), 1)
         requests = requests_of()
         expected = told(answers(engines, requests))
-        engines.crew.limits = Limits(restarts=2, silence=30.0)
+        engines.crew.limits = FaultPolicy(restarts=2, call_timeout=30.0)
         worker.signal(signal.SIGSTOP)
         began = time.monotonic()
         assert told(answers(engines, requests)) == expected
@@ -347,7 +349,7 @@ def test_an_engine_that_falls_silent_is_taken_for_lost(folder: Path) -> None:
 
 def test_an_engine_that_dies_again_and_again_ends_the_run_with_a_reason(folder: Path) -> None:
     worker = worker_of(folder, "engine 0")
-    engines = RemoteEngines([worker], CONFIG, LIMITS, hand())
+    engines = EngineWorkerGroup([worker], CONFIG, LIMITS, hand())
     done = threading.Event()
 
     def hunt() -> None:
@@ -381,7 +383,7 @@ class Fatal:
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_request_that_ends_one_engine_after_another_ends_the_run_though_they_answer_in_between(count: int) -> None:
     workers = [ProcessWorker(f"engine {i}", Fatal) for i in range(count)]
-    engines = RemoteEngines(workers, CONFIG, Limits(restarts=1, silence=60.0), hand())
+    engines = EngineWorkerGroup(workers, CONFIG, FaultPolicy(restarts=1, call_timeout=60.0), hand())
     try:
         said = r"3 engines were lost .* the same 1 answers, e\.g\. to prompt 'p0' .*launch\.ray\.restarts = 1"
         with pytest.raises(WorkerError, match=said):
@@ -399,7 +401,7 @@ def test_all_ranks_put_weights_together_and_the_first_hands_them_over(folder: Pa
                 ranks.gather(None)  # as where each rank has a part of every tensor
                 yield pair
 
-        engines = RemoteEngines(two if ranks.rank == 0 else [], CONFIG, LIMITS, hand(), ranks)
+        engines = EngineWorkerGroup(two if ranks.rank == 0 else [], CONFIG, LIMITS, hand(), ranks)
         try:
             return engines.load_weights(gathered(), 3)
         except (ModelError, RankError) as error:
@@ -416,7 +418,7 @@ def test_all_ranks_put_weights_together_and_the_first_hands_them_over(folder: Pa
 @pytest.mark.parametrize(("way", "pause"), [("shared", 1.0), ("broadcast", 1.0), ("broadcast", None)])
 def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(folder: Path, way: Way, pause: float | None) -> None:
     workers = [worker_of(folder, f"engine {i}") for i in range(2)]
-    engines = RemoteEngines(workers, CONFIG, LIMITS, hand(way))
+    engines = EngineWorkerGroup(workers, CONFIG, LIMITS, hand(way))
     weights = other_weights(folder)
 
     def stopping() -> Iterator[tuple[str, Tensor]]:
@@ -429,7 +431,7 @@ def test_a_pause_within_the_limit_is_waited_for_and_a_longer_one_is_a_loss(folde
 
     try:
         engines.crew.each("ping")
-        engines.crew.limits = Limits(restarts=2, silence=20.0)
+        engines.crew.limits = FaultPolicy(restarts=2, call_timeout=20.0)
         began = time.monotonic()
         assert engines.load_weights(stopping(), 2) == {name: checksum(tensor) for name, tensor in weights.items()}
         assert time.monotonic() - began < 300

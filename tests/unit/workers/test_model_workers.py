@@ -14,20 +14,20 @@ from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import RLConfig
-from lightrft.learner.distillation import targets
-from lightrft.learner.forward_passes import logprobs_by_parts
+from lightrft.learner.distillation import distillation_targets
+from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.models.divergence import token_divergence
 from lightrft.models.tiny.text import tiny_model
-from lightrft.roles import Frozen
+from lightrft.roles import FrozenModel
 from lightrft.strategy.single import SingleStrategy
 from lightrft.workers.local import local_frozen
-from lightrft.workers.model_workers import RemoteModel, RemoteTeacher, model_host
-from lightrft.workers.worker_group import Limits
+from lightrft.workers.model_workers import RemoteReference, RemoteTeacher, frozen_model_worker
+from lightrft.workers.worker_group import FaultPolicy
 from tests.unit.trainer.test_rl_step import batch_of, roles_of
 from tests.worker_helpers import ProcessWorker
 
 CPU = StrategyConfig(device="cpu")
-LIMITS = Limits(restarts=2, silence=60.0)
+LIMITS = FaultPolicy(restarts=2, call_timeout=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -49,14 +49,14 @@ def config_of(folder: Path, **over: Any) -> RLConfig:
 def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_worker_dies(folder: Path) -> None:
     config = config_of(folder)
     model, roles = ModelConfig(path=str(folder)), roles_of(config)
-    workers = [ProcessWorker(f"reference {i}", partial(model_host, model, CPU, 1)) for i in range(2)]
-    remote = RemoteModel(workers, LIMITS)
+    workers = [ProcessWorker(f"reference {i}", partial(frozen_model_worker, model, CPU, 1)) for i in range(2)]
+    remote = RemoteReference(workers, LIMITS)
     batch = batch_of(groups=12)
-    expected = logprobs_by_parts(Frozen(local_frozen(model, SingleStrategy(CPU))), batch, roles, config)
+    expected = compute_logprobs(FrozenModel(local_frozen(model, SingleStrategy(CPU))), batch, roles, config)
     try:
-        assert torch.equal(logprobs_by_parts(remote, batch, roles, config), expected)
+        assert torch.equal(compute_logprobs(remote, batch, roles, config), expected)
         workers[0].signal(signal.SIGKILL)
-        assert torch.equal(logprobs_by_parts(remote, batch, roles, config), expected)
+        assert torch.equal(compute_logprobs(remote, batch, roles, config), expected)
         assert remote.take_counts() == {"restarts": 1}
         empty = batch.select(torch.zeros(0, dtype=torch.long))
         assert remote.score(empty, temperature=1.0).logprobs.shape == (0,)
@@ -73,7 +73,7 @@ def test_whole_distributions_of_a_teacher_in_a_worker_are_bit_for_bit_those_of_o
     tiny_model("gemma2", seed=9, hidden_size=24, vocab_size=width).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path))
     config = config_of(tmp_path, algorithm={"preset": "opd", "distill": {"kind": "jsd", "beta": 0.3}})
-    worker = ProcessWorker("teacher", partial(model_host, model, CPU, 1))
+    worker = ProcessWorker("teacher", partial(frozen_model_worker, model, CPU, 1))
     remote = RemoteTeacher([worker], LIMITS, torch.device("cpu"))
     roles, batch = roles_of(config), batch_of()
     states = torch.randn(batch.tokens, 16, generator=torch.Generator().manual_seed(0), requires_grad=True)
@@ -81,13 +81,13 @@ def test_whole_distributions_of_a_teacher_in_a_worker_are_bit_for_bit_those_of_o
 
     def of(teacher: Any) -> tuple[torch.Tensor, ...]:
         roles.teacher = teacher
-        target = targets(roles, config)(batch)
+        target = distillation_targets(roles, config)(batch)
         assert target is not None
         found = token_divergence(states, head, target, chunk_mb=0.01)
         return found, *torch.autograd.grad(found.sum(), [states, head.weight])
 
     try:
-        expected = of(Frozen(local_frozen(model, SingleStrategy(CPU))))
+        expected = of(FrozenModel(local_frozen(model, SingleStrategy(CPU))))
         assert all(map(torch.equal, of(remote), expected)) and expected[0].abs().min() > 0
         worker.signal(signal.SIGKILL)
         assert all(map(torch.equal, of(remote), expected))

@@ -16,11 +16,11 @@ from lightrft.config.reward import RewardConfig
 from lightrft.rewards.scorer import Scorer
 from lightrft.types import Attachment, Prompt, Ragged, Rollout
 from lightrft.utils.errors import RewardError, WorkerError
-from lightrft.workers.reward_workers import TRIES, RemoteScorer, scorer_host
-from lightrft.workers.worker_group import Limits
+from lightrft.workers.reward_workers import TRIES, RewardWorkerGroup, reward_scorer_worker
+from lightrft.workers.worker_group import FaultPolicy
 from tests.worker_helpers import ProcessWorker
 
-LIMITS = Limits(restarts=4, silence=60.0)
+LIMITS = FaultPolicy(restarts=4, call_timeout=60.0)
 REWARD = """
 import time
 
@@ -53,7 +53,7 @@ def told(rollouts: list[Rollout]) -> list[tuple[object, ...]]:
 
 @pytest.fixture
 def workers(tmp_path: Path) -> Iterator[list[ProcessWorker]]:
-    made = [ProcessWorker(f"scorer {i}", partial(scorer_host, config_of(tmp_path, 0.01))) for i in range(2)]
+    made = [ProcessWorker(f"scorer {i}", partial(reward_scorer_worker, config_of(tmp_path, 0.01))) for i in range(2)]
     yield made
     for worker in made:
         worker.close()
@@ -64,7 +64,7 @@ def test_two_workers_score_as_one_process_does_and_failures_are_told(workers: li
     given, expected = rollouts_of(40), rollouts_of(40)
     for a, b in zip(given, expected, strict=True):
         b.prompt = a.prompt
-    scorer = RemoteScorer(workers, LIMITS)
+    scorer = RewardWorkerGroup(workers, LIMITS)
     for rollout in given:
         scorer.submit(rollout)
     got = [next(scorer.results(wait=True))]  # a result that is left for later is not lost
@@ -79,7 +79,7 @@ def test_two_workers_score_as_one_process_does_and_failures_are_told(workers: li
 
 
 def test_several_ask_one_worker_and_each_gets_his_own(workers: list[ProcessWorker]) -> None:
-    one, two = (RemoteScorer(workers[:1], LIMITS) for _ in range(2))
+    one, two = (RewardWorkerGroup(workers[:1], LIMITS) for _ in range(2))
     mine, theirs = rollouts_of(10), rollouts_of(10, first=100)
     for a, b in zip(mine, theirs, strict=True):
         one.submit(a)
@@ -89,14 +89,14 @@ def test_several_ask_one_worker_and_each_gets_his_own(workers: list[ProcessWorke
 
 
 def test_a_source_without_terms_is_refused(workers: list[ProcessWorker]) -> None:
-    scorer = RemoteScorer(workers, LIMITS)
+    scorer = RewardWorkerGroup(workers, LIMITS)
     scorer.check_sources(["known"])
     with pytest.raises(RewardError, match="no reward for data source 'other'"):
         scorer.check_sources(["known", "other"])
 
 
 def test_what_a_killed_worker_had_not_scored_is_scored_elsewhere_and_nothing_comes_twice(workers: list[ProcessWorker]) -> None:
-    scorer, given = RemoteScorer(workers, LIMITS), rollouts_of(60)
+    scorer, given = RewardWorkerGroup(workers, LIMITS), rollouts_of(60)
     for rollout in given:
         scorer.submit(rollout)
     got: list[Rollout] = []
@@ -111,11 +111,11 @@ def test_what_a_killed_worker_had_not_scored_is_scored_elsewhere_and_nothing_com
 
 
 def test_a_worker_that_falls_silent_is_ended_and_its_work_done_elsewhere(workers: list[ProcessWorker]) -> None:
-    scorer = RemoteScorer(workers, LIMITS)
+    scorer = RewardWorkerGroup(workers, LIMITS)
     scorer.check_sources(["known"])
     for worker in workers:
         worker.call("check_sources", ["known"]).result(60)
-    scorer.crew.limits = Limits(restarts=4, silence=20.0)
+    scorer.crew.limits = FaultPolicy(restarts=4, call_timeout=20.0)
     workers[1].signal(signal.SIGSTOP)
     given, began = rollouts_of(20), time.monotonic()
     for rollout in given:
@@ -125,7 +125,7 @@ def test_a_worker_that_falls_silent_is_ended_and_its_work_done_elsewhere(workers
 
 
 def test_a_rollout_that_takes_its_workers_with_it_comes_back_as_failed(workers: list[ProcessWorker]) -> None:
-    scorer = RemoteScorer(workers[:1], LIMITS)
+    scorer = RewardWorkerGroup(workers[:1], LIMITS)
     scorer.check_sources(["known"])
     (rollout,) = rollouts_of(1, first=1)
     scorer.submit(rollout)
@@ -140,7 +140,7 @@ def test_a_rollout_that_takes_its_workers_with_it_comes_back_as_failed(workers: 
 
 
 def test_workers_that_cannot_live_end_the_run(workers: list[ProcessWorker]) -> None:
-    scorer = RemoteScorer(workers[:1], Limits(restarts=0))
+    scorer = RewardWorkerGroup(workers[:1], FaultPolicy(restarts=0))
     scorer.submit(*rollouts_of(1))
     workers[0].signal(signal.SIGKILL)
     with pytest.raises(WorkerError, match="scorer 0 was lost again"):

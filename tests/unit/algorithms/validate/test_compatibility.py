@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightrft.algorithms.validate.check_parts import check_parts
-from lightrft.algorithms.validate.compatibility import nonsense
+from lightrft.algorithms.validate.compatibility import incompatible_settings
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import build
 from lightrft.config.presets import PRESETS
@@ -87,7 +87,7 @@ def algorithm_of(tree: dict[str, Any]) -> AlgorithmConfig:
 
 
 def problems(tree: dict[str, Any]) -> list[str]:
-    return list(nonsense(algorithm_of(tree)))
+    return list(incompatible_settings(algorithm_of(tree)))
 
 
 @pytest.mark.parametrize(("tree", "said"), REFUSED, ids=lambda x: str(x)[:60])
@@ -104,7 +104,7 @@ def test_what_can_be_meant_is_let_through(tree: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 def test_no_preset_is_nonsense(preset: str) -> None:
-    assert list(nonsense(AlgorithmConfig.model_validate(preset))) == []
+    assert list(incompatible_settings(AlgorithmConfig.model_validate(preset))) == []
 
 
 def test_nonsense_is_told_with_every_other_problem() -> None:

@@ -11,8 +11,8 @@ import torch
 
 from lightrft.config.base import build
 from lightrft.config.verbs import RLConfig, SFTConfig
-from lightrft.diagnostics.memory.estimate import Needs, needs, workers
-from lightrft.diagnostics.memory.formulas import ModelMemory, Phase
+from lightrft.diagnostics.memory.estimate import MemoryEstimate, estimate_memory, workers
+from lightrft.diagnostics.memory.formulas import MemoryPhase, ModelMemory
 from lightrft.diagnostics.memory.phases import Device, Lengths
 from lightrft.models.tiny.text import tiny_config
 from lightrft.utils.onednn_cache import BYTES, CACHES
@@ -32,11 +32,11 @@ def built(folder: Path, family: str = "qwen2", layers: int = 2, **tree: Any) -> 
     return build(RLConfig, {"model": model, "train": {"micro_batch_tokens": 200}, **tree})
 
 
-def found(folder: Path, family: str = "qwen2", processes: int = 1, kind: str = "cuda", **tree: Any) -> Needs:
-    return needs(built(folder, family, **tree), LENGTHS, Device(kind, 0, processes))
+def found(folder: Path, family: str = "qwen2", processes: int = 1, kind: str = "cuda", **tree: Any) -> MemoryEstimate:
+    return estimate_memory(built(folder, family, **tree), LENGTHS, Device(kind, 0, processes))
 
 
-def phase_of(needed: Needs, name: str) -> Phase:
+def phase_of(needed: MemoryEstimate, name: str) -> MemoryPhase:
     return next(phase for phase in needed.phases if phase.name == name)
 
 
@@ -72,7 +72,7 @@ def test_reading_holds_a_piece_of_one_tensor_or_room_for_it_whole(tmp_path: Path
     assert parts == [1000, largest, 1000]
 
 
-def update_of(needed: Needs) -> Mapping[str, float]:
+def update_of(needed: MemoryEstimate) -> Mapping[str, float]:
     return phase_of(needed, "policy: update").parts
 
 
@@ -128,7 +128,7 @@ def test_supervised_runs_draw_only_to_evaluate(tmp_path: Path, evaluates: bool) 
     tiny_config("qwen2", **SIZES).save_pretrained(tmp_path)
     data = {"eval": {"data": {"sources": ["held.jsonl"]}}} if evaluates else {}
     config = build(SFTConfig, {"model": {"path": str(tmp_path)}, **data})
-    names = [phase.name for phase in needs(config, Lengths(1, 63, 4, 1), Device("cpu", 0)).phases]
+    names = [phase.name for phase in estimate_memory(config, Lengths(1, 63, 4, 1), Device("cpu", 0)).phases]
     assert ("drawing answers" in names) is evaluates
 
 
@@ -212,7 +212,7 @@ def test_roles_with_workers_of_their_own_are_not_with_the_ranks_and_have_a_table
     staff = {"engines": 2, "references": 1, "bucket_mb": 1}
     launch = {"kind": "ray", "processes": 2, "ray": staff}
     config = built(tmp_path, algorithm={"preset": "ppo"}, launch=launch)
-    ranks, apart = needs(config, LENGTHS, Device("cuda", 0, 2)), workers(config, LENGTHS, Device("cuda", 0, 2))
+    ranks, apart = estimate_memory(config, LENGTHS, Device("cuda", 0, 2)), workers(config, LENGTHS, Device("cuda", 0, 2))
     alone = found(tmp_path, algorithm={"preset": "ppo"})
     assert list(ranks.models) == ["policy", "critic", "weights for engines"]
     assert {phase.name.partition(":")[0] for phase in ranks.phases} == {"policy", "critic", "loading"}

@@ -6,19 +6,18 @@ import pytest
 
 from lightrft.diagnostics.memory import phases
 from lightrft.diagnostics.memory.formulas import (
+    MemoryPhase,
     ModelMemory,
     Parameters,
-    Phase,
-    Shares,
+    ShardingFactors,
     collected,
-    drawing,
+    generation_phase,
     gradients,
     held,
     kept_by_blocks,
     key_value_cache,
     last_sum,
     layout_check,
-    made_whole,
     on_device,
     on_their_way,
     peak,
@@ -26,6 +25,7 @@ from lightrft.diagnostics.memory.formulas import (
     shown,
     size_of,
     tokens_held,
+    unsharded_bytes,
 )
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, family_config
 
@@ -39,7 +39,7 @@ def test_half_precision_adds_float32_masters_and_what_is_frozen_holds_weights_al
 
 
 def test_shards_share_all_of_it() -> None:
-    whole, half = held([Parameters(1000, 2, True)]), held([Parameters(1000, 2, True)], Shares(2, 2, 2))
+    whole, half = held([Parameters(1000, 2, True)]), held([Parameters(1000, 2, True)], ShardingFactors(2, 2, 2))
     assert (half.weights, half.masters, half.moments) == (1000, 2000, 4000)
     assert half.total == whole.total / 2 == 7000
 
@@ -47,25 +47,25 @@ def test_shards_share_all_of_it() -> None:
 def test_gradients_are_float32_over_their_shares_and_over_the_cut_of_those_that_are_cut() -> None:
     parameters = [Parameters(1000, 2, True, cut=True), Parameters(600, 4, True), Parameters(500, 4, False)]
     assert gradients(parameters) == 6400
-    assert gradients(parameters, Shares(4, 4, 4)) == 1600
-    assert gradients(parameters, Shares(4, 4, 4, cut=2)) == 4 * (500 + 600) / 4 == 1100
+    assert gradients(parameters, ShardingFactors(4, 4, 4)) == 1600
+    assert gradients(parameters, ShardingFactors(4, 4, 4, cut=2)) == 4 * (500 + 600) / 4 == 1100
 
 
 def test_what_is_cut_is_a_part_of_each_share_and_the_rest_whole() -> None:
     cut = [Parameters(1000, 4, True, cut=True), Parameters(600, 4, True)]
-    assert held(cut, Shares(2, 2, 2, cut=5)) == ModelMemory(weights=4 * (200 + 600) / 2, moments=8 * (200 + 600) / 2)
+    assert held(cut, ShardingFactors(2, 2, 2, cut=5)) == ModelMemory(weights=4 * (200 + 600) / 2, moments=8 * (200 + 600) / 2)
 
 
 def test_weights_that_lie_in_float32_alone_have_no_masters() -> None:
-    assert held([Parameters(1000, 2, True), Parameters(500, 2, False)], Shares(2, 2, 2, precise=True)) == ModelMemory(
+    assert held([Parameters(1000, 2, True), Parameters(500, 2, False)], ShardingFactors(2, 2, 2, precise=True)) == ModelMemory(
         2500, 0, 4000
     )
 
 
 def test_what_lies_in_the_hosts_memory_is_not_on_the_device() -> None:
     whole = ModelMemory(10, 20, 30)
-    assert on_device(whole, Shares(away=("weights", "state", "gradients"))) == ModelMemory(0, 0, 0)
-    assert on_device(whole, Shares(away=("state",))) == ModelMemory(10, 0, 0)
+    assert on_device(whole, ShardingFactors(on_host=("weights", "state", "gradients"))) == ModelMemory(0, 0, 0)
+    assert on_device(whole, ShardingFactors(on_host=("state",))) == ModelMemory(10, 0, 0)
 
 
 def test_a_bucket_is_there_as_far_as_it_is_filled_on_a_cpu_and_whole_on_a_device() -> None:
@@ -93,7 +93,7 @@ def test_a_plain_block_keeps_norms_attention_and_the_four_arrays_of_its_mlp() ->
 
 
 def test_a_token_for_every_row_takes_scores_and_logits() -> None:
-    assert drawing(rows=2, heads=3, columns=5, vocabulary=7) == 4 * (3 * 2 * 3 * 5 + 4 * 2 * 7) == 584
+    assert generation_phase(rows=2, heads=3, columns=5, vocabulary=7) == 4 * (3 * 2 * 3 * 5 + 4 * 2 * 7) == 584
 
 
 def test_the_layout_check_holds_the_logits_that_the_bound_allows_and_two_at_least() -> None:
@@ -104,9 +104,9 @@ def test_the_layout_check_holds_the_logits_that_the_bound_allows_and_two_at_leas
 
 
 def test_two_blocks_of_a_sharded_model_are_whole_at_one_time_and_what_lies_outside() -> None:
-    assert made_whole(100, [10, 30, 20]) == 150
-    assert made_whole(100, [10, 30, 20], left=0.5) == 155
-    assert made_whole(100, [10, 30, 20], left=1.0) == 160
+    assert unsharded_bytes(100, [10, 30, 20]) == 150
+    assert unsharded_bytes(100, [10, 30, 20], left=0.5) == 155
+    assert unsharded_bytes(100, [10, 30, 20], left=1.0) == 160
 
 
 def test_gradients_are_whole_outside_of_blocks_and_in_one_block_with_the_float32_copy_that_is_summed() -> None:
@@ -116,9 +116,9 @@ def test_gradients_are_whole_outside_of_blocks_and_in_one_block_with_the_float32
 
 
 def test_the_peak_is_all_models_and_the_largest_phase() -> None:
-    phases = [Phase("a", {"x": 3.0, "y": 4.0}), Phase("b", {"x": 5.0})]
+    phases = [MemoryPhase("a", {"x": 3.0, "y": 4.0}), MemoryPhase("b", {"x": 5.0})]
     assert peak({"policy": ModelMemory(10, 1, 2), "reference": ModelMemory(20)}, phases) == (40.0, phases[0])
-    rested = [*phases, Phase("c", {"x": 9.0}, resting=3.0)]
+    rested = [*phases, MemoryPhase("c", {"x": 9.0}, resting=3.0)]
     assert peak({"policy": ModelMemory(10, 1, 2)}, rested) == (20.0, phases[0])
 
 

@@ -116,7 +116,7 @@ def test_a_clip_longer_than_the_window_is_an_error_in_seconds(tmp_path):
 def test_a_clip_without_a_single_feature_is_an_error(tmp_path, family, samples):
     part = rig(family, tmp_path).processor.parts["audio"]
     with pytest.raises(ValueError, match=f"a clip of {samples} samples .* is too short"):
-        part.expand(Extent((samples,)))
+        part.placeholder_text(Extent((samples,)))
 
 
 def test_an_extractor_that_does_not_fit_the_tower_is_an_error(tmp_path):
@@ -176,7 +176,7 @@ def test_windows_of_voxtral_are_those_of_its_own_processor(tmp_path, samples):
     assert len(found["input_features"]) <= samples / 160 + 4
     tower = r.actor.family.reader.towers[0]
     torch.testing.assert_close(tower.adapt(r.actor.base, found)["input_features"], made, atol=WINDOW, rtol=0)
-    assert part.count(found) == len(made) * 25 == part.expand(Extent(value.shape)).count("[AUDIO]")
+    assert part.count(found) == len(made) * 25 == part.placeholder_text(Extent(value.shape)).count("[AUDIO]")
 
 
 def test_windows_of_samples_that_reach_too_far_back_are_an_error_for_voxtral(tmp_path):

@@ -195,7 +195,7 @@ def test_a_placeholder_that_was_sampled_stands_for_nothing_when_its_answer_is_re
     token = r.actor.family.reader.towers[0].token_id(r.actor.base.config)
     engine = NativeEngine(KVDecoder(r.actor.base), r.tokenizer, EngineConfig())
     begun = Rollout(prompt, [token, 40, 41], [True] * 3, [-1.0] * 3, [0] * 3, "abort", 7, 0)
-    (found,) = engine.generate([Request(prompt, 7, begun=begun)], SamplingConfig(max_new_tokens=6))
+    (found,) = engine.generate([Request(prompt, 7, partial=begun)], SamplingConfig(max_new_tokens=6))
     batch = Batch(Segments.of_prompts([prompt]), Segments.of([found.token_ids]), torch.tensor([0]))
     with torch.no_grad():
         expected = r.actor.score(batch).logprobs

@@ -15,7 +15,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from lightrft.config.model import ModelConfig
 from lightrft.models import ActorVL
 from lightrft.models.loading.from_pretrained import load_tokenizer
-from lightrft.models.multimodal.merge_inputs import see
+from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import save_tiny_media
 from lightrft.types import Batch, Extent, Ragged, Segments
@@ -136,7 +136,7 @@ def test_a_saved_processor_reads_pictures_as_before(tmp_path, family):
     config = ModelConfig(path=str(tmp_path / "second"))
     again = load_processor(config, tokenizer).parts["image"]
     value, extent = picture(20, 30), Extent((20, 30, 3))
-    assert again.expand(extent) == part.expand(extent)
+    assert again.placeholder_text(extent) == part.expand(extent)
     assert torch.equal(again.inputs(value, extent)["pixel_values"], part.inputs(value, extent)["pixel_values"])
     assert json.loads((tmp_path / "second" / "preprocessor_config.json").read_text())["image_processor_type"]
 
@@ -161,7 +161,7 @@ def test_spans_are_found_at_every_copy_of_a_prompt_and_end_where_it_ends(tmp_pat
     actor = rig("gemma3", tmp_path).actor
     soft = [actor.base.config.image_token_index] * 9
     media = {"pixel_values": Ragged(torch.rand(4, 3, 24, 24), torch.tensor([1, 1, 2]))}
-    seen = see(actor.base, actor.family, Segments.of([soft, [*soft, 5], [6, *soft, *soft]], media))
+    seen = merge_multimodal_inputs(actor.base, actor.family, Segments.of([soft, [*soft, 5], [6, *soft, *soft]], media))
     first, second, third = range(9), range(9, 19), range(19, 38)
     row = [*first, *first, *second, *first, *third, -1, -1]
     assert seen.spans(torch.tensor(row)) == [(0, 9), (9, 9), (18, 9), (28, 9), (38, 18)]
@@ -173,5 +173,5 @@ def test_a_sampled_placeholder_belongs_to_no_span(tmp_path):
     token = actor.base.config.image_token_index
     media = {"pixel_values": Ragged(torch.rand(1, 3, 24, 24), torch.tensor([1]))}
     row = [5, *[token] * 9, token, token]
-    seen = see(actor.base, actor.family, Segments.of([row], media), begun=[2])
+    seen = merge_multimodal_inputs(actor.base, actor.family, Segments.of([row], media), begun=[2])
     assert seen.spans(torch.arange(len(row))) == [(1, 9)]

@@ -14,7 +14,7 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 from lightrft.config.model import ModelConfig
 from lightrft.models.attention.layouts import pack
 from lightrft.models.loading.from_pretrained import load_model, load_tokenizer, save_model
-from lightrft.models.multimodal.merge_inputs import see
+from lightrft.models.multimodal.merge_inputs import merge_multimodal_inputs
 from lightrft.models.processors import load_processor
 from lightrft.models.tiny import MEDIA_FAMILIES, qwen, save_tiny_media, tiles
 from lightrft.types import Batch, Extent, Prompt, Ragged, Segments
@@ -74,7 +74,7 @@ def test_pictures_of_qwen_are_those_of_its_own_processor(family, size, tmp_path)
     assert torch.equal(found["pixel_values"], made["pixel_values"]) and torch.equal(
         found["image_grid_thw"], made["image_grid_thw"]
     )
-    assert part.expand(extent) == own_processor(family, r).replace_image_token(made, 0)
+    assert part.placeholder_text(extent) == own_processor(family, r).replace_image_token(made, 0)
 
 
 def patches_one_by_one(frames, grid, processor):
@@ -107,7 +107,7 @@ def test_clips_of_qwen_are_patches_of_consecutive_frames_with_the_last_repeated(
     torch.testing.assert_close(found["pixel_values_videos"], patches_one_by_one(resized, grid, part.processor), atol=1e-5, rtol=0)
     metadata = SimpleNamespace(fps=2.0, frames_indices=list(range(frames)))
     inputs = {"video_grid_thw": found["video_grid_thw"], "video_metadata": [metadata]}
-    text = part.expand(extent)
+    text = part.placeholder_text(extent)
     assert text == own_processor(family, r).replace_video_token(inputs, 0)
     assert text.count("<|video_pad|>") == part.count(found)
 
@@ -116,7 +116,7 @@ def test_a_clip_of_qwen3_tells_when_each_pair_of_frames_was(tmp_path):
     part = rig("qwen3_vl", tmp_path).processor.parts["video"]
     pair = "<|vision_start|>" + "<|video_pad|>" * 4 + "<|vision_end|>"
     extent = Extent((3, 16, 16, 3), (0.0, 0.5, 4.0))
-    assert part.expand(extent) == f"<0.2 seconds>{pair}<4.0 seconds>{pair}"
+    assert part.placeholder_text(extent) == f"<0.2 seconds>{pair}<4.0 seconds>{pair}"
 
 
 def test_clips_go_by_the_folders_own_settings_for_clips(tmp_path):
@@ -139,7 +139,7 @@ def test_a_clip_that_cannot_be_read_is_refused(family, frames, tmp_path):
     value, extent = clip(frames, 16, 16)
     untimed = Extent(extent.shape)
     with pytest.raises(ValueError, match="at least 2" if frames == 1 else "times are not known"):
-        part.expand(untimed)
+        part.placeholder_text(untimed)
         part.inputs(value, untimed)
 
 
@@ -163,7 +163,7 @@ def test_two_frame_rates_give_the_positions_that_the_models_own_rule_has(tmp_pat
         own, _ = model.model.get_rope_index(
             ids, mm_token_type_ids=types, video_grid_thw=grid, second_per_grid_ts=torch.tensor([float(seconds)])
         )
-        positions = see(model, r.actor.family, Segments.of_prompts([prompt])).positions
+        positions = merge_multimodal_inputs(model, r.actor.family, Segments.of_prompts([prompt])).positions
         assert torch.equal(positions, own[:, 0])
         per_second = model.config.vision_config.tokens_per_second
         first = prompt.token_ids.index(r.processor.tokens["video"])
@@ -194,8 +194,8 @@ def test_tiles_of_internvl_are_those_of_its_own_processor(size, tmp_path):
     found = part.inputs(value, extent)
     assert torch.equal(found["pixel_values"], made["pixel_values"])
     own = own_processor("internvl", r, image_seq_length=4)
-    assert part.expand(extent) == own.replace_image_token(made, 0)
-    assert part.expand(extent).count(part.written) == part.count(found)
+    assert part.placeholder_text(extent) == own.replace_image_token(made, 0)
+    assert part.placeholder_text(extent).count(part.written) == part.count(found)
 
 
 def test_bounds_of_internvl_are_counts_of_tiles(tmp_path):
@@ -206,7 +206,7 @@ def test_bounds_of_internvl_are_counts_of_tiles(tmp_path):
     assert tiles_of(part.limited(None, 400)) == 1
     assert tiles_of(part.limited(7 * 256, 9 * 256)) == 10
     limited = part.limited(7 * 256, 9 * 256)
-    assert limited.expand(extent).count(part.written) == limited.count(limited.inputs(value, extent)) == 40
+    assert limited.placeholder_text(extent).count(part.written) == limited.count(limited.inputs(value, extent)) == 40
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -222,10 +222,10 @@ def test_tiles_of_onevision_are_as_many_features_as_its_processor_and_its_model_
     assert torch.equal(found["pixel_values"], made["pixel_values"][0]) and torch.equal(found["image_sizes"], made["image_sizes"])
     fields = {"num_image_tokens": 9, "vision_feature_select_strategy": "full", "vision_aspect_ratio": f"anyres_max_{most}"}
     own = own_processor("llava_onevision", r, **fields)
-    assert part.expand(extent) == own.replace_image_token(made, 0)
+    assert part.placeholder_text(extent) == own.replace_image_token(made, 0)
     model = load_model(config)
     features = r.actor.family.reader.towers[0].features(model, found).values
-    assert len(features) == part.count(found) == part.expand(extent).count("<image>")
+    assert len(features) == part.count(found) == part.placeholder_text(extent).count("<image>")
 
 
 def test_tiles_of_onevision_at_real_sizes_are_counted_as_its_processor_does(tmp_path):
@@ -241,7 +241,7 @@ def test_tiles_of_onevision_at_real_sizes_are_counted_as_its_processor_does(tmp_
     rng = np.random.default_rng(0)
     for height, width in rng.integers(20, 4000, size=(60, 2)).tolist():
         expected = own._get_number_of_features(height, width, 384, 384)
-        assert len(part.expand(Extent((height, width, 3)))) == len("<image>") * expected
+        assert len(part.placeholder_text(Extent((height, width, 3)))) == len("<image>") * expected
 
 
 def test_clips_of_onevision_are_whole_frames_and_one_mark(tmp_path):
@@ -254,8 +254,8 @@ def test_clips_of_onevision_are_whole_frames_and_one_mark(tmp_path):
     expected = torch.from_numpy(((frames / 255 - mean) / std).transpose(0, 3, 1, 2)).float()
     torch.testing.assert_close(found["pixel_values_videos"], expected, atol=1e-5, rtol=0)
     own = own_processor("llava_onevision", r, num_image_tokens=9)
-    assert part.expand(extent) == own.replace_video_token({"pixel_values_videos": [found["pixel_values_videos"]]}, 0)
-    assert part.expand(extent).count("<video>") == part.count(found) == 13
+    assert part.placeholder_text(extent) == own.replace_video_token({"pixel_values_videos": [found["pixel_values_videos"]]}, 0)
+    assert part.placeholder_text(extent).count("<video>") == part.count(found) == 13
 
 
 def test_bounds_of_onevision_shrink_and_enlarge_the_picture_first(tmp_path):
@@ -266,7 +266,7 @@ def test_bounds_of_onevision_shrink_and_enlarge_the_picture_first(tmp_path):
     large = r.processor.limited(12800, None).parts["image"]
     assert large.inputs(value, extent)["image_sizes"].tolist() == [[80, 160]]
     for part in (small, large):
-        assert part.expand(extent).count("<image>") == part.count(part.inputs(value, extent))
+        assert part.placeholder_text(extent).count("<image>") == part.count(part.inputs(value, extent))
 
 
 def test_tiles_that_model_and_processor_see_differently_are_an_error(tmp_path):
@@ -319,7 +319,7 @@ def test_a_processor_that_was_saved_makes_the_same_of_everything(family, tmp_pat
     for kind, shape in (("image", (20, 30, 3)), ("video", (5, 16, 24, 3)), ("audio", (7000,))):
         if kind in r.kinds:
             value, extent = random_media(kind, shape, rng)
-            assert again.parts[kind].expand(extent) == r.processor.parts[kind].expand(extent)
+            assert again.parts[kind].placeholder_text(extent) == r.processor.parts[kind].placeholder_text(extent)
             first, second = (p.parts[kind].inputs(value, extent) for p in (r.processor, again))
             assert first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
