@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from lightrft.diagnostics.explain import Line, explain, symbol_of, to_latex
 from lightrft.models.families import FAMILIES, Family
 
 DOCS = Path(__file__).resolve().parent
-MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it anew. -->\n"
+MADE_BY = "<!-- Made by docs/generate.py from the code: `make docs` writes it. -->\n"
 
 
 class Examined(verbs.RLConfig):
@@ -48,13 +49,15 @@ VERBS: dict[str, type[Settings]] = {
     "demo": verbs.DemoConfig,
 }
 FAMILY_PROOFS = DOCS.parent / "benchmarks" / "results" / "families.json"
+WIDTH = 100
+"""Longest line of prose."""
 BOUNDS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 
 
 def pages() -> dict[Path, str]:
     """Path below ``docs`` to the text of the page."""
     made = {Path("algorithms", f"{preset}.md"): algorithm_page(preset) for preset in PRESETS}
-    return {
+    found = {
         Path("configuration.md"): configuration_page(),
         Path("algorithms.md"): algorithms_page(),
         Path("parts.md"): parts_page(),
@@ -62,6 +65,21 @@ def pages() -> dict[Path, str]:
         Path("readers.md"): readers_page(),
         **made,
     }
+    return {path: wrapped(text) for path, text in found.items()}
+
+
+def wrapped(text: str) -> str:
+    """Wrap the lines of ``text`` that are longer than ``WIDTH``, except tables and code blocks."""
+    rows: list[str] = []
+    in_code = False
+    for row in text.split("\n"):
+        in_code ^= row.startswith("```")
+        if in_code or len(row) <= WIDTH or row.startswith(("|", "`minimise")):
+            rows.append(row)
+            continue
+        indent = "  " if row.startswith("* ") else ""
+        rows += textwrap.wrap(row, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(rows)
 
 
 def algorithms_page() -> str:
@@ -77,7 +95,7 @@ def algorithms_page() -> str:
         [
             "# Algorithms\n",
             MADE_BY,
-            "`algorithm: <name>` takes a published row of settings; what stands beside it wins.\n",
+            "`algorithm: <name>` sets the numbers and functions of a published algorithm. Settings next to it override it.\n",
             "| preset | advantage | policy loss | aggregation | KL | from |\n|---|---|---|---|---|---|",
             *rows,
             "",
@@ -104,8 +122,8 @@ def parts_page() -> str:
             [
                 "# Parts\n",
                 MADE_BY,
-                "What an algorithm is put together from. A name stands where its setting says; one of your own does too",
-                "([extending](extending.md)). An option without a value must be given.\n",
+                "The parts of an algorithm. Each table names the setting that takes the name of a part. The setting also",
+                "takes a function of your own ([extending](extending.md)). An option without a default must be given.\n",
                 *(_parts_of(COMPONENT_KINDS[kind], title) for kind, title in TITLES.items()),
             ]
         ).rstrip("\n")
@@ -135,23 +153,27 @@ def families_page() -> str:
         [
             "# Families\n",
             MADE_BY,
-            "The family of a model is the `model_type` of its `config.json`. `benchmarks/families.py` proves each family on a tiny model,",
-            f"with transformers {result['transformers']}: it loads, the three layouts give the log-probs and gradients of its own",
-            "forward in float64, sampled tokens have the log-probs of that forward, and a step moves the model towards a response.\n",
-            f"{len(right)} text families are right, and {len(texts) - len(right)} are refused. A family that is not listed is refused",
-            "at start. `model.unproved_family=allow` loads a language model of such a family: it then runs by its own forward in",
-            "padded rows. If your model is a renamed copy of a listed family, set `model_type` in its `config.json` instead.\n",
-            "## That read media\n",
-            "`tower` and `projector` are parts that [can be frozen, adapted and trained at a rate of their own](media.md#what-is-trained);",
-            "here stand the prefixes of their parameters' names. [How a family is added](media.md#a-family-of-your-own).\n",
+            "The family of a model is the `model_type` of its `config.json`. `benchmarks/families.py` verifies each family",
+            f"on a tiny model, with transformers {result['transformers']}:\n",
+            "* The model loads.",
+            "* The three layouts give the log-probs and gradients of the model's own forward, in float64.",
+            "* Sampled tokens have the log-probs of that forward.",
+            "* A training step makes a response more likely.\n",
+            f"{len(right)} text families are verified, and {len(texts) - len(right)} are refused. A family that is not listed is",
+            "refused at start. `model.unproved_family=allow` loads a language model of such a family, and runs its own forward",
+            "in padded rows. If your model is a renamed copy of a listed family, set `model_type` in its `config.json` instead.\n",
+            "## Families that read media\n",
+            "`tower` and `projector` are parts that [can be frozen, adapted and trained at a separate",
+            "rate](media.md#what-is-trained). The table shows the prefixes of their parameters' names. You can also [add a",
+            "family](media.md#a-family-of-your-own).\n",
             "| model type | class in transformers | reads | positions | layout | `tower` | `projector` |\n|---|---|---|---|---|---|---|",
             *(_family(name, family) for name, family in FAMILIES.items() if family.reader is not None),
-            "\n## That read text\n",
-            "`layout` is the leanest layout that is right: a leaner `model.layout` is replaced by it. `decoding` is how the native engine",
-            "samples: by an attention plan, or with the model's own cache, which is slower.\n",
+            "\n## Families that read text\n",
+            "`layout` is the leanest layout that gives the right numbers. It replaces a leaner `model.layout`. `decoding` is how",
+            "the native engine samples: with an attention plan, or with the model's own cache, which is slower.\n",
             "| layout | decoding | model types |\n|---|---|---|",
             *(f"| `{layout}` | {decoding} | {', '.join(names)} |" for (layout, decoding), names in groups),
-            "\n## That are refused\n",
+            "\n## Families that are refused\n",
             "| model type | why |\n|---|---|",
             *(f"| `{row['family']}` | {FAMILIES[row['family']].refused} |" for row in texts if row["verdict"] == "refused"),
             "",
@@ -180,12 +202,14 @@ def readers_page() -> str:
         [
             "# Readers\n",
             MADE_BY,
-            "A reader turns a row of one layout into the usual columns: `prompt`, `response`, `label`, `reference`, `data_source`, `id`,",
-            "`images`, `videos` and `audios`. `data.sources: [{path: ..., reader: name, reader_options: {...}}]` takes one of these, or",
-            "a function of yours, `package.module:function`, that takes a row and returns one.\n",
-            "Sets of preferences become questions for a judge: both candidates in the prompt, called A and B in an order that is drawn",
-            "from their content, and the letter of the better one as the label, C for a tie. `chosen`, `rejected` and `request` hold the",
-            "same pair for training on preferences; every other comparison of the set is a column with a letter.\n",
+            "A reader converts a row of one layout into the usual columns: `prompt`, `response`, `label`, `reference`,",
+            "`data_source`, `id`, `images`, `videos` and `audios`. Name it in",
+            "`data.sources: [{path: ..., reader: name, reader_options: {...}}]`. A function of your own,",
+            "`package.module:function`, takes a row and returns one.\n",
+            "Sets of preferences become questions for a judge. The prompt holds both candidates, called A and B in an order that",
+            "depends on their content. The label is the letter of the better one, or C for a tie. `chosen`, `rejected` and",
+            "`request` hold the same pair for training on preferences. Every other comparison of the set is a column with a",
+            "letter.\n",
             "| reader | layout | options |\n|---|---|---|",
             *rows,
             "",
@@ -198,12 +222,13 @@ def configuration_page() -> str:
     parts = [
         "# Configuration\n",
         MADE_BY,
-        "What a YAML file or `a.b=value` on the command line can say. The first part lists the branches that each verb has; the second",
-        "what each branch holds. A bare value may stand for a branch whose *short for* is named: `model=path` is `model.path=path`.\n",
+        "The settings that a YAML file, or `a.b=value` on the command line, can set. The first part lists the sections of each",
+        "verb. The second part lists the settings of each section. Some sections can be replaced by a bare value, as *short for*",
+        "says: `model=path` is `model.path=path`.\n",
         "## Verbs\n",
         *(_verb(verb, cls) for verb, cls in VERBS.items()),
         "`lightrft explain` reads what `lightrft rl` reads.\n",
-        "## Branches\n",
+        "## Sections\n",
         *(_branch(cls) for cls in _branches()),
     ]
     return "\n".join(parts).rstrip("\n") + "\n"

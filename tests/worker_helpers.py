@@ -15,9 +15,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lightrft.distributed.worker_api import Maker, WorkerLost
+from tests import warm
 
 _SERVER = mp.get_context("forkserver")
-_SERVER.set_forkserver_preload(["lightrft.workers.engine_workers", "lightrft.workers.model_workers"])
+_SERVER.set_forkserver_preload(["lightrft.workers.engine_workers", "lightrft.workers.model_workers", *warm.IMPORTED])
 
 
 def serve(made: bytes, connection: Connection) -> None:

@@ -67,7 +67,7 @@ def test_the_index_names_every_page() -> None:
     index, algorithms = ROOT / "docs" / "index.md", ROOT / "docs" / "algorithms.md"
     found = [m for page in (index, algorithms) for m in LINK.finditer(prose(page))]
     linked = {(index.parent / m["target"].partition("#")[0]).resolve() for m in found}
-    folders = [ROOT / "docs", *(ROOT / "docs" / name for name in ("verbs", "algorithms"))]
+    folders = [ROOT / "docs", *(ROOT / "docs" / name for name in ("tutorials", "verbs", "algorithms"))]
     assert [by_name(p) for p in PAGES if p.parent in folders and p != index and p not in linked] == []
 
 

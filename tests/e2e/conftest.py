@@ -12,6 +12,7 @@ import pytest
 from lightrft.config.base import build, deep_merge
 from lightrft.config.verbs import RLConfig
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
+from tests.reward_trials import try_each_reward_once
 
 REWARD = '''
 def ones(rollout):
@@ -59,6 +60,11 @@ def data_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (folder / "rewards.py").write_text(REWARD)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def _rewards_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    try_each_reward_once(monkeypatch)
 
 
 MakeConfig = Callable[..., RLConfig]

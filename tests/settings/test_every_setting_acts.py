@@ -17,6 +17,7 @@ from lightrft.config.verbs import RLConfig
 from lightrft.models.tiny import save_tiny_media
 from lightrft.models.tiny.text import tiny_model, tiny_tokenizer
 from tests.model_helpers import unproved_model
+from tests.reward_trials import try_each_reward_once
 from tests.settings.flips import FLIPS, INERT, ROWS
 from tests.settings.probes import PROBES, refusal
 from tests.unit.datasets.media_files import picture, sound
@@ -179,6 +180,11 @@ def tree_of(key: str) -> dict[str, Any]:
     branch = FLIPS[key].context.get("algorithm", {})
     base = {**BASE, "algorithm": {}} if "preset" in branch else BASE
     return deep_merge(base, FLIPS[key].context)
+
+
+@pytest.fixture(autouse=True)
+def _rewards_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    try_each_reward_once(monkeypatch)
 
 
 seen_before: dict[str, Any] = {}

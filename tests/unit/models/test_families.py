@@ -9,12 +9,14 @@ from transformers import AutoConfig
 
 from benchmarks.families import prove, stored
 from lightrft.config.model import ModelConfig
+from lightrft.engines.native import NativeEngine
 from lightrft.models.actor import Actor
 from lightrft.models.families import FAMILIES, attention_reach
 from lightrft.models.loading.from_pretrained import load_model
 from lightrft.models.loading.meta_device import meta_model
 from lightrft.models.tiny import MEDIA_FAMILIES
 from lightrft.models.tiny.text_families import TEXT_FAMILIES, WINDOW, family_config, family_model
+from lightrft.types import Rollout
 from lightrft.utils.errors import ModelError
 from tests.model_helpers import ragged_batch, unproved_model
 
@@ -23,10 +25,27 @@ REFUSED = [family for family in TEXT_FAMILIES if FAMILIES[family].refused]
 
 
 @pytest.mark.parametrize("family", KNOWN)
-def test_a_family_loads_scores_in_three_layouts_samples_and_learns_as_its_own_forward_says(family, tmp_path):
-    proof = prove(family, tmp_path)
+def test_a_family_loads_scores_in_three_layouts_and_learns_as_its_own_forward_says(family, tmp_path):
+    """What it samples is proved in ``tests/unit/engines/test_engine_families.py``."""
+    proof = prove(family, tmp_path, sampling=False)
     assert (proof.verdict, proof.reason) == ("right", "")
     assert proof.layout == FAMILIES[family].layout
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mamba"])
+def test_the_proof_of_a_family_includes_what_it_samples(family, tmp_path, monkeypatch):
+    proof = prove(family, tmp_path / "right")
+    assert (proof.verdict, proof.reason) == ("right", "")
+    assert proof.decoding
+    monkeypatch.setattr(NativeEngine, "generate", lambda engine, requests, sampling: [_unlikely(r) for r in requests])
+    proof = prove(family, tmp_path / "wrong")
+    assert proof.verdict == "wrong"
+    assert "log-probs of sampled tokens differ" in proof.reason
+
+
+def _unlikely(request):
+    """Return an answer whose log-prob is not the model's."""
+    return Rollout(request.prompt, [7], [True], [-50.0], [0], "stop", request.seed)
 
 
 @pytest.mark.parametrize("family", REFUSED)
