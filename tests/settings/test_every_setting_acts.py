@@ -92,6 +92,13 @@ def has_one_value(kind: Any) -> bool:
 
 
 KEYS = [key for key, kind in leaves(RLConfig) if not has_one_value(kind)]
+WHOLE_RUNS = ("run", "run_again", "go_on", "command", "asked_of_the_hub")
+"""Probes that train: each takes seconds, and together they take a tenth of all tests."""
+
+
+def case_of(key: str) -> Any:
+    """Return the parameter of a test of the setting ``key``, marked slow where its probe trains."""
+    return pytest.param(key, marks=pytest.mark.slow if FLIPS[key].probe in WHOLE_RUNS else ())
 
 
 @pytest.fixture(scope="module")
@@ -227,7 +234,7 @@ def test_a_probe_repeats_itself(probe: str, root: Path, tmp_path_factory: pytest
     )
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key in FLIPS])
+@pytest.mark.parametrize("key", [case_of(key) for key in KEYS if key in FLIPS])
 def test_another_value_is_seen(key: str, root: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     flip, base = FLIPS[key], tree_of(key)
     before = seen(flip.probe, base, root, tmp_path_factory)
