@@ -12,11 +12,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrft.config.data import DataConfig
 from lightrft.datasets.open_source import files_of
 from lightrft.datasets.token_cache import TokenCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +30,7 @@ LIBRARIES = ("transformers", "tokenizers", "jinja2", "pyarrow")
 
 
 def token_cache_of(
-    config: DataConfig, tokenizer: Any, purpose: str, options: Mapping[str, Any], processor: Any = None
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, purpose: str, options: Mapping[str, object], processor: Any = None
 ) -> TokenCache | None:
     """Return the cache entry of ``config``, or None if its tokens are not cached.
 
@@ -74,7 +77,7 @@ def token_cache_of(
     return TokenCache(Path(config.token_cache).expanduser() / f"{key}.arrow")
 
 
-def _obstacle(config: DataConfig, tokenizer: Any, processor: Any, files: bool) -> str:
+def _obstacle(config: DataConfig, tokenizer: PreTrainedTokenizerBase, processor: Any, files: bool) -> str:
     """Return the reason why tokens cannot be cached, or an empty text.
 
     ``files`` is True if every source consists of local files.
@@ -114,7 +117,7 @@ def stamps(config: DataConfig) -> Sequence[tuple[str, int, int]]:
     return found
 
 
-def _settings(config: DataConfig) -> dict[str, Any]:
+def _settings(config: DataConfig) -> dict[str, object]:
     tree = config.model_dump(mode="json", exclude=IRRELEVANT)
     for source in tree["sources"]:
         # the weight changes how often a row is read, not its tokens
@@ -122,7 +125,7 @@ def _settings(config: DataConfig) -> dict[str, Any]:
     return tree
 
 
-def _tokenizer_digest(tokenizer: Any) -> str:
+def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     parts = (
         type(tokenizer).__name__,
         tokenizer.backend_tokenizer.to_str(),

@@ -19,7 +19,7 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lightrft.config.data import DataConfig
 from lightrft.datasets.media import NOTHING, MediaReader, SupportedMedia
@@ -30,6 +30,9 @@ from lightrft.datasets.row_tables import MalformedRow, look_up
 from lightrft.types import Extent, Prompt
 from lightrft.utils.chat_template import rendered
 from lightrft.utils.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
 OPEN, CLOSE = "\ufdd0", "\ufdd1"  # Unicode noncharacters: never part of interchanged text
@@ -54,8 +57,9 @@ class ChatEncoder:
             without a field.
     """
 
-    def __init__(self, config: DataConfig, tokenizer: Any, processor: Any = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, config: DataConfig, tokenizer: PreTrainedTokenizerBase, processor: Any = None) -> None:
+        # the type that apply_chat_template() returns depends on its arguments
+        self.tokenizer: Any = tokenizer
         self.media = None if processor is None else MediaReader(config.media, processor)
         has_template = bool(tokenizer.chat_template)
         if config.chat is True and not has_template:
@@ -381,7 +385,7 @@ class ChatEncoder:
     def _takes(self) -> dict[str, bool]:
         """Return which content the template writes fully: a ``string``, and parts of each kind."""
 
-        def writes(content: Any, *expected: str) -> bool:
+        def writes(content: object, *expected: str) -> bool:
             text = rendered(lambda messages: self._apply(messages, False), content)
             return text is not None and all(text.count(e) == 1 for e in expected)
 
@@ -517,7 +521,7 @@ class ChatEncoder:
         name = _name(self.tokenizer)
         raise ModelError(f"the tokenizer {name} cannot write {text!r} as plain text")
 
-    def _plain_ids(self, texts: list[str], *, add_special_tokens: bool = False, **options: Any) -> list[list[int]]:
+    def _plain_ids(self, texts: list[str], *, add_special_tokens: bool = False, **options: object) -> list[list[int]]:
         if not texts:
             return []
         return self.tokenizer(
@@ -530,7 +534,7 @@ class ChatEncoder:
         )["input_ids"]
 
 
-def check_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> None:
+def check_template(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, object] | None = None) -> None:
     """Check the prefix property of the chat template.
 
     The tokens of a conversation up to a turn must be a prefix of the tokens of the longer
@@ -558,7 +562,7 @@ def check_template(tokenizer: Any, options: Mapping[str, Any] | None = None) -> 
         shown = text
 
 
-def prefix_error(tokenizer: Any, shorter: str, longer: str) -> ModelError:
+def prefix_error(tokenizer: PreTrainedTokenizerBase, shorter: str, longer: str) -> ModelError:
     """Return the error for a chat template that changes earlier text.
 
     Args:
@@ -627,7 +631,7 @@ def _refuse_chat_settings(config: DataConfig) -> None:
     raise ConfigError(f"{problem}; put the text in data.template, or: {WAYS_OUT}")
 
 
-def _name(tokenizer: Any) -> str:
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
     return tokenizer.name_or_path or type(tokenizer).__name__
 
 

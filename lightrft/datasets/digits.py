@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from importlib import resources
-from typing import Any
 
 from lightrft.utils.errors import ConfigError
 
@@ -19,7 +18,7 @@ def handwritten(
     split: str = "train",
     guesses: float = 0.0,
     seed: int = 0,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, object]]:
     """Return handwritten digits as rows with ``image``, ``label`` and ``id``.
 
     Images have 8 x 8 grey pixels. There are 1,437 rows in ``train`` and 360 in ``test``.
@@ -36,7 +35,7 @@ def handwritten(
     return _rows("digits", split, guesses, seed)
 
 
-def spoken(*, split: str = "train", guesses: float = 0.0, seed: int = 0) -> list[dict[str, Any]]:
+def spoken(*, split: str = "train", guesses: float = 0.0, seed: int = 0) -> list[dict[str, object]]:
     """Return spoken digits as rows with ``audio``, ``label`` and ``id``.
 
     Recordings are sampled at 8 kHz, by six speakers, and take 0.1 to 2.3 seconds. There are 1,200
@@ -53,7 +52,7 @@ def spoken(*, split: str = "train", guesses: float = 0.0, seed: int = 0) -> list
     return _rows("spoken_digits", split, guesses, seed)
 
 
-def _rows(name: str, split: str, guesses: float, seed: int) -> list[dict[str, Any]]:
+def _rows(name: str, split: str, guesses: float, seed: int) -> list[dict[str, object]]:
     if not 0 <= guesses <= 1:
         raise ConfigError(f"{name}: guesses = {guesses} must be a share from 0 to 1")
     chance = random.Random(f"{name} {split} {seed}")
@@ -73,7 +72,7 @@ def _rows(name: str, split: str, guesses: float, seed: int) -> list[dict[str, An
     return rows
 
 
-def _table(name: str, split: str) -> list[dict[str, Any]]:
+def _table(name: str, split: str) -> list[dict[str, object]]:
     import pyarrow.parquet
 
     folder = resources.files("lightrft.datasets") / "data" / name

@@ -12,7 +12,7 @@ import io
 import itertools
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -235,7 +235,7 @@ def _from_json(
     return _listed(items, str(path), malformed)
 
 
-def _listed(items: Iterable[Any], name: str, malformed: Malformed) -> InMemoryRows:
+def _listed(items: Iterable[object], name: str, malformed: Malformed) -> InMemoryRows:
     good = []
     bad = 0
     first = ""
@@ -259,7 +259,8 @@ def _from_saved(path: Path, source: SourceConfig) -> Rows:
         raise DataError(f"data.sources: {path} is not a readable saved data set: {first_line(error)}") from error
     if isinstance(saved, datasets.DatasetDict):
         if source.split not in saved:
-            raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {', '.join(map(str, saved))}")
+            have = ", ".join(map(str, saved))
+            raise DataError(f"data.sources: {path} has no split {source.split!r}; it has: {have}")
         saved = saved[source.split]
     return InMemoryRows(_undecoded(saved), str(path))
 
@@ -305,10 +306,11 @@ def _load(kind: str, shown_as: str, **options: Any) -> Any:
     except Exception as error:  # the library's errors have no common class
         if kind != shown_as:
             raise DataError(f"data.sources: cannot read {shown_as}: {first_line(error)}") from error
+        reason = f"(split {options['split']!r}): {type(error).__name__}: {first_line(error)}"
         raise DataError(
-            f"data.sources: {shown_as} is no file or folder here, and as a data set of the hub it cannot be loaded "
-            f"(split {options['split']!r}): {type(error).__name__}: {first_line(error)}. Check the name and the network, "
-            "or give a path to local files"
+            f"data.sources: {shown_as} is no file or folder here, "
+            f"and as a data set of the hub it cannot be loaded {reason}. "
+            "Check the name and the network, or give a path to local files"
         ) from error
     finally:
         if bars:
@@ -342,7 +344,7 @@ def _is_table(made: object) -> bool:
     return isinstance(made, Sequence) or (hasattr(made, "__len__") and hasattr(made, "__getitem__"))
 
 
-def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
+def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -350,11 +352,11 @@ def _parameters(function: Any) -> Mapping[str, inspect.Parameter]:
 
 
 def _check_keywords(
-    function: Any,
-    options: Mapping[str, Any],
+    function: Callable[..., object],
+    options: Mapping[str, object],
     what: str,
     setting: str,
-    positional: tuple[Any, ...],
+    positional: tuple[object, ...],
 ) -> None:
     try:
         inspect.signature(function).bind(*positional, **options)
@@ -362,6 +364,6 @@ def _check_keywords(
         raise ConfigError(f"{setting}: {what} takes ({', '.join(_parameters(function))}): {error}") from None
 
 
-def _refuse(options: Mapping[str, Any], setting: str, who: str) -> None:
+def _refuse(options: Mapping[str, object], setting: str, who: str) -> None:
     if options:
         raise ConfigError(f"{setting} ({', '.join(options)}) are read by {who}")

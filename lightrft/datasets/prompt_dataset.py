@@ -6,7 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,9 @@ from lightrft.datasets.row_warnings import UnknownText, first_place, note_label,
 from lightrft.datasets.token_cache import Entry, Names, TokenCache
 from lightrft.types import Prompt
 from lightrft.utils.errors import CheckpointError, ConfigError, DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 A = TypeVar("A")
 
@@ -281,7 +284,7 @@ class PromptDataset:
     def __init__(
         self,
         config: DataConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         seed: int,
         processor: Any = None,
@@ -438,7 +441,9 @@ class PromptDataset:
         """
         limit = self.config.max_prompt_tokens
         text = self.encoder.last_message(record)
-        low, high = 0, len(text) - 1  # invariant: a cut of low characters is too small, and high is the smallest cut known to fit
+        # invariant: a cut of low characters is too small, and high is the smallest cut known to fit
+        low = 0
+        high = len(text) - 1
         best = self._at(record, high)
         if len(text) < 2 or len(best) > limit:
             return None

@@ -88,11 +88,11 @@ class ParsedRow:
 
     prompt: str | list[Message]
     response: str | list[Message] | None
-    label: Any
-    reference: Any
+    label: object
+    reference: object
     data_source: str
     id: str
-    columns: dict[str, Any]
+    columns: dict[str, object]
     row: Row
     where: str
     media: list[Item] = field(default_factory=list)
@@ -206,7 +206,7 @@ def _check_prompt_column(
         raise MalformedRow(f"{where}: both 'instruction' and 'input'; {way_out}")
 
 
-def _other_columns(row: Row, taken: set[str], reads: SupportedMedia) -> dict[str, Any]:
+def _other_columns(row: Row, taken: set[str], reads: SupportedMedia) -> dict[str, object]:
     """Return the columns of ``row`` that are neither ``taken`` nor media."""
     kept = {}
     for name, value in row.items():
@@ -220,7 +220,7 @@ def _other_columns(row: Row, taken: set[str], reads: SupportedMedia) -> dict[str
 
 
 def read_conversation(
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[Mapping[str, object]],
     where: str,
     reads: SupportedMedia = NOTHING,
     root: Path = Path(),
@@ -245,7 +245,7 @@ def read_conversation(
 
 
 def read_prompt(
-    value: Any,
+    value: object,
     where: str,
     finder: MediaFinder | None = None,
     *,
@@ -381,7 +381,7 @@ def _placed(
     return [{**m, "content": text} for m, text in zip(prompt, texts)], response
 
 
-def _json_messages(text: str) -> list[Any] | None:
+def _json_messages(text: str) -> list[object] | None:
     """Return the messages that ``text`` contains as JSON, or None if it is plain text."""
     # parsing every prompt would be slow
     if not text.lstrip().startswith("["):

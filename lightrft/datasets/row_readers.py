@@ -7,9 +7,9 @@ the row. ``KeyError`` and ``ValueError`` become errors that name the row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
+from lightrft.datasets.row_tables import Row
 from lightrft.utils.registry import Registry
 
-READERS: Registry[Callable[..., Mapping[str, Any]]] = Registry("reader")
+READERS: Registry[Callable[..., Row]] = Registry("reader")

@@ -423,7 +423,7 @@ class MappedRows:
         rows: Rows,
         reader: Callable[..., Row],
         name: str,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
     ) -> None:
         self.rows = rows
         self.reader = reader

@@ -79,12 +79,13 @@ class PromptSampler:
 
         Raises ``CheckpointError`` if its position is outside the dataset.
         """
-        epoch, position = state["epoch"], state["position"]
+        epoch = state["epoch"]
+        position = state["position"]
         if epoch < 0 or not 0 <= position < self.length:
-            raise CheckpointError(
-                f"the checkpoint is at prompt {position} of epoch {epoch}, but the data has {self.length} prompts"
-            )
-        self.epoch, self.position = epoch, position
+            problem = f"the checkpoint is at prompt {position} of epoch {epoch}"
+            raise CheckpointError(f"{problem}, but the data has {self.length} prompts")
+        self.epoch = epoch
+        self.position = position
 
 
 PART = 128
@@ -205,7 +206,8 @@ def draw(dataset: Drawable[T], sampler: Sampler, count: int) -> list[T]:
         kept = _kept(dataset, fetched)
         lost = 0 if kept else lost + len(fetched)
         if lost >= len(dataset):
-            raise DataError(f"data.sources: {lost} rows in a row cannot be read any more; the last: {fetched[-1]}")
+            problem = f"{lost} rows in a row cannot be read any more"
+            raise DataError(f"data.sources: {problem}; the last: {fetched[-1]}")
         drawn += kept
     if isinstance(sampler, PromptSampler):  # a curriculum has no peek(): its next indices depend on the results of this step
         dataset.prefetch(sampler.peek(count))

@@ -12,7 +12,7 @@ import re
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from lightrft.datasets.row_parser import Message, ParsedRow
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import UnknownText, first_place, note_text
 from lightrft.types import Media
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 COLUMNS = {"tokens": "i", "trained": "B", "ends": "Q", "split": "Q"}
 """Stored columns of the examples.
@@ -110,7 +113,7 @@ class SFTDataset:
     def __init__(
         self,
         config: DataConfig,
-        tokenizer: Any,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         max_tokens: int,
         seed: int,
@@ -346,9 +349,13 @@ class SFTDataset:
             last = ends[-1] + 1 if closed else len(ids)
             trained += [True] * (last - start) + [False] * (len(ids) - last)
             before = said
-        ids, trained = ids[:last], trained[:last]
-        if not closed:  # the template's turns end without a special token: without eos the model would never learn to stop
-            ids, trained = [*ids, self.encoder.eos], [*trained, True]
+        ids = ids[:last]
+        trained = trained[:last]
+        # the template's turns end without a special token: without eos the model would not learn
+        # to stop
+        if not closed:
+            ids = [*ids, self.encoder.eos]
+            trained = [*trained, True]
         return ids, trained
 
     def _extend(
@@ -378,4 +385,5 @@ class SFTDataset:
 
 def _no_answer(record: ParsedRow) -> MalformedRow:
     have = ", ".join(record.row)
-    return MalformedRow(f"{record.where}: no answer to learn from; the row has: {have}. Name its column in data.columns.response")
+    problem = f"{record.where}: no answer to learn from; the row has"
+    return MalformedRow(f"{problem}: {have}. Name its column in data.columns.response")

@@ -197,18 +197,23 @@ def check_requests(
         ValueError: A request has no tokens left to generate.
     """
     for request in requests:
-        if _limit(request, sampling) < 1:
-            raise ValueError(f"max_new_tokens {request.max_new_tokens} of a request must be at least 1")
-        if request.num_generated >= _end(request, sampling):
-            raise ValueError(
-                f"{request.num_generated} tokens of an answer to {request.prompt.id!r} are there; it ends at {_end(request, sampling)}"
-            )
-        tokens = len(request.prompt.token_ids) + _limit(request, sampling)
+        limit = _limit(request, sampling)
+        if limit < 1:
+            given = f"max_new_tokens {request.max_new_tokens} of a request"
+            raise ValueError(f"{given} must be at least 1")
+        prompt = f"{request.prompt.id!r}"
+        end = _end(request, sampling)
+        if request.num_generated >= end:
+            held = f"{request.num_generated} tokens of an answer to {prompt} are there"
+            raise ValueError(f"{held}; it ends at {end}")
+        prompt_tokens = len(request.prompt.token_ids)
+        tokens = prompt_tokens + limit
         if tokens > config.token_budget:
+            needed = f"{prompt_tokens} prompt tokens + max_new_tokens {limit} = {tokens}"
             raise ResourceError(
-                f"engine.token_budget = {config.token_budget} cannot hold prompt {request.prompt.id!r}: "
-                f"{len(request.prompt.token_ids)} prompt tokens + max_new_tokens {_limit(request, sampling)} = {tokens}; "
-                f"raise engine.token_budget to at least {tokens}, or lower max_new_tokens or the prompt length"
+                f"engine.token_budget = {config.token_budget} cannot hold prompt {prompt}: {needed}; "
+                f"raise engine.token_budget to at least {tokens}, "
+                "or lower max_new_tokens or the prompt length"
             )
 
 
@@ -436,7 +441,7 @@ class _RunningRequests:
 
     def queue(self, requests: Sequence[Request]) -> None:
         """Append ``requests`` to the waiting queue, grouped by prompt."""
-        groups: dict[Any, _Group] = {}
+        groups: dict[object, _Group] = {}
         for request in requests:
             read = _read(request)
             # Equal tokens share a prefill. Placeholder tokens do not identify media, so those go by
@@ -532,7 +537,7 @@ class _RunningRequests:
             new = group.handle < 0 and (not fresh or fresh[-1] is not group)
             prompt_tokens = len(group.prompt.token_ids) if new else None
             larger = shape.with_row(_room(request, self._sampling), prompt_tokens)
-            # in order: a later request that fits does not overtake, or a long one might wait forever
+            # in order: if requests that fit overtook it, a long request might wait forever
             if self._session.tokens(*larger) > self._config.token_budget:
                 break
             shape = larger
@@ -592,7 +597,7 @@ class _RunningRequests:
         return done
 
     def _cuts(self, tokens: np.ndarray, searched: np.ndarray) -> dict[int, str]:
-        """Return the text before a stop string, for each of the ``searched`` rows that ends in one."""
+        """Return the text before a stop string of each ``searched`` row that ends in one."""
         cuts: dict[int, str] = {}
         if self._stops is None:
             return cuts

@@ -27,7 +27,8 @@ def seed_keys(seeds: list[int]) -> np.ndarray:
 
     Hashing gives neighbouring seeds unrelated keys.
     """
-    return _mix(np.array([s & 0xFFFFFFFFFFFFFFFF for s in seeds], dtype=np.uint64) + _GOLDEN)
+    unsigned = np.array([seed & 0xFFFFFFFFFFFFFFFF for seed in seeds], dtype=np.uint64)
+    return _mix(unsigned + _GOLDEN)
 
 
 def uniforms(keys: np.ndarray, steps: np.ndarray) -> np.ndarray:
@@ -49,7 +50,9 @@ def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
         seen: ``[R, V]`` bool, tokens of the prompt and of the response so far.
         penalty: Factor; above 1 makes seen tokens less likely.
     """
-    return torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    # dividing a negative logit would raise it
+    lowered = torch.where(logits < 0, logits * penalty, logits / penalty)
+    return torch.where(seen, lowered, logits)
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
@@ -67,6 +70,7 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     """
     ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
     probability = torch.softmax(ordered, dim=-1, dtype=_wide(logits))
+    # of the tokens before each, so that the first is always kept
     before = torch.cumsum(probability, dim=-1) - probability
     removed = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, order, before >= p)
     return logits.masked_fill(removed, -torch.inf)
@@ -74,7 +78,8 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
 
 def keep_min_p(logits: Tensor, p: float) -> Tensor:
     """Keep tokens at least ``p`` times as likely as the most likely token (arXiv 2407.01082)."""
-    return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + float(np.log(p)), -torch.inf)
+    bound = logits.amax(-1, keepdim=True) + float(np.log(p))
+    return logits.masked_fill(logits < bound, -torch.inf)
 
 
 def process(
@@ -167,4 +172,5 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
 
 
 def _wide(logits: Tensor) -> torch.dtype:
-    return torch.float32 if logits.device.type == "mps" else torch.float64  # Apple's GPUs have no float64
+    # Apple's GPUs have no float64
+    return torch.float32 if logits.device.type == "mps" else torch.float64

@@ -99,9 +99,10 @@ class WeightBuffer:
 
     def put(self, data: np.ndarray, layout: Layout) -> None:
         """Load a bucket that came as a call argument."""
+        # a copy, since an argument of a Ray call lies in read-only memory
         self._take(torch.from_numpy(data.copy()), layout)
 
-    def attach(self, handles: Sequence[Any]) -> None:
+    def attach(self, handles: Sequence[object]) -> None:
         """Map the sender's ``slots`` into this process, by their ``handles``."""
         self._slots = [opened(handle) for handle in handles]
 
@@ -144,16 +145,21 @@ class WeightBuffer:
 
     def leave(self) -> None:
         """Drop the sender's memory and process group, and any incomplete tensors."""
-        self._begun, self._slots, self._group = {}, [], None
+        self._begun = {}
+        self._slots = []
+        self._group = None
 
     def _take(self, bucket: Tensor, layout: Layout) -> None:
         for piece in layout:
+            # a tensor larger than a bucket comes in several pieces
             data = self._begun.get(piece.name)
             if data is None:
                 size = piece.dtype.itemsize * int(np.prod(piece.shape, dtype=np.int64))
-                data = self._begun[piece.name] = torch.empty(size, dtype=torch.uint8, device=bucket.device)
-            data[piece.first : piece.first + piece.count].copy_(bucket[piece.at : piece.at + piece.count])
-            if piece.first + piece.count == data.numel():
+                data = torch.empty(size, dtype=torch.uint8, device=bucket.device)
+                self._begun[piece.name] = data
+            end = piece.first + piece.count
+            data[piece.first : end].copy_(bucket[piece.at : piece.at + piece.count])
+            if end == data.numel():
                 del self._begun[piece.name]
                 self._load([(piece.name, data.view(piece.dtype).view(piece.shape))])
         if bucket.is_cuda:
@@ -185,8 +191,10 @@ class WeightTransport(ABC):
     ) -> None:
         self.workers = list(workers)
         self.seconds = seconds
-        self.slots = [torch.empty(-(-size // ALIGNED) * ALIGNED, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._under_way: list[list[Future[Any]]] = [[] for _ in self.slots]
+        room = -(-size // ALIGNED) * ALIGNED
+        # two slots: one is filled while the other is on its way
+        self.slots = [torch.empty(room, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._under_way: list[list[Future[object]]] = [[] for _ in self.slots]
 
     def send(self, slot: int, layout: Layout) -> None:
         """Send the contents of ``slot``. Return when the next slot may be overwritten."""
@@ -204,14 +212,16 @@ class WeightTransport(ABC):
             worker.call("weights", "leave")
 
     @abstractmethod
-    def _send(self, slot: int, layout: Layout) -> list[Future[Any]]: ...
+    def _send(self, slot: int, layout: Layout) -> list[Future[object]]: ...
 
     def _wait(self, slot: int) -> None:
-        futures, self._under_way[slot] = self._under_way[slot], []
+        futures = self._under_way[slot]
+        # forgotten first, so that a failed send is not waited for again
+        self._under_way[slot] = []
         for future in futures:
             future.result(self.seconds)
 
-    def _ask(self, method: str, *args: Any) -> list[Future[Any]]:
+    def _ask(self, method: str, *args: object) -> list[Future[object]]:
         return [worker.call("weights", method, *args) for worker in self.workers]
 
 
@@ -221,7 +231,7 @@ class RayObject(WeightTransport):
     def __init__(self, workers: Sequence[Worker], size: int, seconds: float) -> None:
         super().__init__(workers, size, torch.device("cpu"), seconds)
 
-    def _send(self, slot: int, layout: Layout) -> list[Future[Any]]:
+    def _send(self, slot: int, layout: Layout) -> list[Future[object]]:
         return self._ask("put", self.slots[slot][: used(layout)].numpy(), layout)
 
 
@@ -240,9 +250,11 @@ class SharedMemory(WeightTransport):
         for future in self._ask("attach", handles):
             future.result(seconds)
 
-    def _send(self, slot: int, layout: Layout) -> list[Future[Any]]:
-        if self.slots[slot].is_cuda:
-            torch.cuda.synchronize(self.slots[slot].device)
+    def _send(self, slot: int, layout: Layout) -> list[Future[object]]:
+        slot_memory = self.slots[slot]
+        if slot_memory.is_cuda:
+            # another process reads the slot, which no stream of this process orders
+            torch.cuda.synchronize(slot_memory.device)
         return self._ask("put_shared", slot, layout)
 
 
@@ -261,19 +273,29 @@ class ProcessGroupBroadcast(WeightTransport):
         host: str,
     ) -> None:
         super().__init__(workers, size, device, seconds)
-        patience, members = timedelta(seconds=seconds), len(self.workers) + 1
-        self._store = (
-            loopback_store(0, patience)
-            if is_loopback(host)
-            else dist.TCPStore(host, 0, members, is_master=True, timeout=patience, wait_for_workers=False)
-        )
-        bucket, port = self.slots[0].numel(), self._store.port
+        patience = timedelta(seconds=seconds)
+        members = len(self.workers) + 1
+        if is_loopback(host):
+            self._store = loopback_store(0, patience)
+        else:
+            # it must not wait here for the workers, which are asked to join below
+            self._store = dist.TCPStore(
+                host,
+                0,
+                members,
+                is_master=True,
+                timeout=patience,
+                wait_for_workers=False,
+            )
+        bucket = self.slots[0].numel()
+        port = self._store.port
         joining = [
             worker.call("weights", "join", host, port, rank, members, bucket, device.type, seconds)
             for rank, worker in enumerate(self.workers, 1)
         ]
 
         def look() -> None:
+            # a worker that failed to join raises here, before the timeout
             for future in joining:
                 if future.done():
                     future.result()
@@ -282,18 +304,25 @@ class ProcessGroupBroadcast(WeightTransport):
         for future in joining:
             future.result(seconds)
 
-    def _send(self, slot: int, layout: Layout) -> list[Future[Any]]:
+    def _send(self, slot: int, layout: Layout) -> list[Future[object]]:
+        # the workers must be asked first: the broadcast waits until they take part
         futures = self._ask("put_broadcast", layout)
         self._group.broadcast(self.slots[slot][: used(layout)], 0).wait()
         return futures
 
     def close(self) -> None:
-        self._group = None  # Must come first: it ends the wait of a worker that is blocked in a broadcast.
+        # must come first: it ends the wait of a worker that is blocked in a broadcast
+        self._group = None
         super().close()
 
 
 def build_transport(
-    way: Way, workers: Sequence[Worker], size: int, device: torch.device, seconds: float, host: str = "127.0.0.1"
+    way: Way,
+    workers: Sequence[Worker],
+    size: int,
+    device: torch.device,
+    seconds: float,
+    host: str = "127.0.0.1",
 ) -> WeightTransport:
     """Build the carrier that sends buckets to ``workers`` by ``way``.
 
@@ -313,7 +342,12 @@ def build_transport(
 
 
 def group_of(
-    store: dist.Store, rank: int, size: int, device: torch.device, seconds: float, look: Callable[[], object] = never_stop
+    store: dist.Store,
+    rank: int,
+    size: int,
+    device: torch.device,
+    seconds: float,
+    look: Callable[[], object] = never_stop,
 ) -> Any:
     """Build a process group outside of the default one.
 
@@ -351,7 +385,9 @@ def group_of(
 def handle_of(slot: Tensor) -> Any:
     """Return a handle by which another process of this machine can open ``slot [bytes]``."""
     if slot.is_cuda:
-        return str(torch.cuda.get_device_properties(slot.device).uuid), *reductions.reduce_tensor(slot)
+        # by identity: processes may number the devices that they see differently
+        uuid = torch.cuda.get_device_properties(slot.device).uuid
+        return str(uuid), *reductions.reduce_tensor(slot)
     before = mp.get_sharing_strategy()
     # By file name: a file descriptor would have to be passed by a server in this process.
     mp.set_sharing_strategy("file_system")
@@ -363,9 +399,10 @@ def handle_of(slot: Tensor) -> Any:
 
 def opened(handle: Any) -> Tensor:
     """Return the ``[bytes]`` tensor of a handle from ``handle_of``."""
-    device, rebuild, arguments = handle
-    if not device:
+    uuid, rebuild, arguments = handle
+    if not uuid:
         return torch.empty(0, dtype=torch.uint8).set_(rebuild(*arguments))
     numbers = range(torch.cuda.device_count())
-    here = next(i for i in numbers if str(torch.cuda.get_device_properties(i).uuid) == device)
-    return rebuild(*arguments[:6], here, *arguments[7:])
+    uuids = [str(torch.cuda.get_device_properties(i).uuid) for i in numbers]
+    # the seventh argument is the device's number in the sender
+    return rebuild(*arguments[:6], uuids.index(uuid), *arguments[7:])

@@ -453,7 +453,8 @@ class Actor(Backbone):
         Raises ``ModelError`` if there are no adapters to turn off.
         """
         if not self.has_adapters:
-            raise ModelError("the policy has no adapters (model.lora is not set), so it cannot be its own reference")
+            problem = "the policy has no adapters (model.lora is not set)"
+            raise ModelError(f"{problem}, so it cannot be its own reference")
         with self.model.disable_adapter():  # ty: ignore[not-callable]
             yield self
 
@@ -486,17 +487,21 @@ class Actor(Backbone):
             return
         kind = self.base.config.model_type
         if not states:
-            raise ModelError(f"model type {kind!r} cannot be scored: its own forward does not call {type(self.decoder).__name__}")
+            decoder = type(self.decoder).__name__
+            problem = f"its own forward does not call {decoder}"
+            raise ModelError(f"model type {kind!r} cannot be scored: {problem}")
         found = self.logits(states[-1])
         bound = 1e-3 if self._exact else 0.1
         if found.shape != expected.shape:
             raise ModelError(
-                f"model type {kind!r} cannot be scored: its head gives {found.shape[-1]} logits, its own forward {expected.shape[-1]}"
+                f"model type {kind!r} cannot be scored: "
+                f"its head gives {found.shape[-1]} logits, its own forward {expected.shape[-1]}"
             )
         gap = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
         if gap > bound:
             raise ModelError(
-                f"model type {kind!r} cannot be scored: its own logits differ from its head's by {gap:.2g} of the largest. It scales or "
+                f"model type {kind!r} cannot be scored: its own logits differ from its head's by "
+                f"{gap:.2g} of the largest. It scales or "
                 "caps them in a way that is not known here"
             )
 
@@ -627,7 +632,7 @@ def _only(head: nn.Module, places: Tensor) -> Generator[None]:
     """Make ``head`` compute the logits ``[1, n, V]`` of the ``places [n]`` alone among all states,
     numbered row by row."""
 
-    def cut(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (given[0].reshape(-1, given[0].shape[-1]).index_select(0, places).unsqueeze(0), *given[1:])
 
     hook = head.register_forward_pre_hook(cut)
@@ -639,8 +644,9 @@ def _only(head: nn.Module, places: Tensor) -> Generator[None]:
 
 def _rows_of_their_own(team: ModelParallelGroup) -> ModelError:
     return ModelError(
-        f"strategy.sequence = {team.size} shares out the tokens of one row, and this model runs with model.layout = padded, in rows of "
-        "their own, because it is set so or cannot do otherwise; set strategy.sequence=1"
+        f"strategy.sequence = {team.size} shares out the tokens of one row, "
+        "and this model runs with model.layout = padded, in rows of their own, "
+        "because it is set so or cannot do otherwise; set strategy.sequence=1"
     )
 
 

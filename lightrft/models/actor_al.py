@@ -82,7 +82,7 @@ class ActorAL(PublicActor):
         video_grid_thw: object = None,
         feature_attention_mask: Tensor | None = None,
         input_features: Clips | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
 
@@ -112,17 +112,22 @@ class ActorAL(PublicActor):
     def _media(self, ids: Tensor, values: Clips | None, mask: Tensor | None) -> Given:
         if values is None:
             return {}
-        reader, config = self.actor.family.reader, self.actor.base.config
-        tower = next((t for t in reader.towers if t.kind == "audio"), None) if reader else None
-        if tower is None or tower.arrange is None:
+        reader = self.actor.family.reader
+        config = self.actor.base.config
+        towers = () if reader is None else reader.towers
+        hearing = [tower for tower in towers if tower.kind == "audio"]
+        arrange = hearing[0].arrange if hearing else None
+        if arrange is None:
             raise ModelError(f"audio_values: model type {config.model_type!r} cannot take them")
-        placed = ids == tower.token_id(config)
+        placed = ids == hearing[0].token_id(config)
         if not placed.any():
             return {}
         lengths = None if mask is None else mask.long().sum(-1).tolist()
         clips = list(values)
         places = _blocks(placed)
-        return tower.arrange(self.actor.base, clips, lengths, places if len(places) == len(clips) else None)
+        # adjacent clips have one run of placeholders, which does not report_error where one ends
+        known = places if len(places) == len(clips) else None
+        return arrange(self.actor.base, clips, lengths, known)
 
 
 def _blocks(placed: Tensor) -> list[int]:

@@ -37,7 +37,7 @@ class ActorLanguage(PublicActor):
         return self.score_rows(sequences, num_actions, attention_mask, return_output, packed_seq_lens, {})
 
     def generate(
-        self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: object = None, **kwargs: Any
+        self, input_ids: Tensor, pixel_values: Tensor | None = None, image_grid_thw: object = None, **kwargs: object
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
 

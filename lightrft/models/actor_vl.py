@@ -62,7 +62,7 @@ class ActorVL(PublicActor):
         image_grid_thw: Grid | None = None,
         pixel_values_videos: Tensor | None = None,
         video_grid_thw: Grid | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return sampled rows and their masks, see ``PublicActor.sample_rows``.
 

@@ -207,8 +207,10 @@ class _TokenLogprobs(torch.autograd.Function):
         rows: int,
     ) -> tuple[Tensor, Tensor]:
         # backward then gets None instead of zeros for an unused output, and skips its terms
+        # backward then gets None instead of zeros for an unused output, and skips its terms
         ctx.set_materialize_grads(False)
-        n, dtype = hidden.shape[0], wide(hidden.dtype)
+        n = hidden.shape[0]
+        dtype = wide(hidden.dtype)
         logprobs = hidden.new_empty(n, dtype=dtype)
         entropies = hidden.new_empty(n if entropy else 0, dtype=dtype)
         log_sums = hidden.new_empty(n, dtype=dtype)
@@ -216,6 +218,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for start in range(0, n, rows):
             part = slice(start, start + rows)
             logits, slope = bend.forward(F.linear(hidden[part], weight, bias).to(dtype))
+            # a single chunk is kept for backward, which then need not compute the head again
             keep = n <= rows and slope is None and any(ctx.needs_input_grad[:3])
             for block, few in _blocks(logits, start):
                 log_sums[block] = few.logsumexp(-1)
@@ -223,10 +226,12 @@ class _TokenLogprobs(torch.autograd.Function):
                 if entropy or keep:
                     few -= log_sums[block, None]
                 if entropy:
+                    # _expected() changes its second argument
                     entropies[block] = -_expected(few.exp(), few.clone() if keep else few)
             kept = logits if keep else None
         ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies, kept)
-        ctx.bend, ctx.rows = bend, rows
+        ctx.bend = bend
+        ctx.rows = rows
         return logprobs, entropies
 
     @staticmethod
@@ -244,12 +249,13 @@ class _TokenLogprobs(torch.autograd.Function):
                 # a retained graph may be walked again, so `kept` must not change
                 d, slope = torch.empty_like(kept), None
             for block, few in _blocks(d, start):
-                _logit_gradient(
-                    few.sub_(log_sums[block, None]) if kept is None else few.copy_(kept[block]),
-                    targets[block],
-                    None if on_logprob is None else on_logprob[block],
-                    None if on_entropy is None else (on_entropy[block], entropies[block]),
-                )
+                if kept is None:
+                    few.sub_(log_sums[block, None])
+                else:
+                    few.copy_(kept[block])
+                of_logprob = None if on_logprob is None else on_logprob[block]
+                of_entropy = None if on_entropy is None else (on_entropy[block], entropies[block])
+                _logit_gradient(few, targets[block], of_logprob, of_entropy)
             sums.add(part, ctx.bend.backward(d, slope))
         return *sums.inputs(), None, None, None, None
 
@@ -258,7 +264,10 @@ def _blocks(logits: Tensor, start: int) -> Iterator[tuple[slice, Tensor]]:
     """Yield views of a few rows of ``logits``, each with its slice of all rows; ``start`` is the
     first row's index."""
     n, width = logits.shape
-    rows = max(1, n if logits.device.type != "cpu" else BLOCK_BYTES // max(1, width * logits.itemsize))
+    rows = n
+    if logits.device.type == "cpu":
+        rows = BLOCK_BYTES // max(1, width * logits.itemsize)
+    rows = max(1, rows)
     for at in range(0, n, rows):
         yield slice(start + at, start + min(n, at + rows)), logits[at : at + rows]
 
@@ -290,6 +299,7 @@ def _logit_gradient(
 
 def _times_probability(x: Tensor, p: Tensor) -> Tensor:
     """Compute ``x *= p``, where an impossible token (log-prob of minus infinity) counts as 0."""
+    # minus infinity times 0 would be NaN
     return x.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).mul_(p)
 
 

@@ -158,7 +158,8 @@ def apply_lora_configuration(
         ModelError: The rank is below 1, alpha is not positive, or the targets name no module.
     """
     if lora_rank < 1 or lora_alpha <= 0:
-        raise ModelError(f"lora_rank = {lora_rank} and lora_alpha = {lora_alpha}: both must be positive for adapters to learn")
+        problem = f"lora_rank = {lora_rank} and lora_alpha = {lora_alpha}"
+        raise ModelError(f"{problem}: both must be positive for adapters to learn")
     targets = "all-linear" if target_modules is None else target_modules
     towers = () if freeze_vision_tower else tuple(part for part in parts_of(family_of(model.config)) if part == TOWER)
     config = LoRAConfig(

@@ -35,7 +35,8 @@ class ModuleActor(Actor):
         self._taken = set(taken)
         if not (self._takes_all or "input_ids" in taken):
             raise ModelError(
-                f"pretrain_or_model is a {type(model).__name__} whose forward has no input_ids: give a path or a module with the "
+                f"pretrain_or_model is a {type(model).__name__} whose forward has no input_ids: "
+                "give a path or a module with the "
                 "forward of a causal language model"
             )
         self.config = ModelConfig(layout="padded")
@@ -58,7 +59,8 @@ class ModuleActor(Actor):
         kept = {name: value for name, value in inputs.items() if self._takes_all or name in self._taken}
         name = type(self.model).__name__
         if "attention_mask" not in kept and not bool(mask.all()):
-            raise ModelError(f"rows of unequal length need an attention_mask, and the forward of {name} does not take one")
+            problem = "rows of unequal length need an attention_mask"
+            raise ModelError(f"{problem}, and the forward of {name} does not take one")
         output = self.model(**kept)
         if isinstance(output, Tensor):
             return output
@@ -127,7 +129,8 @@ class ModuleActor(Actor):
             ModelError: ``num_beams`` is not 1.
         """
         if options["num_beams"] != 1:
-            raise ModelError(f"num_beams = {options['num_beams']}: a plain module generates one beam; set it to 1")
+            problem = f"num_beams = {options['num_beams']}"
+            raise ModelError(f"{problem}: a plain module generates one beam; set it to 1")
         rows, mask, width = input_ids, attention_mask.long(), input_ids.shape[1]
         ends = torch.as_tensor(options["eos_token_id"], device=rows.device).reshape(-1)
         open_rows = torch.ones(len(rows), dtype=torch.bool, device=rows.device)

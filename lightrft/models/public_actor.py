@@ -67,7 +67,7 @@ class PublicModel(nn.Module):
 
     def gradient_checkpointing_enable(
         self,
-        gradient_checkpointing_kwargs: dict[str, object] | None = None,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,
     ) -> None:
         """Recompute layers in the backward pass, in training mode only.
 
@@ -86,8 +86,9 @@ class PublicModel(nn.Module):
         """
         counts = trainable_summary(self.backbone)
         share = 100 * counts["trainable"] / max(1, counts["all"])
-        text = f"trainable params: {counts['trainable']:,} || all params: {counts['all']:,} || trainable%: {share:.4f}\n"
-        sys.stdout.write(text)
+        trainable = f"trainable params: {counts['trainable']:,}"
+        total = f"all params: {counts['all']:,}"
+        sys.stdout.write(f"{trainable} || {total} || trainable%: {share:.4f}\n")
 
 
 class PublicActor(PublicModel):
@@ -129,7 +130,7 @@ class PublicActor(PublicModel):
         lora_dropout: float = 0.0,
         target_modules: str | list[str] | None = None,
         ds_config: dict[str, Any] | None = None,
-        device_map: str | dict[str, Any] | None = None,
+        device_map: str | dict[str, object] | None = None,
         packing_samples: bool = False,
         high_entropy_token_ratio: float = 0.0,
         *,
@@ -141,7 +142,8 @@ class PublicActor(PublicModel):
         if lora_rank > 0:
             model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
         if packing_samples and not _is_known(model):
-            raise ModelError(f"packing_samples: a {type(model).__name__} is called on rectangles alone; leave it off")
+            problem = f"a {type(model).__name__} is called on rectangles alone"
+            raise ModelError(f"packing_samples: {problem}; leave it off")
         self._loader = loader  # DeepSpeed's settings apply only while their object exists
         self.actor = Actor(model, config) if _is_known(model) else ModuleActor(model)
         self.pretrain_or_model: str = config.path or _type_of(model)
@@ -306,7 +308,7 @@ class PublicCritic(PublicModel):
         lora_dropout: float = 0.0,
         target_modules: str | list[str] | None = None,
         ds_config: dict[str, Any] | None = None,
-        device_map: str | dict[str, Any] | None = None,
+        device_map: str | dict[str, object] | None = None,
         packing_samples: bool = False,
         normalize_reward: bool = False,
         init_value_head: bool = False,
@@ -319,9 +321,8 @@ class PublicCritic(PublicModel):
             model = _adapt(model, lora_rank, lora_alpha, lora_dropout, target_modules)
         self._loader = loader
         if not _is_known(model):
-            raise ModelError(
-                f"pretrain_or_model is a {type(model).__name__}: a critic needs a path, a transformers or a peft model"
-            )
+            given = f"pretrain_or_model is a {type(model).__name__}"
+            raise ModelError(f"{given}: a critic needs a path, a transformers or a peft model")
         self.critic = Critic(model, config)
         if isinstance(pretrain_or_model, str) and not init_value_head:
             self.critic.load_value_head(pretrain_or_model)
@@ -386,7 +387,7 @@ class _Loader:
         use_flash_attention_2: bool,
         bf16: bool,
         ds_config: dict[str, Any] | None,
-        device_map: str | dict[str, Any] | None,
+        device_map: str | dict[str, object] | None,
         load_in_4bit: bool,
     ) -> None:
         self.settings: dict[str, Any] = {
@@ -424,8 +425,8 @@ def _has_flash_attention() -> bool:
     if is_flash_attn_2_available():
         return True
     _log.warning(
-        "use_flash_attention_2 = True, but flash-attn is not installed or there is no GPU that it runs on: "
-        "using the model's default attention"
+        "use_flash_attention_2 = True, but flash-attn is not installed "
+        "or there is no GPU that it runs on: using the model's default attention"
     )
     return False
 
@@ -438,7 +439,9 @@ def _adapt(
     targets: str | list[str] | None,
 ) -> nn.Module:
     if not _is_known(model):
-        raise ModelError(f"lora_rank = {rank}: adapters need a path or a transformers model, not a {type(model).__name__}")
+        needed = "adapters need a path or a transformers model"
+        raise ModelError(f"lora_rank = {rank}: {needed}, not a {type(model).__name__}")
     if is_adapted(model):
-        raise ModelError(f"lora_rank = {rank} but the model has adapters already: pass lora_rank=0 to train those")
+        problem = f"lora_rank = {rank} but the model has adapters already"
+        raise ModelError(f"{problem}: pass lora_rank=0 to train those")
     return utils.apply_lora_configuration(model, rank, alpha, dropout, targets)  # ty: ignore[invalid-argument-type]

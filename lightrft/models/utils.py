@@ -61,7 +61,8 @@ def unpacking_samples(values: Tensor, packed_seqlens: Sequence[int]) -> list[Ten
     """
     flat = values.squeeze(0) if values.dim() > 1 else values
     if sum(packed_seqlens) != flat.shape[0]:
-        raise ValueError(f"packed_seqlens add up to {sum(packed_seqlens)}, the values have {flat.shape[0]} places")
+        problem = f"packed_seqlens add up to {sum(packed_seqlens)}"
+        raise ValueError(f"{problem}, the values have {flat.shape[0]} places")
     return list(flat.split(list(packed_seqlens)))
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightrft.datasets.benchmarks.preference_pairs import Instruction, preference_label
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 
 
 @READERS.register("audio-alpaca")
-def audio_alpaca(row: Row, *, task_instruction: Instruction | None = None) -> dict[str, Any]:
+def audio_alpaca(row: Row, *, task_instruction: Instruction | None = None) -> Row:
     """Read ``{prompt, chosen, rejected, strategy}``, where both sounds are bytes."""
     return preference_label(
         row,

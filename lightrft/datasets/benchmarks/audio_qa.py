@@ -6,15 +6,15 @@ They cover AVQA as used by R1-AQA (arXiv 2503.11197) and MMAU (arXiv 2410.19168)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from lightrft.datasets.benchmarks.multiple_choice import format_choices, letter_of, shown
 from lightrft.datasets.benchmarks.preference_pairs import placed
 from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row
 
 
 @READERS.register("aqa")
-def aqa(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
+def aqa(row: Row, *, root: str = "") -> Row:
     """Read ``{id, question_text, multi_choice, answer: position, audio_path}``.
 
     The label is a letter. LightRFT's layout ``{prompt: messages, audio_path, reference, label}`` is
@@ -30,7 +30,7 @@ def aqa(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
 
 
 @READERS.register("mmau")
-def mmau(row: Mapping[str, Any], *, root: str = "") -> dict[str, Any]:
+def mmau(row: Row, *, root: str = "") -> Row:
     """Read ``{id, audio_id, question, choices, answer: text}``.
 
     The label is a letter. ``root`` is the folder of relative paths.
@@ -46,9 +46,9 @@ def _question(
     source: str,
     question: str,
     choices: Mapping[str, str],
-    answer: Any,
-    clip: Any,
-) -> dict[str, Any]:
+    answer: object,
+    clip: object,
+) -> Row:
     letter = letter_of(choices, answer)
     named = {
         "audios": [clip],
@@ -59,7 +59,7 @@ def _question(
     return {**named, "data_source": source}
 
 
-def _message(message: Mapping[str, Any], root: str) -> dict[str, Any]:
+def _message(message: Row, root: str) -> Row:
     """Return ``message`` with ``audio_url`` parts renamed to ``audio``."""
     content = message["content"]
     if not isinstance(content, str):

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row
 
 MARK = re.compile(r"<<[^<>]*>>")
 ANSWER = re.compile(r"####\s*(\S.*?)\s*$")
 
 
 @READERS.register("gsm8k")
-def gsm8k(row: Mapping[str, Any], *, keep_marks: bool = False) -> dict[str, Any]:
+def gsm8k(row: Row, *, keep_marks: bool = False) -> Row:
     """Read ``{question, answer}``, where ``answer`` is a worked solution.
 
     ``question`` is the prompt, and the solution is the response. The label is the number after

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import combinations
-from typing import Any
 
 from lightrft.datasets.benchmarks.preference_pairs import Instruction, PairBuilder, better, placed, preference_label
 from lightrft.datasets.row_readers import READERS
@@ -27,7 +26,7 @@ def hpdv3(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read ``{prompt, path1, path2, model1, model2, confidence, choice_dist}``.
 
     ``path1`` is the preferred image.
@@ -50,7 +49,7 @@ def imagerewarddb(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read pairs ``{prompt_id, prompt, image_path, rank, overall_rating, classification}``.
 
     Columns that differ between the two images have two values: see ``imagerewarddb_pairs``. Raises
@@ -77,16 +76,20 @@ def imagerewarddb_pairs(path: str, split: str = "train") -> PairBuilder:
     This is a source function. The rows at ``path`` have one image each.
     """
     rows = _open(path, split)
-    of_prompt: dict[str, list[tuple[int, Any]]] = defaultdict(list)
+    of_prompt: dict[str, list[tuple[int, object]]] = defaultdict(list)
     for i in range(len(rows)):
-        of_prompt[rows[i]["prompt_id"]].append((i, rows[i]["rank"]))
-    every = [pair for found in of_prompt.values() for pair in combinations(found, 2)]
-    keys = [(i, j) for (i, best), (j, other) in every if None not in (best, other) and best != other]
+        row = rows[i]
+        of_prompt[row["prompt_id"]].append((i, row["rank"]))
+    keys = []
+    for found in of_prompt.values():
+        for (i, best), (j, other) in combinations(found, 2):
+            if best is not None and other is not None and best != other:
+                keys.append((i, j))
     return PairBuilder(keys, partial(_beside, rows))
 
 
 @READERS.register("imagegen-cot-reward-5k")
-def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> dict[str, Any]:
+def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> Row:
     """Read ``{images: [first, second], conversations: [{from, value}]}``.
 
     The first turn asks. The last turn reasons and ends in a verdict. The images keep their order
@@ -100,7 +103,12 @@ def imagegen_cot_reward_5k(row: Row, *, root: str = "") -> dict[str, Any]:
         raise ValueError("the last turn has no <answer>Image 1 is better</answer> or <answer>Image 2 is better</answer>")
     best = int(found[-1]) - 1
     parts = [{"type": "image", "image": placed(image, root)} for image in row["images"]]
-    content: list[dict[str, Any]] = [{"type": "text", "text": asked.replace("<image>", "").strip()}]
+    content: list[dict[str, object]] = [
+        {
+            "type": "text",
+            "text": asked.replace("<image>", "").strip(),
+        }
+    ]
     for k, part in enumerate(parts, start=1):
         content += [{"type": "text", "text": f"\n\nImage {k}:\n"}, part]
     named = {"prompt": [{"role": "user", "content": content}], "response": said}
@@ -121,7 +129,7 @@ def genai_bench(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read ``{Prompt, HumanRatings: {model: ratings}, Index}`` of two models.
 
     The row has one more column per model, with its image: see ``genai_bench_pairs``. The image with
@@ -149,11 +157,13 @@ def genai_bench_pairs(path: str, split: str = "train") -> PairBuilder:
     This is a source function.
     """
     rows = _open(path, split)
-    keys = [(i, *two) for i in range(len(rows)) for two in combinations(_models(rows[i]), 2)]
+    keys = []
+    for i in range(len(rows)):
+        keys += [(i, *two) for two in combinations(_models(rows[i]), 2)]
     return PairBuilder(keys, partial(_of_two, rows))
 
 
-def rated(ratings: Mapping[str, Any], source: str) -> tuple[str, str]:
+def rated(ratings: Mapping[str, Sequence[float]], source: str) -> tuple[str, str]:
     """Return the names of the two models in ``ratings``.
 
     Raises ``ValueError`` with the source of pairs unless there are exactly two.
@@ -164,7 +174,7 @@ def rated(ratings: Mapping[str, Any], source: str) -> tuple[str, str]:
     return models[0], models[1]
 
 
-def mean(ratings: Any) -> float:
+def mean(ratings: Sequence[float]) -> float:
     """Return the mean of the ratings of several people."""
     return sum(ratings) / len(ratings)
 
@@ -176,22 +186,30 @@ def _open(path: str, split: str) -> Rows:
     return open_source(SourceConfig(path=path, split=split))
 
 
-def _beside(rows: Rows, pair: tuple[int, int]) -> dict[str, Any]:
-    first, second = rows[pair[0]], rows[pair[1]]
+def _beside(rows: Rows, pair: tuple[int, int]) -> Row:
+    first = rows[pair[0]]
+    second = rows[pair[1]]
     same = ("prompt_id", "prompt", "classification")
-    return {k: v if k in same else [v, second.get(k)] for k, v in first.items()}
+    made = {}
+    for name, value in first.items():
+        made[name] = value if name in same else [value, second.get(name)]
+    return made
 
 
 def _models(row: Row) -> list[str]:
-    return [m for m, given in row["HumanRatings"].items() if given and row.get(m) is not None]
+    models = []
+    for model, ratings in row["HumanRatings"].items():
+        if ratings and row.get(model) is not None:
+            models.append(model)
+    return models
 
 
-def _of_two(rows: Rows, key: tuple[int, str, str]) -> dict[str, Any]:
+def _of_two(rows: Rows, key: tuple[int, str, str]) -> Row:
     i, *two = key
     row = rows[i]
-    plain = {k: v for k, v in row.items() if k not in row["HumanRatings"]}
-    return {
-        **plain,
-        "HumanRatings": {m: row["HumanRatings"][m] for m in two},
-        **{m: row[m] for m in two},
-    }
+    ratings = row["HumanRatings"]
+    made = {name: value for name, value in row.items() if name not in ratings}
+    made["HumanRatings"] = {model: ratings[model] for model in two}
+    for model in two:
+        made[model] = row[model]
+    return made

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row
 
 
 @READERS.register("alpaca")
-def alpaca(row: Mapping[str, Any]) -> dict[str, Any]:
+def alpaca(row: Row) -> Row:
     """Read ``{instruction, input, output}``.
 
     The prompt is the instruction, followed by a blank line and the input if there is one.

@@ -5,15 +5,15 @@ The files are JSON lists of ``{"prompt": [{"from", "value"}], "final_answer", "c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from lightrft.datasets.benchmarks.multiple_choice import format_choices, with_choices
 from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row
 
 
-def _reader(name: str) -> Callable[..., Mapping[str, Any]]:
-    def read(row: Mapping[str, Any]) -> dict[str, Any]:
+def _reader(name: str) -> Callable[..., Row]:
+    def read(row: Row) -> Row:
         """Read ``{prompt, final_answer, choices?}``.
 
         Choices are shown with letters, and the label is then a letter.

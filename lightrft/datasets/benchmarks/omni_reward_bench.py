@@ -5,13 +5,11 @@ A row has two candidates and a criterion to compare them by.
 
 from __future__ import annotations
 
-from typing import Any
-
 from lightrft.datasets.benchmarks.preference_pairs import Instruction, Winner, preference_label
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import Row
 
-WINNERS: dict[Any, Winner] = {"response1": 0, "response2": 1, "tie": None}
+WINNERS: dict[str, Winner] = {"response1": 0, "response2": 1, "tie": None}
 
 
 @READERS.register("omnirewardbench-t2i")
@@ -20,7 +18,7 @@ def omnirewardbench_t2i(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read ``{prompt, response1, response2, criteria, criteria_preference, id, model1, model2}``.
 
     If the row has no ``response1``, the path ``response1_path`` is used.
@@ -34,7 +32,7 @@ def omnirewardbench_t2v(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read rows as ``omnirewardbench-t2i`` does, with videos."""
     return _read(row, "omnirewardbench-t2v", "text-to-video", task_instruction, root)
 
@@ -45,7 +43,7 @@ def omnirewardbench_t2a(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read rows as ``omnirewardbench-t2i`` does, with sounds."""
     return _read(row, "omnirewardbench-t2a", "text-to-audio", task_instruction, root)
 
@@ -56,7 +54,7 @@ def _read(
     task: str,
     task_instruction: Instruction | None,
     root: str,
-) -> dict[str, Any]:
+) -> Row:
     said = row["criteria_preference"]
     if said not in WINNERS:
         raise ValueError(f"criteria_preference is {said!r}, not one of {', '.join(WINNERS)}")
@@ -74,5 +72,5 @@ def _read(
     )
 
 
-def _response(row: Row, name: str) -> Any:
+def _response(row: Row, name: str) -> object:
     return row[f"{name}_path"] if row.get(name) is None else row[name]

@@ -46,14 +46,14 @@ def preference_label(
     source: str,
     task: str,
     request: str,
-    candidates: Sequence[Any],
+    candidates: Sequence[object],
     heads: Mapping[str, Winner],
     ties: bool = False,
-    given: Any = None,
+    given: object = None,
     criteria: str = "",
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Return ``row`` as a question for a judge.
 
     Args:
@@ -104,7 +104,7 @@ def preference_label(
     }
 
 
-def first_shown(source: str, request: str, candidates: Sequence[Any]) -> int:
+def first_shown(source: str, request: str, candidates: Sequence[object]) -> int:
     """Return the position of the candidate that is shown as A.
 
     Each order is used for half of all pairs. The choice does not depend on the order in the row.
@@ -125,17 +125,18 @@ def better(first: float, second: float) -> Winner:
     return None if first == second else int(second > first)
 
 
-def placed(media: Any, root: str) -> Any:
+def placed(media: object, root: str) -> object:
     """Return ``media``, with a relative path placed below ``root``."""
-    if not root or not isinstance(media, str) or media.startswith(("/", "data:")) or "://" in media:
+    if not root or not isinstance(media, str):
         return media
-    return f"{root.rstrip('/')}/{media.removeprefix('./')}"
+    is_absolute = media.startswith(("/", "data:")) or "://" in media
+    return media if is_absolute else f"{root.rstrip('/')}/{media.removeprefix('./')}"
 
 
 class PairBuilder(Sequence[Row]):
     """Rows that are built on access, each from one of ``keys``."""
 
-    def __init__(self, keys: Sequence[Any], make: Callable[[Any], Row]) -> None:
+    def __init__(self, keys: Sequence[object], make: Callable[[Any], Row]) -> None:
         self._keys = keys
         self._make = make
 
@@ -146,7 +147,7 @@ class PairBuilder(Sequence[Row]):
         return self._make(self._keys[i])
 
 
-def _mark(candidate: Any) -> str:
+def _mark(candidate: object) -> str:
     """Return a text that identifies a candidate without decoding it.
 
     It is a path, a hash of the bytes of a file, or the size of a decoded medium.
@@ -156,7 +157,8 @@ def _mark(candidate: Any) -> str:
     if isinstance(candidate, bytes):
         return hashlib.sha256(candidate).hexdigest()
     if isinstance(candidate, Mapping):
-        return "\0".join(_mark(candidate[k]) for k in ("bytes", "path") if candidate.get(k) is not None)
+        held = [candidate[key] for key in ("bytes", "path") if candidate.get(key) is not None]
+        return "\0".join(map(_mark, held))
     return f"{type(candidate).__name__} {getattr(candidate, 'size', '')}"
 
 
@@ -173,9 +175,11 @@ def _instruction(task: str, chosen: Instruction | None, request: str, criteria: 
 
 
 def _question(noun: str, ties: bool) -> str:
-    tie = ", or <answer>C</answer> if they are equally good" if ties else ""
-    return f"Which of the two {noun} is better? End with <answer>A</answer> or <answer>B</answer>{tie}."
+    ends = "End with <answer>A</answer> or <answer>B</answer>"
+    if ties:
+        ends = f"{ends}, or <answer>C</answer> if they are equally good"
+    return f"Which of the two {noun} is better? {ends}."
 
 
-def _text(text: str) -> dict[str, Any]:
+def _text(text: str) -> Row:
     return {"type": "text", "text": text}

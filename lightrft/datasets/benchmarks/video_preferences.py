@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 from lightrft.datasets.benchmarks.image_preferences import mean, rated
 from lightrft.datasets.benchmarks.preference_pairs import Instruction, Winner, better, preference_label
@@ -24,7 +23,7 @@ def rapidata_t2v(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read ``{prompt, file_name1, file_name2, weighted_results1_Preference, ...}``.
 
     The video with the higher score is preferred. The same holds for coherence and alignment.
@@ -38,7 +37,7 @@ def rapidata_i2v(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read rows as ``rapidata-t2v`` does.
 
     ``prompt_asset`` is the image that both videos start from.
@@ -50,10 +49,10 @@ def _rapidata(
     row: Row,
     source: str,
     task: str,
-    given: Any,
+    given: object,
     task_instruction: Instruction | None,
     root: str,
-) -> dict[str, Any]:
+) -> Row:
     heads = ("Preference", "Coherence", "Alignment")
     scores = {head.lower(): [row[f"weighted_results{k}_{head}"] for k in (1, 2)] for head in heads}
     return preference_label(
@@ -76,7 +75,7 @@ def videodpo(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read ``{video1, video2, frame_caption}`` of ``pair.json``, where ``video1`` is preferred.
 
     The columns are numbers of videos. Video 2n is ``winvideos/n.mp4`` and video 2n + 1 is
@@ -100,7 +99,7 @@ def videogen_rewardbench(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read ``{path_A, path_B, prompt, Overall, VQ, MQ, TA}``, where the last four are A, B or same.
 
     They become ``preference``, ``visual_quality``, ``motion_quality`` and ``text_alignment``. Their
@@ -125,8 +124,8 @@ def videogen_rewardbench(
     )
 
 
-def _side(letter: Any, column: str) -> Winner:
-    sides: dict[Any, Winner] = {"A": 0, "B": 1, "same": None}
+def _side(letter: str, column: str) -> Winner:
+    sides: dict[str, Winner] = {"A": 0, "B": 1, "same": None}
     if letter not in sides:
         raise ValueError(f"the column {column!r} is {letter!r}, not one of {', '.join(sides)}")
     return sides[letter]
@@ -138,7 +137,7 @@ def genai_bench_video(
     *,
     task_instruction: Instruction | None = None,
     root: str = "",
-) -> dict[str, Any]:
+) -> Row:
     """Read ``{id, prompt, models: {model: ratings}}`` of two models.
 
     See ``genai_bench_video_pairs``. The videos are ``<model>/<id>.mp4``. The video with the higher
@@ -159,7 +158,7 @@ def genai_bench_video(
     return {**made, "id": f"{row['id']}/{one}/{two}"}
 
 
-def genai_bench_video_pairs(path: str) -> list[dict[str, Any]]:
+def genai_bench_video_pairs(path: str) -> list[dict[str, object]]:
     """Return all pairs of models in the JSON file ``{id: {prompt, models: {model: ratings}}}``.
 
     This is a source function. Raises ``DataError`` if ``path`` cannot be read as JSON.
@@ -168,8 +167,10 @@ def genai_bench_video_pairs(path: str) -> list[dict[str, Any]]:
         rows = json.loads(Path(path).read_bytes())
     except (OSError, ValueError) as error:
         raise DataError(f"data.sources: {path} cannot be read as JSON: {error}") from error
-    return [
-        {**row, "id": name, "models": {m: row["models"][m] for m in two}}
-        for name, row in rows.items()
-        for two in combinations([m for m, given in row["models"].items() if given], 2)
-    ]
+    pairs = []
+    for name, row in rows.items():
+        ratings = row["models"]
+        models = [model for model, given in ratings.items() if given]
+        for two in combinations(models, 2):
+            pairs.append({**row, "id": name, "models": {model: ratings[model] for model in two}})
+    return pairs

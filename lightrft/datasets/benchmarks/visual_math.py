@@ -5,16 +5,14 @@ They cover Geometry3K (arXiv 2105.04165) and MathVista (arXiv 2310.02255).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from lightrft.datasets.benchmarks.multiple_choice import format_choices, letter_of, shown
 from lightrft.datasets.benchmarks.verl_parquet import verl
 from lightrft.datasets.row_readers import READERS
+from lightrft.datasets.row_tables import Row
 
 
 @READERS.register("geo3k")
-def geo3k(row: Mapping[str, Any]) -> Mapping[str, Any]:
+def geo3k(row: Row) -> Row:
     """Read ``{images, problem, answer}`` of hiyouga/geometry3k, or the layout of verl."""
     if "reward_model" in row:
         return verl(row)
@@ -28,7 +26,7 @@ def geo3k(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 @READERS.register("mathvista")
-def mathvista(row: Mapping[str, Any]) -> dict[str, Any]:
+def mathvista(row: Row) -> Row:
     """Read ``{pid, question, decoded_image or image, choices, unit, answer, question_type}``.
 
     The label is a letter if there are choices. The data source ends in the question type, so that

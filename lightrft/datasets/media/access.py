@@ -62,10 +62,13 @@ class Access:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise ValueError(f"the host {host} cannot be found ({error})") from None
-        allowed, refused = [], ValueError(f"the host {host} has no address")
+        allowed = []
+        refused = ValueError(f"the host {host} has no address")
         for text in dict.fromkeys(str(entry[4][0]) for entry in found):
             try:
-                self._check_address(host, ipaddress.ip_address(text.partition("%")[0]))
+                # without the zone of a link-local address, such as fe80::1%eth0
+                address = ipaddress.ip_address(text.partition("%")[0])
+                self._check_address(host, address)
                 allowed.append(text)
             except ValueError as error:
                 refused = error
@@ -78,14 +81,16 @@ class Access:
             return
         if ANY not in self.hosts:
             raise ValueError(f"the host {host} is not in data.media.allow.hosts")
-        if not all(one.is_global and not one.is_multicast for one in _meant(address)):
-            raise ValueError(
-                f"the host {host} has the private address {address}; add the host to data.media.allow.hosts if rows may read it"
-            )
+        # rows come from others, so by default they must not reach into the user's own network
+        for one in _meant(address):
+            if not one.is_global or one.is_multicast:
+                way_out = "add the host to data.media.allow.hosts if rows may read it"
+                raise ValueError(f"the host {host} has the private address {address}; {way_out}")
 
     def _is_named(self, host: str) -> bool:
         host = host.lower().rstrip(".")
-        return any(pattern != ANY and fnmatchcase(host, pattern.lower().rstrip(".")) for pattern in self.hosts)
+        patterns = [pattern.lower().rstrip(".") for pattern in self.hosts if pattern != ANY]
+        return any(fnmatchcase(host, pattern) for pattern in patterns)
 
     def _networks(self) -> list[ipaddress.IPv4Network | ipaddress.IPv6Network]:
         found = []
@@ -109,8 +114,9 @@ def _literal(host: str) -> Address | None:
 def _meant(address: Address) -> Iterator[Address]:
     """Yield ``address`` and the IPv4 addresses that an IPv6 address may embed."""
     yield address
-    if isinstance(address, ipaddress.IPv6Address):
-        inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-        if address in _NAT64:
-            inside.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        yield from (one for one in inside if one is not None)
+    if not isinstance(address, ipaddress.IPv6Address):
+        return
+    inside = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
+    if address in _NAT64:
+        inside.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    yield from (one for one in inside if one is not None)

@@ -52,12 +52,15 @@ class AudioSettings:
         if not 1 <= rate <= HIGHEST_RATE:
             raise ValueError(f"the sound has a rate of {rate}")
         if rate != self.rate and not self.resample:
-            raise ValueError(f"the sound has {rate} samples a second, the model takes {self.rate}; set data.media.resample: true")
+            problem = f"the sound has {rate} samples a second, the model takes {self.rate}"
+            raise ValueError(f"{problem}; set data.media.resample: true")
         if self.max_seconds is not None and samples > self.max_seconds * rate:
-            raise ValueError(f"the sound lasts {samples / rate:.1f} s, more than data.media.max_seconds = {self.max_seconds:g}")
+            reason = f"the sound lasts {samples / rate:.1f} s"
+            raise ValueError(f"{reason}, more than data.media.max_seconds = {self.max_seconds:g}")
         if (size := SAMPLE_BYTES * (samples + samples * self.rate / rate)) > self.most_bytes:
             raise ValueError(
-                f"to decode {samples / rate:.1f} s of sound takes {human_bytes(size)}, more than data.media.max_decoded_mb = "
+                f"to decode {samples / rate:.1f} s of sound takes {human_bytes(size)}, "
+                "more than data.media.max_decoded_mb = "
                 f"{self.most_bytes / 2**20:g}"
             )
 
@@ -152,7 +155,8 @@ def _blocks(content: Content, hearing: AudioSettings) -> tuple[int, Iterator[np.
         hearing.check(max(content.values.shape, default=0), content.rate)
         return content.rate, iter([_mono(_scaled(content.values))])
     if not isinstance(content, Path | bytes):
-        raise ValueError(f"{type(content).__name__} has no sampling rate; write {{'array': ..., 'sampling_rate': ...}}")
+        problem = f"{type(content).__name__} has no sampling rate"
+        raise ValueError(f"{problem}; write {{'array': ..., 'sampling_rate': ...}}")
     library = _soundfile()
     try:
         file = library.SoundFile(stream(content))
@@ -250,5 +254,6 @@ def _mono(values: np.ndarray) -> np.ndarray:
     if values.ndim == 1:
         return values
     if values.ndim != 2:
-        raise ValueError(f"an array of shape {values.shape} is no sound; it must be [samples] or [channels, samples]")
+        problem = f"an array of shape {values.shape} is no sound"
+        raise ValueError(f"{problem}; it must be [samples] or [channels, samples]")
     return values.mean(axis=int(np.argmin(values.shape)))

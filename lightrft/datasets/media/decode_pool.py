@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import TypeVar
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -38,5 +38,5 @@ class Workers:
             self._pool = ThreadPoolExecutor(self.count, thread_name_prefix="media")
         return self._pool
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"count": self.count, "_pool": None}

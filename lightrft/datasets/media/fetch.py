@@ -92,7 +92,7 @@ class Fetch:
     largest: int = LARGEST
     access: Access = UNRESTRICTED
 
-    def content(self, value: Any, root: Path) -> Content:
+    def content(self, value: object, root: Path) -> Content:
         """Return the content of ``value``. Relative paths start from ``root``."""
         if isinstance(value, str):
             return self._named(value, root)
@@ -115,20 +115,23 @@ class Fetch:
         if value.get("bytes") is not None:
             return self.content(value["bytes"], root)
         if value.get("array") is not None:
-            if value.get("sampling_rate") is None:
-                return np.asarray(value["array"])
-            return Samples(np.asarray(value["array"]), int(value["sampling_rate"]))
-        encoded = value.get("data") if value.get("data") is not None else value.get("base64")
+            array = np.asarray(value["array"])
+            rate = value.get("sampling_rate")
+            return array if rate is None else Samples(array, int(rate))
+        encoded = value.get("data")
+        if encoded is None:
+            encoded = value.get("base64")
         if encoded is not None:
             if isinstance(encoded, str) and not encoded.startswith("data:"):
                 return self._decoded(encoded)
             return self.content(encoded, root)
         inside = nested(value)
         if inside is None:
-            raise ValueError(f"neither bytes, path, url nor array in it; it has: {', '.join(map(str, value)) or 'nothing'}")
+            have = ", ".join(map(str, value)) or "nothing"
+            raise ValueError(f"neither bytes, path, url nor array in it; it has: {have}")
         return self.content(inside, root)
 
-    def _several(self, value: list[Any] | tuple[Any, ...], root: Path) -> Content:
+    def _several(self, value: list[object] | tuple[object, ...], root: Path) -> Content:
         if not value:
             raise ValueError("the list is empty")
         first = value[0]
@@ -141,15 +144,19 @@ class Fetch:
     def _named(self, text: str, root: Path) -> Content:
         if text.startswith("data:"):
             return self._data_uri(text)
+        # only the start, since base64 text may be megabytes long
         scheme = urlparse(text).scheme if "://" in text[:16] else ""
         if scheme in ("http", "https"):
             return self._download(text)
         if scheme == "file":
-            return self._file(Path(unquote(text.removeprefix("file://").removeprefix("localhost"))))
+            local = text.removeprefix("file://").removeprefix("localhost")
+            return self._file(Path(unquote(local)))
         if scheme:
             raise ValueError(f"{shown(text)}: only http, https and file addresses can be read")
+        # 4096 is the length of the longest path on Linux
         path = root / Path(text).expanduser() if len(text) < 4096 else None
-        if (path is None or not _is_file(path)) and _BASE64.fullmatch(text) and len(text) >= 64:
+        is_file = path is not None and _is_file(path)
+        if not is_file and len(text) >= 64 and _BASE64.fullmatch(text):
             return self._decoded(text)
         if path is None:
             raise ValueError(f"{shown(text)} is neither a path nor base64")
@@ -162,7 +169,8 @@ class Fetch:
         if path.is_file():
             return path
         if self.offline:
-            raise ValueError(f"{public(url)} has not been downloaded to {self.folder}, and data.media.offline is set")
+            problem = f"{public(url)} has not been downloaded to {self.folder}"
+            raise ValueError(f"{problem}, and data.media.offline is set")
         self.folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
             dir=self.folder, suffix=".part", delete=False
@@ -179,10 +187,12 @@ class Fetch:
     def _file(self, path: Path) -> Path:
         path = self.access.check_file(path)
         if not _is_file(path):
-            raise ValueError(f"there is no file {path}" + ("" if path.is_absolute() else f" (in {Path.cwd()})"))
-        if path.stat().st_size == 0:
+            where = "" if path.is_absolute() else f" (in {Path.cwd()})"
+            raise ValueError(f"there is no file {path}{where}")
+        size = path.stat().st_size
+        if size == 0:
             raise ValueError(f"{path} is empty")
-        self._check_size(path.stat().st_size)
+        self._check_size(size)
         return path
 
     def _check_size(self, size: int) -> None:
@@ -221,9 +231,12 @@ def picture_formats() -> tuple[str, ...]:
     return tuple(name for name in _FORMATS if name in Image.OPEN)
 
 
-def nested(value: Mapping[str, Any]) -> Any:
+def nested(value: Mapping[str, object]) -> object:
     """Return the value of ``value`` under a key that stands for the whole medium, or None."""
-    return next((value[name] for name in _NESTED if value.get(name) is not None), None)
+    for name in _NESTED:
+        if value.get(name) is not None:
+            return value[name]
+    return None
 
 
 def digest(content: Content) -> bytes:
@@ -233,7 +246,7 @@ def digest(content: Content) -> bytes:
     return seen.digest()
 
 
-def held(content: Content) -> AbstractContextManager[Any]:
+def held(content: Content) -> AbstractContextManager[object]:
     """Return a lock to enter while ``content`` is read.
 
     An image in memory has one file and one current frame for all threads.
@@ -261,7 +274,8 @@ def is_still(content: Content) -> bool:
             return False
         with Image.open(stream(content), formats=_PICTURES) as picture:
             return frame_count(picture) == 1
-    except Exception:  # plugins raise SyntaxError, struct.error and more; the reader of the content reports it later
+    # plugins raise SyntaxError, struct.error and more; the reader of the content reports it later
+    except Exception:
         return False
 
 
@@ -289,14 +303,16 @@ def head(content: Path | bytes, size: int = 32) -> bytes:
         return file.read(size)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """Return a short description of ``value`` for messages."""
     if isinstance(value, str | os.PathLike):
         text = str(value)
         return repr(text if len(text) <= 200 else f"{text[:60]}...")
     if isinstance(value, Mapping):
-        named = next((value[k] for k in ("path", "url") if isinstance(value.get(k), str)), None)
-        return shown(named) if named else f"{{{', '.join(map(str, value))}}}"
+        names = [value[key] for key in ("path", "url") if isinstance(value.get(key), str)]
+        if names and names[0]:
+            return shown(names[0])
+        return f"{{{', '.join(map(str, value))}}}"
     if isinstance(value, bytes | bytearray):
         return f"{len(value)} bytes"
     if isinstance(value, list | tuple):
@@ -350,7 +366,8 @@ def _feed_others(seen: Any, picture: Image.Image) -> None:
                 _feed_shown(seen, picture)
                 seen.update(repr((at, picture.info.get("duration"))).encode())
             turn(picture, at)
-    except Exception:  # closed or damaged: the first frame may still be readable, and read_clip() reports the damage
+    # closed or damaged: the first frame may still be readable, and read_clip() reports the damage
+    except Exception:
         seen.update(b"damaged")
         picture.seek(at)
 

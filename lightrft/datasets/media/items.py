@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike, fspath
 from pathlib import Path, PurePath
-from typing import Any
 from urllib.parse import urlparse
 
 from lightrft.datasets.media.fetch import Fetch, is_still, nested
@@ -41,7 +40,7 @@ class Item:
     """
 
     kind: str
-    value: Any
+    value: object
     where: str
     root: Path
     min_pixels: int | None = None
@@ -77,13 +76,13 @@ def as_parts(text: str) -> list[dict[str, str]]:
     return [part for part in parts if part.get("text") != ""]
 
 
-def kind_of(part: Mapping[str, Any]) -> str | None:
+def kind_of(part: Mapping[str, object]) -> str | None:
     """Return the media kind of a content part, or None for text and unknown types."""
     name = str(part.get("type", "")).removeprefix("input_").removesuffix("_url")
     return name if name in KINDS else None
 
 
-def payload(part: Mapping[str, Any], kind: str) -> Any:
+def payload(part: Mapping[str, object], kind: str) -> object:
     """Return the media of a content part of ``kind``, or None if the part only marks a position."""
     for name in (kind, f"{kind}_url", f"input_{kind}"):
         if part.get(name) is not None:
@@ -93,7 +92,7 @@ def payload(part: Mapping[str, Any], kind: str) -> Any:
     return own or None
 
 
-def listed(value: Any, kind: str, root: Path) -> list[Any]:
+def listed(value: object, kind: str, root: Path) -> list[object]:
     """Return the items of a column.
 
     A list of still images in a ``video`` column is one video with these frames.
@@ -115,14 +114,14 @@ def listed(value: Any, kind: str, root: Path) -> list[Any]:
     return some
 
 
-def _is_one_item(values: Sequence[Any], kind: str, root: Path) -> bool:
+def _is_one_item(values: Sequence[object], kind: str, root: Path) -> bool:
     """Return True if ``values`` are the samples of one sound or the frames of one video."""
     if isinstance(values[0], int | float):
         return True
     return kind == "video" and all(_is_frame(value, root) for value in values)
 
 
-def is_raw(value: Any) -> bool:
+def is_raw(value: object) -> bool:
     """Return True if ``value`` contains media and not only their names."""
     if isinstance(value, Mapping):
         return any(map(is_raw, value.values()))
@@ -135,7 +134,7 @@ def is_raw(value: Any) -> bool:
     return hasattr(value, "getexif") or hasattr(value, "__array_interface__")
 
 
-def _is_frame(value: Any, root: Path) -> bool:
+def _is_frame(value: object, root: Path) -> bool:
     """Return True if ``value`` is one still image, by its name or its content.
 
     Nothing is downloaded for this check.

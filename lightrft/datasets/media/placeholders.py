@@ -57,7 +57,7 @@ class MediaFinder:
     named: Mapping[str, str | None]
     items: list[Item] = field(default_factory=list)
 
-    def part(self, part: Mapping[str, Any], where: str) -> str | None:
+    def part(self, part: Mapping[str, object], where: str) -> str | None:
         """Return the mark of a content part, or None if it is not media.
 
         Raises ``MalformedRow`` for a kind that the model does not read.
@@ -180,7 +180,7 @@ class MediaFinder:
             return (named,)
         return tuple(name for name in USUAL[kind] if name in row)
 
-    def _column(self, kind: str, row: Row) -> tuple[str, list[Any]]:
+    def _column(self, kind: str, row: Row) -> tuple[str, list[object]]:
         """Return name and items of the first column of ``kind`` that has items."""
         for name in self._names(kind, row):
             value = named_column(row, name, f"{kind}s", self.where)

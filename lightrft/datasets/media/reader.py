@@ -88,7 +88,8 @@ class MediaReader:
         total = sum(self._bytes(item.kind, extent) for item, extent in zip(items, extents, strict=True))
         if total > self.config.max_row_mb * 2**20:
             raise MalformedRow(
-                f"{where}: its {len(items)} pictures, videos and sounds take {human_bytes(total)} once they are decoded, more than "
+                f"{where}: its {len(items)} pictures, "
+                f"videos and sounds take {human_bytes(total)} once they are decoded, more than "
                 f"data.media.max_row_mb = {self.config.max_row_mb:g}"
             )
 
@@ -236,7 +237,8 @@ class MediaReader:
         size = picture_size(content, self.config.max_source_pixels)
         if math.prod(size) > self.config.max_decoded_mb * 2**20:
             raise ValueError(
-                f"the picture takes {human_bytes(math.prod(size))} once it is decoded, more than data.media.max_decoded_mb = "
+                f"the picture takes {human_bytes(math.prod(size))} once it is decoded, "
+                "more than data.media.max_decoded_mb = "
                 f"{self.config.max_decoded_mb:g}"
             )
         return size
@@ -276,11 +278,11 @@ class _Recent:
     """A least-recently-used cache of at most ``limit`` bytes. Pickling empties it."""
 
     limit: int
-    _kept: OrderedDict[Any, PreparedMedia] = field(default_factory=OrderedDict)
+    _kept: OrderedDict[object, PreparedMedia] = field(default_factory=OrderedDict)
     _size: int = 0
-    _lock: Any = field(default_factory=Lock)
+    _lock: Lock = field(default_factory=Lock)
 
-    def get(self, key: Any, make: Callable[[], PreparedMedia]) -> PreparedMedia:
+    def get(self, key: object, make: Callable[[], PreparedMedia]) -> PreparedMedia:
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
@@ -296,7 +298,7 @@ class _Recent:
                 self._size -= dropped.size
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {"limit": self.limit}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -31,43 +31,10 @@ PASSED_BY = 8
 All frames count, because each must be decoded to reach the next one.
 """
 CONTAINERS = (
-    *(
-        "mov",
-        "matroska",
-        "avi",
-        "flv",
-        "mpegts",
-        "mpeg",
-        "asf",
-        "ogg",
-        "mp3",
-        "aac",
-        "wav",
-        "flac",
-        "aiff",
-        "au",
-        "caf",
-        "ac3",
-    ),
-    *(
-        "eac3",
-        "amr",
-        "h264",
-        "hevc",
-        "m4v",
-        "mpegvideo",
-        "mjpeg",
-        "ivf",
-        "obu",
-        "mxf",
-        "rm",
-        "w64",
-        "wv",
-        "ape",
-        "tta",
-        "dts",
-        "gif",
-    ),
+    *("mov", "matroska", "avi", "flv", "mpegts", "mpeg", "asf", "ogg", "mp3", "aac", "wav"),
+    *("flac", "aiff", "au", "caf", "ac3", "eac3", "amr", "h264", "hevc", "m4v"),
+    *("mpegvideo", "mjpeg", "ivf", "obu", "mxf", "rm", "w64", "wv", "ape", "tta", "dts"),
+    "gif",
 )
 """Supported container formats.
 
@@ -107,14 +74,14 @@ class VideoSettings:
             allowance: factor on ``most_bytes``.
         """
         if height * width > self.max_source_pixels:
-            raise ValueError(
-                f"frames of {width} x {height} pixels, more than data.media.max_source_pixels = {self.max_source_pixels}"
-            )
-        if (size := frames * height * width * 3) > allowance * self.most_bytes:
-            raise ValueError(
-                f"{frames} frames of {width} x {height} pixels take {human_bytes(size)}, more than {allowance if allowance > 1 else ''}"
-                f"{' times ' if allowance > 1 else ''}data.media.max_decoded_mb = {self.most_bytes / 2**20:g}"
-            )
+            limit = f"data.media.max_source_pixels = {self.max_source_pixels}"
+            raise ValueError(f"frames of {width} x {height} pixels, more than {limit}")
+        size = frames * height * width * 3
+        if size > allowance * self.most_bytes:
+            taken = f"{frames} frames of {width} x {height} pixels take {human_bytes(size)}"
+            times = f"{allowance} times " if allowance > 1 else ""
+            limit = f"data.media.max_decoded_mb = {self.most_bytes / 2**20:g}"
+            raise ValueError(f"{taken}, more than {times}{limit}")
 
     def choose(self, times: Sequence[float]) -> list[int]:
         """Return the positions in ``times`` of the selected frames.
@@ -167,7 +134,8 @@ def read_clip(content: Content, viewing: VideoSettings) -> tuple[np.ndarray, Ext
     if _is_animation(content):
         with _animation(content) as picture:
             chosen, extent = _extent_of(picture, viewing)
-            return _filled(extent.shape, ((at, _shown(picture, k)) for at, k in enumerate(chosen))), extent
+            frames = (_shown(picture, k) for k in chosen)
+            return _filled(extent.shape, enumerate(frames)), extent
     return _decoded(content, viewing)
 
 
@@ -227,7 +195,8 @@ def _seen(frames: Iterable[Any], places: Sequence[int], shape: tuple[int, ...]) 
             if frame.pts is None:
                 continue
             if max(frame.height, frame.width) > max(shape[1:3]):
-                raise ValueError(f"frames of different sizes: {frame.width} x {frame.height} after {shape[2]} x {shape[1]}")
+                sizes = f"{frame.width} x {frame.height} after {shape[2]} x {shape[1]}"
+                raise ValueError(f"frames of different sizes: {sizes}")
             first = first or frame
             at = bisect_left(places, frame.pts)
             if at < len(places) and places[at] == frame.pts:
@@ -238,7 +207,8 @@ def _seen(frames: Iterable[Any], places: Sequence[int], shape: tuple[int, ...]) 
             if len(own) == len(places):
                 break
         if 2 * len(own) < len(places):
-            raise ValueError(f"the video is damaged: {len(places) - len(own)} of {len(places)} frames cannot be decoded")
+            lost = f"{len(places) - len(own)} of {len(places)} frames"
+            raise ValueError(f"the video is damaged: {lost} cannot be decoded")
         for at in sorted({*before, 0} & set(range(len(places))) - own):
             yield at, _upright(before.get(at, first))
 
@@ -311,8 +281,12 @@ def _frame(content: np.ndarray | Frames, k: int) -> Any:
 def _is_animation(content: Content) -> bool:
     if isinstance(content, Image.Image):
         return True
-    start = head(content) if isinstance(content, Path | bytes) else b""
-    return start[:4] == b"GIF8" or start[:8] == b"\x89PNG\r\n\x1a\n" or (start[:4] == b"RIFF" and start[8:12] == b"WEBP")
+    if not isinstance(content, Path | bytes):
+        return False
+    start = head(content)
+    if start[:4] == b"GIF8" or start[:8] == b"\x89PNG\r\n\x1a\n":
+        return True
+    return start[:4] == b"RIFF" and start[8:12] == b"WEBP"
 
 
 @contextmanager

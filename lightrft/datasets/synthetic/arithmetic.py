@@ -7,6 +7,7 @@ problem itself. Train and eval problems are therefore disjoint for all seeds and
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -17,7 +18,12 @@ TRIES = 2000
 """Number of rejected problems in a row after which the search stops."""
 
 Difficulty = Literal["easy", "medium", "hard"]
-DIFFICULTIES: dict[Difficulty, dict[str, Any]] = {
+Knobs = dict[str, Any]
+"""Settings of the problems: operands, operations, operators and the largest number."""
+
+_OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+
+DIFFICULTIES: dict[Difficulty, Knobs] = {
     "easy": {"operands": (0, 9), "operations": (1, 1), "operators": "+-"},
     "medium": {"operands": (0, 20), "operations": (1, 2), "operators": "+-"},
     "hard": {"operands": (1, 99), "operations": (2, 3), "operators": "+-*"},
@@ -40,7 +46,7 @@ def rows(
     mistakes: float = 0.0,
     heldout: float = 0.2,
     distinct: bool = True,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Yield ``count`` rows of ``split``.
 
     Args:
@@ -80,7 +86,8 @@ def rows(
     if not 0 <= steps <= 1:
         raise ConfigError(f"arithmetic: steps {steps} must be true, false or a share within [0, 1]")
     if not 0 < heldout < 1 or not 0 <= mistakes <= 1:
-        raise ConfigError(f"arithmetic: heldout {heldout} must lie inside (0, 1), mistakes {mistakes} within [0, 1]")
+        problem = f"arithmetic: heldout {heldout} must lie inside (0, 1)"
+        raise ConfigError(f"{problem}, mistakes {mistakes} within [0, 1]")
     return _rows(count, seed, split, knobs, largest, negative, steps, mistakes, heldout, distinct)
 
 
@@ -88,22 +95,24 @@ def _rows(
     count: int,
     seed: int,
     split: str,
-    knobs: dict[str, Any],
+    knobs: Knobs,
     largest: int | None,
     negative: bool,
     steps: float,
     mistakes: float,
     heldout: float,
     distinct: bool,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     chance = random.Random(f"arithmetic {seed} {split}")
     seen: set[str] = set()
     rejected = made = 0
     while made < count:
         if rejected > TRIES:
             raise DataError(
-                f"arithmetic: only {made} of {count} {split} problems found with operands {knobs['operands']}, operations "
-                f"{knobs['operations']}, operators {knobs['operators']!r}, largest {largest}; ask for fewer or widen these"
+                f"arithmetic: only {made} of {count} {split} problems found with operands "
+                f"{knobs['operands']}, operations "
+                f"{knobs['operations']}, operators {knobs['operators']!r}, largest {largest}; "
+                "ask for fewer or widen these"
             )
         numbers, signs = _draw(chance, knobs)
         problem = _join(numbers, signs)
@@ -158,12 +167,14 @@ def work(
         signs: the operators between them.
         slip: ``(step, amount)`` adds ``amount`` to the result of one step. None means no mistake.
     """
-    numbers, signs = list(numbers), list(signs)
+    numbers = list(numbers)
+    signs = list(signs)
     done: list[tuple[int, str, int, int]] = []
     while signs:
+        # products first, then from left to right
         k = signs.index("*") if "*" in signs else 0
         a, sign, b = numbers[k], signs[k], numbers[k + 1]
-        result = a * b if sign == "*" else a + b if sign == "+" else a - b
+        result = _OPERATIONS[sign](a, b)
         if slip is not None and slip[0] == len(done):
             result += slip[1]
         done.append((a, sign, b, result))
@@ -178,7 +189,7 @@ def _row(
     signs: list[str],
     steps: bool,
     slip: tuple[int, int] | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     written = work(numbers, signs, slip)
     lines = [f"{a}{sign}{b}={c}" for a, sign, b, c in written] if steps else []
     digest = hashlib.blake2b(problem.encode(), digest_size=6).hexdigest()
@@ -192,10 +203,16 @@ def _row(
     }
 
 
-def _draw(chance: random.Random, knobs: dict[str, Any]) -> tuple[list[int], list[str]]:
-    signs = [chance.choice(knobs["operators"]) for _ in range(chance.randint(*knobs["operations"]))]
-    beside = [signs[max(0, k - 1) : k + 1] for k in range(len(signs) + 1)]
-    return [chance.randint(*knobs["factors" if "*" in s else "operands"]) for s in beside], signs
+def _draw(chance: random.Random, knobs: Knobs) -> tuple[list[int], list[str]]:
+    count = chance.randint(*knobs["operations"])
+    signs = [chance.choice(knobs["operators"]) for _ in range(count)]
+    numbers = []
+    for k in range(len(signs) + 1):
+        # a factor of a product is drawn from a smaller range
+        adjacent = signs[max(0, k - 1) : k + 1]
+        limits = knobs["factors" if "*" in adjacent else "operands"]
+        numbers.append(chance.randint(*limits))
+    return numbers, signs
 
 
 def _join(numbers: Sequence[int], signs: Sequence[str]) -> str:
@@ -205,5 +222,6 @@ def _join(numbers: Sequence[int], signs: Sequence[str]) -> str:
 def _range(name: str, value: int | Sequence[int], least: int = 0) -> tuple[int, int]:
     pair = (value, value) if isinstance(value, int) else tuple(value)
     if len(pair) != 2 or not least <= pair[0] <= pair[1]:
-        raise ConfigError(f"arithmetic: {name} {value!r} must be two numbers, smallest and largest, from {least} up")
+        problem = f"arithmetic: {name} {value!r} must be two numbers"
+        raise ConfigError(f"{problem}, smallest and largest, from {least} up")
     return pair[0], pair[1]

@@ -112,7 +112,8 @@ def pack(
     rows = _rows(batch, final)
     empty = [rows.prompt_of[b] for b in rows.needed if rows.prompts[rows.prompt_of[b]] == 0]
     if empty:
-        raise ValueError(f"prompt {empty[0]} of the batch has no tokens, so nothing predicts the first token of its answers")
+        problem = f"prompt {empty[0]} of the batch has no tokens"
+        raise ValueError(f"{problem}, so nothing predicts the first token of its answers")
     if not rows.needed:
         return _nothing(batch, layout, final)
     make = {"prefix_shared": _prefix_shared, "packed": _packed, "padded": _padded}[layout]
@@ -154,25 +155,34 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
     groups: dict[int, list[int]] = {}
     for b in rows.needed:
         groups.setdefault(rows.prompt_of[b], []).append(b)
-    prompt_at, answer_at = _starts(rows.prompts), _sources(batch, rows)
-    flat, runs, shared, heads = _Flat(), [], [], []
-    last, start = [0] * len(rows.answers), [0] * len(rows.answers)
+    prompt_at = _starts(rows.prompts)
+    answer_at = _sources(batch, rows)
+    flat = _Flat()
+    runs: list[Run] = []
+    shared: list[tuple[Run, list[Run]]] = []
+    heads: list[Run] = []
+    last = [0] * len(rows.answers)
+    start = [0] * len(rows.answers)
     for p, members in groups.items():
-        head = flat.add(prompt_at[p], rows.prompts[p], 0)
+        length = rows.prompts[p]
+        head = flat.add(prompt_at[p], length, 0)
         if len(members) == 1:  # nothing to share: prompt and response are one run
             (b,) = members
-            last[b], start[b] = flat.end - 1, flat.end
+            last[b] = flat.end - 1
+            start[b] = flat.end
             if rows.run[b]:
-                flat.add(answer_at[b], rows.run[b], rows.prompts[p])
-            runs.append((head[0], head[1] + rows.run[b]))
+                flat.add(answer_at[b], rows.run[b], length)
+            runs.append((head[0], length + rows.run[b]))
             continue
         heads.append(head)
         answers = []
         for b in members:
-            last[b] = head[0] + head[1] - 1
+            # the last token of the prompt predicts the first of every response
+            last[b] = head[0] + length - 1
             if rows.run[b]:
-                answers.append(flat.add(answer_at[b], rows.run[b], rows.prompts[p]))
-                start[b] = answers[-1][0]
+                run = flat.add(answer_at[b], rows.run[b], length)
+                answers.append(run)
+                start[b] = run[0]
         runs += [head, *answers]
         if answers:
             shared.append((head, answers))
@@ -182,16 +192,21 @@ def _prefix_shared(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
 def _packed(batch: Batch, rows: _Rows, final: bool, pad: int) -> Packed:
     """Lay out prompt and response of every sample one after another. Positions restart with each
     sample."""
-    prompt_at, answer_at = _starts(rows.prompts), _sources(batch, rows)
-    flat, runs = _Flat(), []
-    last, start = [0] * len(rows.answers), [0] * len(rows.answers)
+    prompt_at = _starts(rows.prompts)
+    answer_at = _sources(batch, rows)
+    flat = _Flat()
+    runs: list[Run] = []
+    last = [0] * len(rows.answers)
+    start = [0] * len(rows.answers)
     for b in rows.needed:
-        n = rows.prompts[rows.prompt_of[b]]
-        head = flat.add(prompt_at[rows.prompt_of[b]], n, 0)
-        last[b], start[b] = head[0] + n - 1, head[0] + n
+        p = rows.prompt_of[b]
+        length = rows.prompts[p]
+        head = flat.add(prompt_at[p], length, 0)
+        start[b] = head[0] + length
+        last[b] = start[b] - 1
         if rows.run[b]:
-            flat.add(answer_at[b], rows.run[b], n)
-        runs.append((head[0], n + rows.run[b]))
+            flat.add(answer_at[b], rows.run[b], length)
+        runs.append((head[0], length + rows.run[b]))
     return _flat_row(batch, rows, flat, runs, [], last, start, final)
 
 

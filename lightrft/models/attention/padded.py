@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +62,8 @@ class PaddedRows:
         if lengths is None or mask is None:
             raise ValueError("packing_samples is on, so packed_seq_lens and attention_mask must be given")
         if tokens.shape[0] != 1 or sum(lengths) > tokens.shape[1]:
-            raise ValueError(f"sequences {tuple(tokens.shape)} is not one row that holds packed_seq_lens = {list(lengths)}")
+            given = f"sequences {tuple(tokens.shape)}"
+            raise ValueError(f"{given} is not one row that holds packed_seq_lens = {list(lengths)}")
         return PaddedRows(tokens, mask, lengths, num_actions)
 
     @property
@@ -104,16 +104,20 @@ class PaddedRows:
             packed.position_ids = positions.unflatten(1, self.tokens.shape)
         return backbone.states(packed, seen)
 
-    def keywords(self, backbone: Backbone, media: Given) -> dict[str, Any]:
+    def keywords(self, backbone: Backbone, media: Given) -> dict[str, object]:
         """Return the keyword arguments of the model's own forward and generation for ``media``.
 
         Raises as ``states``.
         """
-        rows = {name: Ragged(values, torch.tensor([len(values)])) for name, values in media.items() if values is not None}
+        rows = {}
+        for name, values in media.items():
+            if values is not None:
+                rows[name] = Ragged(values, torch.tensor([len(values)]))
         if not rows:
             return {}
         if backbone.family.reader is None:
-            raise ModelError(f"model type {backbone.base.config.model_type!r} cannot read media ({', '.join(rows)})")
+            kind = f"model type {backbone.base.config.model_type!r}"
+            raise ModelError(f"{kind} cannot read media ({', '.join(rows)})")
         return own_keywords(backbone.base, backbone.family.reader, self.tokens, rows)
 
     def _rectangle(self) -> tuple[Packed, list[int]]:

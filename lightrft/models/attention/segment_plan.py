@@ -60,19 +60,8 @@ class SelfSegment:
         if real is None:
             return SelfSegment(0, length, to_device(flat, device), None)
         kept = real.reshape(-1).nonzero()[:, 0]
-        return SelfSegment(
-            0,
-            length,
-            *(
-                to_device(x, device)
-                for x in (
-                    flat,
-                    real,
-                    kept,
-                    flat[kept],
-                )
-            ),
-        )
+        on_device = [to_device(x, device) for x in (flat, real, kept, flat[kept])]
+        return SelfSegment(0, length, *on_device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +235,9 @@ def _buckets(runs: Sequence[Run]) -> list[list[Run]]:
     """Group runs so that padding each run to the longest of its group adds little."""
     buckets: list[list[Run]] = []
     for run in sorted(runs, key=lambda r: (r[1], r[0])):
-        if buckets and run[1] <= 8 + buckets[-1][0][1] * 5 // 4:
+        _, length = run
+        # at most a quarter of padding: each group more is one more kernel call
+        if buckets and length <= 8 + buckets[-1][0][1] * 5 // 4:
             buckets[-1].append(run)
         else:
             buckets.append([run])
@@ -255,13 +246,16 @@ def _buckets(runs: Sequence[Run]) -> list[list[Run]]:
 
 def _own(runs: Sequence[Run], device: torch.device) -> SelfSegment:
     if len(runs) == 1:
-        return SelfSegment(*runs[0], None, None)
+        start, length = runs[0]
+        return SelfSegment(start, length, None, None)
+    # runs come sorted by length, so the last is the longest
     longest = runs[-1][1]
     starts, lengths = torch.tensor(runs).unbind(1)
     steps = torch.arange(longest)
     real = steps[None, :] < lengths[:, None]
     index = torch.where(real, starts[:, None] + steps[None, :], 0)
-    return SelfSegment.filled(index, None if runs[0][1] == longest else real, device)
+    equal = runs[0][1] == longest
+    return SelfSegment.filled(index, None if equal else real, device)
 
 
 def _ahead(spans: Sequence[Run], device: torch.device) -> SuffixSegment:
@@ -271,9 +265,13 @@ def _ahead(spans: Sequence[Run], device: torch.device) -> SuffixSegment:
     starts, lengths = torch.tensor([(s, n - 1) for s, n in spans]).unbind(1)
     steps = torch.arange(longest)
     real = steps[None, :] < lengths[:, None]
-    index = torch.where(real, (starts + lengths)[:, None] - 1 - steps[None, :], 0)
-    kept = None if spans[0][1] - 1 == longest else real
-    return SuffixSegment(SelfSegment.filled(index, kept, device), SelfSegment.filled(index + 1, kept, device))
+    # in reverse order, so that the later keys of a query become the earlier ones of a causal mask
+    last = (starts + lengths)[:, None] - 1
+    index = torch.where(real, last - steps[None, :], 0)
+    equal = spans[0][1] - 1 == longest
+    kept = None if equal else real
+    query = SelfSegment.filled(index, kept, device)
+    return SuffixSegment(query, SelfSegment.filled(index + 1, kept, device))
 
 
 class _Joined(torch.autograd.Function):
@@ -291,27 +289,33 @@ class _Joined(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:
         q, k, v = query[0], key[0], value[0]  # [H, T, d], [H_kv, T, d]
-        heads, tokens, repeat = q.shape[0], q.shape[1], q.shape[0] // k.shape[0]
+        heads, tokens, _ = q.shape
+        repeat = heads // k.shape[0]
         out = q.new_zeros(heads, tokens, v.shape[-1])  # stays 0 for queries that are not computed
-        lse = q.new_full((heads, tokens), -torch.inf, dtype=torch.promote_types(q.dtype, torch.float32))
+        wide = torch.promote_types(q.dtype, torch.float32)
+        lse = q.new_full((heads, tokens), -torch.inf, dtype=wide)
         for part in parts.own:
-            o, log = _forward(
-                _take(q, part), _repeat(_take(k, part), repeat), _repeat(_take(v, part), repeat), None, True, scale, softcap
-            )
+            keys = _repeat(_take(k, part), repeat)
+            values = _repeat(_take(v, part), repeat)
+            o, log = _forward(_take(q, part), keys, values, None, True, scale, softcap)
             _put(out, part, o)
             _put(lse.unsqueeze(-1), part, log.unsqueeze(-1))
         for part in parts.before:
-            at, keys = part.query, part.key
-            o, log = _forward(
-                _fold(q[:, at], repeat), k[None, :, keys], v[None, :, keys], _tile(part.mask, repeat), False, scale, softcap
-            )
-            out[:, at], lse[:, at] = _join(out[:, at], lse[:, at], _unfold(o, heads), _unfold(log, heads))
+            at = part.query
+            keys = k[None, :, part.key]
+            values = v[None, :, part.key]
+            # queries of several heads are folded into one, so the shared keys are read without a copy
+            queries = _fold(q[:, at], repeat)
+            o, log = _forward(queries, keys, values, _tile(part.mask, repeat), False, scale, softcap)
+            o = _unfold(o, heads)
+            out[:, at], lse[:, at] = _join(out[:, at], lse[:, at], o, _unfold(log, heads))
         for part in parts.ahead:
-            at, keys = part.query, part.key
-            o, log = _forward(
-                _take(q, at), _repeat(_take(k, keys), repeat), _repeat(_take(v, keys), repeat), None, True, scale, softcap
-            )
-            o, log = _join(_take(out, at), _take(lse.unsqueeze(-1), at).squeeze(-1), o, log)
+            at = part.query
+            keys = _repeat(_take(k, part.key), repeat)
+            values = _repeat(_take(v, part.key), repeat)
+            o, log = _forward(_take(q, at), keys, values, None, True, scale, softcap)
+            before = _take(lse.unsqueeze(-1), at).squeeze(-1)
+            o, log = _join(_take(out, at), before, o, log)
             _put(out, at, o)
             _put(lse.unsqueeze(-1), at, log.unsqueeze(-1))
         ctx.save_for_backward(query, key, value, out, lse)
@@ -322,35 +326,46 @@ class _Joined(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, lse = ctx.saved_tensors
         parts, scale, softcap = ctx.parts
-        q, k, v, grad = query[0], key[0], value[0], grads[0][0].transpose(0, 1)
-        heads, repeat = q.shape[0], q.shape[0] // k.shape[0]
+        q, k, v = query[0], key[0], value[0]
+        grad = grads[0][0].transpose(0, 1)
+        heads = q.shape[0]
+        repeat = heads // k.shape[0]
         dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        for at, keys in [*((part, part) for part in parts.own), *((part.query, part.key) for part in parts.ahead)]:
+        # the softmax runs over all parts, so each part takes the joined output and denominators
+        pairs = [(part, part) for part in parts.own]
+        pairs += [(part.query, part.key) for part in parts.ahead]
+        for at, keys in pairs:
             inputs = _take(q, at), _repeat(_take(k, keys), repeat), _repeat(_take(v, keys), repeat)
-            log, g = _take(lse.unsqueeze(-1), at).squeeze(-1), _take(grad, at)
-            if at.real is not None:  # padding has no gradient and must not overflow: its probabilities become 0
-                log, g = log.masked_fill(~at.real[:, None], 1e30), g * at.real[:, None, :, None]
+            log = _take(lse.unsqueeze(-1), at).squeeze(-1)
+            g = _take(grad, at)
+            if at.real is not None:
+                # padding has no gradient and must not overflow: its probabilities become 0
+                log = log.masked_fill(~at.real[:, None], 1e30)
+                g = g * at.real[:, None, :, None]
             a, b, c = _backward(g, *inputs, _take(out, at), log, None, True, scale, softcap)
             _add(dq, at, a)
             _add(dk, keys, _collect(b, repeat))
             _add(dv, keys, _collect(c, repeat))
         for part in parts.before:
-            at, keys = part.query, part.key
-            inputs = _fold(q[:, at], repeat), k[None, :, keys], v[None, :, keys]
-            sums = _fold(grad[:, at], repeat), *inputs, _fold(out[:, at], repeat), _fold(lse[:, at], repeat)
-            a, b, c = _backward(*sums, _tile(part.mask, repeat), False, scale, softcap)
+            at = part.query
+            inputs = _fold(q[:, at], repeat), k[None, :, part.key], v[None, :, part.key]
+            g = _fold(grad[:, at], repeat)
+            sums = _fold(out[:, at], repeat), _fold(lse[:, at], repeat)
+            a, b, c = _backward(g, *inputs, *sums, _tile(part.mask, repeat), False, scale, softcap)
             dq[:, at] += _unfold(a, heads)
-            dk[:, keys] += b[0]
-            dv[:, keys] += c[0]
+            dk[:, part.key] += b[0]
+            dv[:, part.key] += c[0]
         return dq[None], dk[None], dv[None], None, None, None
 
 
 def _join(out: Tensor, log: Tensor, more: Tensor, more_log: Tensor) -> tuple[Tensor, Tensor]:
     """Return the softmax output ``[..., n, d]`` and log denominators ``[..., n]`` over two disjoint
     sets of keys."""
+    # from the logs, since the denominators themselves may overflow
     joined = torch.logaddexp(log, more_log)
-    sums = out * (log - joined).exp().unsqueeze(-1) + more * (more_log - joined).exp().unsqueeze(-1)
-    return sums.to(out.dtype), joined
+    own_share = (log - joined).exp().unsqueeze(-1)
+    more_share = (more_log - joined).exp().unsqueeze(-1)
+    return (out * own_share + more * more_share).to(out.dtype), joined
 
 
 def _take(x: Tensor, part: SelfSegment) -> Tensor:
@@ -419,12 +434,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """Return output ``[G, H, n, d]`` and log denominators ``[G, H, n]`` of one part."""
     if _fused(q, v, softcap):
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
-        )
+        added = _additive(mask, q.dtype)
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=added, scale=scale)
     scores, _ = _scores(q, k, mask, causal, scale, softcap)
     log = scores.logsumexp(-1)
-    return ((scores - log.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), log
+    p = (scores - log.unsqueeze(-1)).exp()
+    return (p @ v.to(scores.dtype)).to(q.dtype), log
 
 
 def _backward(
@@ -441,18 +456,23 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of one part, given the joined output and log denominators."""
     if _fused(q, v, softcap):
+        added = _additive(mask, q.dtype)
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, log, 0.0, causal, attn_mask=_additive(mask, q.dtype), scale=scale
+            grad, q, k, v, out, log, 0.0, causal, attn_mask=added, scale=scale
         )
     scores, slope = _scores(q, k, mask, causal, scale, softcap)
     p = (scores - log.unsqueeze(-1)).exp()
     wide = p.dtype
-    centre = (grad.to(wide) * out.to(wide)).sum(-1, keepdim=True)
-    ds = p * (grad.to(wide) @ v.to(wide).transpose(-1, -2) - centre) * scale
+    wide_grad = grad.to(wide)
+    # the gradient of a softmax: p (dp - sum p dp), where the sum equals grad . out
+    centre = (wide_grad * out.to(wide)).sum(-1, keepdim=True)
+    ds = p * (wide_grad @ v.to(wide).transpose(-1, -2) - centre) * scale
     if slope is not None:
         ds = ds * slope
-    dq, dk = ds @ k.to(wide), ds.transpose(-1, -2) @ q.to(wide)
-    return dq.to(q.dtype), dk.to(k.dtype), (p.transpose(-1, -2) @ grad.to(wide)).to(v.dtype)
+    dq = ds @ k.to(wide)
+    dk = ds.transpose(-1, -2) @ q.to(wide)
+    dv = p.transpose(-1, -2) @ wide_grad
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 def _scores(
@@ -460,14 +480,21 @@ def _scores(
 ) -> tuple[Tensor, Tensor | None]:
     """Return scaled, capped and masked scores ``[G, H, n, m]``, and the slope of the cap."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    scores, slope = (q @ k.transpose(-1, -2)).to(wide) * scale, None
+    scores = (q @ k.transpose(-1, -2)).to(wide) * scale
+    slope = None
     if softcap is not None:
         bent = (scores / softcap).tanh()
-        scores, slope = softcap * bent, 1 - bent * bent
+        scores = softcap * bent
+        slope = 1 - bent * bent
     if causal:
         mask = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    return (scores if mask is None else scores.masked_fill(~mask, -torch.inf)), slope
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores, slope
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if mask is None else torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+    if mask is None:
+        return None
+    zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return zeros.masked_fill(~mask, -torch.inf)

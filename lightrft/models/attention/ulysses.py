@@ -94,7 +94,15 @@ class Exchanged:
     row: Row
 
     def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None, window: int | None
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        window: int | None,
     ) -> Tensor:
         """Return ``[1, t, H, d]`` for this rank's tokens: see ``AttentionPlan.attend``.
 
@@ -149,12 +157,17 @@ def check_heads(config: PreTrainedConfig, team: ModelParallelGroup) -> int:
     ``config`` is the config of the language model. Raises ``ModelError`` if they cannot shard the
     heads that ``team.tensor`` leaves to each rank.
     """
-    heads: Any = config.num_attention_heads if hasattr(config, "num_attention_heads") else None
-    keys: Any = (config.num_key_value_heads if hasattr(config, "num_key_value_heads") else None) or heads
+    heads: object = None
+    keys: object = None
+    # not by to_dict(), which does not know the names of a config's attribute_map
+    if hasattr(config, "num_attention_heads"):
+        heads = config.num_attention_heads
+    if hasattr(config, "num_key_value_heads"):
+        keys = config.num_key_value_heads
+    keys = keys or heads
     if not isinstance(heads, int) or not isinstance(keys, int):
-        raise ModelError(
-            f"strategy.sequence = {team.size}: model type {config.model_type!r} does not say how many heads it has; set it to 1"
-        )
+        problem = f"model type {config.model_type!r} does not say how many heads it has"
+        raise ModelError(f"strategy.sequence = {team.size}: {problem}; set it to 1")
     return _copies(heads // team.tensor, keys // team.tensor, team)
 
 
@@ -163,14 +176,19 @@ def _copies(heads: int, keys: int, team: ModelParallelGroup) -> int:
     heads and their key heads."""
     size = team.size
     copies = size // math.gcd(keys, size)
-    if heads % size or heads % (keys * copies):
-        left = f"of the model that strategy.tensor = {team.tensor} leaves to each rank" if team.tensor > 1 else "of the model"
-        fits = [n for n in range(2, size) if heads % n == 0 and heads % (keys * n // math.gcd(keys, n)) == 0]
-        raise ModelError(
-            f"strategy.sequence = {size} does not divide the {heads} heads {left} (with {keys} of keys); "
-            f"set it to {' or '.join(map(str, [1, *fits]))}"
-        )
-    return copies
+    if heads % size == 0 and heads % (keys * copies) == 0:
+        return copies
+    left = "of the model"
+    if team.tensor > 1:
+        left = f"{left} that strategy.tensor = {team.tensor} leaves to each rank"
+    fits = [1]
+    for smaller in range(2, size):
+        own_copies = smaller // math.gcd(keys, smaller)
+        if heads % smaller == 0 and heads % (keys * own_copies) == 0:
+            fits.append(smaller)
+    problem = f"does not divide the {heads} heads {left} (with {keys} of keys)"
+    way_out = f"set it to {' or '.join(map(str, fits))}"
+    raise ModelError(f"strategy.sequence = {size} {problem}; {way_out}")
 
 
 def exchange(x: Tensor, group: Any) -> Tensor:

@@ -77,7 +77,8 @@ class _Cache:
     def _check(self, tensor: Tensor) -> None:
         if tensor.shape[0] != self.rows:
             raise ModelError(
-                f"the model's cache holds a tensor of shape {list(tensor.shape)} for {self.rows} rows: how to share it "
+                f"the model's cache holds a tensor of shape {list(tensor.shape)} for {self.rows} "
+                "rows: how to share it "
                 "out to responses is not known, so this model cannot be sampled from"
             )
 
@@ -321,7 +322,8 @@ class CachedDecodeSession:
         head: Any = self._model.get_output_embeddings()
         state = output.get("past_key_values")
         if state is None:
-            raise ModelError(f"model type {self._model.config.model_type!r} returns no cache, so it cannot sample with media")
+            problem = f"model type {self._model.config.model_type!r} returns no cache"
+            raise ModelError(f"{problem}, so it cannot sample with media")
         logits = transform_logits(head(output.last_hidden_state[:, -1]), scale, softcap)
         return _Cache(1, length, shift, "past_key_values", state), logits
 
@@ -350,7 +352,7 @@ class CachedDecodeSession:
 def _last_alone(head: Any) -> Generator[None]:
     """Make ``head`` compute the logits of each row's last state alone."""
 
-    def cut(_: nn.Module, given: tuple[Any, ...]) -> tuple[Any, ...]:
+    def cut(_: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (given[0][:, -1:], *given[1:])
 
     hook = head.register_forward_pre_hook(cut)

@@ -10,6 +10,7 @@ covers both.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -198,13 +199,18 @@ class PlanDecodeSession:
             answer_tokens: Tokens that the longest response may reach.
             budget: Upper bound of cached tokens.
         """
-        shapes = [(prompts, prompt_tokens), (rows, answer_tokens)]
-        largest = [(max(x.rows, r), max(x.columns, c)) for x, (r, c) in zip((self._prompts, self._answers), shapes)]
-        if sum(r * c for r, c in largest) <= budget:
-            shapes = largest
-        (prompts, prompt_tokens), (rows, self._room) = shapes
-        self._prompts.resize(prompts, prompt_tokens, len(self._handles), int(self._prompt_lengths.max(initial=0)))
-        self._answers.resize(rows, min(self._room, self._answers.columns), len(self), int(self._lengths.max(initial=0)))
+        used_columns = int(self._prompt_lengths.max(initial=0))
+        used_answers = int(self._lengths.max(initial=0))
+        # shrinking would copy the arrays, and the next prompts may need the room again
+        largest_prompts = (max(self._prompts.rows, prompts), max(self._prompts.columns, prompt_tokens))
+        largest_answers = (max(self._answers.rows, rows), max(self._answers.columns, answer_tokens))
+        if math.prod(largest_prompts) + math.prod(largest_answers) <= budget:
+            prompts, prompt_tokens = largest_prompts
+            rows, answer_tokens = largest_answers
+        self._room = answer_tokens
+        self._prompts.resize(prompts, prompt_tokens, len(self._handles), used_columns)
+        columns = min(answer_tokens, self._answers.columns)
+        self._answers.resize(rows, columns, len(self), used_answers)
 
     def prefill(
         self,
@@ -232,19 +238,23 @@ class PlanDecodeSession:
         return handles, torch.stack(logits)
 
     def _prefill(self, prompts: list[Prompt], handles: list[int], begun: Sequence[int]) -> Tensor:
-        lengths = np.array([len(p.token_ids) for p in prompts], dtype=np.int64)
+        lengths = np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int64)
         runs = Segments.of_prompts(prompts).to(self._device)
-        tokens, shifts = runs.tokens[None], np.zeros_like(lengths)
+        tokens = runs.tokens[None]
+        shifts = np.zeros_like(lengths)
         source = torch.arange(tokens.numel(), device=self._device)
         seen = merge_multimodal_inputs(self._model, self._family, runs, begun=begun)
         spans = [] if seen is None else seen.spans(source)
         plan = _PrefillPlan(self._prompts, len(self._handles), lengths, self._device, spans)
-        inputs: dict[str, Any] = {"input_ids": tokens, "position_ids": plan.positions}
+        inputs: dict[str, object] = {"input_ids": tokens, "position_ids": plan.positions}
         if seen is not None:
             inputs = seen.inputs(self._model, tokens, source)
-            inputs["position_ids"] = plan.positions if seen.positions is None else seen.positions[:, None]
+            inputs["position_ids"] = plan.positions
             if seen.positions is not None:
-                ends = [int(p[:, -1].max()) + 1 for p in seen.positions.split(lengths.tolist(), dim=1)]
+                inputs["position_ids"] = seen.positions[:, None]
+                # media advance positions by less than their tokens: responses continue from there
+                own = seen.positions.split(lengths.tolist(), dim=1)
+                ends = [int(positions[:, -1].max()) + 1 for positions in own]
                 shifts = np.array(ends, dtype=np.int64) - lengths
         logits = self._logits(inputs, plan, plan.last)
         self._handles += handles
@@ -269,17 +279,21 @@ class PlanDecodeSession:
         """
         needed = int(self._lengths.max()) + 1
         if needed > self._answers.columns:
-            columns = max(needed, min(self._room, max(64, 2 * self._answers.columns)))
-            self._answers.resize(len(self), columns, len(self), needed - 1)
-        if self._rows is None:
+            # doubling keeps the total cost of copies linear in the length of the responses
+            doubled = min(self._room, max(64, 2 * self._answers.columns))
+            self._answers.resize(len(self), max(needed, doubled), len(self), needed - 1)
+        rows = self._rows
+        if rows is None:
             slot_of = {handle: slot for slot, handle in enumerate(self._handles)}
             slots = np.array([slot_of[h] for h in self._handle_of.tolist()], dtype=np.int64)
-            self._rows = _Rows(slots, self._prompt_lengths, self._lengths, self._device)
-            self._shift = to_device(torch.from_numpy(self._shifts[slots]), self._device) if self._shifts.any() else None
-        plan = _StepPlan(self._prompts, self._answers, self._rows)
-        positions = self._rows.positions if self._shift is None else self._rows.positions + self._shift
+            rows = self._rows = _Rows(slots, self._prompt_lengths, self._lengths, self._device)
+            self._shift = None
+            if self._shifts.any():
+                self._shift = to_device(torch.from_numpy(self._shifts[slots]), self._device)
+        plan = _StepPlan(self._prompts, self._answers, rows)
+        positions = rows.positions if self._shift is None else rows.positions + self._shift
         logits = self._logits({"input_ids": tokens[None], "position_ids": positions[None]}, plan)
-        self._rows.advance()
+        rows.advance()
         self._lengths += 1
         return logits
 
@@ -288,33 +302,40 @@ class PlanDecodeSession:
         if moves:
             dst, src = (np.array(side, dtype=np.int64) for side in zip(*moves))
             self._answers.move(dst, src, int(self._lengths.max()))
-            self._handle_of[dst], self._lengths[dst] = self._handle_of[src], self._lengths[src]
-        self._handle_of, self._lengths = self._handle_of[:rows], self._lengths[:rows]
+            self._handle_of[dst] = self._handle_of[src]
+            self._lengths[dst] = self._lengths[src]
+        self._handle_of = self._handle_of[:rows]
+        self._lengths = self._lengths[:rows]
         self._rows = None
 
     def release(self, handle: int) -> None:
         """Drop a prompt that no row uses any more. The last slot moves into its place."""
-        slot, last = self._handles.index(handle), len(self._handles) - 1
+        slot = self._handles.index(handle)
+        last = len(self._handles) - 1
         if slot != last:
-            self._prompts.move(np.array([slot]), np.array([last]), int(self._prompt_lengths[last]))
-            self._handles[slot], self._prompt_lengths[slot] = self._handles[last], self._prompt_lengths[last]
+            used_columns = int(self._prompt_lengths[last])
+            self._prompts.move(np.array([slot]), np.array([last]), used_columns)
+            self._handles[slot] = self._handles[last]
+            self._prompt_lengths[slot] = self._prompt_lengths[last]
             self._shifts[slot] = self._shifts[last]
         self._handles.pop()
-        self._prompt_lengths, self._shifts = self._prompt_lengths[:-1], self._shifts[:-1]
+        self._prompt_lengths = self._prompt_lengths[:-1]
+        self._shifts = self._shifts[:-1]
         self._rows = None
 
     def _logits(
         self,
-        inputs: dict[str, Any],
+        inputs: dict[str, object],
         plan: interface.AttentionPlan,
         keep: Tensor | None = None,
     ) -> Tensor:
         """Return the logits ``[T, V]`` of one flat row of tokens, or of its positions ``keep``."""
         states = self._decoder(**inputs, use_cache=False, attention_plan=plan).last_hidden_state
+        if keep is not None:
+            states = states[:, keep]
         softcap, scale = head_transform(self._model.config, self._family)
-        return transform_logits(
-            self._model.get_output_embeddings()(states if keep is None else states[:, keep])[0], scale, softcap
-        )
+        head = self._model.get_output_embeddings()
+        return transform_logits(head(states)[0], scale, softcap)
 
 
 def _by_budget(lengths: Sequence[int]) -> Iterator[list[int]]:
@@ -352,7 +373,9 @@ class _Rectangle:
         ``key``/``value [.., H_kv, T, d]``."""
         found = self._layers.get(index)
         if found is None:
-            new_key, new_value = (x.new_zeros(self.rows, x.shape[-3], self.columns, x.shape[-1]) for x in (key, value))
+            # key and value heads may differ in width
+            new_key = key.new_zeros(self.rows, key.shape[-3], self.columns, key.shape[-1])
+            new_value = value.new_zeros(self.rows, value.shape[-3], self.columns, value.shape[-1])
             found = self._layers[index] = (new_key, new_value)
         return found
 
@@ -361,10 +384,12 @@ class _Rectangle:
         twice."""
         if (rows, columns) == (self.rows, self.columns):
             return
-        self.rows, self.columns = rows, columns
+        self.rows = rows
+        self.columns = columns
         for index, (key, value) in self._layers.items():
-            larger = _resized(key, rows, columns, used_rows, used_columns)
-            self._layers[index] = larger, _resized(value, rows, columns, used_rows, used_columns)
+            new_key = _resized(key, rows, columns, used_rows, used_columns)
+            new_value = _resized(value, rows, columns, used_rows, used_columns)
+            self._layers[index] = new_key, new_value
 
     def move(self, dst: np.ndarray, src: np.ndarray, used_columns: int) -> None:
         for pair in self._layers.values():
@@ -391,16 +416,21 @@ class _PrefillPlan:
         device: torch.device,
         spans: Sequence[Run] = (),
     ) -> None:
-        self._store, self._first, self._count, self._columns = store, first, len(lengths), int(lengths.max())
+        self._store = store
+        self._first = first
+        self._count = len(lengths)
+        self._columns = int(lengths.max())
         ends = np.cumsum(lengths)
+        starts = ends - lengths
         columns = np.arange(self._columns)
         inside = columns < lengths[:, None]
-        gather = np.where(inside, (ends - lengths)[:, None] + columns, 0).reshape(-1)
-        self._gather = to_device(torch.from_numpy(gather), device)  # index in the rectangle -> token
+        # index in the rectangle -> token; padding takes token 0, since every place must be finite
+        gather = np.where(inside, starts[:, None] + columns, 0).reshape(-1)
+        self._gather = to_device(torch.from_numpy(gather), device)
         places = torch.from_numpy(np.broadcast_to(columns, inside.shape)[inside])
         self.positions = to_device(places, device).unsqueeze(0)
         self.last = to_device(torch.from_numpy(ends - 1), device)
-        runs = list(zip((ends - lengths).tolist(), lengths.tolist()))
+        runs = list(zip(starts.tolist(), lengths.tolist()))
         self._plan = SegmentPlan(runs, [], self.positions[0], spans=spans, places=places)
 
     def attend(
@@ -414,10 +444,13 @@ class _PrefillPlan:
         softcap: float | None,
         window: int | None,
     ) -> Tensor:
+        slots = slice(self._first, self._first + self._count)
         for store, new in zip(self._store.layer(layer, key, value), (key, value)):
-            rectangle = new[0].index_select(1, self._gather).unflatten(1, (self._count, self._columns)).transpose(0, 1)
-            store[self._first : self._first + self._count, :, : self._columns] = rectangle
-        return self._plan.attend(layer, query, key, value, scale=scale, softcap=softcap, window=window)
+            flat = new[0].index_select(1, self._gather)
+            rectangle = flat.unflatten(1, (self._count, self._columns)).transpose(0, 1)
+            store[slots, :, : self._columns] = rectangle
+        options = {"scale": scale, "softcap": softcap, "window": window}
+        return self._plan.attend(layer, query, key, value, **options)
 
 
 def _capped(scores: Tensor, softcap: float | None) -> Tensor:
@@ -436,18 +469,26 @@ class _Rows:
         device: torch.device,
     ) -> None:
         self.device = device
-        self.count, self.slots = len(slots), len(prompt_lengths)
+        self.count = len(slots)
+        self.slots = len(prompt_lengths)
         order = np.argsort(slots, kind="stable")
         counts = np.bincount(slots, minlength=self.slots)
         self.lanes = int(counts.max())
         lane = np.empty_like(slots)
-        lane[order] = np.arange(self.count) - np.repeat(np.cumsum(counts) - counts, counts)
-        self._slot, self._lane = slots, lane
+        # the rows of a slot are numbered 0, 1, 2 ... in their order
+        firsts = np.cumsum(counts) - counts
+        lane[order] = np.arange(self.count) - np.repeat(firsts, counts)
+        self._slot = slots
+        self._lane = lane
         own_prompt = prompt_lengths[slots]
-        self.prompt_columns, self.longest = int(prompt_lengths.max()), int(lengths.max())
+        self.prompt_columns = int(prompt_lengths.max())
+        self.longest = int(lengths.max())
         self.prompt_end = to_device(torch.from_numpy(own_prompt), device)
         self.positions = to_device(torch.from_numpy(own_prompt + lengths), device)
-        self._ragged = bool((own_prompt != self.prompt_columns).any() or (lengths != self.longest).any())
+        # rows of equal shape need no mask
+        padded_prompt = (own_prompt != self.prompt_columns).any()
+        padded_answer = (lengths != self.longest).any()
+        self._ragged = bool(padded_prompt or padded_answer)
         self._last = int((own_prompt + lengths).max())
         self._maps: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 

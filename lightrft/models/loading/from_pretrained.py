@@ -63,7 +63,7 @@ def load_model(
     *,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
-    device_map: str | dict[str, Any] | None = None,
+    device_map: str | dict[str, object] | None = None,
 ) -> PreTrainedModel:
     """Load the model of ``config.path`` in evaluation mode, with ``config.freeze`` applied.
 
@@ -104,7 +104,8 @@ def load_model(
         raise ModelError(f"model.path = {config.path!r}: the weights cannot be read ({first_line(error)})") from error
     if info["missing_keys"] or info["mismatched_keys"]:
         lacking = sorted(str(k) for k in (*info["missing_keys"], *info["mismatched_keys"]))
-        raise ModelError(f"model.path = {config.path!r}: {len(lacking)} weights are missing or misshapen, e.g. {lacking[0]}")
+        problem = f"model.path = {config.path!r}: {len(lacking)} weights are missing or misshapen"
+        raise ModelError(f"{problem}, e.g. {lacking[0]}")
     if "device_map" not in options:
         model = model.to(device)
     freeze(model, config.freeze)
@@ -135,7 +136,7 @@ def check_class(config: ModelConfig, settings: PreTrainedConfig) -> None:
     Otherwise the error would blame the weights.
     """
     implementation = config.attention or family_of(settings).padded_attention
-    options: dict[str, Any] = {"trust_remote_code": True} if config.trust_remote_code else {}
+    options: dict[str, object] = {"trust_remote_code": True} if config.trust_remote_code else {}
     try:
         with torch.device("meta"):
             from_settings(settings, torch.float32, attn_implementation=implementation, **options)
@@ -214,7 +215,8 @@ def model_settings(config: ModelConfig) -> PreTrainedConfig:
         if Path(where).is_dir():
             raise ModelError(f"model.path = {config.path!r}: config.json cannot be used ({first_line(error)})") from error
         raise ModelError(
-            f"model.path = {config.path!r}: there is no folder of that name here, and the model hub did not give it either "
+            f"model.path = {config.path!r}: "
+            "there is no folder of that name here, and the model hub did not give it either "
             f"({first_line(error)}). Give a folder, or check the name and the network"
         ) from error
 
@@ -223,9 +225,9 @@ def _options(
     config: ModelConfig,
     device: torch.device | str,
     dtype: torch.dtype | None,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     kind = dtype or ("auto" if config.dtype == "auto" else getattr(torch, config.dtype))
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "dtype": kind,
         "revision": config.revision,
         "trust_remote_code": config.trust_remote_code,
@@ -372,7 +374,8 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
     embeddings: Any = base_model(model).get_input_embeddings()
     rows = embeddings.num_embeddings
     if len(tokenizer) > rows:
-        raise ModelError(f"the tokenizer has {len(tokenizer)} tokens, the model only {rows}: they do not belong together")
+        problem = f"the tokenizer has {len(tokenizer)} tokens, the model only {rows}"
+        raise ModelError(f"{problem}: they do not belong together")
 
 
 class Saved(Protocol):

@@ -145,7 +145,8 @@ class DeferredWeights:
                 return
         tied = f"config.json says that {name} is tied to another weight"
         raise ModelError(
-            f"model.path = {self.config.path!r}: {tied}, and the files hold different values for them; "
+            f"model.path = {self.config.path!r}: "
+            f"{tied}, and the files hold different values for them; "
             "set tie_word_embeddings to false there"
         )
 
@@ -255,7 +256,8 @@ def _settings(config: ModelConfig) -> PreTrainedConfig:
     settings = known_settings(config)
     if config.load_in_4bit or vars(settings).get("quantization_config") is not None:
         raise ModelError(
-            f"model.path = {config.path!r}: quantised weights cannot be spread over processes; set launch.processes=1, or take a model "
+            f"model.path = {config.path!r}: quantised weights cannot be spread over processes; "
+            "set launch.processes=1, or take a model "
             "that is not quantised, with model.load_in_4bit=false"
         )
     return settings
@@ -352,7 +354,7 @@ def _keys(config: ModelConfig, settings: PreTrainedConfig) -> dict[str, str]:
     if vars(settings).get("transformers_weights") or (hasattr(kind, "extra_files") and kind.extra_files):
         return {}
     where = where_of(config)
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "revision": config.revision,
         "_raise_exceptions_for_missing_entries": False,
     }
@@ -401,7 +403,8 @@ def _magnitudes(model: nn.Module) -> dict[int, list[Tensor]]:
             adapted: Any = module
             layer = adapted.get_base_layer()
             if not isinstance(layer, nn.Linear):
-                raise ModelError(f"model.lora.dora: {name} is no linear layer, and its weights are spread over processes")
+                problem = f"model.lora.dora: {name} is no linear layer"
+                raise ModelError(f"{problem}, and its weights are spread over processes")
             found.setdefault(id(layer.weight), []).append(magnitude.weight)
     return found
 

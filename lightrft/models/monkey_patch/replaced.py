@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 _log = logging.getLogger(__name__)
-_ORIGINALS: dict[tuple[type, str], Any] = {}
+_ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
-def replace(owner: type, name: str, new: Callable[..., Any], effect: str) -> None:
+def replace(owner: type, name: str, new: Callable[..., object], effect: str) -> None:
     """Set ``owner.name`` to ``new`` and log a warning that states the ``effect``.
 
     A second call replaces the first patch.

@@ -98,7 +98,8 @@ def _check(layer: Any, slices: Slices, cache: Any) -> int:
     if cache is not None:
         raise ModelError("the patched attention has no cache: pass use_cache=False")
     if layer.training and layer.attention_dropout:
-        raise ModelError(f"attention_dropout = {layer.attention_dropout}: the patched attention has none; set it to 0")
+        problem = f"attention_dropout = {layer.attention_dropout}"
+        raise ModelError(f"{problem}: the patched attention has none; set it to 0")
     return check_heads(layer.config, ModelParallelGroup(0, slices.size))
 
 

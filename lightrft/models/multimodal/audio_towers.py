@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
 from lightrft.models.multimodal.towers import IMAGE, TIMED_VIDEO, Blank, Features, ModalityEncoder, Tower
 
-_AROUND = 2  # frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) still read
-_SPILL = 2  # frames after a clip's last whose window of samples, up to four hops wide, can reach back into it
+# frames after a clip's last that the two convolutions of a Whisper encoder (width 3 each) read
+_AROUND = 2
+# frames after a clip's last whose window of samples, up to four hops wide, reaches back into it
+_SPILL = 2
 
 
 def frames_around(frames: int, window: int) -> int:
@@ -122,7 +125,10 @@ def _own_frames(
 
 
 def _qwen2_audio_arranged(
-    model: Any, clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
+    model: PreTrainedModel,
+    clips: Sequence[Tensor],
+    lengths: Sequence[int] | None,
+    places: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     window = _window(model.model.audio_tower)
     own = _own_frames([clip[:, :window] for clip in clips], lengths, places)
@@ -134,7 +140,7 @@ def _qwen2_audio_arranged(
     }
 
 
-def _qwen2_audio_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+def _qwen2_audio_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     window = _window(model.model.audio_tower)
     clips, own = _clips(inputs, window, frames_around)
     mels = torch.stack(
@@ -155,7 +161,7 @@ def _qwen2_audio_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
     return {"input_features": mels.transpose(1, 2), "feature_attention_mask": mask.long()}
 
 
-def _voxtral(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+def _voxtral(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     """Return full windows ``[W, mels, window]``, since the tower also reads the silence after a
     clip."""
     window = _window(model.model.audio_tower)
@@ -165,7 +171,10 @@ def _voxtral(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _voxtral_arranged(
-    model: Any, windows: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
+    model: PreTrainedModel,
+    windows: Sequence[Tensor],
+    lengths: Sequence[int] | None,
+    places: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     """Return the media of ``windows [mels, T]`` each, all of whose frames are valid."""
     window = _window(model.model.audio_tower)
@@ -176,7 +185,7 @@ def _voxtral_arranged(
     }
 
 
-def _omni_own(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+def _omni_own(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     """Return the keywords of the tower, which cuts clips into separate pieces without padding. It
     needs only a clip's frames."""
     clips, own = _clips(inputs, 0, frames_alone)
@@ -190,7 +199,10 @@ def _omni(model: Any, inputs: dict[str, Tensor]) -> Features:
 
 
 def _omni_arranged(
-    model: Any, clips: Sequence[Tensor], lengths: Sequence[int] | None, places: Sequence[int] | None
+    model: PreTrainedModel,
+    clips: Sequence[Tensor],
+    lengths: Sequence[int] | None,
+    places: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     own = _own_frames(clips, lengths, places)
     frames = [clip[:, :n] for clip, n in zip(clips, own)]
@@ -200,7 +212,7 @@ def _omni_arranged(
     }
 
 
-def _omni_video(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+def _omni_video(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     names = {"second_per_grid_ts": "video_second_per_grid"}
     return {names.get(name, name): values for name, values in inputs.items()}
 
@@ -232,7 +244,7 @@ def _omni_positions(
 def _clip_blank(kept: Callable[[int, int], int]) -> Blank:
     """Build a blank of one clip of eight frames, with the frames after it that the tower needs."""
 
-    def blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
         audio = model.config.audio_config
         frames = kept(8, 2 * audio.max_source_positions)
         return {names[0]: torch.zeros(frames, audio.num_mel_bins), names[1]: torch.tensor([8])}

@@ -333,9 +333,14 @@ def _rope(model: PreTrainedModel, reader: ModalityEncoder, runs: Segments, insid
     for tower in reader.towers:
         if tower.inputs[0] in runs.media:
             types[_places(model, tower, runs, inside)] = tower.type_id
-    pad = lambda flat: torch.nn.utils.rnn.pad_sequence(list(flat.split(lengths)), batch_first=True)  # noqa: E731
+
+    def pad(flat: Tensor) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(list(flat.split(lengths)), batch_first=True)
+
     mask = pad(torch.ones_like(runs.tokens))
-    media = {name: values for tower in reader.towers for name, values in given(tower, runs.media, hints=True).items()}
+    media: dict[str, Tensor] = {}
+    for tower in reader.towers:
+        media |= given(tower, runs.media, hints=True)
     found = reader.positions(model, pad(runs.tokens), pad(types), mask, media)
     return [row[:, :n] for row, n in zip(found.unbind(1), lengths)]
 
@@ -345,7 +350,7 @@ def own_inputs(
     family: Family,
     batch: Batch,
     packed: Packed,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the keywords of the model's own forward for ``packed`` rows with media.
 
     It is slower, and the reference for the layouts.
@@ -376,7 +381,7 @@ def own_keywords(
     reader: ModalityEncoder,
     ids: Tensor,
     media: Media,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return the keywords of the model's own forward for the media of some rows.
 
     Args:
@@ -385,7 +390,7 @@ def own_keywords(
         ids: ``[S, T]`` token ids.
         media: Media by input name.
     """
-    made: dict[str, Any] = {}
+    made: dict[str, object] = {}
     types = torch.zeros_like(ids)
     for tower in reader.towers:
         if inputs := given(tower, media, hints=True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
 from lightrft.models.multimodal.towers import PIXELS, Features, ModalityEncoder, Tower
@@ -25,24 +26,26 @@ def _clips(model: Any, inputs: dict[str, Tensor]) -> Features:
     return Features(torch.cat([part for clip in clips for part in (clip, end)]))
 
 
-def _own_clips(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+def _own_clips(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     lengths = inputs["video_lengths"]
     if (lengths != lengths[0]).any():
         raise ModelError(
-            f"a prompt with clips of {', '.join(map(str, lengths.tolist()))} frames: transformers' own forward of this model takes "
-            "clips of one length only, so the layout cannot be checked against it; set model.check_layout to false"
+            f"a prompt with clips of {', '.join(map(str, lengths.tolist()))} frames: "
+            "transformers' own forward of this model takes "
+            "clips of one length only, so the layout cannot be checked against it; "
+            "set model.check_layout to false"
         )
     return {"pixel_values_videos": inputs["pixel_values_videos"].unflatten(0, (len(lengths), -1))}
 
 
-def _picture_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+def _picture_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Build a blank of one picture of the size of a tile: the tile, and the same as an overview."""
     side = model.config.vision_config.image_size
     tiles = image_size_to_num_patches([side, side], model.config.image_grid_pinpoints, side)
     return {names[0]: torch.ones(tiles, 3, side, side), names[1]: torch.tensor([[side, side]])}
 
 
-def _clip_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+def _clip_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Build a blank of one frame."""
     side = model.config.vision_config.image_size
     return {names[0]: torch.ones(1, 3, side, side), names[1]: torch.tensor([1])}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,12 +28,12 @@ class Features:
     deep: tuple[Tensor, ...] = ()
 
 
-Adapt = Callable[[Any, dict[str, Tensor]], dict[str, Any]]
+Adapt = Callable[[Any, dict[str, Tensor]], dict[str, object]]
 """Maps ``(model, media by name)`` to keywords of the model's own forward, for media of another
 shape than it takes."""
 
 
-def as_they_are(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+def as_they_are(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     """Return media unchanged, for media with the names and shapes of the model's forward."""
     return dict(inputs)
 
@@ -76,7 +77,7 @@ class Tower:
     token: str
     getter: str = ""
     adapt: Adapt = as_they_are
-    compute: Callable[[Any, dict[str, Any]], Features] | None = None
+    compute: Callable[[Any, dict[str, Tensor]], Features] | None = None
     type_id: int = 1
     hints: tuple[str, ...] = ()
     arrange: Arrange | None = None
@@ -85,21 +86,21 @@ class Tower:
     def token_id(self, config: Any) -> int:
         return getattr(config, self.token)
 
-    def features(self, model: Any, inputs: dict[str, Tensor]) -> Features:
+    def features(self, model: PreTrainedModel, inputs: dict[str, Tensor]) -> Features:
         """Return the features of ``inputs``, the values of this tower's media."""
         if self.compute is not None:
             return self.compute(model, inputs)
         return pooled(getattr(model, self.getter)(**self.adapt(model, inputs), return_dict=True))
 
 
-def patch_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+def patch_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Return the patches of one feature, and their grid."""
     vision = model.config.vision_config
     side, width = vision.spatial_merge_size, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     return {names[0]: torch.ones(side**2, width), names[1]: torch.tensor([[1, side, side]])}
 
 
-def picture_blank(model: Any, names: tuple[str, ...]) -> dict[str, Tensor]:
+def picture_blank(model: PreTrainedModel, names: tuple[str, ...]) -> dict[str, Tensor]:
     """Return one picture of the only size that the tower accepts."""
     size = model.config.vision_config.image_size
     height, width = (size, size) if isinstance(size, int) else size
@@ -145,7 +146,7 @@ def _joined(values: Any) -> Tensor:
 
 
 def rope_index(
-    model: Any,
+    model: PreTrainedModel,
     ids: Tensor,
     types: Tensor,
     mask: Tensor,
@@ -199,7 +200,7 @@ GEMMA_3 = ModalityEncoder(
 )
 
 
-def _as_one_row(model: Any, inputs: dict[str, Tensor]) -> dict[str, Any]:
+def _as_one_row(model: PreTrainedModel, inputs: dict[str, Tensor]) -> dict[str, object]:
     """Return crops ``[K, C, H, W]`` as ``[1, K, C, H, W]``, since the model expects crops per row.
     Other shapes stay."""
     return {name: values.unsqueeze(0) if values.ndim == 4 else values for name, values in inputs.items()}

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase, WhisperFeatureExtractor
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase, WhisperFeatureExtractor
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.multimodal import audio_towers
@@ -26,7 +26,7 @@ from lightrft.types import Extent
 
 def qwen2_audio(
     config: ModelConfig,
-    settings: Any,
+    settings: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, ModalityProcessor]:
     """Build the part of clips up to the tower's window.
@@ -48,7 +48,7 @@ def qwen2_audio(
 
 def voxtral(
     config: ModelConfig,
-    settings: Any,
+    settings: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, ModalityProcessor]:
     """Build the part of clips of any length, in as many windows as needed.
@@ -64,8 +64,9 @@ def voxtral(
     tower = settings.audio_config
     extractor, window = _extractor(config, tower)
     if extractor.n_fft > 4 * extractor.hop_length:
-        raise ValueError(f"n_fft = {extractor.n_fft} is more than 4 * hop_length = {4 * extractor.hop_length}: where the silence "
-                         "after a clip begins would not be known")  # fmt: skip
+        problem = f"n_fft = {extractor.n_fft} is more than 4 * hop_length"
+        unknown = "where the silence after a clip begins would not be known"
+        raise ValueError(f"{problem} = {4 * extractor.hop_length}: {unknown}")
     features = partial(audio_towers.voxtral_features, window=window, stacked=tower.intermediate_size // tower.hidden_size)
     kept = partial(audio_towers.frames_to_silence, window=window)
     written, around = token_text(tokenizer, settings.audio_token_id), (known(tokenizer, "[BEGIN_AUDIO]"), "")
@@ -74,7 +75,7 @@ def voxtral(
 
 def omni(
     config: ModelConfig,
-    settings: Any,
+    settings: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, ModalityProcessor]:
     """Build the parts of Qwen2.5-Omni: clips, pictures and frames.
@@ -92,8 +93,9 @@ def omni(
     """
     extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
     if extractor.feature_size != settings.audio_config.num_mel_bins:
-        raise ValueError(f"the feature extractor makes {extractor.feature_size} mel bins, the audio tower takes "
-                         f"{settings.audio_config.num_mel_bins}")  # fmt: skip
+        made = f"the feature extractor makes {extractor.feature_size} mel bins"
+        taken = settings.audio_config.num_mel_bins
+        raise ValueError(f"{made}, the audio tower takes {taken}")
     names = ("audio_token_id", "audio_start_token_id", "audio_end_token_id")
     written, start, end = (token_text(tokenizer, getattr(settings, name)) for name in names)
     clip = OmniClip(extractor, written, (start, end), audio_towers.qwen2_audio_features, audio_towers.frames_alone)
@@ -104,9 +106,12 @@ def _extractor(config: ModelConfig, tower: Any) -> tuple[Any, int]:
     """Return the folder's extractor and the tower's window in frames. Raises ``ValueError`` if they
     do not fit."""
     extractor = WhisperFeatureExtractor.from_pretrained(config.path, revision=config.revision or "main")
-    made, taken = (extractor.feature_size, extractor.nb_max_frames), (tower.num_mel_bins, 2 * tower.max_source_positions)
+    made = (extractor.feature_size, extractor.nb_max_frames)
+    # the tower's second convolution halves the frames
+    taken = (tower.num_mel_bins, 2 * tower.max_source_positions)
     if made != taken:
-        raise ValueError(f"the feature extractor makes (mel bins, frames) = {made}, the audio tower takes {taken}")
+        problem = f"the feature extractor makes (mel bins, frames) = {made}"
+        raise ValueError(f"{problem}, the audio tower takes {taken}")
     return extractor, taken[1]
 
 
@@ -160,13 +165,14 @@ class Clip:
         """Return the number of frames. Raises ``ValueError`` for a clip beyond the window, or too
         short for one feature."""
         if self.windows is not None and samples > self.windows * self.extractor.n_samples:
-            raise ValueError(
-                f"a clip of {samples / self.rate:.3g} s at {self.rate} samples a second, and the model hears at most "
-                f"{self.windows * self.extractor.chunk_length} s: cut it into shorter clips"
-            )
+            clip = f"a clip of {samples / self.rate:.3g} s at {self.rate} samples a second"
+            longest = f"{self.windows * self.extractor.chunk_length} s"
+            problem = f"{clip}, and the model hears at most {longest}"
+            raise ValueError(f"{problem}: cut it into shorter clips")
         frames = -(-samples // self.extractor.hop_length)
         if not samples or not self.features(frames):
-            raise ValueError(f"a clip of {samples} samples ({samples / self.rate:.3g} s) is too short to hear anything in it")
+            clip = f"a clip of {samples} samples ({samples / self.rate:.3g} s)"
+            raise ValueError(f"{clip} is too short to hear anything in it")
         return frames if self.windows is None else min(frames, self.windows * self.extractor.nb_max_frames)
 
 

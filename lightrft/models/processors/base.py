@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from lightrft.config.model import ModelConfig
 from lightrft.models.families import family_of
@@ -125,15 +125,23 @@ def within(pixels: int, min_pixels: int | None, max_pixels: int | None) -> None:
         ("max_pixels", max_pixels, max_pixels is not None and pixels > max_pixels),
     ):
         if wrong:
-            raise ModelError(f"{name} = {bound}: this model reads pictures of {pixels} pixels and cannot take it; leave it unset")
+            problem = f"this model reads pictures of {pixels} pixels and cannot take it"
+            raise ModelError(f"{name} = {bound}: {problem}; leave it unset")
 
 
-def write_settings(file: Path, fields: Mapping[str, Any]) -> None:
+def write_settings(file: Path, fields: Mapping[str, object]) -> None:
     """Write ``fields`` as JSON, as transformers does."""
     file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-Build = Callable[[ModelConfig, Any, PreTrainedTokenizerBase], Mapping[str, ModalityProcessor]]
+Build = Callable[
+    [
+        ModelConfig,
+        PreTrainedConfig,
+        PreTrainedTokenizerBase,
+    ],
+    Mapping[str, ModalityProcessor],
+]
 """Maps ``(model settings, the model's config, tokenizer)`` to the parts of a family."""
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from lightrft.config.model import ModelConfig
@@ -30,7 +30,7 @@ _CROPS = {
 
 def build(
     config: ModelConfig,
-    settings: Any,
+    settings: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, ModalityProcessor]:
     """Build the part of pictures from the folder's picture processor.
@@ -73,7 +73,9 @@ class GemmaImage:
         if not crops:
             return self.whole
         many = " ".join([self.whole] * crops)
-        return f"Here is the original image {self.whole} and here are some crops to help you see better {many}"
+        # the words with which the family was trained
+        original = f"Here is the original image {self.whole}"
+        return f"{original} and here are some crops to help you see better {many}"
 
     def inputs(self, value: np.ndarray, extent: Extent) -> dict[str, Tensor]:
         made = self.processor(images=[Image.fromarray(value)], return_tensors="pt", **self._options)
@@ -91,7 +93,7 @@ class GemmaImage:
         self.processor.save_pretrained(path)
 
     @property
-    def _options(self) -> dict[str, Any]:
+    def _options(self) -> dict[str, object]:
         """The settings of crops, with defaults for nulls."""
         chosen = {name: getattr(self.processor, name) for name in _CROPS}
         return {name: _CROPS[name] if value is None else value for name, value in chosen.items()}

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as clip_resize
 from transformers.video_processing_utils import BaseVideoProcessor
@@ -26,7 +26,7 @@ from lightrft.types import Extent
 
 def build(
     config: ModelConfig,
-    settings: Any,
+    settings: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, ModalityProcessor]:
     """Build the parts of pictures and frames from the folder's processors.
@@ -203,12 +203,15 @@ class Qwen3Video(QwenVideo):
         )
 
     def _resized(self, frames: int, height: int, width: int) -> tuple[int, int]:
-        size, step = self.processor.size, self.least
+        size = self.processor.size
+        step = self.least
         if frames < step:
             raise ValueError(f"a clip of {frames} frames: this model needs at least {step}")
+        # the bounds of a row are for one frame, those of the processor for a whole clip
         counted = round(frames / step) * step
-        low, high = (None if bound is None else bound * counted for bound in self.each)
-        low, high = size["shortest_edge"] if low is None else low, size["longest_edge"] if high is None else high
+        low, high = self.each
+        low = size["shortest_edge"] if low is None else low * counted
+        high = size["longest_edge"] if high is None else high * counted
         return clip_resize(frames, height, width, step, _side(self.processor), low, high)
 
 

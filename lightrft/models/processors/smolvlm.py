@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil, get_resize_output_image_size
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 
@@ -25,7 +25,7 @@ from lightrft.types import Extent
 
 def build(
     config: ModelConfig,
-    settings: Any,
+    settings: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, ModalityProcessor]:
     """Build the part of pictures from the folder's picture processor.

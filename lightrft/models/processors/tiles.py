@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.image_processing_utils import select_best_resolution
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
@@ -26,7 +26,7 @@ from lightrft.types import Extent
 
 def internvl(
     config: ModelConfig,
-    settings: Any,
+    settings: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, ModalityProcessor]:
     """Build the part of pictures.
@@ -92,7 +92,7 @@ class InternImage:
 
 def onevision(
     config: ModelConfig,
-    settings: Any,
+    settings: PreTrainedConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> Mapping[str, ModalityProcessor]:
     """Build the parts of pictures and frames.
@@ -113,7 +113,8 @@ def onevision(
     if [list(grid) for grid in processor.image_grid_pinpoints] != grids:
         raise ValueError("image_grid_pinpoints differ between config.json and preprocessor_config.json")
     if settings.vision_feature_select_strategy != "full":
-        raise ValueError(f"vision_feature_select_strategy {settings.vision_feature_select_strategy!r}, where 'full' is known")
+        problem = f"vision_feature_select_strategy {settings.vision_feature_select_strategy!r}"
+        raise ValueError(f"{problem}, where 'full' is known")
     fields, _ = BaseVideoProcessor.get_video_processor_dict(config.path, revision=revision)
     known = SiglipImageProcessorPil().to_dict()
     frames = SiglipImageProcessorPil.from_dict({k: v for k, v in fields.items() if k in known})
@@ -176,12 +177,14 @@ class OnevisionImage:
         """Return the size at which the picture is read: the original size, unless it is out of
         bounds."""
         low, high = self.bounds
-        scale = 1.0
-        if high is not None and height * width > high:
-            scale = math.sqrt(high / (height * width))
-        elif low is not None and height * width < low:
-            scale = math.sqrt(low / (height * width))
-        return (height, width) if scale == 1 else (max(1, int(height * scale)), max(1, int(width * scale)))
+        pixels = height * width
+        if high is not None and pixels > high:
+            scale = math.sqrt(high / pixels)
+        elif low is not None and pixels < low:
+            scale = math.sqrt(low / pixels)
+        else:
+            return height, width
+        return max(1, int(height * scale)), max(1, int(width * scale))
 
     def _features(self, height: int, width: int) -> int:
         """Return the number of features, with the rounding of the model's
@@ -208,7 +211,7 @@ class OnevisionVideo:
     processor: Any
     written: str
     side: int
-    fields: Mapping[str, Any]
+    fields: Mapping[str, object]
     around: tuple[str, str] = ("", "\n")
     rate: int = 0
 

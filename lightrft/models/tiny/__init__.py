@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from lightrft.models.families import FAMILIES
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.tiny import audio, gemma, qwen, smolvlm, tiles
-from lightrft.models.tiny.spec import Tiny
+from lightrft.models.tiny.spec import Fields, Tiny
 from lightrft.models.tiny.text import PRINTABLE, tiny_tokenizer
 from lightrft.utils.errors import ModelError
 
@@ -35,8 +35,8 @@ def tiny_media_model(
     *,
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
-    tower: dict[str, Any] | None = None,
-    **overrides: Any,
+    tower: Fields | None = None,
+    **overrides: object,
 ) -> PreTrainedModel:
     """Build a model of ``family`` with random weights, in evaluation mode.
 
@@ -52,7 +52,7 @@ def tiny_media_model(
     """
     tiny = _tiny(family)
     tokenizer = tokenizer or tiny_media_tokenizer(family)
-    sizes: dict[str, Any] = {
+    sizes: Fields = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
         "num_hidden_layers": 2,
@@ -84,7 +84,7 @@ def save_tiny_media(
     *,
     chars: str = PRINTABLE,
     whole_roles: bool = False,
-    processor: dict[str, Any] | None = None,
+    processor: Fields | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Write a folder with a model of ``tiny_media_model``, its tokenizer and its processors.
@@ -117,10 +117,12 @@ def _chat_template(written: dict[str, str]) -> str:
     kinds = "".join(f"{{% elif p['type'] == '{kind}' %}}{text}" for kind, text in written.items())
     content = (
         "{% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
-        f"{{% if p['type'] == 'text' %}}{{{{ p['text'] }}}}{kinds}{{% endif %}}{{% endfor %}}{{% endif %}}"
+        f"{{% if p['type'] == 'text' %}}{{{{ p['text'] }}}}{kinds}{{% endif %}}{{% endfor %}}{{% "
+        f"endif %}}"
     )
     return (
-        f"{{% for m in messages %}}<|im_start|>{{{{ m['role'] }}}}\n{content}<|im_end|>\n{{% endfor %}}"
+        f"{{% for m in messages %}}<|im_start|>{{{{ m['role'] }}}}\n{content}<|im_end|>\n{{% "
+        f"endfor %}}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
 

@@ -10,12 +10,12 @@ from transformers import PreTrainedConfig
 
 from lightrft.models.processors.audio import save_beside_pictures
 from lightrft.models.tiny import qwen
-from lightrft.models.tiny.spec import Tiny
+from lightrft.models.tiny.spec import Fields, Tiny
 
 
-def _whisper_extractor(**settings: Any) -> Any:
+def _whisper_extractor(**settings: object) -> Any:
     """Build an extractor with windows of one second at 16 kHz and 16 mel bins: 100 frames."""
-    sizes: dict[str, Any] = {
+    sizes: Fields = {
         "feature_size": 16,
         "chunk_length": 1,
         "sampling_rate": 16000,
@@ -25,9 +25,9 @@ def _whisper_extractor(**settings: Any) -> Any:
 
 
 def _qwen2_audio(
-    sizes: dict[str, Any],
+    sizes: Fields,
     ids: dict[str, int],
-    tower: dict[str, Any],
+    tower: Fields,
 ) -> PreTrainedConfig:
     audio = {
         "model_type": "qwen2_audio_encoder",
@@ -44,7 +44,7 @@ def _qwen2_audio(
     return transformers.Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=ids["<|AUDIO|>"])
 
 
-def _voxtral(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _voxtral(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     audio = {
         "model_type": "voxtral_encoder",
         "num_mel_bins": 16,
@@ -76,7 +76,7 @@ _OMNI_SPECIAL = (
 )
 
 
-def _omni(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _omni(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     audio = {
         "num_mel_bins": 16,
         "max_source_positions": 50,
@@ -89,7 +89,7 @@ def _omni(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> 
         "initializer_range": 0.1,
         **tower.get("audio", {}),
     }
-    marks: dict[str, Any] = {
+    marks: Fields = {
         "vision_start_token_id": ids["<|vision_bos|>"],
         "vision_end_token_id": ids["<|vision_eos|>"],
     }
@@ -110,7 +110,7 @@ def _omni(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> 
 class _OmniProcessors:
     """Processors from ``settings`` by kind: ``image`` and ``audio``."""
 
-    def __init__(self, **settings: dict[str, Any]) -> None:
+    def __init__(self, **settings: Fields) -> None:
         self.pictures = qwen.processor(**settings.get("image", {}))
         self.sound = _whisper_extractor(**settings.get("audio", {}))
 

@@ -10,17 +10,17 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
-from lightrft.models.tiny.spec import Tiny
+from lightrft.models.tiny.spec import Fields, Tiny
 
 
-def _processor(**settings: Any) -> Any:
+def _processor(**settings: object) -> Any:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-    sizes: dict[str, Any] = {"size": {"height": 24, "width": 24}, **settings}
+    sizes: Fields = {"size": {"height": 24, "width": 24}, **settings}
     return Gemma3ImageProcessorPil(**sizes)
 
 
-def _gemma3(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _gemma3(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
     vision = {
         "hidden_size": 32,
@@ -41,7 +41,7 @@ def _gemma3(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -
         **sizes,
     }
     begin, end, soft = ids.values()
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "boi_token_index": begin,
         "eoi_token_index": end,
         "image_token_index": soft,

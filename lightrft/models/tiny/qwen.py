@@ -7,7 +7,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
-from lightrft.models.tiny.spec import Tiny
+from lightrft.models.tiny.spec import Fields, Tiny
 
 _SPECIAL = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 _WRITTEN = {
@@ -16,16 +16,16 @@ _WRITTEN = {
 }
 
 
-def _ids(ids: dict[str, int]) -> dict[str, Any]:
+def _ids(ids: dict[str, int]) -> Fields:
     names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
     return dict(zip(names, ids.values()))
 
 
-def processor(**settings: Any) -> Any:
+def processor(**settings: object) -> Any:
     """Build a processor with patches of 4 pixels, 2 x 2 of which make a feature."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    sizes: dict[str, Any] = {
+    sizes: Fields = {
         "patch_size": 4,
         "merge_size": 2,
         "size": {"shortest_edge": 64, "longest_edge": 1024},
@@ -34,7 +34,7 @@ def processor(**settings: Any) -> Any:
     return Qwen2VLImageProcessorPil(**sizes)
 
 
-def text(sizes: dict[str, Any], **rope: Any) -> dict[str, Any]:
+def text(sizes: Fields, **rope: object) -> Fields:
     """Return the fields of a text config whose positions have three axes."""
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
     sections = [head // 2 - 2 * (head // 6), head // 6, head // 6]
@@ -50,9 +50,9 @@ def text(sizes: dict[str, Any], **rope: Any) -> dict[str, Any]:
 
 
 def _qwen2_vl(
-    sizes: dict[str, Any],
+    sizes: Fields,
     ids: dict[str, int],
-    tower: dict[str, Any],
+    tower: Fields,
 ) -> PreTrainedConfig:
     vision = {
         "depth": 2,
@@ -67,7 +67,7 @@ def _qwen2_vl(
     return transformers.Qwen2VLConfig(text_config=text(sizes), vision_config=vision, **_ids(ids))
 
 
-def vision_2_5(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+def vision_2_5(sizes: Fields, tower: Fields) -> Fields:
     """Return the fields of Qwen2.5's tower config.
 
     It has windows of 2 x 2 features, and one layer with full attention.
@@ -87,14 +87,14 @@ def vision_2_5(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
 
 
 def _qwen2_5_vl(
-    sizes: dict[str, Any],
+    sizes: Fields,
     ids: dict[str, int],
-    tower: dict[str, Any],
+    tower: Fields,
 ) -> PreTrainedConfig:
     return transformers.Qwen2_5_VLConfig(text_config=text(sizes), vision_config=vision_2_5(sizes, tower), **_ids(ids))
 
 
-def _qwen3_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+def _qwen3_vision(sizes: Fields, tower: Fields) -> Fields:
     return {
         "depth": 2,
         "hidden_size": 32,
@@ -109,24 +109,24 @@ def _qwen3_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any
     }
 
 
-def _qwen3_text(sizes: dict[str, Any]) -> dict[str, Any]:
+def _qwen3_text(sizes: Fields) -> Fields:
     head = sizes["hidden_size"] // sizes["num_attention_heads"]
     return {**text(sizes, mrope_interleaved=True), "head_dim": head}
 
 
 def _qwen3_vl(
-    sizes: dict[str, Any],
+    sizes: Fields,
     ids: dict[str, int],
-    tower: dict[str, Any],
+    tower: Fields,
 ) -> PreTrainedConfig:
     vision = _qwen3_vision(sizes, tower)
     return transformers.Qwen3VLConfig(text_config=_qwen3_text(sizes), vision_config=vision, **_ids(ids))
 
 
 def _qwen3_vl_moe(
-    sizes: dict[str, Any],
+    sizes: Fields,
     ids: dict[str, int],
-    tower: dict[str, Any],
+    tower: Fields,
 ) -> PreTrainedConfig:
     experts = {
         "num_experts": 4,
@@ -144,12 +144,12 @@ def _qwen3_vl_moe(
     )
 
 
-def _qwen3_5_vision(sizes: dict[str, Any], tower: dict[str, Any]) -> dict[str, Any]:
+def _qwen3_5_vision(sizes: Fields, tower: Fields) -> Fields:
     """Return the fields of Qwen3-VL's tower config, without features for deeper layers."""
     return {name: value for name, value in _qwen3_vision(sizes, tower).items() if name != "deepstack_visual_indexes"}
 
 
-def _qwen3_5_text(sizes: dict[str, Any]) -> dict[str, Any]:
+def _qwen3_5_text(sizes: Fields) -> Fields:
     """Return the fields of a text config whose layers are recurrent, except for the last, which
     attends."""
     states = {
@@ -162,15 +162,15 @@ def _qwen3_5_text(sizes: dict[str, Any]) -> dict[str, Any]:
     return {**states, **_qwen3_text(sizes), "layer_types": layers}
 
 
-def _qwen3_5(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _qwen3_5(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     vision = _qwen3_5_vision(sizes, tower)
     return transformers.Qwen3_5Config(text_config=_qwen3_5_text(sizes), vision_config=vision, **_ids(ids))
 
 
 def _qwen3_5_moe(
-    sizes: dict[str, Any],
+    sizes: Fields,
     ids: dict[str, int],
-    tower: dict[str, Any],
+    tower: Fields,
 ) -> PreTrainedConfig:
     width = sizes["hidden_size"] // 2
     experts = {

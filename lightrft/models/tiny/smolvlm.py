@@ -10,13 +10,13 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
-from lightrft.models.tiny.spec import Tiny
+from lightrft.models.tiny.spec import Fields, Tiny
 
 
-def _processor(**settings: Any) -> Any:
+def _processor(**settings: object) -> Any:
     from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-    sizes: dict[str, Any] = {
+    sizes: Fields = {
         "size": {"longest_edge": 32},
         "max_image_size": {"longest_edge": 16},
         **settings,
@@ -24,7 +24,7 @@ def _processor(**settings: Any) -> Any:
     return SmolVLMImageProcessorPil(**sizes)
 
 
-def _smolvlm(sizes: dict[str, Any], ids: dict[str, int], tower: dict[str, Any]) -> PreTrainedConfig:
+def _smolvlm(sizes: Fields, ids: dict[str, int], tower: Fields) -> PreTrainedConfig:
     vision = {
         "hidden_size": 32,
         "intermediate_size": 64,

@@ -8,6 +8,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+Fields = dict[str, Any]
+"""Fields of a config: numbers, texts, lists, and configs of parts."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tiny:
@@ -23,5 +26,5 @@ class Tiny:
 
     special: tuple[str, ...]
     written: dict[str, str]
-    config: Callable[[dict[str, Any], dict[str, int], dict[str, Any]], PreTrainedConfig]
+    config: Callable[[Fields, dict[str, int], Fields], PreTrainedConfig]
     processor: Callable[..., Any]

@@ -13,6 +13,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lightrft.models.tiny.spec import Fields
 from lightrft.utils.errors import ModelError
 
 PAD, UNK, START, END = "<pad>", "<unk>", "<|im_start|>", "<|im_end|>"
@@ -78,7 +79,7 @@ def _sliding_then_full(layers: int) -> list[str]:
     return ["full_attention" if i % 2 else "sliding_attention" for i in range(layers)]
 
 
-def _gemma2(sizes: dict[str, Any]) -> dict[str, Any]:
+def _gemma2(sizes: Fields) -> Fields:
     return {
         "head_dim": sizes["head_dim"],
         "query_pre_attn_scalar": sizes["head_dim"],
@@ -89,7 +90,7 @@ def _gemma2(sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gemma3(sizes: dict[str, Any]) -> dict[str, Any]:
+def _gemma3(sizes: Fields) -> Fields:
     return {
         "head_dim": sizes["head_dim"],
         "query_pre_attn_scalar": sizes["head_dim"],
@@ -98,7 +99,7 @@ def _gemma3(sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _moe(sizes: dict[str, Any]) -> dict[str, Any]:
+def _moe(sizes: Fields) -> Fields:
     return {
         "head_dim": sizes["head_dim"],
         "num_experts": 4,
@@ -109,15 +110,15 @@ def _moe(sizes: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _head_dim(sizes: dict[str, Any]) -> dict[str, Any]:
+def _head_dim(sizes: Fields) -> Fields:
     return {"head_dim": sizes["head_dim"]}
 
 
-def _nothing(sizes: dict[str, Any]) -> dict[str, Any]:
+def _nothing(sizes: Fields) -> Fields:
     return {}
 
 
-_FAMILIES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
+_FAMILIES: dict[str, tuple[str, Callable[[Fields], Fields]]] = {
     "qwen2": ("qwen2", _nothing),
     "qwen3": ("qwen3", _head_dim),
     "qwen3_moe": ("qwen3_moe", _moe),
@@ -132,7 +133,7 @@ _FAMILIES: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]]]] = {
 FAMILIES: tuple[str, ...] = tuple(_FAMILIES)
 
 
-def tiny_config(family: str, *, vocab_size: int, **overrides: Any) -> PreTrainedConfig:
+def tiny_config(family: str, *, vocab_size: int, **overrides: object) -> PreTrainedConfig:
     """Build a config of ``family``. ``overrides`` are fields of the family's config class.
 
     Token ids fit ``tiny_tokenizer``. Raises ``ModelError`` for a family that is not in
@@ -141,7 +142,7 @@ def tiny_config(family: str, *, vocab_size: int, **overrides: Any) -> PreTrained
     if family not in _FAMILIES:
         raise ModelError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
     model_type, special = _FAMILIES[family]
-    sizes: dict[str, Any] = {
+    sizes: Fields = {
         "hidden_size": 64,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
@@ -157,7 +158,7 @@ def tiny_config(family: str, *, vocab_size: int, **overrides: Any) -> PreTrained
     # Initial weights are wider than transformers' 0.02: at this size the model would otherwise
     # start almost uniform.
     tokens = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3, "initializer_range": 0.1}
-    fields: dict[str, Any] = {"vocab_size": vocab_size, **tokens, **special(derived), **sizes}
+    fields: Fields = {"vocab_size": vocab_size, **tokens, **special(derived), **sizes}
     return CONFIG_MAPPING[model_type](**fields)
 
 

@@ -15,13 +15,14 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+from lightrft.models.tiny.spec import Fields
 from lightrft.models.tiny.text import PRINTABLE, drawn_model
 from lightrft.utils.errors import ModelError
 
 WINDOW = 8
 """Keys that a query of a sliding layer attends to in the models of this file."""
 
-_SIZES: dict[str, Any] = {
+_SIZES: Fields = {
     "vocab_size": len(PRINTABLE) + 4,
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -90,7 +91,7 @@ _SCALED = {
 _LLAMA3 = {"rope_parameters": {**_SCALED, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 
-_ROWS: dict[str, dict[str, Any]] = {
+_ROWS: dict[str, Fields] = {
     "afmoe": {**_WINDOWED, "num_dense_layers": 1},
     "apertus": _LLAMA3,
     "arcee": {},
@@ -421,64 +422,19 @@ _ROWS: dict[str, dict[str, Any]] = {
 
 OTHERS: dict[str, tuple[str, ...]] = {
     "an encoder, or an encoder with a decoder": (
-        *(
-            "bart",
-            "bert",
-            "bert-generation",
-            "big_bird",
-            "bigbird_pegasus",
-            "blenderbot",
-            "blenderbot-small",
-            "camembert",
-        ),
-        *(
-            "data2vec-text",
-            "electra",
-            "ernie",
-            "marian",
-            "mbart",
-            "megatron-bert",
-            "mvp",
-            "pegasus",
-            "plbart",
-            "prophetnet",
-        ),
-        *(
-            "rembert",
-            "roberta",
-            "roberta-prelayernorm",
-            "roc_bert",
-            "roformer",
-            "trocr",
-            "whisper",
-            "xlm",
-            "xlm-roberta",
-        ),
+        *("bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "blenderbot"),
+        *("blenderbot-small", "camembert"),
+        *("data2vec-text", "electra", "ernie", "marian", "mbart", "megatron-bert", "mvp"),
+        *("pegasus", "plbart", "prophetnet"),
+        *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "trocr"),
+        *("whisper", "xlm", "xlm-roberta"),
         *("xlm-roberta-xl", "xlnet", "xmod"),
     ),
     "a model of several modalities": (
-        *(
-            "dots3_note",
-            "emu3",
-            "fuyu",
-            "gemma3",
-            "gemma3n",
-            "gemma4",
-            "gemma4_unified",
-            "git",
-            "got_ocr2",
-            "llama4",
-            "mllama",
-        ),
-        *(
-            "moshi",
-            "moss_transcribe_diarize",
-            "musicgen",
-            "musicgen_melody",
-            "phi4_multimodal",
-            "qwen3_5",
-            "qwen3_5_moe",
-        ),
+        *("dots3_note", "emu3", "fuyu", "gemma3", "gemma3n", "gemma4", "gemma4_unified", "git"),
+        *("got_ocr2", "llama4", "mllama"),
+        *("moshi", "moss_transcribe_diarize", "musicgen", "musicgen_melody", "phi4_multimodal"),
+        *("qwen3_5", "qwen3_5_moe"),
         "qwen4_exp",
     ),
     "a draft model that reads the states of another": ("gemma4_assistant", "gemma4_unified_assistant"),
@@ -496,7 +452,7 @@ TEXT_FAMILIES: tuple[str, ...] = tuple(name for name in _ROWS if name in CONFIG_
 """Model types of the table that the installed transformers knows."""
 
 
-def family_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
+def family_config(model_type: str, **overrides: object) -> PreTrainedConfig:
     """Build a tiny config of ``model_type``. ``overrides`` are fields of its config class.
 
     Raises ``ModelError`` for a type that is not in ``TEXT_FAMILIES``.
@@ -509,7 +465,7 @@ def family_config(model_type: str, **overrides: Any) -> PreTrainedConfig:
     return kind(**sizes | _ROWS[model_type] | overrides)
 
 
-def family_model(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any) -> PreTrainedModel:
+def family_model(model_type: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: object) -> PreTrainedModel:
     """Build a tiny model of ``model_type`` with random weights, in evaluation mode.
 
     Every floating-point parameter gets noise: an initial 0 or 1 would hide a bias or a scale that

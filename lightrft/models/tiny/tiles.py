@@ -7,10 +7,10 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 
-from lightrft.models.tiny.spec import Tiny
+from lightrft.models.tiny.spec import Fields, Tiny
 
 
-def _tower(tower: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def _tower(tower: Fields, **fields: object) -> Fields:
     sizes = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -22,13 +22,13 @@ def _tower(tower: dict[str, Any], **fields: Any) -> dict[str, Any]:
 
 
 def _internvl(
-    sizes: dict[str, Any],
+    sizes: Fields,
     ids: dict[str, int],
-    tower: dict[str, Any],
+    tower: Fields,
 ) -> PreTrainedConfig:
     vision = _tower(tower, image_size=16, initializer_range=0.1)
     text = {"model_type": "qwen2", **sizes}
-    settings: dict[str, Any] = {
+    settings: Fields = {
         "image_token_id": ids["<IMG_CONTEXT>"],
         "image_seq_length": 4,
         "tie_word_embeddings": False,
@@ -36,10 +36,10 @@ def _internvl(
     return transformers.InternVLConfig(text_config=text, vision_config=vision, **settings)
 
 
-def _internvl_processor(**settings: Any) -> Any:
+def _internvl_processor(**settings: object) -> Any:
     from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 
-    fields: dict[str, Any] = {"size": {"height": 16, "width": 16}, "max_patches": 4, **settings}
+    fields: Fields = {"size": {"height": 16, "width": 16}, "max_patches": 4, **settings}
     return GotOcr2ImageProcessorPil(**fields)
 
 
@@ -47,23 +47,23 @@ _GRIDS = [[12, 12], [12, 24], [24, 12], [24, 24]]
 
 
 def _onevision(
-    sizes: dict[str, Any],
+    sizes: Fields,
     ids: dict[str, int],
-    tower: dict[str, Any],
+    tower: Fields,
 ) -> PreTrainedConfig:
-    vision: dict[str, Any] = _tower(tower, image_size=12, vision_use_head=False, model_type="siglip_vision_model")
+    vision: Fields = _tower(tower, image_size=12, vision_use_head=False, model_type="siglip_vision_model")
     text = {"model_type": "qwen2", **sizes}
-    tokens: dict[str, Any] = {
+    tokens: Fields = {
         "image_token_index": ids["<image>"],
         "video_token_index": ids["<video>"],
     }
     return transformers.LlavaOnevisionConfig(text_config=text, vision_config=vision, image_grid_pinpoints=_GRIDS, **tokens)
 
 
-def _onevision_processor(**settings: Any) -> Any:
+def _onevision_processor(**settings: object) -> Any:
     from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "size": {"height": 12, "width": 12},
         "image_grid_pinpoints": _GRIDS,
         **settings,
