@@ -53,7 +53,8 @@ def scores(batch: Batch, token_rewards: Tensor, rows: TokenRows) -> Tensor:
 
 def by_prompt(batch: Batch, token_rewards: Tensor) -> GroupStats:
     """Return the ``scores`` of all responses, grouped by prompt."""
-    return GroupStats(scores(batch, token_rewards, TokenRows.of(batch)), batch.prompt_of, len(batch.prompts))
+    score = scores(batch, token_rewards, TokenRows.of(batch))
+    return GroupStats(score, batch.prompt_of, len(batch.prompts))
 
 
 def on_tokens(advantage: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -125,9 +126,11 @@ def opo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple
     This baseline has minimum variance if the squared gradient norm of a response grows with its
     length.
     """
-    groups, length = by_prompt(batch, token_rewards), TokenRows.of(batch).count()
+    groups = by_prompt(batch, token_rewards)
+    length = TokenRows.of(batch).count()
     baseline = groups.sum(length * groups.x) / groups.sum(length).clamp(min=1)
-    return on_tokens(torch.where(groups.uneven(), groups.x - baseline, torch.zeros_like(baseline)), batch)
+    advantage = torch.where(groups.uneven(), groups.x - baseline, torch.zeros_like(baseline))
+    return on_tokens(advantage, batch)
 
 
 @ADVANTAGES.register(
@@ -152,10 +155,9 @@ def pass_at_k(
     second = groups.highest(torch.where(best, -torch.inf, groups.x))
     alone = best & groups.uneven() & (groups.sum(best.to(groups.x.dtype)) == 1)
     gap = torch.where(alone, groups.x - second, torch.zeros_like(groups.x))
-    return on_tokens(
-        gap if std_eps is None else torch.where(alone, gap / (groups.deviation() + std_eps), gap),
-        batch,
-    )
+    if std_eps is not None:
+        gap = torch.where(alone, gap / (groups.deviation() + std_eps), gap)
+    return on_tokens(gap, batch)
 
 
 @ADVANTAGES.register(
@@ -174,10 +176,8 @@ def maxrl(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     """
     groups = by_prompt(batch, token_rewards)
     mean = groups.mean()
-    return on_tokens(
-        torch.where(mean > 0, groups.centred() / (mean + settings.eps), torch.zeros_like(mean)),
-        batch,
-    )
+    relative = groups.centred() / (mean + settings.eps)
+    return on_tokens(torch.where(mean > 0, relative, torch.zeros_like(mean)), batch)
 
 
 @ADVANTAGES.register(
@@ -194,7 +194,8 @@ def lite_ppo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> 
     The standard deviation is unbiased and is taken over all rewards of the batch.
     """
     groups = by_prompt(batch, token_rewards)
-    centred, spread = groups.centred(), GroupStats.whole(groups.x).deviation()
+    centred = groups.centred()
+    spread = GroupStats.whole(groups.x).deviation()
     return on_tokens(torch.where(centred != 0, centred / (spread + settings.eps), centred), batch)
 
 
@@ -211,10 +212,8 @@ def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfi
 
     Every response counts once.
     """
-    return on_tokens(
-        GroupStats.whole(scores(batch, token_rewards, TokenRows.of(batch))).standardised(settings.eps),
-        batch,
-    )
+    score = scores(batch, token_rewards, TokenRows.of(batch))
+    return on_tokens(GroupStats.whole(score).standardised(settings.eps), batch)
 
 
 @ADVANTAGES.register(
@@ -234,7 +233,8 @@ def gpg(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, std_e
     """
     groups = by_prompt(batch, token_rewards)
     alpha = len(batch) / groups.uneven().sum().clamp(min=1).to(groups.x.dtype)
-    return on_tokens(alpha * (groups.centred() if std_eps is None else groups.standardised(std_eps)), batch)
+    centred = groups.centred() if std_eps is None else groups.standardised(std_eps)
+    return on_tokens(alpha * centred, batch)
 
 
 @ADVANTAGES.register(
@@ -255,8 +255,10 @@ def raft(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tupl
     if batch.sample is None:
         raise ValueError("raft needs batch.sample")
     groups = by_prompt(batch, token_rewards)
-    earliest = torch.where(groups.x == groups.highest(), -batch.sample.to(groups.x.dtype), -torch.inf)
-    return on_tokens((earliest == groups.highest(earliest)).to(groups.x.dtype), batch)
+    order = -batch.sample.to(groups.x.dtype)
+    earliest = torch.where(groups.x == groups.highest(), order, -torch.inf)
+    chosen = earliest == groups.highest(earliest)
+    return on_tokens(chosen.to(groups.x.dtype), batch)
 
 
 @ADVANTAGES.register(
@@ -307,9 +309,9 @@ def remax(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     """
     if batch.baselines is None:
         raise ValueError("remax needs batch.baselines")
-    rows, returns = TokenRows.of(batch), returns_of(batch, token_rewards, settings.gamma)
+    returns = returns_of(batch, token_rewards, settings.gamma)
     placed = torch.zeros_like(token_rewards)
-    last = last_sampled(rows)
+    last = last_sampled(TokenRows.of(batch))
     placed[last[last >= 0]] = batch.baselines.to(placed.dtype)[last >= 0]
     return returns - returns_of(batch, placed, settings.gamma), returns
 
@@ -373,7 +375,9 @@ def vapo(
     if alpha <= 0:
         raise ConfigError(f"advantage vapo: options.alpha is {alpha}; it must be positive")
     length = TokenRows.of(batch).count().to(token_rewards.dtype)
-    return traced(batch, token_rewards, settings.gamma, (1 - 1 / (alpha * length)).clamp(min=0), lam_critic)
+    # A response without sampled tokens has length 0: 1 / 0 is infinite, and the clamp gives 0.
+    lam = (1 - 1 / (alpha * length)).clamp(min=0)
+    return traced(batch, token_rewards, settings.gamma, lam, lam_critic)
 
 
 def traced(
@@ -426,7 +430,9 @@ def prime(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tup
     """
     process, others, count = process_means(batch, token_rewards.dtype)
     rows = TokenRows.of(batch)
-    centred = torch.where(rows.mask & rows.spread(count > 0), process - rows.spread(others / count.clamp(min=1)), 0.0)
+    baseline = rows.spread(others / count.clamp(min=1))
+    has_baseline = rows.mask & rows.spread(count > 0)
+    centred = torch.where(has_baseline, process - baseline, 0.0)
     outcome, _ = rloo(batch, token_rewards, settings)
     total = returns_of(batch, centred.to(process.dtype), settings.gamma) + outcome
     return total, total
@@ -461,7 +467,8 @@ def prime_released(
     if batch_norm and batch.process_rewards is not None:
         returns = returns_of(batch, batch.process_rewards.to(token_rewards.dtype), 1.0)
         largest = returns.abs().max() if returns.numel() else returns.new_zeros(())
-        batch = batch.replace(process_rewards=batch.process_rewards / (largest + 1e-6).to(batch.process_rewards.dtype))
+        scale = (largest + 1e-6).to(batch.process_rewards.dtype)
+        batch = batch.replace(process_rewards=batch.process_rewards / scale)
     process, others, count = process_means(batch, token_rewards.dtype)
     rows = TokenRows.of(batch)
     group = rows.spread(rows.mean(process) + others)
@@ -505,17 +512,22 @@ def otb(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig, *, zero_
     longest = padded.shape[1]
     places = GroupStats(togo, batch.prompt_of[row] * longest + column, len(batch.prompts) * longest)
     baseline = places.sum(togo * work) / (places.sum(work) + settings.eps)
-    baseline = torch.where(places.uneven(), baseline, togo)  # equal returns have exactly no advantage, whatever eps is
+    # Equal returns have exactly no advantage, whatever eps is.
+    baseline = torch.where(places.uneven(), baseline, togo)
     alone = rows_in_group(batch)[row] == 1
-    alone = alone | (places.size() == 1) if zero_tail else alone
-    tokens, returns = torch.zeros_like(token_rewards), torch.zeros_like(token_rewards)
-    tokens[rows.mask], returns[rows.mask] = togo - torch.where(alone, 0.0, baseline), togo
+    if zero_tail:
+        alone = alone | (places.size() == 1)
+    tokens = torch.zeros_like(token_rewards)
+    tokens[rows.mask] = togo - torch.where(alone, 0.0, baseline)
+    returns = torch.zeros_like(token_rewards)
+    returns[rows.mask] = togo
     return tokens, returns
 
 
 def rows_in_group(batch: Batch) -> Tensor:
     """Return the number of responses to the same prompt, ``[B]``."""
-    return group_sum(torch.ones_like(batch.prompt_of), batch.prompt_of, len(batch.prompts))[batch.prompt_of]
+    ones = torch.ones_like(batch.prompt_of)
+    return group_sum(ones, batch.prompt_of, len(batch.prompts))[batch.prompt_of]
 
 
 @ADVANTAGES.register(
@@ -552,19 +564,28 @@ def gigpo(
     """
     if batch.steps is None or batch.states is None:
         raise ValueError("gigpo needs batch.steps and batch.states")
-    rows, episodes = TokenRows.of(batch), by_prompt(batch, token_rewards)
-    number, step = torch.unique(_pairs(batch.row_of[rows.mask], batch.steps[rows.mask]), dim=0, return_inverse=True)
-    rewards = group_sum(token_rewards[rows.mask], step, len(number))
-    back = rewards.clone()
+    mask = TokenRows.of(batch).mask
+    row_of = batch.row_of[mask]
+    # `number [S, 2]` is the response and the step of each step; `step` is the step of each token.
+    number, step = torch.unique(_pairs(row_of, batch.steps[mask]), dim=0, return_inverse=True)
+    response = number[:, 0]
+    back = group_sum(token_rewards[mask], step, len(number)).clone()
     for k in range(len(number) - 2, -1, -1):  # sorted by response, then by step
-        if number[k, 0] == number[k + 1, 0]:
+        if response[k] == response[k + 1]:
             back[k] += settings.gamma * back[k + 1]
-    state = batch.states.new_zeros(len(number)).index_copy(0, step, batch.states[rows.mask])
-    alike, of = torch.unique(_pairs(batch.prompt_of[number[:, 0]], state), dim=0, return_inverse=True)
-    steps = GroupStats(back, of, len(alike))
-    scaled = (lambda g: g.standardised(settings.eps)) if std else GroupStats.centred
+    state = batch.states.new_zeros(len(number)).index_copy(0, step, batch.states[mask])
+    same_state = _pairs(batch.prompt_of[response], state)
+    states, state_of = torch.unique(same_state, dim=0, return_inverse=True)
+    episodes = by_prompt(batch, token_rewards)
+    steps = GroupStats(back, state_of, len(states))
+    if std:
+        episode_advantage = episodes.standardised(settings.eps)
+        step_advantage = steps.standardised(settings.eps)
+    else:
+        episode_advantage = episodes.centred()
+        step_advantage = steps.centred()
     tokens = torch.zeros_like(token_rewards)
-    tokens[rows.mask] = scaled(episodes)[batch.row_of[rows.mask]] + weight * scaled(steps)[step]
+    tokens[mask] = episode_advantage[row_of] + weight * step_advantage[step]
     return tokens, tokens
 
 

@@ -26,10 +26,8 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
 )
 def token(rows: TokenRows, constant: int) -> Tensor:
     """Weight every token of the batch equally."""
-    return _shares(
-        rows,
-        torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / max(1, int(rows.mask.sum())),
-    )
+    ones = torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device)
+    return _shares(rows, ones / max(1, int(rows.mask.sum())))
 
 
 @AGGREGATIONS.register(
@@ -41,7 +39,8 @@ def token(rows: TokenRows, constant: int) -> Tensor:
 def sequence(rows: TokenRows, constant: int) -> Tensor:
     """Weight every response that has tokens equally."""
     count = rows.count()
-    return _shares(rows, 1 / (count.clamp(min=1).double() * max(1, int((count > 0).sum()))))
+    responses = max(1, int((count > 0).sum()))
+    return _shares(rows, 1 / (count.clamp(min=1).double() * responses))
 
 
 @AGGREGATIONS.register(
@@ -53,7 +52,8 @@ def sequence(rows: TokenRows, constant: int) -> Tensor:
 def sequence_sum(rows: TokenRows, constant: int) -> Tensor:
     """Sum over the tokens of a response, then average over the responses that have tokens."""
     count = rows.count()
-    return _shares(rows, torch.ones_like(count, dtype=torch.float64) / max(1, int((count > 0).sum())))
+    responses = max(1, int((count > 0).sum()))
+    return _shares(rows, torch.ones_like(count, dtype=torch.float64) / responses)
 
 
 @AGGREGATIONS.register(
@@ -64,10 +64,8 @@ def sequence_sum(rows: TokenRows, constant: int) -> Tensor:
 )
 def constant_norm(rows: TokenRows, constant: int) -> Tensor:
     """Sum over the batch and divide by the number of responses times ``constant``."""
-    return _shares(
-        rows,
-        torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device) / (max(1, len(rows)) * constant),
-    )
+    ones = torch.ones(len(rows), dtype=torch.float64, device=rows.mask.device)
+    return _shares(rows, ones / (max(1, len(rows)) * constant))
 
 
 @AGGREGATIONS.register(
@@ -80,8 +78,12 @@ def prompt(rows: TokenRows, constant: int) -> Tensor:
     """Weight every prompt whose responses have tokens equally."""
     groups = int(rows.prompt_of.max()) + 1 if len(rows) else 0
     tokens = group_sum(rows.count(), rows.prompt_of, groups)
-    return _shares(rows, 1 / (tokens.clamp(min=1).double() * max(1, int((tokens > 0).sum())))[rows.prompt_of])
+    prompts = max(1, int((tokens > 0).sum()))
+    share = 1 / (tokens.clamp(min=1).double() * prompts)
+    return _shares(rows, share[rows.prompt_of])
 
 
 def _shares(rows: TokenRows, per_row: Tensor) -> Tensor:
-    return torch.where(rows.mask, rows.spread(per_row), torch.zeros_like(rows.mask, dtype=torch.float64))
+    """Expand one weight per response, ``[B]``, to its counted tokens; 0 at other tokens."""
+    nothing = torch.zeros_like(rows.mask, dtype=torch.float64)
+    return torch.where(rows.mask, rows.spread(per_row), nothing)

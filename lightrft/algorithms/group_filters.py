@@ -22,7 +22,11 @@ FILTERS: Registry[Filter] = Registry("filter")
 
 def pass_rate_of(group: Group, threshold: float) -> float:
     """Return the fraction of responses whose reward reaches ``threshold``; 0 for an empty group."""
-    return sum(r.reward is not None and r.reward >= threshold for r in group) / max(1, len(group))
+    passed = 0
+    for rollout in group:
+        if rollout.reward is not None and rollout.reward >= threshold:
+            passed += 1
+    return passed / max(1, len(group))
 
 
 @FILTERS.register(
@@ -43,7 +47,12 @@ def zero_variance(group: Group) -> str:
     latex=r"a\le\bar R\le b",
     paper="",
 )
-def reward_bounds(group: Group, *, low: float = float("-inf"), high: float = float("inf")) -> str:
+def reward_bounds(
+    group: Group,
+    *,
+    low: float = float("-inf"),
+    high: float = float("inf"),
+) -> str:
     """Drop groups whose mean reward is outside ``[low, high]``.
 
     Args:
@@ -51,7 +60,8 @@ def reward_bounds(group: Group, *, low: float = float("-inf"), high: float = flo
         high: Largest mean reward that is kept.
     """
     _ordered("reward_bounds", low, high)
-    mean = sum(r.reward or 0.0 for r in group) / max(1, len(group))
+    total = sum(rollout.reward or 0.0 for rollout in group)
+    mean = total / max(1, len(group))
     return "" if low <= mean <= high else "reward_bounds"
 
 
@@ -73,9 +83,12 @@ def pass_rate(group: Group, *, low: float, high: float, threshold: float = 1.0) 
         ConfigError: If the bounds keep all groups or none.
     """
     _ordered("pass_rate", low, high)
-    if high < 0 or low > 1 or (low <= 0 and high >= 1):
+    keeps_none = high < 0 or low > 1
+    keeps_all = low <= 0 and high >= 1
+    if keeps_none or keeps_all:
         raise ConfigError(f"filter pass_rate: low {low} and high {high} bound a share in [0, 1]; together they keep all or none")
-    return "" if low <= pass_rate_of(group, threshold) <= high else "pass_rate"
+    rate = pass_rate_of(group, threshold)
+    return "" if low <= rate <= high else "pass_rate"
 
 
 @FILTERS.register(
@@ -93,8 +106,12 @@ def perplexity(group: Group, *, high: float, low: float = 0.0) -> str:
         low: Smallest mean perplexity that is kept.
     """
     _ordered("perplexity", low, high)
-    found = [x for r in group if (x := _perplexity(r)) is not None]
-    return "" if not found or low <= sum(found) / len(found) <= high else "perplexity"
+    perplexities = [_perplexity(rollout) for rollout in group]
+    known = [value for value in perplexities if value is not None]
+    if not known:
+        return ""
+    mean = sum(known) / len(known)
+    return "" if low <= mean <= high else "perplexity"
 
 
 @FILTERS.register(
@@ -102,7 +119,12 @@ def perplexity(group: Group, *, high: float, low: float = 0.0) -> str:
     formula="drop groups with 1 - distinct answers / answers > limit",
     latex=r"1-|\{y_1,\dots,y_G\}|/G\le a",
 )
-def repeated_answers(group: Group, *, limit: float, by: Literal["tokens", "text"] = "tokens") -> str:
+def repeated_answers(
+    group: Group,
+    *,
+    limit: float,
+    by: Literal["tokens", "text"] = "tokens",
+) -> str:
     """Drop groups in which too many responses repeat an earlier response of the group.
 
     Args:
@@ -112,8 +134,15 @@ def repeated_answers(group: Group, *, limit: float, by: Literal["tokens", "text"
     _share("repeated_answers", limit)
     if by not in ("tokens", "text"):
         raise ConfigError(f"filter repeated_answers: options.by is {by!r}; it is tokens or text")
-    distinct = {tuple(r.token_ids) if by == "tokens" else r.text.strip() for r in group}
-    return "repeated_answers" if group and 1 - len(distinct) / len(group) > limit else ""
+    if not group:
+        return ""
+    distinct: set[object]
+    if by == "tokens":
+        distinct = {tuple(rollout.token_ids) for rollout in group}
+    else:
+        distinct = {rollout.text.strip() for rollout in group}
+    repeated = 1 - len(distinct) / len(group)
+    return "repeated_answers" if repeated > limit else ""
 
 
 @FILTERS.register(
@@ -134,8 +163,11 @@ def repeated_ngrams(group: Group, *, limit: float, n: int = 4) -> str:
     _share("repeated_ngrams", limit)
     if not isinstance(n, int) or n < 1:
         raise ConfigError(f"filter repeated_ngrams: options.n is {n}; it counts tokens, 1 or more")
-    shares = [_repetition(r.token_ids, n) for r in group]
-    return "repeated_ngrams" if shares and sum(shares) / len(shares) > limit else ""
+    if not group:
+        return ""
+    fractions = [_repetition(rollout.token_ids, n) for rollout in group]
+    mean = sum(fractions) / len(fractions)
+    return "repeated_ngrams" if mean > limit else ""
 
 
 def drop_reason(group: Group, parts: Sequence[ComponentConfig], least: int) -> str:
@@ -148,20 +180,34 @@ def drop_reason(group: Group, parts: Sequence[ComponentConfig], least: int) -> s
     """
     if len(group) < least:
         return "too_few_scored"
-    return next((reason for part in parts if (reason := FILTERS[part.name](group, **part.options))), "")
+    for part in parts:
+        reason = FILTERS[part.name](group, **part.options)
+        if reason:
+            return reason
+    return ""
 
 
 def _perplexity(rollout: Rollout) -> float | None:
+    """Return the perplexity of the sampled tokens, or None if there are none."""
     own = [x for x, sampled in zip(rollout.logprobs, rollout.sampled) if sampled]
-    return math.exp(min(700.0, -sum(own) / len(own))) if own else None  # exp overflows past 709
+    if not own:
+        return None
+    mean = -sum(own) / len(own)
+    # math.exp raises OverflowError past 709.
+    return math.exp(min(700.0, mean))
 
 
 def _repetition(tokens: Sequence[int], n: int) -> float:
+    """Return the fraction of n-grams that occurred before."""
     count = len(tokens) - n + 1
-    return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count if count > 0 else 0.0
+    if count <= 0:
+        return 0.0
+    distinct = {tuple(tokens[i : i + n]) for i in range(count)}
+    return 1 - len(distinct) / count
 
 
 def _ordered(name: str, low: float, high: float) -> None:
+    # `not <=` also rejects NaN.
     if not low <= high:
         raise ConfigError(f"filter {name}: options.low is {low}, above options.high, {high}; every group would be dropped")
 

@@ -194,7 +194,8 @@ def sequence_mask(
     """
     token = weight_of(old, behavior, rows, "token")
     token = token if cap is None else token.clamp(max=cap)
-    return torch.where(inside(weight_of(old, behavior, rows, level), low, high), token, torch.zeros_like(token))
+    kept = inside(weight_of(old, behavior, rows, level), low, high)
+    return torch.where(kept, token, torch.zeros_like(token))
 
 
 @IS_CORRECTIONS.register(
@@ -258,15 +259,12 @@ def tis_normalized(
     """
     weight = weight_of(old, behavior, rows, level).clamp(low, high)
     if level == "token":
-        total, count = (
-            torch.where(rows.mask, weight, torch.zeros_like(weight)).sum(),
-            rows.mask.sum(),
-        )
+        total = torch.where(rows.mask, weight, torch.zeros_like(weight)).sum()
+        count = rows.mask.sum()
     else:
-        total, count = (
-            rows.mean(weight).sum(),
-            (rows.count() > 0).sum(),
-        )  # a row's weight is the same at each of its tokens
+        # Every token of a response has the response's weight, so the mean of the row is the weight.
+        total = rows.mean(weight).sum()
+        count = (rows.count() > 0).sum()
     mean = total / count.clamp(min=1)
     return torch.where(mean > 1e-8, weight / mean.clamp(min=1e-8), weight)
 
@@ -276,7 +274,8 @@ def row_maximum(x: Tensor, rows: TokenRows) -> Tensor:
 
     ``x`` must not be negative. A row without counted tokens gets 0.
     """
-    return x.new_zeros(len(rows)).scatter_reduce(0, rows.row_of, torch.where(rows.mask, x, torch.zeros_like(x)), "amax")
+    counted = torch.where(rows.mask, x, torch.zeros_like(x))
+    return x.new_zeros(len(rows)).scatter_reduce(0, rows.row_of, counted, "amax")
 
 
 DIVERGENCE_LEVELS: dict[str, Callable[[Tensor, TokenRows], Tensor]] = {
@@ -369,7 +368,8 @@ def correction_weights(
     """
     weights = torch.ones_like(logprobs)
     for part in parts:
-        weights = weights * IS_CORRECTIONS[part.name](logprobs, old, behavior, advantages, rows, **part.options)
+        correction = IS_CORRECTIONS[part.name]
+        weights = weights * correction(logprobs, old, behavior, advantages, rows, **part.options)
     return weights.clamp(max=math.exp(LIMIT))
 
 

@@ -162,7 +162,11 @@ class EntropyController:
         With a target, the coefficient is 0 while the entropy is unknown or above the target.
         """
         target = self.config.target
-        return self.coef if target is None or (entropy is not None and entropy <= target) else 0.0
+        if target is None:
+            return self.coef
+        if entropy is not None and entropy <= target:
+            return self.coef
+        return 0.0
 
     def update(self, entropy: float | None) -> None:
         """Move the coefficient by ``rate``: up if the entropy is below the target, down if above.
@@ -171,4 +175,5 @@ class EntropyController:
         """
         target = self.config.target
         if target is not None and entropy is not None:
-            self.coef = max(0.0, self.coef + self.config.rate * ((entropy < target) - (entropy > target)))
+            direction = (entropy < target) - (entropy > target)
+            self.coef = max(0.0, self.coef + self.config.rate * direction)

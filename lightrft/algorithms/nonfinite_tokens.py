@@ -21,14 +21,20 @@ def unread_tokens(batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
 
     Only columns that ``algorithm`` reads count.
     """
-    present = [column for name in COLUMNS if (column := getattr(batch, name)) is not None]
-    sampler = algorithm.corrections or algorithm.proximal == "interpolated" or "behavior" in needs_of(algorithm)
-    if sampler and batch.behavior_logprobs is not None:
-        present.append(batch.behavior_logprobs)
+    columns = [getattr(batch, name) for name in COLUMNS]
+    if _reads_sampler(algorithm):
+        columns.append(batch.behavior_logprobs)
     finite = torch.ones_like(batch.mask)
-    for column in present:
-        finite = finite & torch.isfinite(column)
+    for column in columns:
+        if column is not None:
+            finite = finite & torch.isfinite(column)
     return batch.mask & ~finite
+
+
+def _reads_sampler(algorithm: AlgorithmConfig) -> bool:
+    if algorithm.corrections or algorithm.proximal == "interpolated":
+        return True
+    return "behavior" in needs_of(algorithm)
 
 
 def without_tokens(batch: Batch, lost: Tensor) -> Batch:

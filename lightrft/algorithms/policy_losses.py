@@ -164,8 +164,10 @@ def gmpo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, set
     advantage is constant over the response. A gate can therefore mask a token without affecting the
     others.
     """
-    gap, sign = logprobs - old, advantages.sign()
-    held_back = sign * torch.minimum(sign * gap, sign * gap.clamp(-settings.clip_low, settings.clip_high))
+    gap = logprobs - old
+    sign = advantages.sign()
+    clipped = gap.clamp(-settings.clip_low, settings.clip_high)
+    held_back = sign * torch.minimum(sign * gap, sign * clipped)
     level = rows.spread(torch.exp(clamp_log_ratio(rows.mean(held_back.detach()))))
     held = (held_back != gap) & (sign != 0)
     losses = -advantages * level * torch.exp(held_back - held_back.detach())
@@ -184,10 +186,8 @@ def cispo(logprobs: Tensor, old: Tensor, advantages: Tensor, rows: TokenRows, se
     """Clip the weight on both sides, so that every token keeps its gradient."""
     ratio = ratio_of(logprobs.detach(), old)
     weight = ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    return -weight * advantages * logprobs, {
-        "clip_fraction": (weight != ratio).to(logprobs.dtype),
-        "ratio": ratio,
-    }
+    clipped = (weight != ratio).to(logprobs.dtype)
+    return -weight * advantages * logprobs, {"clip_fraction": clipped, "ratio": ratio}
 
 
 @POLICY_LOSSES.register(
@@ -378,11 +378,17 @@ def dppo_kl(
         low: Largest KL at negative advantages, in nats.
         high: Largest KL at positive advantages, in nats.
     """
-    ratio, now = ratio_of(logprobs, old), logprobs.detach()
-    p, q = torch.exp(old), torch.exp(now)
-    others = [-torch.expm1(x).clamp(max=0) for x in (old, now)]  # 1 - p, exact for small p; a log-prob may round to above 0
-    far = p * (old - now) + torch.xlogy(others[0], others[0]) - torch.xlogy(others[0], others[1])
-    held = ((advantages > 0) & (q > p) & (far > high)) | ((advantages < 0) & (q < p) & (far > low))
+    ratio = ratio_of(logprobs, old)
+    now = logprobs.detach()
+    p = torch.exp(old)
+    q = torch.exp(now)
+    # 1 - p, exact where p is close to 1. A log-prob may round to above 0, hence the clamp.
+    other_p = -torch.expm1(old).clamp(max=0)
+    other_q = -torch.expm1(now).clamp(max=0)
+    far = p * (old - now) + torch.xlogy(other_p, other_p) - torch.xlogy(other_p, other_q)
+    held_above = (advantages > 0) & (q > p) & (far > high)
+    held_below = (advantages < 0) & (q < p) & (far > low)
+    held = held_above | held_below
     losses = torch.where(held, torch.zeros_like(ratio), -ratio * advantages)
     return losses, {"clip_fraction": held.to(logprobs.dtype), "ratio": ratio.detach()}
 

@@ -17,13 +17,17 @@ def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
     ``energy`` and ``steps``.
     """
     loss = algorithm.loss.name
-    named = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
-    named += [IS_CORRECTIONS.about(part.name) for part in algorithm.corrections]
-    named += [TOKEN_MASKS.about(part.name) for part in algorithm.gates]
-    needs = frozenset().union(*(about.needs for about in named))
-    if loss not in POLICY_LOSSES or algorithm.drift.coef or algorithm.kl.weighted:
-        needs |= {"old"}  # a loss of the user's own is given the old log-probs, so it is taken to read them
-    return needs | {"entropy"} if algorithm.entropy.target is not None else needs
+    functions = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
+    functions += [IS_CORRECTIONS.about(part.name) for part in algorithm.corrections]
+    functions += [TOKEN_MASKS.about(part.name) for part in algorithm.gates]
+    needs = set().union(*(function.needs for function in functions))
+    # A user's loss is passed the old log-probs, and nothing tells whether it reads them.
+    is_users_loss = loss not in POLICY_LOSSES
+    if is_users_loss or algorithm.drift.coef or algorithm.kl.weighted:
+        needs.add("old")
+    if algorithm.entropy.target is not None:
+        needs.add("entropy")
+    return frozenset(needs)
 
 
 def ignores_sampler_logprobs(algorithm: AlgorithmConfig) -> bool:
@@ -41,12 +45,16 @@ def needs_old_logprobs(config: RLConfig) -> bool:
     exactly one on-policy update does not need them for the ratio. Its new log-probs, detached, are
     the old ones.
     """
-    kl = config.algorithm.kl
-    read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
-    several = config.train.updates * config.train.mini_batches > 1
-    by_teacher = config.algorithm.distill.kind == "sampled"
-    by_ratio = several and "old" in needs_of(config.algorithm)
-    return config.algorithm.proximal == "policy" and (read_by_kl or by_ratio or by_teacher)
+    algorithm = config.algorithm
+    if algorithm.proximal != "policy":
+        return False
+    if algorithm.distill.kind == "sampled":
+        return True
+    kl = algorithm.kl
+    if kl.used and (kl.where == "reward" or kl.controller == "adaptive"):
+        return True
+    updates = config.train.updates * config.train.mini_batches
+    return updates > 1 and "old" in needs_of(algorithm)
 
 
 def needs_reference(algorithm: AlgorithmConfig) -> bool:
@@ -56,6 +64,9 @@ def needs_reference(algorithm: AlgorithmConfig) -> bool:
 
 def needs_reward(algorithm: AlgorithmConfig) -> bool:
     """Return whether anything reads a reward; otherwise only a teacher trains the policy."""
-    scaled = algorithm.normalize.terms != "none" or algorithm.normalize.rewards != "none"
-    reading = algorithm.shaping or algorithm.filters or algorithm.positive_nll.coef or scaled
-    return "teacher" not in needs_of(algorithm) or bool(reading)
+    if "teacher" not in needs_of(algorithm):
+        return True
+    normalize = algorithm.normalize
+    if normalize.terms != "none" or normalize.rewards != "none":
+        return True
+    return bool(algorithm.shaping or algorithm.filters or algorithm.positive_nll.coef)

@@ -114,7 +114,8 @@ def cosine(
         exceed: Reward of a response that reaches the length limit.
         threshold: Smallest outcome of a correct response.
     """
-    right, length = _right(batch, threshold), batch.lengths.to(rewards.dtype)
+    right = _right(batch, threshold)
+    length = batch.lengths.to(rewards.dtype)
     start = torch.where(right, rewards.new_tensor(right_start), rewards.new_tensor(wrong_start))
     end = torch.where(right, rewards.new_tensor(right_end), rewards.new_tensor(wrong_end))
     curve = end + (start - end) * (1 + torch.cos(torch.pi * length / max_new_tokens)) / 2
@@ -146,9 +147,10 @@ def kimi_length(
         weight: Factor of the bonus.
         threshold: Smallest outcome of a correct response.
     """
-    groups = GroupStats(TokenRows.of(batch).count().to(rewards.dtype), batch.prompt_of, len(batch.prompts))
-    shortest = -groups.highest(-groups.x)
-    lam = 0.5 - (groups.x - shortest) / (groups.highest() - shortest).clamp(min=1)
+    lengths = TokenRows.of(batch).count().to(rewards.dtype)
+    groups = GroupStats(lengths, batch.prompt_of, len(batch.prompts))
+    shortest = -groups.highest(-lengths)
+    lam = 0.5 - (lengths - shortest) / (groups.highest() - shortest).clamp(min=1)
     bonus = torch.where(_right(batch, threshold), lam, lam.clamp(max=0))
     return rewards + weight * torch.where(groups.uneven(), bonus, torch.zeros_like(bonus))
 
@@ -163,7 +165,12 @@ def _rewards_of(batch: Batch) -> Tensor:
     return batch.rewards
 
 
-def with_rewards(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int, seen: RunningStats) -> Batch:
+def with_rewards(
+    batch: Batch,
+    algorithm: AlgorithmConfig,
+    max_new_tokens: int,
+    seen: RunningStats,
+) -> Batch:
     """Return ``batch`` with normalized and shaped rewards in float64.
 
     ``batch.outcomes`` keeps the outcomes as they were scored.
@@ -174,10 +181,14 @@ def with_rewards(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int, 
         max_new_tokens: Length limit of a response, in tokens.
         seen: Statistics of the outcomes of earlier steps.
     """
-    settings, outcomes = algorithm.normalize, _rewards_of(batch).double()
-    seen = seen if settings.rewards == "none" else seen.including(outcomes)
-    scaled = RUNNING[settings.rewards](seen, TERMS[settings.terms](batch, settings.eps), settings.eps)
-    return batch.replace(outcomes=outcomes, rewards=shape(batch, algorithm.shaping, max_new_tokens, scaled))
+    settings = algorithm.normalize
+    outcomes = _rewards_of(batch).double()
+    if settings.rewards != "none":
+        seen = seen.including(outcomes)
+    terms = TERMS[settings.terms](batch, settings.eps)
+    scaled = RUNNING[settings.rewards](seen, terms, settings.eps)
+    rewards = shape(batch, algorithm.shaping, max_new_tokens, scaled)
+    return batch.replace(outcomes=outcomes, rewards=rewards)
 
 
 def _plain(batch: Batch, eps: float) -> Tensor:
@@ -185,7 +196,10 @@ def _plain(batch: Batch, eps: float) -> Tensor:
 
 
 def _by_group(batch: Batch, eps: float) -> Tensor:
-    return normalized_terms(batch, lambda x, there: GroupStats(x, batch.prompt_of[there], len(batch.prompts)), eps)
+    def grouped(x: Tensor, there: Tensor) -> GroupStats:
+        return GroupStats(x, batch.prompt_of[there], len(batch.prompts))
+
+    return normalized_terms(batch, grouped, eps)
 
 
 def _by_batch(batch: Batch, eps: float) -> Tensor:
@@ -218,13 +232,20 @@ def normalized_terms(batch: Batch, grouped: Callable[[Tensor, Tensor], GroupStat
     if batch.terms is None or batch.term_weights is None:
         raise ValueError("normalize.terms needs batch.terms and batch.term_weights")
     total = torch.zeros(len(batch), dtype=torch.float64, device=batch.terms.device)
-    for x, weight in zip(batch.terms.double().unbind(1), batch.term_weights.double().unbind(1), strict=True):
+    columns = batch.terms.double().unbind(1)
+    weights = batch.term_weights.double().unbind(1)
+    for x, weight in zip(columns, weights, strict=True):
         there = ~x.isnan()
         total[there] += weight[there] * grouped(x[there], there).standardised(eps)
     return total
 
 
-def shape(batch: Batch, parts: Sequence[ComponentConfig], max_new_tokens: int, start: Tensor | None = None) -> Tensor:
+def shape(
+    batch: Batch,
+    parts: Sequence[ComponentConfig],
+    max_new_tokens: int,
+    start: Tensor | None = None,
+) -> Tensor:
     """Apply the shapings in order and return the rewards, ``[B]``.
 
     Args:
@@ -235,7 +256,8 @@ def shape(batch: Batch, parts: Sequence[ComponentConfig], max_new_tokens: int, s
     """
     rewards = _rewards_of(batch) if start is None else start
     for part in parts:
-        rewards = SHAPINGS[part.name](batch, rewards, max_new_tokens=max_new_tokens, **part.options)
+        shaping = SHAPINGS[part.name]
+        rewards = shaping(batch, rewards, max_new_tokens=max_new_tokens, **part.options)
     return rewards
 
 
@@ -263,5 +285,7 @@ def token_rewards(batch: Batch, estimator: str, kl_coef: float) -> Tensor:
         if batch.old_logprobs is None or batch.ref_logprobs is None:
             raise ValueError("a KL penalty in the reward needs old_logprobs and ref_logprobs")
         kl = KL_ESTIMATORS[estimator](batch.old_logprobs, batch.ref_logprobs)
-        rewards = rewards - kl_coef * torch.where(rows.mask, kl, torch.zeros_like(kl)).to(rewards.dtype)
+        # Not kl * mask: an infinite estimate outside the mask would become NaN.
+        sampled_kl = torch.where(rows.mask, kl, torch.zeros_like(kl))
+        rewards = rewards - kl_coef * sampled_kl.to(rewards.dtype)
     return rewards

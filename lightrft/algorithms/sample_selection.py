@@ -53,13 +53,13 @@ def balanced(group: Group, *, keep: int, threshold: float | None = None) -> list
         threshold: Smallest reward of a correct response. ``None`` ranks by reward.
     """
     _at_least("balanced", keep, 2)
+    half = (keep + 1) // 2
     if threshold is None:
-        ranked, best = _ranked(group), (keep + 1) // 2
-        return ranked if len(ranked) <= keep else ranked[:best] + ranked[len(ranked) - (keep - best) :]
+        return _both_ends(_ranked(group), keep, best=half)
     order = sorted(range(len(group)), key=lambda i: _place(group[i]))
     right = [i for i in order if _reward(group[i]) >= threshold]
     wrong = [i for i in order if _reward(group[i]) < threshold]
-    from_right = min(len(right), max((keep + 1) // 2, keep - len(wrong)))
+    from_right = min(len(right), max(half, keep - len(wrong)))
     return right[:from_right] + wrong[: keep - from_right]
 
 
@@ -76,12 +76,16 @@ def max_variance(group: Group, *, keep: int) -> list[int]:
     tried. Of equally good splits the most even one is chosen.
     """
     _at_least("max_variance", keep, 2)
-    ranked, n = _ranked(group), len(group)
-    if n <= keep:
+    ranked = _ranked(group)
+    if len(ranked) <= keep:
         return ranked
-    parts = [ranked[:best] + ranked[n - keep + best :] for best in range(keep + 1)]
-    evenness = [-abs(2 * best - keep) for best in range(keep + 1)]
-    return max(zip(parts, evenness), key=lambda p: (_spread([_reward(group[i]) for i in p[0]]), p[1]))[0]
+
+    def quality(best: int) -> tuple[float, int]:
+        rewards = [_reward(group[i]) for i in _both_ends(ranked, keep, best)]
+        evenness = -abs(2 * best - keep)
+        return _spread(rewards), evenness
+
+    return _both_ends(ranked, keep, best=max(range(keep + 1), key=quality))
 
 
 @SELECTIONS.register("random", formula="keep answers at random", latex=r"S\sim\operatorname{Uniform}\{S:|S|=k\}")
@@ -91,7 +95,11 @@ def random(group: Group, *, keep: int) -> list[int]:
     This is a baseline for the other selections.
     """
     _at_least("random", keep, 1)
-    return sorted(range(len(group)), key=lambda i: (_shuffled(group[i]), _place(group[i])))[:keep]
+
+    def order(i: int) -> tuple[bytes, tuple[int, int]]:
+        return _shuffled(group[i]), _place(group[i])
+
+    return sorted(range(len(group)), key=order)[:keep]
 
 
 def selected(group: Group, part: ComponentConfig | None) -> list[Rollout]:
@@ -107,7 +115,7 @@ def selected(group: Group, part: ComponentConfig | None) -> list[Rollout]:
     kept = set(SELECTIONS[part.name](group, **part.options))
     if not kept <= set(range(len(group))):
         raise ConfigError(f"rollout.select: {part.name!r} gave {sorted(kept)} for a group of {len(group)} answers")
-    return [r for i, r in enumerate(group) if i in kept]
+    return [rollout for i, rollout in enumerate(group) if i in kept]
 
 
 def _reward(rollout: Rollout) -> float:
@@ -121,6 +129,14 @@ def _place(rollout: Rollout) -> tuple[int, int]:
 def _ranked(group: Group) -> list[int]:
     """Return the indices from the highest to the lowest reward."""
     return sorted(range(len(group)), key=lambda i: (-_reward(group[i]), _place(group[i])))
+
+
+def _both_ends(ranked: list[int], keep: int, best: int) -> list[int]:
+    """Return ``keep`` of the ranked indices: the first ``best`` and the last of the rest."""
+    if len(ranked) <= keep:
+        return ranked
+    worst = keep - best
+    return ranked[:best] + ranked[len(ranked) - worst :]
 
 
 def _spread(rewards: Sequence[float]) -> float:

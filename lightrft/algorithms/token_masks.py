@@ -104,12 +104,17 @@ def clip_cov(
         high: Largest covariance of a candidate.
     """
     cov = _covariance(batch)
-    ratio = torch.exp((require_column(batch.logprobs) - require_column(batch.old_logprobs)).double())
+    log_ratio = require_column(batch.logprobs) - require_column(batch.old_logprobs)
+    ratio = torch.exp(log_ratio.double())
     advantages = require_column(batch.advantages)
-    held = ((advantages > 0) & (ratio > 1 + settings.clip_high)) | ((advantages < 0) & (ratio < 1 - settings.clip_low))
+    clipped_above = (advantages > 0) & (ratio > 1 + settings.clip_high)
+    clipped_below = (advantages < 0) & (ratio < 1 - settings.clip_low)
+    held = clipped_above | clipped_below
     eligible = (batch.mask & (cov > low) & (cov < high) & ~held).nonzero()[:, 0]
     ranked = _by_content(eligible, torch.zeros_like(cov), batch)
-    drawn = torch.randperm(len(ranked), generator=generator).to(ranked.device)[: _count(batch, share)]
+    # Drawn on the CPU, where `generator` is: every device chooses the same tokens.
+    shuffled = torch.randperm(len(ranked), generator=generator).to(ranked.device)
+    drawn = shuffled[: _count(batch, share)]
     keep = batch.mask.clone()
     keep[ranked[drawn]] = False
     return TokenMask(keep)
@@ -163,7 +168,8 @@ def m2po(batch: Batch, settings: LossConfig, generator: torch.Generator, *, tau:
     Args:
         tau: Largest mean of the squared log-ratio.
     """
-    moment = (require_column(batch.logprobs) - require_column(batch.behavior_logprobs)).double().square()
+    log_ratio = require_column(batch.logprobs) - require_column(batch.behavior_logprobs)
+    moment = log_ratio.double().square()
     ordered = moment[batch.mask].sort().values
     mean = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
     kept = int((mean <= tau).sum())
@@ -210,10 +216,15 @@ def m2po_released(
     n = len(ordered)
     if n == 0 or float(ordered.mean()) <= tau:
         return TokenMask(batch.mask.clone())
-    rest = torch.arange(n - 1, -1, -1, device=ordered.device)
-    reached = int((ordered * rest + ordered.cumsum(0) < tau * n).sum())  # the sum grows with the bound, so a count is an index
+    # The sum of squares if every larger value were clipped to this one.
+    larger = torch.arange(n - 1, -1, -1, device=ordered.device)
+    clipped_sum = ordered * larger + ordered.cumsum(0)
+    # The sum grows along the sorted values, so a count is an index.
+    reached = int((clipped_sum < tau * n).sum())
     width = float(ordered[reached - 1].sqrt()) if reached else 0.0
-    held = (sign > 0) & (gap > max(width, math.log1p(floor_high))) | (sign < 0) & (gap < min(-width, _log_below(floor_low)))
+    highest = max(width, math.log1p(floor_high))
+    lowest = min(-width, _log_below(floor_low))
+    held = (sign > 0) & (gap > highest) | (sign < 0) & (gap < lowest)
     return TokenMask(batch.mask & ~held)
 
 
@@ -222,7 +233,12 @@ def _log_below(floor: float) -> float:
     return math.log1p(-floor) if floor < 1 else -math.inf
 
 
-def with_token_masks(batch: Batch, parts: Sequence[ComponentConfig], settings: LossConfig, generator: torch.Generator) -> Batch:
+def with_token_masks(
+    batch: Batch,
+    parts: Sequence[ComponentConfig],
+    settings: LossConfig,
+    generator: torch.Generator,
+) -> Batch:
     """Apply all gates to a whole mini-batch.
 
     Args:
@@ -239,7 +255,8 @@ def with_token_masks(batch: Batch, parts: Sequence[ComponentConfig], settings: L
         keep = gate.weight.to(torch.float32)
         batch = batch.replace(gate=keep if batch.gate is None else batch.gate * keep)
         if gate.kl_pull_coef is not None:
-            batch = batch.replace(pull=gate.kl_pull_coef if batch.pull is None else batch.pull + gate.kl_pull_coef)
+            pull = gate.kl_pull_coef if batch.pull is None else batch.pull + gate.kl_pull_coef
+            batch = batch.replace(pull=pull)
     return batch
 
 
@@ -280,7 +297,8 @@ def _covariance(batch: Batch) -> Tensor:
 
 
 def _centred(x: Tensor, mask: Tensor) -> Tensor:
-    inside = x[mask].double().sort().values  # sorted, so that the sum does not depend on the order of rows
+    # Sorted, so that the sum does not depend on the order of rows.
+    inside = x[mask].double().sort().values
     return x.double() - inside.sum() / max(1, len(inside))
 
 

@@ -22,37 +22,60 @@ def run(arguments: Sequence[str]) -> int:
     if not words or {"-h", "--help"} & set(words):
         sys.stdout.write(f"{USAGE}\n\nkinds: {', '.join([*CHECKS, 'reward'])}\n")
         return 0
-    kind, limit = _take("--kind", words), _seconds(_take("--limit", words))
-    names = [w for w in words if "=" not in w]
+    kind = _take("--kind", words)
+    limit = _seconds(_take("--limit", words))
+    names: list[str] = []
+    options: dict[str, object] = {}
+    for word in words:
+        key, is_option, text = word.partition("=")
+        if is_option:
+            options[key] = _value(text)
+        else:
+            names.append(word)
     if len(names) != 1:
         raise ConfigError(f"{len(names)} functions are named; it takes one: {USAGE}")
-    options = {key: _value(text) for key, _, text in (w.partition("=") for w in words if "=" in w)}
     return _report(names[0], kind, options, limit)
 
 
-def _report(name: str, kind: str, options: dict[str, Any], limit: float | None) -> int:
+def _report(name: str, kind: str, options: dict[str, object], limit: float | None) -> int:
+    """Run the checks and print their results. Return the exit status.
+
+    Args:
+        name: The function.
+        kind: Its kind, or "" to find it out.
+        options: Options of the function.
+        limit: Seconds for each call of a reward.
+    """
     from lightrft.algorithms.contracts.run_checks import CHECKS, run_contract_checks
     from lightrft.algorithms.validate.component_kinds import kind_of
     from lightrft.rewards.contracts import is_reward, reward_verdicts
 
     kind = kind or ("reward" if is_reward(name) else kind_of(name))
     if kind not in (*CHECKS, "reward"):
-        raise ConfigError(f"--kind {kind}: there is no such kind; known: {', '.join([*CHECKS, 'reward'])}")
-    if kind != "reward" and limit is not None:
+        known = ", ".join([*CHECKS, "reward"])
+        raise ConfigError(f"--kind {kind}: there is no such kind; known: {known}")
+    if kind == "reward":
+        found = reward_verdicts(name, options, limit or LIMIT)
+    elif limit is not None:
         raise ConfigError(
             f"--limit {limit:g} is for rewards, and {name} is taken for a {kind}; leave it out, or add --kind reward"
         )
-    found = reward_verdicts(name, options, limit or LIMIT) if kind == "reward" else run_contract_checks(name, kind, options)
+    else:
+        found = run_contract_checks(name, kind, options)
     given = "".join(f" {key}={value}" for key, value in options.items())
     sys.stdout.write(f"{name} as {kind}{given}\n\n")
-    width = max(len(v.check) for v in found)
-    for v in found:
-        sys.stdout.write(f"  {'FAIL' if v.broken else 'pass'}  {v.check:<{width}}  {v.asks}\n")
-        if v.broken:
-            sys.stdout.write("".join(f"        {line}\n" for line in v.broken.splitlines()))
-    failed = sum(1 for v in found if v.broken)
-    sys.stdout.write(f"\n{failed} of {len(found)} checks failed\n" if failed else f"\nall {len(found)} checks hold\n")
-    return 1 if failed else 0
+    width = max(len(result.check) for result in found)
+    for result in found:
+        mark = "FAIL" if result.broken else "pass"
+        sys.stdout.write(f"  {mark}  {result.check:<{width}}  {result.asks}\n")
+        for line in result.broken.splitlines():
+            sys.stdout.write(f"        {line}\n")
+    failed = sum(1 for result in found if result.broken)
+    if failed:
+        sys.stdout.write(f"\n{failed} of {len(found)} checks failed\n")
+        return 1
+    sys.stdout.write(f"\nall {len(found)} checks hold\n")
+    return 0
 
 
 def _take(option: str, words: list[str]) -> str:
@@ -74,7 +97,8 @@ def _seconds(text: str) -> float | None:
     if not text:
         return None
     value = _value(text)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not value > 0:
         raise ConfigError(f"--limit {text}: it is a number of seconds above 0")
     return float(value)
 

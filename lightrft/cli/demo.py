@@ -45,16 +45,26 @@ def run(arguments: Sequence[str]) -> int:
 
 def demo_of(arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
     """Return the selected demo and the other arguments. Raise ``ConfigError`` for unknown ones."""
-    names = [a for a in arguments if "=" not in a and not a.startswith("-") and not a.endswith((".yaml", ".yml"))]
+    names = [argument for argument in arguments if _is_name(argument)]
     if not names:
         return next(iter(DEMOS)), arguments
     if len(names) > 1 or names[0] not in DEMOS:
         near = difflib.get_close_matches(names[-1], DEMOS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near and len(names) == 1 else f"there are {', '.join(DEMOS)}"
+        hint = f"there are {', '.join(DEMOS)}"
+        if near and len(names) == 1:
+            hint = f"did you mean {near[0]!r}?"
         raise ConfigError(f"there is no demo {' '.join(names)!r}; {hint}")
-    return names[0], [a for a in arguments if a != names[0]]
+    return names[0], [argument for argument in arguments if argument != names[0]]
+
+
+def _is_name(argument: str) -> bool:
+    """Return True unless ``argument`` is a setting, an option or a file of settings."""
+    if "=" in argument or argument.startswith("-"):
+        return False
+    return not argument.endswith((".yaml", ".yml"))
 
 
 def preset(name: str) -> resources.abc.Traversable:
     """Return the settings file of a demo."""
-    return resources.files("lightrft.cli") / ("demo.yaml" if name == "arithmetic" else f"demo_{name}.yaml")
+    file = "demo.yaml" if name == "arithmetic" else f"demo_{name}.yaml"
+    return resources.files("lightrft.cli") / file

@@ -19,15 +19,18 @@ def run(arguments: Sequence[str]) -> int:
     finding.
     """
     if {"-h", "--help"} & set(arguments):
-        show_help(
-            "doctor",
-            DoctorConfig(),
-            "What a run of this config needs, and what is off, before it begins.",
-        )
+        about = "What a run of this config needs, and what is off, before it begins."
+        show_help("doctor", DoctorConfig(), about)
         return 0
-    own = [a.removeprefix(MARK) for a in arguments if a.startswith(MARK)]
+    own = []
+    others = []
+    for argument in arguments:
+        if argument.startswith(MARK):
+            own.append(argument.removeprefix(MARK))
+        else:
+            others.append(argument)
     options = parse(DoctorConfig, own).settings
-    config = config_of(options.verb, [a for a in arguments if not a.startswith(MARK)])
+    config = config_of(options.verb, others)
     with quick_imports():
         set_threads(config.run.threads)
         from lightrft.diagnostics.doctor import run_doctor, to_json, to_text
@@ -37,7 +40,8 @@ def run(arguments: Sequence[str]) -> int:
         report = run_doctor(config, options)
     sys.stdout.write(to_text(report) + "\n")
     if options.output is not None:
-        write_atomic(Path(options.output).expanduser(), json.dumps(to_json(report), indent=1) + "\n")
+        output = Path(options.output).expanduser()
+        write_atomic(output, json.dumps(to_json(report), indent=1) + "\n")
     return 2 if report.bad else 0
 
 
@@ -49,13 +53,22 @@ def config_of(verb: str, arguments: Sequence[str]) -> RLConfig | SFTConfig:
     found: dict[str, RLConfig | SFTConfig] = {}
     problems: list[ConfigError] = []
     for name, cls in (("rl", RLConfig), ("sft", SFTConfig)):
-        if verb in ("auto", name):
-            try:
-                found[name] = parse(cls, arguments).settings
-            except ConfigError as error:
-                problems.append(error)
+        if verb not in ("auto", name):
+            continue
+        try:
+            found[name] = parse(cls, arguments).settings
+        except ConfigError as error:
+            problems.append(error)
     if not found:
         raise problems[0]
     rl = found.get("rl")
-    rewarded = isinstance(rl, RLConfig) and bool(rl.reward.terms or rl.reward.per_source or rl.algorithm.distill.kind != "none")
-    return found["sft"] if "sft" in found and not rewarded else found["rl"]
+    # A config without rewards and without a teacher parses as either: then it is one for SFT.
+    if isinstance(rl, RLConfig) and ("sft" not in found or _is_rl(rl)):
+        return rl
+    return found["sft"]
+
+
+def _is_rl(config: RLConfig) -> bool:
+    if config.reward.terms or config.reward.per_source:
+        return True
+    return config.algorithm.distill.kind != "none"

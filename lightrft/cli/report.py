@@ -19,6 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         sys.stdout.write(f"{USAGE}\n\nWrite report.html into the folder of a run, from what the run has written so far.\n")
         return 0
+    # All names are looked up first: an unknown one fails before any report is written.
     for folder in [_folder_of(name) for name in arguments]:
         sys.stdout.write(f"{write_report(folder)}\n")
     return 0
@@ -29,7 +30,15 @@ def _folder_of(name: str) -> Path:
     for path in (Path(name).expanduser(), RUNS / name):
         if path.is_dir():
             return path
-    known = [str(p) for folder in (RUNS, Path(name).parent) if folder.is_dir() for p in folder.iterdir() if p.is_dir()]
-    near = difflib.get_close_matches(name, known, n=1) or difflib.get_close_matches(str(RUNS / name), known, n=1)
+    known = [*_folders_in(RUNS), *_folders_in(Path(name).parent)]
+    near = difflib.get_close_matches(name, known, n=1)
+    if not near:
+        near = difflib.get_close_matches(str(RUNS / name), known, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(f"there is no run folder {name}{hint}")
+
+
+def _folders_in(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        return []
+    return [str(path) for path in folder.iterdir() if path.is_dir()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,8 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[EffectiveSett
     ``sources`` gives the file or argument that set a key.
     """
     algorithm = config.algorithm
-    preset = flat(PRESETS.get(algorithm.preset or "", {}))
+    preset = algorithm.preset or ""
+    in_preset = flat(PRESETS.get(preset, {}))
     tree = algorithm.model_dump(mode="json")
     given = flat(tree)
     found = []
@@ -42,18 +43,21 @@ def numbers(config: RLConfig, sources: Mapping[str, str]) -> tuple[EffectiveSett
         if value is None or value == {} or not is_read(key, algorithm):
             continue
         full = f"algorithm.{key}"
-        if key in given:
-            origin = _given(full, sources) or (_of_preset(algorithm.preset or "", key, value) if key in preset else "default")
-        else:
+        if key not in given:
             origin = f"default of {_owner(key, algorithm)}"
+        elif set_by := _given(full, sources):
+            origin = set_by
+        elif key in in_preset:
+            origin = _of_preset(preset, key, value)
+        else:
+            origin = "default"
         found.append(EffectiveSetting(full, value, origin))
-    return (
-        *found,
-        *(EffectiveSetting(key, value, sources.get(key, "default")) for key, value in _beside(config)),
-    )
+    for key, value in _beside(config):
+        found.append(EffectiveSetting(key, value, sources.get(key, "default")))
+    return tuple(found)
 
 
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+def flat(tree: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> dict[str, Any]:
     """Flatten a tree to ``{"a.b": value, "list.0.c": value}``.
 
     An empty mapping is a leaf. An empty list is dropped.
@@ -62,11 +66,11 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     leaves: dict[str, Any] = {}
     for key, value in branches:
         name = f"{prefix}{key}"
-        leaves |= (
-            flat(value, f"{name}.")
-            if isinstance(value, list | tuple) or (isinstance(value, Mapping) and value)
-            else {name: value}
-        )
+        is_list = isinstance(value, list | tuple)
+        if is_list or (isinstance(value, Mapping) and value):
+            leaves |= flat(value, f"{name}.")
+        else:
+            leaves[name] = value
     return leaves
 
 
@@ -86,31 +90,42 @@ def reads(kind: ComponentKind, name: str) -> frozenset[str] | None:
 
 
 def _idle_advantage(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    if leaf not in SHARED["advantage"]:
+        return False
     read = reads(COMPONENT_KINDS["advantage"], algorithm.advantage.name)
-    also = {"eps"} if algorithm.advantage.whiten != "none" else set()
-    return read is not None and leaf in SHARED["advantage"] and leaf not in read | also
+    if read is None or leaf in read:
+        return False
+    read_by_whitening = leaf == "eps" and algorithm.advantage.whiten != "none"
+    return not read_by_whitening
 
 
 def _idle_loss(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    if leaf not in SHARED["loss"]:
+        return False
     read = reads(COMPONENT_KINDS["loss"], algorithm.loss.name)
-    by_gates = {
-        s
-        for part in algorithm.gates
-        for s in (TOKEN_MASKS.about(part.name).reads if part.name in TOKEN_MASKS else SHARED["loss"])
-    }
-    return read is not None and leaf in SHARED["loss"] and leaf not in read | by_gates
+    if read is None or leaf in read:
+        return False
+    read_by_gates: set[str] = set()
+    for gate in algorithm.gates:
+        # A gate of the user may read every setting of the loss.
+        built_in = gate.name in TOKEN_MASKS
+        read_by_gates |= TOKEN_MASKS.about(gate.name).reads if built_in else SHARED["loss"]
+    return leaf not in read_by_gates
 
 
 def _idle_kl(leaf: str, algorithm: AlgorithmConfig) -> bool:
     kl = algorithm.kl
     refreshes = leaf in ("refresh_every", "refresh_decay")
     if not kl.used:
+        # A process reward reads the reference too, so refreshing it may still matter.
         return leaf != "where" and not (refreshes and kl.refresh_every)
-    steered = {"target": "adaptive", "horizon": "adaptive"}
-    scheduled = leaf in ("final", "steps") and kl.controller not in ("linear", "cosine")
-    weighted = leaf == "weighted" and kl.where != "loss"
-    still = refreshes and not kl.refresh_every
-    return kl.controller != steered.get(leaf, kl.controller) or scheduled or weighted or still
+    if leaf in ("target", "horizon"):
+        return kl.controller != "adaptive"
+    if leaf in ("final", "steps"):
+        return kl.controller not in ("linear", "cosine")
+    if leaf == "weighted":
+        return kl.where != "loss"
+    return refreshes and not kl.refresh_every
 
 
 def _idle_normalize(leaf: str, algorithm: AlgorithmConfig) -> bool:
@@ -127,11 +142,18 @@ SHARED = {
     "advantage": frozenset({"gamma", "lam", "eps"}),
     "loss": frozenset({"ratio", "clip_low", "clip_high", "dual_clip", "ratio_cap"}),
 }
+
+
+def _idle_distill(leaf: str, algorithm: AlgorithmConfig) -> bool:
+    kind = algorithm.distill.kind
+    return kind == "none" or (leaf == "beta" and kind != "jsd")
+
+
 IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
     "advantage": _idle_advantage,
     "loss": _idle_loss,
     "kl": _idle_kl,
-    "distill": lambda leaf, algorithm: algorithm.distill.kind == "none" or (leaf == "beta" and algorithm.distill.kind != "jsd"),
+    "distill": _idle_distill,
     "entropy": lambda leaf, algorithm: leaf != "coef" and algorithm.entropy.target is None,
     "normalize": _idle_normalize,
     "drift": lambda leaf, algorithm: algorithm.drift.coef == 0,
@@ -159,7 +181,8 @@ def _with_defaults(kind: ComponentKind, part: Mapping[str, Any]) -> dict[str, An
 def defaults_of(kind: ComponentKind, name: str) -> dict[str, Any]:
     """Return the options of the function ``name`` that have a default, with that default."""
     options = kind.options(kind.registry[name])
-    return {option: value for option, value in options.items() if value is not inspect.Parameter.empty}
+    required = inspect.Parameter.empty
+    return {option: value for option, value in options.items() if value is not required}
 
 
 def _owner(key: str, algorithm: AlgorithmConfig) -> str:
@@ -172,32 +195,53 @@ def _owner(key: str, algorithm: AlgorithmConfig) -> str:
 
 def _of_preset(preset: str, key: str, value: object) -> str:
     """Return the preset as origin, and for a number also the source that the preset cites."""
-    found = source_of(preset, key) if isinstance(value, int | float) and not isinstance(value, bool) else None
-    return f"preset {preset}: {found}" if found else f"preset {preset}"
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    cited = source_of(preset, key) if is_number else None
+    return f"preset {preset}: {cited}" if cited else f"preset {preset}"
 
 
 def _given(key: str, sources: Mapping[str, str]) -> str | None:
     """Return the origin of ``key``: the key itself, an enclosing list, or a shorthand value."""
     words = key.split(".")
-    above = (".".join(words[:n]) for n in range(len(words), 1, -1))
-    return next((sources[k] for k in above if k in sources), None) or next(
-        (s for k, s in sources.items() if k.startswith(f"{key}.")), None
-    )
+    for count in range(len(words), 1, -1):
+        above = ".".join(words[:count])
+        if sources.get(above):
+            return sources[above]
+    for other, source in sources.items():
+        if other.startswith(f"{key}."):
+            return source
+    return None
 
 
-def _options(key: str, given: Mapping[str, Any], function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    parameters = inspect.signature(function).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty}
-    for name, value in {**defaults, **given}.items():
+def _options(
+    key: str,
+    given: Mapping[str, object],
+    function: Callable[..., object],
+) -> Iterator[tuple[str, object]]:
+    """Yield the options of a function, as given or by default.
+
+    Args:
+        key: The setting that names the function.
+        given: The options that are set.
+        function: Has its options as keyword-only arguments.
+    """
+    values: dict[str, object] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        has_default = parameter.default is not parameter.empty
+        if parameter.kind is parameter.KEYWORD_ONLY and has_default:
+            values[parameter.name] = parameter.default
+    for name, value in {**values, **given}.items():
         if value is not None:
             yield f"{key}.options.{name}", value
 
 
-def _beside(config: RLConfig) -> Iterator[tuple[str, Any]]:
-    if "critic" in needs_of(config.algorithm):
+def _beside(config: RLConfig) -> Iterator[tuple[str, object]]:
+    """Yield the settings of other sections that change the objective."""
+    needs = needs_of(config.algorithm)
+    if "critic" in needs:
         yield "critic.warmup_steps", config.critic.warmup_steps
         yield "critic.optimizer.lr", config.critic.optimizer.lr
-    if "process" in needs_of(config.algorithm):
+    if "process" in needs:
         yield "process.beta", config.process.beta
         yield "process.threshold", config.process.threshold
         yield "process.forward", config.process.forward
@@ -206,9 +250,10 @@ def _beside(config: RLConfig) -> Iterator[tuple[str, Any]]:
         yield "ptx.coef", config.ptx.coef
         yield "ptx.batch_size", config.ptx.batch_size
     yield "rollout.samples", config.rollout.samples
-    select, curriculum = config.rollout.select, config.rollout.curriculum
+    select = config.rollout.select
     if select is not None:
         yield from _options("rollout.select", select.options, SELECTIONS[select.name])
+    curriculum = config.rollout.curriculum
     if curriculum is not None:
         yield "rollout.curriculum.threshold", curriculum.threshold
         yield "rollout.curriculum.momentum", curriculum.momentum

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightrft.algorithms.requirements import needs_of
 from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
-from lightrft.config.algorithm import AlgorithmConfig, LossConfig, NormalizeConfig
+from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig
 from lightrft.config.presets import PAPERS
 from lightrft.config.verbs import RLConfig
 from lightrft.diagnostics.effective_settings import EffectiveSetting, numbers
@@ -73,10 +73,13 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
     algorithm = config.algorithm
     terms = list(_terms(algorithm))
     aggregation = COMPONENT_KINDS["aggregation"].registry.about(algorithm.aggregation)
-    inner, latex = " ".join(text for text, _ in terms), "".join(text for _, text in terms)
-    several = len(terms) > 1
-    objective = aggregation.formula.replace("L_it", f"({inner})" if several else inner)
-    full = aggregation.latex.replace("L_{i,t}", rf"\big({latex}\big)" if several else latex)
+    inner = " ".join(text for text, _ in terms)
+    inner_latex = "".join(latex for _, latex in terms)
+    if len(terms) > 1:
+        inner = f"({inner})"
+        inner_latex = rf"\big({inner_latex}\big)"
+    objective = aggregation.formula.replace("L_it", inner)
+    full = aggregation.latex.replace("L_{i,t}", inner_latex)
     if algorithm.positive_nll.coef:
         objective += f" + {algorithm.positive_nll.coef:g} NLL"
         full += rf"+{algorithm.positive_nll.coef:g}\,\mathrm{{NLL}}"
@@ -97,7 +100,7 @@ def explain(config: RLConfig, sources: Mapping[str, str]) -> Explanation:
 def _terms(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     """Yield the terms that are aggregated, as text and as LaTeX."""
     yield "L_it", "L_{i,t}"
-    kl, entropy = algorithm.kl, algorithm.entropy
+    kl = algorithm.kl
     if kl.used and kl.where == "loss":
         ratio, latex = ("rho_t ", r"\rho_t") if kl.weighted else ("", "")
         yield f"+ {kl.coef:g} {ratio}kl_t", rf"+{kl.coef:g}\,{latex}k_{{i,t}}"
@@ -105,6 +108,7 @@ def _terms(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         yield f"+ {algorithm.drift.coef:g} drift_t", rf"+{algorithm.drift.coef:g}\,\delta_{{i,t}}"
     if algorithm.distill.whole:
         yield f"+ {algorithm.distill.coef:g} D_t", rf"+{algorithm.distill.coef:g}\,D_{{i,t}}"
+    entropy = algorithm.entropy
     if entropy.target is not None:
         yield "- alpha H_t", r"-\alpha\,H_{i,t}"
     elif entropy.coef:
@@ -113,73 +117,76 @@ def _terms(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str]]:
 
 
 def _lines(config: RLConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
-    algorithm, kl = config.algorithm, config.algorithm.kl
+    algorithm = config.algorithm
     yield from _scales(algorithm.normalize, _below("algorithm.normalize", found))
     yield from _listed("shaping", "shaping", algorithm, found)
-    reward = About("r_t = 1[t is the last sampled token] R", r"r_t=\mathbb 1[t=T]\,R")
-    if kl.used and kl.where == "reward":
-        reward = About(f"{reward.formula} - {kl.coef:g} kl_t", rf"{reward.latex}-{kl.coef:g}\,k_{{i,t}}")
-    yield Line("token reward", "outcome", reward)
-    if "process" in needs_of(algorithm):
-        own = _below("process", found)
-        yield Line("token reward", "process", IMPLICIT, tuple(n for n in own if symbol_of(n) == "beta"))
-        yield Line(
-            "loss of the process model",
-            "outcome",
-            OUTCOME_LOSS,
-            tuple(n for n in own if symbol_of(n) == "threshold"),
-        )
-    advantage = algorithm.advantage
-    about = COMPONENT_KINDS["advantage"].registry.about(advantage.name)
-    own = tuple(n for n in _below("algorithm.advantage", found) if symbol_of(n) != "eps" or "eps" in about.reads)
-    yield Line("advantage", advantage.name, about, own)
-    if advantage.whiten != "none":
-        over = f"over all trained tokens of the {advantage.whiten}"
-        eps = tuple(n for n in found if n.key == "algorithm.advantage.eps")
-        yield Line(
-            "advantage",
-            "whiten",
-            About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED),
-            eps,
-        )
+    yield from _token_rewards(algorithm, found)
+    yield from _advantage(algorithm.advantage, found)
+    by_teacher = _below("algorithm.distill", found)
     if algorithm.distill.kind == "sampled":
-        yield Line("teacher", "sampled", SAMPLED, _below("algorithm.distill", found))
+        yield Line("teacher", "sampled", SAMPLED, by_teacher)
     if algorithm.distill.whole:
-        about = DIVERGENCES.about(algorithm.distill.kind)
-        yield Line("teacher", algorithm.distill.kind, about, _below("algorithm.distill", found))
+        kind = algorithm.distill.kind
+        yield Line("teacher", kind, DIVERGENCES.about(kind), by_teacher)
     yield from _policy_loss(algorithm.loss, _below("algorithm.loss", found))
+    kl = algorithm.kl
     if kl.used:
-        yield _distance(
-            f"kl in the {kl.where}",
-            kl.estimator,
-            ("kl_t", "k_{i,t}"),
-            TO_REFERENCE,
-            _below("algorithm.kl", found),
-        )
+        own = _below("algorithm.kl", found)
+        symbol = ("kl_t", "k_{i,t}")
+        yield _distance(f"kl in the {kl.where}", kl.estimator, symbol, TO_REFERENCE, own)
     if algorithm.drift.coef:
         yield _drift(algorithm, _below("algorithm.drift", found))
     yield from _other_terms(algorithm, found)
     yield from _listed("correction of L", "correction", algorithm, found)
     yield from _listed("gate of L", "gate", algorithm, found)
-    yield Line(
-        "aggregation",
-        algorithm.aggregation,
-        COMPONENT_KINDS["aggregation"].registry.about(algorithm.aggregation),
-    )
+    aggregation = algorithm.aggregation
+    yield Line("aggregation", aggregation, COMPONENT_KINDS["aggregation"].registry.about(aggregation))
     if config.ptx.coef:
-        yield Line(
-            "beside the objective",
-            "ptx",
-            PTX,
-            tuple(n for n in _below("ptx", found) if symbol_of(n) == "coef"),
-        )
+        yield Line("beside the objective", "ptx", PTX, _only("coef", _below("ptx", found)))
     yield from _listed("filter", "filter", algorithm, found)
-    if config.rollout.select is not None:
-        name = config.rollout.select.name
-        yield Line("selection", name, SELECTIONS.about(name), _below("rollout.select", found))
-    if config.rollout.curriculum is not None:
-        name = config.rollout.curriculum.name
-        yield Line("prompts", name, CURRICULA.about(name), _below("rollout.curriculum", found))
+    select = config.rollout.select
+    if select is not None:
+        own = _below("rollout.select", found)
+        yield Line("selection", select.name, SELECTIONS.about(select.name), own)
+    curriculum = config.rollout.curriculum
+    if curriculum is not None:
+        own = _below("rollout.curriculum", found)
+        yield Line("prompts", curriculum.name, CURRICULA.about(curriculum.name), own)
+
+
+def _token_rewards(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
+    """Yield the rewards of tokens: the outcome with its KL penalty, and process rewards."""
+    formula = "r_t = 1[t is the last sampled token] R"
+    latex = r"r_t=\mathbb 1[t=T]\,R"
+    kl = algorithm.kl
+    if kl.used and kl.where == "reward":
+        formula += f" - {kl.coef:g} kl_t"
+        latex += rf"-{kl.coef:g}\,k_{{i,t}}"
+    yield Line("token reward", "outcome", About(formula, latex))
+    if "process" in needs_of(algorithm):
+        own = _below("process", found)
+        yield Line("token reward", "process", IMPLICIT, _only("beta", own))
+        threshold = _only("threshold", own)
+        yield Line("loss of the process model", "outcome", OUTCOME_LOSS, threshold)
+
+
+def _advantage(settings: AdvantageConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
+    """Yield the advantage and its whitening. ``eps`` is a setting of both."""
+    about = COMPONENT_KINDS["advantage"].registry.about(settings.name)
+    own = _below("algorithm.advantage", found)
+    if "eps" not in about.reads:
+        own = tuple(number for number in own if symbol_of(number) != "eps")
+    yield Line("advantage", settings.name, about, own)
+    if settings.whiten != "none":
+        over = f"over all trained tokens of the {settings.whiten}"
+        eps = tuple(number for number in found if number.key == "algorithm.advantage.eps")
+        whitening = About(f"A <- (A - mean A) / (std A + eps), {over}", WHITENED)
+        yield Line("advantage", "whiten", whitening, eps)
+
+
+def _only(symbol: str, found: tuple[EffectiveSetting, ...]) -> tuple[EffectiveSetting, ...]:
+    """Return the numbers with this symbol."""
+    return tuple(number for number in found if symbol_of(number) == symbol)
 
 
 def _scales(settings: NormalizeConfig, own: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
@@ -188,33 +195,34 @@ def _scales(settings: NormalizeConfig, own: tuple[EffectiveSetting, ...]) -> Ite
         formula = (
             f"R = sum_k w_k (x_k - mean_{settings.terms} x_k) / (std_{settings.terms} x_k + eps), over the terms of the reward"
         )
-        yield Line(
-            "reward terms",
-            settings.terms,
-            About(formula, TERMS_SCALED, "GDPO, arXiv 2601.05242"),
-            own,
-        )
+        about = About(formula, TERMS_SCALED, "GDPO, arXiv 2601.05242")
+        yield Line("reward terms", settings.terms, about, own)
     if settings.rewards != "none":
-        shift = "R - mean" if settings.rewards == "standard" else "R"
-        over = f"({shift})" if " " in shift else shift
-        formula = f"R <- {over} / (std + eps), mean and std of all rewards that the run has seen"
-        latex = rf"R\leftarrow\frac{{{shift}}}{{\operatorname{{std}}+\epsilon}}"
+        standard = settings.rewards == "standard"
+        numerator = "(R - mean)" if standard else "R"
+        formula = f"R <- {numerator} / (std + eps), mean and std of all rewards that the run has seen"
+        numerator_latex = "R - mean" if standard else "R"
+        latex = rf"R\leftarrow\frac{{{numerator_latex}}}{{\operatorname{{std}}+\epsilon}}"
         yield Line("reward scale", settings.rewards, About(formula, latex), own)
     if settings.values:
         formula = "the critic says (return - mean) / (std + eps), mean and std of all returns that the run has seen"
-        yield Line("values", "normalised", About(formula, "", "arXiv 1602.07714, arXiv 2103.01955"), own)
+        about = About(formula, "", "arXiv 1602.07714, arXiv 2103.01955")
+        yield Line("values", "normalised", about, own)
 
 
 def _policy_loss(loss: LossConfig, own: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
     """Yield the policy loss with the selected ratio, without bounds that are not set."""
     about = COMPONENT_KINDS["loss"].registry.about(loss.name)
-    formula, latex = about.formula, about.latex
+    formula = about.formula
+    latex = about.latex
     if loss.ratio_cap is None:
         formula = formula.replace("min(rho_t, ratio_cap)", "rho_t")
     if loss.ratio in RATIOS and "ratio" in about.reads:
         text, symbols = RATIOS[loss.ratio]
-        formula, latex = formula.replace(OF_TOKEN[0], text), latex.replace(OF_TOKEN[1], symbols)
-    yield Line("policy loss", loss.name, About(formula, latex, about.paper, about.needs, about.reads), own)
+        formula = formula.replace(OF_TOKEN[0], text)
+        latex = latex.replace(OF_TOKEN[1], symbols)
+    in_force = About(formula, latex, about.paper, about.needs, about.reads)
+    yield Line("policy loss", loss.name, in_force, own)
     if loss.dual_clip is not None and "dual_clip" in about.reads:
         bound = About(
             "L_t <- min(L_t, -dual_clip A_t) where A_t < 0",
@@ -235,39 +243,47 @@ def _distance(
     own: tuple[EffectiveSetting, ...],
     bound: str = "",
 ) -> Line:
-    """Return the KL estimate ``symbol`` of the log-ratio ``d``, each as text and as LaTeX."""
+    """Return the KL estimate ``symbol`` of the log-ratio ``d``, each as text and as LaTeX.
+
+    Args:
+        part: Name of the line.
+        estimator: Name of the KL estimator.
+        symbol: Symbol of the estimate.
+        d: The log-ratio.
+        own: Values in the formula.
+        bound: Text that follows the formula.
+    """
     about = COMPONENT_KINDS["kl"].registry.about(estimator)
     formula = f"{symbol[0]} = {about.formula},  d = {d[0]}{bound}"
-    return Line(
-        part,
-        estimator,
-        About(formula, rf"{symbol[1]}={about.latex},\quad d={d[1]}", about.paper),
-        own,
-    )
+    latex = rf"{symbol[1]}={about.latex},\quad d={d[1]}"
+    return Line(part, estimator, About(formula, latex, about.paper), own)
 
 
 def _drift(algorithm: AlgorithmConfig, own: tuple[EffectiveSetting, ...]) -> Line:
     """Return the KL from the old to the new policy. Its tokens were sampled by the old policy."""
-    bound = "" if algorithm.drift.cap is None else ";  its gradient, exp(-d) - 1, is at most cap"
-    if algorithm.drift.level == "token":
-        return _distance("drift", algorithm.drift.estimator, ("drift_t", r"\delta_{i,t}"), FROM_OLD, own, bound)
-    symbol, d = (
-        ("l_i drift_t", r"l_i\,\delta_{i,t}"),
-        ("sum_t (logp_old - logp)", r"\textstyle\sum_t(\log\pi_{old}-\log\pi_\theta)"),
+    drift = algorithm.drift
+    bound = "" if drift.cap is None else ";  its gradient, exp(-d) - 1, is at most cap"
+    if drift.level == "token":
+        symbol = ("drift_t", r"\delta_{i,t}")
+        return _distance("drift", drift.estimator, symbol, FROM_OLD, own, bound)
+    symbol = ("l_i drift_t", r"l_i\,\delta_{i,t}")
+    d = (
+        "sum_t (logp_old - logp)",
+        r"\textstyle\sum_t(\log\pi_{old}-\log\pi_\theta)",
     )
-    return _distance("drift", algorithm.drift.estimator, symbol, d, own, bound)
+    return _distance("drift", drift.estimator, symbol, d, own, bound)
 
 
 def _other_terms(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
     if "critic" in needs_of(algorithm):
-        plain, clipped = (
-            "(V_t - return_t)^2",
-            "(clip(V_t, V_old - clip, V_old + clip) - return_t)^2",
-        )
-        formula = f"{plain} / 2" if algorithm.value.clip is None else f"max( {plain}, {clipped} ) / 2"
-        latex = r"(V_t-\hat R_t)^2" if algorithm.value.clip is None else CLIPPED_VALUE
+        formula = "(V_t - return_t)^2"
+        latex = r"(V_t-\hat R_t)^2"
+        if algorithm.value.clip is not None:
+            clipped = "(clip(V_t, V_old - clip, V_old + clip) - return_t)^2"
+            formula = f"max( {formula}, {clipped} )"
+            latex = CLIPPED_VALUE
         about = About(
-            f"of the critic: {formula}",
+            f"of the critic: {formula} / 2",
             rf"L^V_{{i,t}}=\tfrac12{latex}",
             "PPO, arXiv 1707.06347, and its authors' code",
         )
@@ -289,15 +305,31 @@ def _other_terms(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]
         yield Line("right answers", "nll", likelihood, _below("algorithm.positive_nll", found))
 
 
-def _listed(part: str, kind: str, algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
+def _listed(
+    part: str,
+    kind: str,
+    algorithm: AlgorithmConfig,
+    found: tuple[EffectiveSetting, ...],
+) -> Iterator[Line]:
+    """Yield one line for each function of a list.
+
+    Args:
+        part: Name of the lines.
+        kind: Kind of the functions.
+        algorithm: Names them.
+        found: All settings that the algorithm reads.
+    """
     row = COMPONENT_KINDS[kind]
-    for i, chosen in enumerate(getattr(algorithm, row.key.removeprefix("algorithm."))):
-        yield Line(part, chosen.name, row.registry.about(chosen.name), _below(f"{row.key}.{i}", found))
+    chosen = getattr(algorithm, row.key.removeprefix("algorithm."))
+    for i, function in enumerate(chosen):
+        own = _below(f"{row.key}.{i}", found)
+        yield Line(part, function.name, row.registry.about(function.name), own)
 
 
 def _below(branch: str, found: tuple[EffectiveSetting, ...]) -> tuple[EffectiveSetting, ...]:
     """Return the numbers of one branch, without names of functions."""
-    return tuple(n for n in found if n.key.startswith(f"{branch}.") and n.key.rpartition(".")[2] not in NAMES)
+    below = [number for number in found if number.key.startswith(f"{branch}.")]
+    return tuple(number for number in below if symbol_of(number) not in NAMES)
 
 
 NAMES = ("name", "whiten", "where", "estimator", "kind", "weighted", "terms", "rewards", "values")
@@ -306,22 +338,29 @@ NAMES = ("name", "whiten", "where", "estimator", "kind", "weighted", "terms", "r
 def to_text(explanation: Explanation) -> str:
     """Format an explanation for a terminal."""
     e = explanation
-    width = max(len(f"{line.part}: {line.name}") for line in e.lines)
-    parts = [e.title, *([f"  {e.paper}"] if e.paper else []), "", f"  {e.objective}", ""]
-    for line in e.lines:
-        parts.append(f"  {f'{line.part}: {line.name}':<{width}}  {line.about.formula}")
-        with_numbers = ", ".join(f"{symbol_of(n)} = {n.value}" for n in line.numbers)
-        parts += [
-            f"  {'':<{width}}    {text}" for text in (f"with {with_numbers}" if with_numbers else "", line.about.paper) if text
-        ]
-    key = max(len(n.key) for n in e.numbers)
-    parts += ["", "numbers in force"]
-    parts += [f"  {n.key:<{key}}  {n.value!s:<12}  {n.source}" for n in e.numbers]
-    parts += ["", "gradient", *(f"  {g}" for g in e.gradient)]
-    parts += ["", "models", *(f"  {role.name:<13}  {role.what}" for role in e.roles)]
-    parts += ["", "passes over the batch in a step"]
-    parts += [f"  {f.model:<13}  {f.passes}  {f.what}" for f in e.forwards]
-    return "\n".join(parts)
+    rows = [e.title]
+    if e.paper:
+        rows.append(f"  {e.paper}")
+    rows += ["", f"  {e.objective}", ""]
+    names = [f"{line.part}: {line.name}" for line in e.lines]
+    width = max(len(name) for name in names)
+    for name, line in zip(names, e.lines, strict=True):
+        rows.append(f"  {name:<{width}}  {line.about.formula}")
+        values = ", ".join(f"{symbol_of(number)} = {number.value}" for number in line.numbers)
+        if values:
+            rows.append(f"  {'':<{width}}    with {values}")
+        if line.about.paper:
+            rows.append(f"  {'':<{width}}    {line.about.paper}")
+    key = max(len(number.key) for number in e.numbers)
+    rows += ["", "numbers in force"]
+    rows += [f"  {n.key:<{key}}  {n.value!s:<12}  {n.source}" for n in e.numbers]
+    rows += ["", "gradient"]
+    rows += [f"  {sentence}" for sentence in e.gradient]
+    rows += ["", "models"]
+    rows += [f"  {role.name:<13}  {role.what}" for role in e.roles]
+    rows += ["", "passes over the batch in a step"]
+    rows += [f"  {f.model:<13}  {f.passes}  {f.what}" for f in e.forwards]
+    return "\n".join(rows)
 
 
 def symbol_of(number: EffectiveSetting) -> str:
@@ -334,19 +373,22 @@ def to_latex(explanation: Explanation, environment: str = "align*") -> str:
 
     The aggregation is part of the objective and gets no row.
     """
-    parts = []
+    formulas = [explanation.latex]
     for line in explanation.lines:
-        if line.about.latex and line.part != "aggregation":
-            with_numbers = r",\ ".join(f"{_latex(n)}" for n in line.numbers)
-            parts.append(f"{line.about.latex}" + (rf"\qquad({with_numbers})" if with_numbers else ""))
-    rows = " \\\\\n".join(f"&{row}" for row in [explanation.latex, *parts])
+        if not line.about.latex or line.part == "aggregation":
+            continue
+        values = r",\ ".join(_latex(number) for number in line.numbers)
+        formulas.append(line.about.latex + (rf"\qquad({values})" if values else ""))
+    rows = " \\\\\n".join(f"&{formula}" for formula in formulas)
     return f"\\begin{{{environment}}}\n{rows}\n\\end{{{environment}}}"
 
 
 def _latex(number: EffectiveSetting) -> str:
     name = symbol_of(number)
     symbol = SYMBOLS.get(name) or rf"\mathrm{{{_plain(name)}}}"
-    value = number.value if isinstance(number.value, int | float) else rf"\text{{{_plain(str(number.value))}}}"
+    value = number.value
+    if not isinstance(value, int | float):
+        value = rf"\text{{{_plain(str(value))}}}"
     return f"{symbol}={value}"
 
 

@@ -39,7 +39,12 @@ class Replayed:
     metrics: Metrics = field(default_factory=Metrics)
 
 
-def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overrides: Sequence[str] = ()) -> Replayed:
+def replay(
+    folder: Path | str,
+    step: int,
+    phases: Sequence[str] = PHASES,
+    overrides: Sequence[str] = (),
+) -> Replayed:
     """Repeat ``phases`` of ``step`` on the batch that the run saved.
 
     The batch keeps the columns that earlier phases of the run computed. Weights, optimizer and
@@ -56,25 +61,21 @@ def replay(folder: Path | str, step: int, phases: Sequence[str] = PHASES, overri
         CheckpointError: the batch or the checkpoint was not saved.
         ConfigError: the settings are invalid.
     """
-    if unknown := [phase for phase in phases if phase not in PHASES]:
-        raise ConfigError(f"there is no phase {unknown[0]!r}; take some of {', '.join(PHASES)}")
+    for phase in phases:
+        if phase not in PHASES:
+            raise ConfigError(f"there is no phase {phase!r}; take some of {', '.join(PHASES)}")
     folder = Path(folder)
     config = load_settings(RLConfig, [folder / "config.yaml"], overrides).settings
     check_parts(config.algorithm)
-    file = folder / "batches" / f"step_{step:06d}"
-    if not file.with_name(file.name + ".json").exists():
-        kept = sorted(int(f.stem.removeprefix("step_")) for f in file.parent.glob("step_*.json"))
-        raise CheckpointError(f"{folder} kept no batch of step {step}, but of {kept or 'none'}; set log.batches_every in the run")
-    batch = load_batch(file)
+    batch = _saved_batch(folder, step)
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
-    stream = None if config.train.steps else PromptStream.of(config.data, tokenizer, config.run.seed, processor=processor)
-    roles = local_roles(
-        config,
-        tokenizer,
-        rollout_steps(config, 0 if stream is None else len(stream.dataset)),
-        processor,
-    )
+    prompts = 0
+    if not config.train.steps:
+        # The learning-rate schedule spans the steps of a run, which the prompts then determine.
+        seed = config.run.seed
+        prompts = len(PromptStream.of(config.data, tokenizer, seed, processor=processor).dataset)
+    roles = local_roles(config, tokenizer, rollout_steps(config, prompts), processor)
     try:
         controls = Controllers.of(config.algorithm)
         _take_up(roles, controls, config, folder, step - 1)
@@ -93,6 +94,16 @@ def _run(
     batch: Batch,
     phases: Sequence[str],
 ) -> Replayed:
+    """Run ``phases`` on ``batch``, in the order of a step.
+
+    Args:
+        roles: The models.
+        controls: Coefficients that change from step to step.
+        config: Settings, with overrides.
+        step: Number of steps before this one.
+        batch: The batch that the run saved.
+        phases: Some of ``PHASES``.
+    """
     replayed = Replayed(batch)
     if "policy" in phases:
         batch = with_policy(batch, roles, config)
@@ -108,6 +119,16 @@ def _run(
         replayed.metrics.merge(update(roles, batch, config, controls, step))
     replayed.batch = batch
     return replayed
+
+
+def _saved_batch(folder: Path, step: int) -> Batch:
+    """Read the batch of ``step``. Raises ``CheckpointError`` if the run did not save it."""
+    file = folder / "batches" / f"step_{step:06d}"
+    if file.with_name(file.name + ".json").exists():
+        return load_batch(file)
+    found = file.parent.glob("step_*.json")
+    kept = sorted(int(batch.stem.removeprefix("step_")) for batch in found)
+    raise CheckpointError(f"{folder} kept no batch of step {step}, but of {kept or 'none'}; set log.batches_every in the run")
 
 
 def _take_up(roles: Roles, controls: Controllers, config: RLConfig, folder: Path, step: int) -> None:

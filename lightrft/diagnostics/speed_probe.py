@@ -21,6 +21,7 @@ from lightrft.learner.micro_batches import micro_batches
 from lightrft.models.actor import Actor
 from lightrft.rollout.collate import collate
 from lightrft.rollout.logprob_check import Agreement, agreement, batch_of, compare_logprobs
+from lightrft.strategy.base import Strategy, TrainState
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.workers.local import local_policy
 
@@ -63,7 +64,8 @@ class GenerationTiming:
 
         If the wide call was not slower, ``row`` is 0.
         """
-        (few_seconds, few_width), (many_seconds, many_width) = (_per_step(*call) for call in (few, many))
+        few_seconds, few_width = _per_step(*few)
+        many_seconds, many_width = _per_step(*many)
         row = max(0.0, many_seconds - few_seconds) / max(1e-9, many_width - few_width)
         return GenerationTiming(max(0.0, many_seconds - row * many_width), row)
 
@@ -100,53 +102,28 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
     alone = StrategyConfig(device=config.strategy.device)
     strategy, actor, engine = local_policy(config.model, alone, config.engine, tokenizer)
     state = strategy.prepare(actor, OptimizerConfig(lr=0.0), 1)  # lr 0 keeps the weights
-    device = strategy.device
-    samples = min(lengths.samples, ANSWERS)
-    some = [Request(p, seed=s, sample=s) for p in prompts[: max(1, ANSWERS // samples)] for s in range(samples)]
-    narrow, drawn = _drawn(engine, some[:FEW], config, device), _drawn(engine, some, config, device)
+    some = _requests(prompts, min(lengths.samples, ANSWERS))
+    narrow = _drawn(engine, some[:FEW], config, strategy.device)
+    wide = _drawn(engine, some, config, strategy.device)
     engine.close()
-    rollouts = drawn[-1][1]
+    _, rollouts = wide[-1]
     layout, agrees = _agreement(actor, rollouts, config)
-    groups: dict[str, list[Rollout]] = {}
-    for rollout in rollouts:
-        rollout.reward = 0.0
-        groups.setdefault(rollout.prompt.id, []).append(rollout)
-    batch = collate(list(groups.values()))
-    parts = [batch.select(i).to(device) for i in micro_batches(batch, config.train.micro_batch_tokens, actor.layout)]
+    times = _timed_passes(strategy, state, actor, rollouts, config)
 
-    def forward() -> None:
-        with torch.no_grad():
-            for part in parts:
-                actor.score(part)
+    rows = lengths.groups * lengths.samples
+    width = min(rows, config.engine.max_rows)
+    token_counts = [len(rollout) for rollout in rollouts]
+    mean = sum(token_counts) / len(rollouts)
+    fastest = min(wide, key=_seconds)
+    speed = GenerationTiming.of(min(narrow, key=_seconds), fastest)
+    drawing = speed.seconds(rows, mean, max(token_counts), width)
+    scored, learned = times.of_step(config, rows / len(rollouts), min)
+    least = min(drawing, _seconds(fastest))
 
-    def update() -> None:
-        actor.train()
-        for number, part in enumerate(parts, start=1):
-            strategy.backward(state, actor.score(part).logprobs.sum(), last=number == len(parts))
-        actor.eval()
-
-    ahead, back, step = (
-        [_timed(does, device)[0] for _ in range(REPEATS)] for does in (forward, update, lambda: strategy.step(state))
-    )
-    rows, tokens = lengths.groups * lengths.samples, sum(len(r) for r in rollouts)
-    passes, times = list(forward_passes(config)), rows / len(rollouts)
-    plain, trained = (sum(f.passes for f in passes if f.gradient is wanted) for wanted in (False, True))
-    steps = config.train.updates * config.train.mini_batches
-
-    def passing(which: Callable[[list[float]], float], longer: float = 1.0) -> tuple[float, float]:
-        scale = times * longer
-        return which(ahead) * scale * plain, which(back) * scale * trained + which(step) * steps
-
-    mean, longest, width = (
-        tokens / len(rollouts),
-        max(len(r) for r in rollouts),
-        min(rows, config.engine.max_rows),
-    )
-    speed = GenerationTiming.of(min(narrow, key=_seconds), min(drawn, key=_seconds))
-    slow = GenerationTiming.of(min(narrow, key=_seconds), max(drawn, key=_seconds))
-    drawing, (scored, learned) = speed.seconds(rows, mean, longest, width), passing(min)
-    most = slow.seconds(rows, lengths.answer, lengths.answer, width) + sum(passing(max, lengths.answer / max(1.0, mean)))
-    least = min(drawing, min(map(_seconds, drawn)))
+    slow = GenerationTiming.of(min(narrow, key=_seconds), max(wide, key=_seconds))
+    longer = lengths.answer / max(1.0, mean)
+    most = slow.seconds(rows, lengths.answer, lengths.answer, width)
+    most += sum(times.of_step(config, rows / len(rollouts) * longer, max))
     return StepTimeEstimate(
         drawing,
         scored,
@@ -158,19 +135,125 @@ def expected(config: RLConfig, prompts: list[Prompt], tokenizer: Any, lengths: L
     )
 
 
-def _agreement(actor: Actor, rollouts: list[Rollout], config: RLConfig) -> tuple[str, Agreement | None]:
+def _requests(prompts: list[Prompt], samples: int) -> list[Request]:
+    """Return ``ANSWERS`` requests with ``samples`` responses per prompt."""
+    requests = []
+    for prompt in prompts[: max(1, ANSWERS // samples)]:
+        requests += [Request(prompt, seed=sample, sample=sample) for sample in range(samples)]
+    return requests
+
+
+@dataclass(frozen=True, slots=True)
+class _PassTimes:
+    """Seconds of each repeat of a forward pass, a training pass and an optimizer step."""
+
+    forward: list[float]
+    update: list[float]
+    step: list[float]
+
+    def of_step(
+        self,
+        config: RLConfig,
+        scale: float,
+        choose: Callable[[list[float]], float],
+    ) -> tuple[float, float]:
+        """Return the seconds of the passes of a step without and with gradient.
+
+        Args:
+            config: Settings of the run.
+            scale: Tokens of a step per token of the measured passes.
+            choose: Selects one of the repeats.
+        """
+        plain = trained = 0
+        for each in forward_passes(config):
+            if each.gradient:
+                trained += each.passes
+            else:
+                plain += each.passes
+        steps = config.train.updates * config.train.mini_batches
+        scored = choose(self.forward) * scale * plain
+        learned = choose(self.update) * scale * trained + choose(self.step) * steps
+        return scored, learned
+
+
+def _timed_passes(
+    strategy: Strategy,
+    state: TrainState,
+    actor: Actor,
+    rollouts: list[Rollout],
+    config: RLConfig,
+) -> _PassTimes:
+    """Run the passes over ``rollouts``, ``REPEATS`` times each.
+
+    Args:
+        strategy: Runs backward passes and optimizer steps.
+        state: The policy with its optimizer.
+        actor: The policy.
+        rollouts: Responses of one step.
+        config: Settings of the run.
+    """
+    groups: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        rollout.reward = 0.0
+        groups.setdefault(rollout.prompt.id, []).append(rollout)
+    batch = collate(list(groups.values()))
+    indices = micro_batches(batch, config.train.micro_batch_tokens, actor.layout)
+    parts = [batch.select(index).to(strategy.device) for index in indices]
+
+    def forward() -> None:
+        with torch.no_grad():
+            for part in parts:
+                actor.score(part)
+
+    def update() -> None:
+        actor.train()
+        for number, part in enumerate(parts, start=1):
+            loss = actor.score(part).logprobs.sum()
+            strategy.backward(state, loss, last=number == len(parts))
+        actor.eval()
+
+    def repeated(work: Callable[[], object]) -> list[float]:
+        return [_seconds(_timed(work, strategy.device)) for _ in range(REPEATS)]
+
+    return _PassTimes(repeated(forward), repeated(update), repeated(lambda: strategy.step(state)))
+
+
+def _agreement(
+    actor: Actor,
+    rollouts: list[Rollout],
+    config: RLConfig,
+) -> tuple[str, Agreement | None]:
     """Settle the layout as a run does, then compare log-probs of ``rollouts`` with the model's."""
     batch = batch_of(rollouts)
     reason = actor.check_layout(batch) if config.model.check_layout else ""
     found = compare_logprobs(actor, batch, config.sampling, None)
-    return reason, None if found is None else agreement(actor, found, config.sampling, None)
+    if found is None:
+        return reason, None
+    return reason, agreement(actor, found, config.sampling, None)
 
 
-def _drawn(engine: Engine, some: list[Request], config: RLConfig, device: torch.device) -> list[tuple[float, list[Rollout]]]:
-    return [_timed(lambda: list(engine.generate(some, config.sampling)), device) for _ in range(REPEATS)]
+def _drawn(
+    engine: Engine,
+    some: list[Request],
+    config: RLConfig,
+    device: torch.device,
+) -> list[tuple[float, list[Rollout]]]:
+    """Return the seconds and responses of ``REPEATS`` calls of the engine.
+
+    Args:
+        engine: Generates.
+        some: The requests.
+        config: Settings of the run.
+        device: Device of the engine.
+    """
+
+    def generate() -> list[Rollout]:
+        return list(engine.generate(some, config.sampling))
+
+    return [_timed(generate, device) for _ in range(REPEATS)]
 
 
-def _seconds(call: tuple[float, Any]) -> float:
+def _seconds(call: tuple[float, object]) -> float:
     return call[0]
 
 

@@ -30,7 +30,8 @@ class Forward:
 
 def roles(config: RLConfig) -> Iterator[Role]:
     """Yield the models that are loaded."""
-    algorithm, needs = config.algorithm, needs_of(config.algorithm)
+    algorithm = config.algorithm
+    needs = needs_of(algorithm)
     adapters = "its adapters are trained" if config.model.lora is not None else "trained"
     yield Role("policy", f"{adapters}, and sampled from")
     if needs_reference(algorithm):
@@ -45,12 +46,11 @@ def roles(config: RLConfig) -> Iterator[Role]:
 
 def forward_passes(config: RLConfig) -> Iterator[Forward]:
     """Yield all passes over the batch of a step, in order, after generation."""
-    algorithm, train, needs = config.algorithm, config.train, needs_of(config.algorithm)
-    old = needs_old_logprobs(config)
-    wanted = [
-        *(["log-probs"] if old else []),
-        *(word for word in ("entropy", "energy") if word in needs),
-    ]
+    algorithm = config.algorithm
+    needs = needs_of(algorithm)
+    updates = config.train.updates
+    wanted = ["log-probs"] if needs_old_logprobs(config) else []
+    wanted += [word for word in ("entropy", "energy") if word in needs]
     if wanted:
         yield Forward("policy", 1, False, f"{' and '.join(wanted)} before the update")
     if needs_reference(algorithm):
@@ -61,36 +61,24 @@ def forward_passes(config: RLConfig) -> Iterator[Forward]:
         yield Forward("critic", 1, False, "values before the update")
     if "process" in needs:
         yield Forward("process model", 1, True, "the outcome loss, forward and backward")
-    if "process" in needs and config.process.forward == "double":
-        yield Forward("process model", 1, False, "log-probs after that")
+        if config.process.forward == "double":
+            yield Forward("process model", 1, False, "log-probs after that")
     if "current" in needs:
         readers = "gates" if algorithm.gates else "corrections"
-        yield Forward(
-            "policy",
-            train.updates,
-            False,
-            f"log-probs before each optimizer step, for the {readers}",
-        )
+        what = f"log-probs before each optimizer step, for the {readers}"
+        yield Forward("policy", updates, False, what)
     if algorithm.distill.whole:
-        yield Forward("teacher", train.updates, False, "distributions over the vocabulary")
-    yield Forward("policy", train.updates, True, "the loss, forward and backward")
+        yield Forward("teacher", updates, False, "distributions over the vocabulary")
+    yield Forward("policy", updates, True, "the loss, forward and backward")
     if "critic" in needs:
-        yield Forward("critic", train.updates, True, "the value loss, forward and backward")
+        yield Forward("critic", updates, True, "the value loss, forward and backward")
 
 
 def gradient(config: RLConfig) -> Iterator[str]:
     """Yield sentences about the parts of the batch that receive gradient."""
-    algorithm, train, needs = config.algorithm, config.train, needs_of(config.algorithm)
-    steps = train.updates * train.mini_batches
+    algorithm = config.algorithm
     yield "Tokens that the policy sampled get gradient; prompt, tool and environment tokens do not."
-    if steps > 1:
-        yield (f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts.")
-    elif algorithm.proximal == "policy":
-        yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts."
-    else:
-        yield ("Each batch gets one update; its ratio is to the sampler, not to the policy before the update.")
-    if algorithm.proximal == "policy" and not needs_old_logprobs(config) and steps == 1:
-        yield "Old log-probs are not computed: the new ones, detached, are the old ones."
+    yield from _updates(config)
     if algorithm.gates:
         yield "Tokens that a gate leaves out get none from the policy loss."
     reached = list(_reach_every_row(algorithm))
@@ -98,6 +86,29 @@ def gradient(config: RLConfig) -> Iterator[str]:
         yield f"Rows with advantage 0 still get gradient from {' and '.join(reached)}."
     else:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
+    yield from _other_models(config)
+    if not needs_reference(algorithm):
+        yield "No KL term: no reference model is loaded or run."
+    if algorithm.filters:
+        yield "Groups that a filter drops are not trained on; others are drawn in their place."
+
+
+def _updates(config: RLConfig) -> Iterator[str]:
+    steps = config.train.updates * config.train.mini_batches
+    on_policy = config.algorithm.proximal == "policy"
+    if steps > 1:
+        yield (f"Each batch gets {steps} optimizer steps: the ratio leaves 1 after the first, and clipping acts.")
+        return
+    if not on_policy:
+        yield ("Each batch gets one update; its ratio is to the sampler, not to the policy before the update.")
+        return
+    yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts."
+    if not needs_old_logprobs(config):
+        yield "Old log-probs are not computed: the new ones, detached, are the old ones."
+
+
+def _other_models(config: RLConfig) -> Iterator[str]:
+    needs = needs_of(config.algorithm)
     if "critic" in needs:
         yield "The critic is trained on the returns beside the policy."
         if config.critic.warmup_steps:
@@ -108,10 +119,6 @@ def gradient(config: RLConfig) -> Iterator[str]:
         yield ("The process model is trained on the outcomes of each batch before the advantages are taken.")
     if config.ptx.coef:
         yield (f"Each optimizer step of the policy also learns {config.ptx.batch_size} conversations of ptx.data.")
-    if not needs_reference(algorithm):
-        yield "No KL term: no reference model is loaded or run."
-    if algorithm.filters:
-        yield "Groups that a filter drops are not trained on; others are drawn in their place."
 
 
 def _reach_every_row(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -132,6 +139,7 @@ def _reference(config: RLConfig) -> str:
     if config.model.lora is not None and config.reference is None:
         return "the policy itself with its adapters off; nothing is loaded"
     what = f"frozen; {config.reference or 'the model that training starts from'}"
-    if kl.refresh_every:
-        return f"{what}; every {kl.refresh_every} steps ref <- {kl.refresh_decay:g} ref + {1 - kl.refresh_decay:g} policy"
-    return what
+    if not kl.refresh_every:
+        return what
+    mixed = f"{kl.refresh_decay:g} ref + {1 - kl.refresh_decay:g} policy"
+    return f"{what}; every {kl.refresh_every} steps ref <- {mixed}"

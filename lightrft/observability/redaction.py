@@ -32,7 +32,8 @@ def redacted(settings: Settings, *, exclude_defaults: bool = False) -> Tree:
 
 def is_secret(name: str, table: str) -> bool:
     """Return True if the name of entry ``name`` of ``table`` marks a secret."""
-    return bool((_VARIABLE if table == ENVIRONMENT else _OPTION).search(name))
+    pattern = _VARIABLE if table == ENVIRONMENT else _OPTION
+    return bool(pattern.search(name))
 
 
 def check_complete(settings: Settings) -> None:
@@ -40,7 +41,10 @@ def check_complete(settings: Settings) -> None:
 
     Such settings were read from a file that a run wrote.
     """
-    missing = [name for name, value in _leaves(settings.model_dump(mode="json")) if isinstance(value, str) and MARK in value]
+    missing = []
+    for name, value in _leaves(settings.model_dump(mode="json")):
+        if isinstance(value, str) and MARK in value:
+            missing.append(name)
     if missing:
         raise ConfigError(
             f"{', '.join(missing)}: the secret was left out of the file that these settings come "
@@ -57,18 +61,28 @@ def _leaves(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _cleaned(held: Any, value: Any, table: str) -> Any:
-    """Return ``value``, the dump of the setting ``held``, with its secrets redacted.
+def _cleaned(held: object, value: Any, table: str) -> Any:
+    """Return ``value`` with its secrets redacted.
 
-    ``table`` is its name.
+    Args:
+        held: The setting. Unlike its dump it tells which tables are settings of ours.
+        value: The dump of ``held``.
+        table: Name of the setting.
     """
     if isinstance(held, Settings):
-        return {name: _cleaned(getattr(held, name), one, name) for name, one in value.items()}
+        cleaned = {}
+        for name, one in value.items():
+            cleaned[name] = _cleaned(getattr(held, name), one, name)
+        return cleaned
     if isinstance(held, Mapping):
-        return {
-            name: MARK if isinstance(one, str) and one and is_secret(str(name), table) else _cleaned(old, one, table)
-            for (name, one), old in zip(value.items(), held.values(), strict=True)
-        }
+        cleaned = {}
+        for (name, one), old in zip(value.items(), held.values(), strict=True):
+            is_text = isinstance(one, str) and bool(one)
+            if is_text and is_secret(str(name), table):
+                cleaned[name] = MARK
+            else:
+                cleaned[name] = _cleaned(old, one, table)
+        return cleaned
     if isinstance(held, list | tuple):
         return [_cleaned(old, one, table) for old, one in zip(held, value, strict=True)]
     return _IN_URL.sub(MARK, value) if isinstance(value, str) else value

@@ -125,11 +125,18 @@ def is_not_trained(values: Values) -> bool | None:
     """
     if "rollout/sampled" not in values and "sft/tokens" not in values:
         return None
-    if not sum(value for name, value in values.items() if name.endswith("/optimizer_steps")):
+    if not any(_of_kind(values, "/optimizer_steps")):
         return True
-    if not any(value for name, value in values.items() if name.endswith("/grad_norm")):
+    if not any(_of_kind(values, "/grad_norm")):
         return True
-    return values.get("policy/frac_rows_with_advantage", 1.0) == 0 and not any(name in values for name in OTHER_LESSONS)
+    if any(name in values for name in OTHER_LESSONS):
+        return False
+    return values.get("policy/frac_rows_with_advantage", 1.0) == 0
+
+
+def _of_kind(values: Values, suffix: str) -> list[float]:
+    """Return the values of a metric over all models."""
+    return [value for name, value in values.items() if name.endswith(suffix)]
 
 
 OTHER_LESSONS = ("policy/divergence", "policy/positive_nll", "ptx/nll", "critic/optimizer_steps")
@@ -171,11 +178,14 @@ class Health:
 
         Return the streak metrics that apply to it.
         """
-        found = {name: holds(values) for name, holds in STREAKS.items()}
-        for name, held in found.items():
-            if held is not None:
-                self._streaks[name] = self._streaks.get(name, 0) + 1 if held else 0
-        return {name: self._streaks[name] for name, held in found.items() if held is not None}
+        counted = {}
+        for name, holds in STREAKS.items():
+            held = holds(values)
+            if held is None:
+                continue
+            self._streaks[name] = self._streaks.get(name, 0) + 1 if held else 0
+            counted[name] = self._streaks[name]
+        return counted
 
     def warnings(self, values: Values) -> list[str]:
         """Return the messages for ``values``.
@@ -187,15 +197,21 @@ class Health:
 
     def _due(self, values: Values) -> Iterable[Rule]:
         for rule in RULES:
+            if rule.needs and rule.needs not in self.needs:
+                continue
             value = values.get(rule.metric, 0.0)
-            value = math.inf if math.isnan(value) else value
+            if math.isnan(value):
+                value = math.inf
             last = self._warned.get(rule.metric, 0.0)
-            applies = not rule.needs or rule.needs in self.needs
-            if applies and value > rule.above and value >= 2 * last < math.inf:
+            # After an infinite value no value has doubled.
+            has_doubled = last < math.inf and value >= 2 * last
+            if value > rule.above and has_doubled:
                 self._warned[rule.metric] = value
                 yield rule
 
     def _message(self, rule: Rule, values: Values) -> str:
-        text = rule.message.format(value=values[rule.metric], reward=values.get("reward/mean", 0.0))
+        reward = values.get("reward/mean", 0.0)
+        text = rule.message.format(value=values[rule.metric], reward=reward)
+        text += f" ({rule.metric})"
         reason = self.reasons.get(rule.metric)
-        return f"{text} ({rule.metric})" + (f". Most common cause: {reason}" if reason else "")
+        return f"{text}. Most common cause: {reason}" if reason else text

@@ -82,20 +82,34 @@ def reward_verdicts(name: str, options: Mapping[str, Any], limit: float) -> list
 
 
 def _broken(reward: Reward, case: Case, limit: float) -> str:
-    """Return the violation; empty if the check passes."""
+    """Return the violation; empty if the check passes.
+
+    Args:
+        reward: The function.
+        case: The responses.
+        limit: Seconds for each call.
+    """
     calls = calls_on(reward, [_rollout(text) for text in case.texts])
-    outcomes = try_rewards([(reward.name, dict(reward.options))], calls * (1 + case.same), limit)
+    all_calls = calls * 2 if case.same else calls
+    outcomes = try_rewards([(reward.name, dict(reward.options))], all_calls, limit)
     for outcome in outcomes:
-        if outcome.problem:
-            at = "" if reward.batched else f" on the response {case.texts[outcome.call % len(case.texts)][:40]!r}"
-            problem = outcome.problem.replace("reward.deadline =", "the limit of")
-            return f"{problem}{at}" + (f"\n{outcome.trace}" if outcome.trace else "")
-    if len(outcomes) < len(calls) * (1 + case.same):
+        if not outcome.problem:
+            continue
+        text = outcome.problem.replace("reward.deadline =", "the limit of")
+        if not reward.batched:
+            response = case.texts[outcome.call % len(case.texts)]
+            text += f" on the response {response[:40]!r}"
+        if outcome.trace:
+            text += f"\n{outcome.trace}"
+        return text
+    if len(outcomes) < len(all_calls):
         return f"only {len(outcomes)} calls within {limit:g} s"
-    first, again = outcomes[: len(calls)], outcomes[len(calls) :]
+    first = outcomes[: len(calls)]
+    again = outcomes[len(calls) :]
     for one, other in zip(first, again):
         if one.values != other.values:
-            return f"gave {_shown(one.values)}, then {_shown(other.values)}: a run could not be repeated"
+            gave = f"gave {_shown(one.values)}, then {_shown(other.values)}"
+            return f"{gave}: a run could not be repeated"
     return ""
 
 
@@ -103,8 +117,10 @@ def _rollout(text: str) -> Rollout:
     """Return a response of one token per character."""
     tokens = [ord(character) for character in text]
     prompt = Prompt("check", [1], "What is 6 * 7?", label="42", reference="42")
-    zeros = [0.0] * len(tokens)
-    return Rollout(prompt, tokens, [True] * len(tokens), zeros, [0] * len(tokens), "stop", seed=0, text=text)
+    sampled = [True] * len(tokens)
+    logprobs = [0.0] * len(tokens)
+    versions = [0] * len(tokens)
+    return Rollout(prompt, tokens, sampled, logprobs, versions, "stop", seed=0, text=text)
 
 
 def _shown(values: Sequence[float]) -> str:

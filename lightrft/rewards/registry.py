@@ -83,17 +83,20 @@ def load_reward(name: str, options: Mapping[str, Any]) -> Reward:
     except ConfigError as error:
         raise RewardError(str(error)) from None
     if not callable(function) or inspect.isclass(function):
-        raise RewardError(f"reward {name!r} is {type(function).__name__}, not a function of a rollout")
+        kind = type(function).__name__
+        raise RewardError(f"reward {name!r} is {kind}, not a function of a rollout")
     try:
         signature = inspect.signature(function)
     except ValueError as error:
         raise RewardError(f"reward {name!r} has no signature that can be read: {error}; wrap it in a def") from None
     _check_signature(name, signature, options)
+    # An object may be callable by a method that is a coroutine function.
     called = function if inspect.isroutine(function) else type(function).__call__
     asynchronous = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
     batched = next(iter(signature.parameters)) == "rollouts"
     budget = None if batched or asynchronous else _budget(function)
-    return Reward(_portable_name(name, function), function, dict(options), batched, asynchronous, budget)
+    portable = _portable_name(name, function)
+    return Reward(portable, function, dict(options), batched, asynchronous, budget)
 
 
 def _budget(function: Callable[..., Any]) -> float | None:
@@ -104,7 +107,8 @@ def _budget(function: Callable[..., Any]) -> float | None:
 
 
 def _check_signature(name: str, signature: inspect.Signature, options: Mapping[str, Any]) -> None:
-    shown = f"reward {name!r} is called as function(rollout{''.join(f', {k}=...' for k in options)})"
+    arguments = "".join(f", {option}=..." for option in options)
+    shown = f"reward {name!r} is called as function(rollout{arguments})"
     first = next(iter(signature.parameters.values()), None)
     by_position = {
         inspect.Parameter.POSITIONAL_ONLY,
@@ -121,16 +125,14 @@ def _check_signature(name: str, signature: inspect.Signature, options: Mapping[s
 
 def _portable_name(name: str, function: Callable[..., Any]) -> str:
     """Return a name under which a worker finds ``function`` without running the user's program."""
+    if name.startswith("__main__:"):
+        raise RewardError(f"reward {name!r}: workers cannot import the running program; use file.py:function")
     if ":" in name:
-        if name.startswith("__main__:"):
-            raise RewardError(f"reward {name!r}: workers cannot import the running program; use file.py:function")
         return name
-    module, qualified = (
-        getattr(function, "__module__", "__main__"),
-        getattr(function, "__qualname__", "."),
-    )
+    module = getattr(function, "__module__", "__main__")
     if module.startswith("lightrft.rewards."):
         return name
+    qualified = getattr(function, "__qualname__", ".")
     if module == "__main__" or "." in qualified:
         raise RewardError(
             f"reward {name!r} was registered by the running program, where workers cannot find it; use file.py:function"

@@ -38,11 +38,13 @@ __all__ = ["REWARDS", "Scorer"]
 log = logging.getLogger(__name__)
 
 GROUP = 64  # rollouts in one batched call or one event loop
-SLICE_SECONDS = 0.05  # of plain calls per message: long enough to hide the sending, short enough to balance workers
+# Of plain calls per message: long enough to hide the sending, short enough to balance workers.
+SLICE_SECONDS = 0.05
 SLICE = 256
 FRAME_BYTES = 8 * 2**20  # of one message, beyond which no further call is added
 GRACE_SECONDS = 1.0  # past the deadline, before a worker whose alarm did not fire is killed
-LISTEN_SECONDS = 0.002  # between polls of a busy worker, so that cheap rewards do not wake this process once per call
+# Between polls of a busy worker, so that cheap rewards do not wake this process once per call.
+LISTEN_SECONDS = 0.002
 STARTS = 3  # consecutive failed starts of a worker that end the run
 
 
@@ -80,10 +82,20 @@ class _Silent(WorkerDied):
 
 
 def _check_turn(message: WorkerMessage, begun: bool, left: Mapping[int, _Call]) -> None:
-    """Raise ``Garbled`` if ``message`` is out of order: first begun, then one outcome per call."""
-    outcome = message.outcome
-    in_turn = (outcome is not None and outcome.index in left) if begun else message.begun
-    if not in_turn and not message.full:
+    """Raise ``Garbled`` if ``message`` is out of order: first begun, then one outcome per call.
+
+    Args:
+        message: The next message of a worker.
+        begun: True after the first message.
+        left: The calls without an outcome.
+    """
+    if message.full:
+        return
+    if begun:
+        in_turn = message.outcome is not None and message.outcome.index in left
+    else:
+        in_turn = message.begun
+    if not in_turn:
         raise Garbled("its socket brought a message out of turn")
 
 
@@ -116,7 +128,9 @@ class Scorer:
         self.restarts = 0
         self._terms: list[_Term] = []
         self._default = self._load("reward.terms", config.terms)
-        self._per_source = {s: self._load(f"reward.per_source.{s}", terms) for s, terms in config.per_source.items()}
+        self._per_source: dict[str, list[int]] = {}
+        for source, terms in config.per_source.items():
+            self._per_source[source] = self._load(f"reward.per_source.{source}", terms)
         if not self._terms:
             raise RewardError("reward.terms is empty: name at least one reward, e.g. reward.terms=[math]")
         self._lock = threading.Condition()
@@ -128,9 +142,11 @@ class Scorer:
         self._broken: RewardError | None = None
         self._closed = False
         self._workers: dict[int, WorkerProcess] = {}
-        self._threads = [
-            threading.Thread(target=self._serve, args=(i,), name=f"reward-{i}", daemon=True) for i in range(config.workers)
-        ]
+        self._threads: list[threading.Thread] = []
+        for i in range(config.workers):
+            name = f"reward-{i}"
+            thread = threading.Thread(target=self._serve, args=(i,), name=name, daemon=True)
+            self._threads.append(thread)
         for thread in self._threads:
             thread.start()
 
@@ -147,11 +163,12 @@ class Scorer:
 
     def check_sources(self, sources: Iterable[str]) -> None:
         """Raise ``RewardError`` naming the data sources for which no terms are configured."""
-        unknown = sorted({s for s in sources if not self._terms_of(s)})
+        unknown = sorted({source for source in sources if not self._terms_of(source)})
         if unknown:
+            missing = ", ".join(map(repr, unknown))
+            known = ", ".join(map(repr, sorted(self._per_source))) or "none"
             raise RewardError(
-                f"no reward for data source {', '.join(map(repr, unknown))}: reward.per_source "
-                f"has {', '.join(map(repr, sorted(self._per_source))) or 'none'} and "
+                f"no reward for data source {missing}: reward.per_source has {known} and "
                 "reward.terms, which serves all others, is empty"
             )
 
@@ -164,7 +181,10 @@ class Scorer:
         terms = self._terms_of(rollout.prompt.data_source)
         if not terms:
             self.check_sources([rollout.prompt.data_source])
-        rollout.reward, rollout.terms, rollout.weights, rollout.failed = None, {}, {}, ""
+        rollout.reward = None
+        rollout.terms = {}
+        rollout.weights = {}
+        rollout.failed = ""
         with self._lock:
             if self._broken:
                 raise self._broken
@@ -210,11 +230,13 @@ class Scorer:
             thread.join()
         with self._lock:
             for pending in list(self._unfinished.values()):
-                pending.failed, pending.kind = "the scorer was closed", "closed"
+                pending.failed = "the scorer was closed"
+                pending.kind = "closed"
                 self._finish(pending)
 
     def _load(self, where: str, terms: Iterable[RewardTerm]) -> list[int]:
-        indices, names = [], set()
+        indices: list[int] = []
+        names: set[str] = set()
         for term in terms:
             reward = load_reward(term.function, term.options)
             name = term.name or term.function.rpartition(":")[2]
@@ -235,24 +257,32 @@ class Scorer:
 
         A death that no call caused counts as a failed start.
         """
-        failures, why = 0, ""
+        failures = 0
+        why = ""
         worker: WorkerProcess | None = None
         while not (self._closed or self._broken) and failures < STARTS:
             healthy = True
             try:
                 worker = worker or self._launch(number)
-                if calls := self._take():
-                    healthy, failures = self._run(worker, calls), 0
+                calls = self._take()
+                if calls:
+                    healthy = self._run(worker, calls)
+                    failures = 0
             except WorkerDied as gone:
-                healthy, failures, why = False, failures + 1, str(gone)
+                healthy = False
+                failures += 1
+                why = str(gone)
                 time.sleep(0.1 * failures)
             except RewardError as error:
                 self._break(error)
-            except Exception as error:  # a thread that ends silently would leave the run waiting forever
+            except Exception as error:
+                # A thread that ends silently would leave the run waiting forever.
                 log.exception("a reward thread failed")
-                self._break(RewardError(f"the scorer itself failed, which is a bug: {describe(error)}"))
+                bug = f"the scorer itself failed, which is a bug: {describe(error)}"
+                self._break(RewardError(bug))
             if not healthy and worker is not None:
-                worker = self._end(number, worker)
+                self._end(number, worker)
+                worker = None
         if worker is not None:
             self._end(number, worker)
         if failures >= STARTS:
@@ -292,17 +322,19 @@ class Scorer:
             while not self._closed:
                 if self._alone:
                     return self._started([self._alone.popleft()])
-                queues = [t for t in self._terms if t.waiting]
-                if queues:
-                    term = min(queues, key=lambda t: t.waiting[0].pending.since)
-                    calls = [term.waiting.popleft() for _ in range(self._share(term))]
-                    if calls := self._started(calls):
-                        return calls
+                queues = [term for term in self._terms if term.waiting]
+                if not queues:
+                    self._lock.wait()
                     continue
-                self._lock.wait()
+                oldest = min(queues, key=lambda term: term.waiting[0].pending.since)
+                calls = [oldest.waiting.popleft() for _ in range(self._share(oldest))]
+                calls = self._started(calls)
+                if calls:
+                    return calls
             return []
 
     def _share(self, term: _Term) -> int:
+        """Return how many calls of ``term`` to send at once."""
         fair = math.ceil(len(term.waiting) / self.config.workers)
         if term.reward.grouped:
             return min(fair, GROUP)
@@ -316,10 +348,11 @@ class Scorer:
         for call in calls:
             if call.pending.failed:
                 self._settle(call)
-            else:
-                kept.append(call)
-                self.seconds["queue"] += 0.0 if call.pending.started else now - call.pending.since
+                continue
+            kept.append(call)
+            if not call.pending.started:
                 call.pending.started = True
+                self.seconds["queue"] += now - call.pending.since
         return kept
 
     def _run(self, worker: WorkerProcess, calls: list[_Call]) -> bool:
@@ -345,8 +378,11 @@ class Scorer:
                     self._again(left.values(), alone=grouped)
                     return False
         except WorkerDied as gone:
-            status = None if isinstance(gone, _Silent | Garbled) else worker.status(GRACE_SECONDS)
-            shared = grouped or isinstance(gone, Garbled)  # a stray line does not say which call wrote it
+            # A stray line does not say which call wrote it; else calls run in order.
+            shared = grouped or isinstance(gone, Garbled)
+            status = None
+            if not isinstance(gone, _Silent | Garbled):
+                status = worker.status(GRACE_SECONDS)
             suspects = list(left) if shared else list(left)[:1]
             if begun and len(suspects) == 1 and not self._closed:
                 self._gone(left.pop(suspects[0]), gone, status)
@@ -387,21 +423,21 @@ class Scorer:
 
     def _pickled(self, calls: list[_Call]) -> tuple[list[_Call], list[bytes]]:
         """Pickle the first of ``calls``, up to ``FRAME_BYTES``, and queue the others again."""
-        kept, views = [], []
+        kept: list[_Call] = []
+        views: list[bytes] = []
         for number, call in enumerate(calls):
             if sum(map(len, views)) > FRAME_BYTES:
                 self._again(calls[number:], alone=False)
                 break
             try:
-                views.append(pickle.dumps(view_of(call.pending.rollout), protocol=pickle.HIGHEST_PROTOCOL))
+                view = view_of(call.pending.rollout)
+                pickled = pickle.dumps(view, protocol=pickle.HIGHEST_PROTOCOL)
             except Exception as error:  # columns hold whatever the data set does
-                self._fail(
-                    call,
-                    "unsendable",
-                    f"cannot be sent to a worker: {type(error).__name__}: {error}",
-                )
-            else:
-                kept.append(call)
+                reason = f"cannot be sent to a worker: {type(error).__name__}: {error}"
+                self._fail(call, "unsendable", reason)
+                continue
+            views.append(pickled)
+            kept.append(call)
         return kept, views
 
     def _hear(self, call: _Call, outcome: CallOutcome) -> bool:
@@ -412,7 +448,10 @@ class Scorer:
         if outcome.again:
             self._again([call], alone=True)
             return outcome.again != "memory"
-        term.seconds = outcome.seconds if term.seconds is None else 0.9 * term.seconds + 0.1 * outcome.seconds
+        if term.seconds is None:
+            term.seconds = outcome.seconds
+        else:
+            term.seconds = 0.9 * term.seconds + 0.1 * outcome.seconds
         if outcome.terms is not None:
             self._take_terms(call, outcome.terms)
             return True
@@ -425,11 +464,19 @@ class Scorer:
             self._settle(call)
 
     def _gone(self, call: _Call, gone: WorkerDied, status: int | None) -> None:
-        """Settle the call in which a worker ended."""
-        if status == -signal.SIGPROF and self._terms[call.term].reward.cpu_seconds is not None:
+        """Settle the call in which a worker ended.
+
+        Args:
+            call: The call.
+            gone: How the worker was lost.
+            status: Exit status of the worker, if it is known.
+        """
+        has_budget = self._terms[call.term].reward.cpu_seconds is not None
+        if has_budget and status == -signal.SIGPROF:
             self._take_terms(call, wrong_and_ungraded())
-        else:
-            self._fail(call, *self._cause(gone, status))
+            return
+        kind, reason = self._cause(gone, status)
+        self._fail(call, kind, reason)
 
     def _cause(self, gone: WorkerDied, status: int | None) -> tuple[str, str]:
         if isinstance(gone, _Silent):
@@ -449,7 +496,8 @@ class Scorer:
         with self._lock:
             # Reversed, since each call is put at the front of the queue.
             for call in reversed(list(calls)):
-                (self._alone if alone else self._terms[call.term].waiting).appendleft(call)
+                waiting = self._alone if alone else self._terms[call.term].waiting
+                waiting.appendleft(call)
             self._lock.notify_all()
 
     def _fail(self, call: _Call, kind: str, reason: str) -> None:
@@ -473,19 +521,32 @@ class Scorer:
         """Write the outcome into the rollout and return it to the caller. The lock must be held."""
         rollout = pending.rollout
         if not pending.failed:
-            terms = [(self._terms[i], pending.values[i]) for i in pending.terms]
-            total = math.fsum(t.weight * v[VALUE] for t, v in terms)
-            rollout.terms = {f"{t.name}/{k}" if k else t.name: x for t, v in terms for k, x in v.items()}
-            rollout.weights = {t.name: t.weight for t, _ in terms}
-            if math.isfinite(total):
-                rollout.reward = total
-            else:
-                pending.failed, pending.kind = f"the weighted sum of terms is {total}", "value"
+            self._fill_in(pending)
         if pending.failed:
-            rollout.failed, rollout.terms, rollout.weights = pending.failed, {}, {}
+            rollout.failed = pending.failed
+            rollout.terms = {}
+            rollout.weights = {}
         self.counts[pending.kind or "scored"] += 1
         del self._unfinished[id(pending)]
         self._done.put(rollout)
+
+    def _fill_in(self, pending: _Pending) -> None:
+        """Write the reward and its terms into the rollout. An infinite sum fails it."""
+        rollout = pending.rollout
+        weighted = []
+        for index in pending.terms:
+            term = self._terms[index]
+            values = pending.values[index]
+            weighted.append(term.weight * values[VALUE])
+            rollout.weights[term.name] = term.weight
+            for key, value in values.items():
+                rollout.terms[f"{term.name}/{key}" if key else term.name] = value
+        total = math.fsum(weighted)
+        if math.isfinite(total):
+            rollout.reward = total
+        else:
+            pending.failed = f"the weighted sum of terms is {total}"
+            pending.kind = "value"
 
     def _break(self, error: RewardError) -> None:
         with self._lock:

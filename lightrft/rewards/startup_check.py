@@ -41,13 +41,15 @@ def check_rewards(config: RewardConfig, prompts: Sequence[Prompt], tokenizer: An
         RewardError: If every call of a term fails. The message contains the function's own
             traceback.
     """
-    for trial, outcomes in tried(config, made_up([prompts[i] for i in spread(len(prompts))], tokenizer)):
+    some = [prompts[i] for i in spread(len(prompts))]
+    for trial, outcomes in tried(config, made_up(some, tokenizer)):
         problems = [outcome for outcome in outcomes if outcome.problem]
-        if problems:
-            text = failure_text(trial.term.function, problems, len(outcomes))
-            if len(problems) == len(outcomes):
-                raise RewardError(text)
-            log.warning("%s", text)
+        if not problems:
+            continue
+        text = failure_text(trial.term.function, problems, len(outcomes))
+        if len(problems) == len(outcomes):
+            raise RewardError(text)
+        log.warning("%s", text)
 
 
 def spread(count: int) -> list[int]:
@@ -72,20 +74,29 @@ def failure_text(name: str, problems: Sequence[TrialOutcome], calls: int) -> str
     return f"reward {name!r} failed on {share}. The first failure:\n{first.trace}\n{first.problem}"
 
 
-def tried(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[tuple[Trial, list[TrialOutcome]]]:
+def tried(
+    config: RewardConfig,
+    rollouts: Sequence[Rollout],
+) -> Iterator[tuple[Trial, list[TrialOutcome]]]:
     """Yield each term with the outcomes of its calls on the ``rollouts`` that it scores."""
     for trial in _trials(config, rollouts):
         reward = load_reward(trial.term.function, trial.term.options)
         calls = calls_on(reward, trial.rollouts)
-        yield trial, try_rewards([(reward.name, dict(reward.options))], calls, config.deadline)
+        specs = [(reward.name, dict(reward.options))]
+        yield trial, try_rewards(specs, calls, config.deadline)
 
 
 def _trials(config: RewardConfig, rollouts: Sequence[Rollout]) -> Iterator[Trial]:
     """Yield each term once, with the rollouts of its data source."""
     lists = {source: terms for source, terms in config.per_source.items() if terms}
+    by_source: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        source = rollout.prompt.data_source
+        # The empty source stands for all that have no terms of their own.
+        by_source.setdefault(source if source in lists else "", []).append(rollout)
     for source, terms in {"": config.terms, **lists}.items():
-        own = [r for r in rollouts if (r.prompt.data_source if r.prompt.data_source in lists else "") == source]
-        yield from (Trial(term, own) for term in terms if own)
+        if source in by_source:
+            yield from (Trial(term, by_source[source]) for term in terms)
 
 
 def made_up(prompts: Sequence[Prompt], tokenizer: Any) -> list[Rollout]:
@@ -93,18 +104,19 @@ def made_up(prompts: Sequence[Prompt], tokenizer: Any) -> list[Rollout]:
 
     In turn it is the label or reference of the row, nothing, and a wrong number.
     """
-    texts = (
-        lambda p: answer_of(p) or "42",
-        lambda _: "",
-        lambda _: "I think that the answer is \\boxed{-17}.",
-    )
-    return [answered(prompt, texts[i % len(texts)](prompt), tokenizer, i + 1) for i, prompt in enumerate(prompts)]
+    rollouts = []
+    for i, prompt in enumerate(prompts):
+        texts = (answer_of(prompt) or "42", "", "I think that the answer is \\boxed{-17}.")
+        rollouts.append(answered(prompt, texts[i % len(texts)], tokenizer, i + 1))
+    return rollouts
 
 
 def answer_of(prompt: Prompt) -> str | None:
     """Return the expected answer of a row: its reference, else its label."""
     own = prompt.reference if isinstance(prompt.reference, str) else prompt.label
-    return None if own is None or isinstance(own, dict | list) else str(own)
+    if own is None or isinstance(own, dict | list):
+        return None
+    return str(own)
 
 
 def answered(prompt: Prompt, text: str, tokenizer: Any, sample: int = 0) -> Rollout:

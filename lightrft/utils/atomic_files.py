@@ -15,6 +15,7 @@ import shutil
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,12 +42,16 @@ def looks_like_path(name: str, folder: Path = Path()) -> bool:
 
     The path is relative to ``folder`` and need not exist.
     """
-    path = folder / Path(name).expanduser()
-    if name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
+    # A name on the hub is "owner/name" or "name".
+    starts_like_path = name.startswith((".", "/", "~"))
+    if starts_like_path or name.endswith("/") or "\\" in name or name.count("/") > 1:
         return True
+    path = folder / Path(name).expanduser()
     if "/" in name and path.parent.is_dir():
         return True
-    return bool(path.suffix and difflib.get_close_matches(path.suffix.lower(), FILE_SUFFIXES, n=1, cutoff=0.75))
+    suffix = path.suffix.lower()
+    # Close matches count, so that "data.josnl" is reported as a missing file.
+    return bool(suffix and difflib.get_close_matches(suffix, FILE_SUFFIXES, n=1, cutoff=0.75))
 
 
 def nearest_name(path: Path) -> str:
@@ -85,7 +90,7 @@ def write_atomic(path: Path, data: str | bytes, *, private: bool = False) -> Non
     sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any, *, private: bool = False) -> None:
+def write_json(path: Path, value: object, *, private: bool = False) -> None:
     """Write ``value`` to ``path`` as indented JSON, atomically.
 
     Args:
@@ -93,7 +98,8 @@ def write_json(path: Path, value: Any, *, private: bool = False) -> None:
         value: a tree that ``finite`` accepts. Numbers that are not finite become ``null``.
         private: if True, only the current user may read the file.
     """
-    write_atomic(path, json.dumps(finite(value), indent=2, ensure_ascii=False) + "\n", private=private)
+    text = json.dumps(finite(value), indent=2, ensure_ascii=False)
+    write_atomic(path, text + "\n", private=private)
 
 
 @contextmanager
@@ -103,18 +109,21 @@ def whole_folder(path: Path) -> Generator[Path]:
     An existing folder at ``path`` is replaced. If the body raises, the temporary folder is removed
     and ``path`` is unchanged.
     """
-    temporary, replaced = (path.with_name(f".{path.name}.{word}") for word in ("writing", "replaced"))
+    temporary = path.with_name(f".{path.name}.writing")
+    replaced = path.with_name(f".{path.name}.replaced")
     path.parent.mkdir(parents=True, exist_ok=True)
-    if replaced.exists() and not path.exists():  # the process was killed between the two renames below
+    # The process was killed between the two renames below.
+    if replaced.exists() and not path.exists():
         replaced.rename(path)
     for left in (temporary, replaced):
         shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
     try:
         yield temporary
-        for file in (p for p in temporary.rglob("*") if p.is_file()):
-            with file.open("r+b") as opened:
-                os.fsync(opened.fileno())
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                with file.open("r+b") as opened:
+                    os.fsync(opened.fileno())
         if path.exists():
             path.rename(replaced)
         temporary.rename(path)
@@ -139,16 +148,18 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def json_line(value: Any) -> str:
+def json_line(value: object) -> str:
     """Return ``value`` as one line of strict JSON.
 
     Dataclasses become objects. A value with a method ``as_json`` becomes the result of that method.
     Numbers that are not finite become ``null``. Bytes become a text that gives their size.
     """
+    encode = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_as_mapping)
-    except ValueError:  # a number that is not finite: rare, so the tree is copied only in this case
-        return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return encode(value, default=_as_mapping)
+    except ValueError:
+        # A number that is not finite: rare, so the tree is copied only in this case.
+        return encode(finite(value))
 
 
 def finite(value: Any) -> Any:
@@ -158,11 +169,14 @@ def finite(value: Any) -> Any:
     """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+    is_bytes = isinstance(value, bytes | bytearray)
+    if isinstance(value, Sequence) and not is_bytes:
         return [finite(item) for item in value]
-    return value if value is None or isinstance(value, str | int) else finite(_as_mapping(value))
+    return finite(_as_mapping(value))
 
 
 def _as_mapping(value: Any) -> Any:
@@ -195,7 +209,8 @@ def disk_errors(folder: Path, way_out: str) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        if not (problem := disk_problem(error, folder)):
+        problem = disk_problem(error, folder)
+        if not problem:
             raise
         raise ResourceError(f"{folder} cannot be used ({problem}); {way_out}") from error
 
@@ -212,14 +227,31 @@ def disk_problem(error: BaseException, folder: Path | None = None) -> str:
     """
     seen = None if isinstance(error, UserError) else error
     while seen is not None:
-        told = re.search(r"os error (\d+)", str(seen))
-        number = seen.errno if isinstance(seen, OSError) else int(told[1]) if told else None
-        name = seen.filename if isinstance(seen, OSError) else None
-        inside = folder is not None and (told is not None if name is None else Path(os.fsdecode(name)).is_relative_to(folder))
-        if number is not None and (number in UNUSABLE or inside):
-            return os.strerror(number) + (f": {os.fsdecode(name)}" if name is not None else "")
+        number, name = _number_and_file(seen)
+        if number is not None:
+            inside = False
+            if folder is not None and name is not None:
+                inside = Path(name).is_relative_to(folder)
+            elif folder is not None:
+                # Libraries that give the number in their text alone give no name.
+                inside = _number_in_text(seen) is not None
+            if number in UNUSABLE or inside:
+                return os.strerror(number) + (f": {name}" if name is not None else "")
         seen = seen.__cause__ or seen.__context__
     return ""
+
+
+def _number_and_file(error: BaseException) -> tuple[int | None, str | None]:
+    """Return the error number and the file of an error, as far as it gives them."""
+    if not isinstance(error, OSError):
+        return _number_in_text(error), None
+    name = None if error.filename is None else os.fsdecode(error.filename)
+    return error.errno, name
+
+
+def _number_in_text(error: BaseException) -> int | None:
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -18,16 +18,19 @@ def exchange(model: nn.Module, new: Callable[[Tensor], Tensor | None], *, buffer
         new: function from the old tensor to the new tensor. None keeps the old tensor.
         buffers: if True, replace buffers too.
     """
-    made: dict[int, tuple[Tensor, Tensor | None]] = {}  # keeps the old tensor alive too, so that Python cannot reuse its id
+    # Holds the old tensor too: it stays alive, so that Python cannot reuse its id.
+    made: dict[int, tuple[Tensor, Tensor | None]] = {}
     for module in model.modules():
-        for held in (module._parameters, module._buffers) if buffers else (module._parameters,):
-            for name, tensor in held.items():
+        tables = (module._parameters, module._buffers) if buffers else (module._parameters,)
+        for table in tables:
+            for name, tensor in table.items():
                 if tensor is None:
                     continue
                 if id(tensor) not in made:
                     made[id(tensor)] = tensor, _like(tensor, new(tensor))
-                if (other := made[id(tensor)][1]) is not None:
-                    held[name] = other  # ty: ignore[invalid-assignment]
+                _, other = made[id(tensor)]
+                if other is not None:
+                    table[name] = other  # ty: ignore[invalid-assignment]
 
 
 def _like(tensor: Tensor, other: Tensor | None) -> Tensor | None:

@@ -55,18 +55,25 @@ def read_steps(folder: Path) -> list[Step]:
     Raises ``DataError`` for a malformed file.
     """
     files = sorted((folder / "rollouts").glob("step_*.jsonl"))
+    count = min(STEPS, len(files))
     last = len(files) - 1
-    chosen = sorted({round(k * last / max(1, min(STEPS, len(files)) - 1)) for k in range(min(STEPS, len(files)))})
+    # A set, since rounding may choose a file twice.
+    chosen = sorted({round(k * last / max(1, count - 1)) for k in range(count)})
     return [_step(files[k]) for k in chosen]
 
 
 def groups(steps: Sequence[Step]) -> str:
     """Return the section, or an empty text if the run has no rollouts."""
-    if not any(step.groups for step in steps):
+    shown = [step for step in steps if step.groups]
+    if not shown:
         return ""
-    about = "Each prompt with its responses. The advantage is the mean over the trained tokens of a response."
-    items = "".join(_shown(step, k == len(steps) - 1) for k, step in enumerate(steps) if step.groups)
-    return f'<section aria-labelledby="groups">\n<h2 id="groups">Groups and advantages</h2>\n<p>{about}</p>\n{items}\n</section>'
+    items = "".join(_shown(step, opened=step is steps[-1]) for step in shown)
+    return (
+        '<section aria-labelledby="groups">\n<h2 id="groups">Groups and advantages</h2>\n'
+        "<p>Each prompt with its responses. "
+        "The advantage is the mean over the trained tokens of a response.</p>\n"
+        f"{items}\n</section>"
+    )
 
 
 def _step(path: Path) -> Step:
@@ -87,46 +94,73 @@ def _step(path: Path) -> Step:
 def _group(rows: Sequence[Mapping[str, Any]]) -> Group:
     prompt = rows[0]["prompt"]
     label = prompt.get("label")
-    told = "" if label is None else label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
-    return Group(str(prompt.get("text") or ""), told, [_response(row) for row in rows])
+    if label is None:
+        label = ""
+    elif not isinstance(label, str):
+        label = json.dumps(label, ensure_ascii=False)
+    return Group(str(prompt.get("text") or ""), label, [_response(row) for row in rows])
 
 
 def _response(row: Mapping[str, Any]) -> Response:
-    sampled, per_token = row.get("sampled") or [], row.get("advantages") or []
-    trained = [a for a, s in zip(per_token, sampled) if s and a is not None] if len(sampled) == len(per_token) else per_token
     return Response(
-        str(row.get("text") or ""),
-        row.get("reward"),
-        sum(trained) / len(trained) if trained else None,
-        row.get("terms") or {},
-        len(row.get("token_ids") or ()),
-        str(row.get("failed") or row.get("finish_reason") or ""),
+        text=str(row.get("text") or ""),
+        reward=row.get("reward"),
+        advantage=_mean_advantage(row.get("sampled") or [], row.get("advantages") or []),
+        terms=row.get("terms") or {},
+        tokens=len(row.get("token_ids") or ()),
+        ended=str(row.get("failed") or row.get("finish_reason") or ""),
     )
 
 
+def _mean_advantage(
+    sampled: Sequence[bool],
+    advantages: Sequence[float | None],
+) -> float | None:
+    """Return the mean advantage of the sampled tokens; None if there are none."""
+    own = advantages
+    if len(sampled) == len(advantages):
+        own = [advantage for advantage, is_own in zip(advantages, sampled) if is_own]
+    trained = [advantage for advantage in own if advantage is not None]
+    return sum(trained) / len(trained) if trained else None
+
+
 def _shown(step: Step, opened: bool) -> str:
-    some = f" ({len(step.groups)} of {step.count} groups)" if step.count > len(step.groups) else ""
+    some = ""
+    if step.count > len(step.groups):
+        some = f" ({len(step.groups)} of {step.count} groups)"
     body = "".join(_table(group) for group in step.groups)
-    return f"<details{' open' if opened else ''}><summary>Step {step.step}{some}</summary>{body}</details>"
+    opening = "<details open>" if opened else "<details>"
+    return f"{opening}<summary>Step {step.step}{some}</summary>{body}</details>"
 
 
 def _table(group: Group) -> str:
-    names = list(dict.fromkeys(name for response in group.responses for name in response.terms))
-    names = names if len(names) > 1 else []
-    head = "".join(f"<th>{escape(name)}</th>" for name in ("reward", *names, "advantage", "tokens", "ended", "response"))
-    rows = "".join(_row(response, names) for response in group.responses)
-    expected = f' <span class="expected">expected <code>{escape(_cut(group.label))}</code></span>' if group.label else ""
+    names: dict[str, None] = {}
+    for response in group.responses:
+        names |= dict.fromkeys(response.terms)
+    # A single term equals the reward, up to its weight.
+    terms = list(names) if len(names) > 1 else []
+    columns = ("reward", *terms, "advantage", "tokens", "ended", "response")
+    head = "".join(f"<th>{escape(name)}</th>" for name in columns)
+    rows = "".join(_row(response, terms) for response in group.responses)
+    expected = ""
+    if group.label:
+        label = escape(_cut(group.label))
+        expected = f' <span class="expected">expected <code>{label}</code></span>'
     prompt = f'<p class="prompt">{escape(_cut(group.prompt))}{expected}</p>'
-    return f'<div class="card group">{prompt}<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="card group">{prompt}{table}</div>'
 
 
 def _row(response: Response, names: Sequence[str]) -> str:
     advantage = response.advantage
-    css = "" if not advantage else ' class="good"' if advantage > 0 else ' class="bad"'
+    css = ""
+    if advantage:
+        css = ' class="good"' if advantage > 0 else ' class="bad"'
     terms = "".join(f"<td>{_number(response.terms.get(name))}</td>" for name in names)
     return (
-        f"<tr><td>{_number(response.reward)}</td>{terms}<td{css}>{_number(advantage)}</td><td>{response.tokens}</td>"
-        f"<td>{escape(response.ended)}</td><td><pre>{escape(_cut(response.text))}</pre></td></tr>"
+        f"<tr><td>{_number(response.reward)}</td>{terms}<td{css}>{_number(advantage)}</td>"
+        f"<td>{response.tokens}</td><td>{escape(response.ended)}</td>"
+        f"<td><pre>{escape(_cut(response.text))}</pre></td></tr>"
     )
 
 
@@ -135,4 +169,6 @@ def _number(value: float | None) -> str:
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]} ... ({len(text) - CHARACTERS:,} more characters)"
+    if len(text) <= CHARACTERS:
+        return text
+    return f"{text[:CHARACTERS]} ... ({len(text) - CHARACTERS:,} more characters)"

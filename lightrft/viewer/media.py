@@ -40,15 +40,20 @@ def _element(name: str, folder: Path, about: str) -> str:
     kind = TYPES.get(Path(name).suffix.lower(), "")
     path = folder / name
     if not kind or Path(name).name != name or not path.is_file():
-        return f'<p class="empty">{escape(name)} {"is missing" if kind else "cannot be shown"}</p>'
+        why = "is missing" if kind else "cannot be shown"
+        return f'<p class="empty">{escape(name)} {why}</p>'
     data = path.read_bytes()
     source = f"data:{kind};base64,{base64.b64encode(data).decode('ascii')}"
     if kind.startswith("audio/"):
-        return f'<audio controls preload="metadata" src="{source}" aria-label="{escape(about)}"></audio>'
+        label = escape(about)
+        return f'<audio controls preload="metadata" src="{source}" aria-label="{label}"></audio>'
     return f'<img src="{source}" alt="{escape(about)}"{_tiny(data)}>'
 
 
 def _tiny(data: bytes) -> str:
     """Return the CSS class of a small PNG, whose size is in bytes 16 to 24."""
-    size = [int.from_bytes(data[k : k + 4], "big") for k in (16, 20)] if data[:4] == b"\x89PNG" else [TINY + 1]
-    return ' class="tiny"' if max(size) <= TINY else ""
+    if data[:4] != b"\x89PNG":
+        return ""
+    width = int.from_bytes(data[16:20], "big")
+    height = int.from_bytes(data[20:24], "big")
+    return ' class="tiny"' if max(width, height) <= TINY else ""

@@ -24,14 +24,16 @@ def answers(run: RunData) -> str:
     pairs = list(zip(run.before, run.after))
     if not pairs:
         return ""
-    paired = all(a.prompt == b.prompt for a, b in pairs)
-    if paired and all(_small(answer) for pair in pairs for answer in pair):
+    paired = all(before.prompt == after.prompt for before, after in pairs)
+    if paired and all(_small(before) and _small(after) for before, after in pairs):
         return _section("Answers, before and after", _about_all(pairs), _gallery(run, pairs))
     head = "Answers, before and after" if paired else "Answers at the first step and at the last"
     some = pairs[:ANSWERS]
-    of = f"The first {len(some)} of {len(pairs)} held-out problems that were kept." if paired and len(pairs) > len(some) else ""
+    about = ""
+    if paired and len(pairs) > len(some):
+        about = f"The first {len(some)} of {len(pairs)} held-out problems that were kept."
     items = "".join(_pair(run, before, after, paired) for before, after in some)
-    return _section(head, of, f'<ol class="answers">{items}</ol>')
+    return _section(head, about, f'<ol class="answers">{items}</ol>')
 
 
 def _section(head: str, about: str, body: str) -> str:
@@ -40,37 +42,49 @@ def _section(head: str, about: str, body: str) -> str:
 
 
 def _small(answer: Answer) -> bool:
-    return bool(answer.attachments) and len(answer.text) <= SHORT and "\n" not in answer.text.strip()
+    if not answer.attachments or len(answer.text) > SHORT:
+        return False
+    return "\n" not in answer.text.strip()
 
 
 def _about_all(pairs: Pairs) -> str:
     """Return the common prompt, if there is one, and the numbers of correct responses."""
     asked = {before.prompt for before, _ in pairs}
     question = f"Asked: {escape(asked.pop())} " if len(asked) == 1 else ""
-    if any(a.correct is None for pair in pairs for a in pair):
-        return question.strip()
-    right = [sum(bool(a.correct) for a in side) for side in zip(*pairs)]
-    return f"{question}Of these {len(pairs)} held-out problems {right[0]} were answered right before, {right[1]} after."
+    right_before = right_after = 0
+    for before, after in pairs:
+        if before.correct is None or after.correct is None:
+            return question.strip()
+        right_before += bool(before.correct)
+        right_after += bool(after.correct)
+    return f"{question}Of these {len(pairs)} held-out problems {right_before} were answered right before, {right_after} after."
 
 
 def _gallery(run: RunData, pairs: Pairs) -> str:
     same = len({before.prompt for before, _ in pairs}) == 1
-    return f'<ol class="gallery">{"".join(_tile(run, *pair, asked=not same) for pair in pairs)}</ol>'
+    tiles = "".join(_tile(run, before, after, asked=not same) for before, after in pairs)
+    return f'<ol class="gallery">{tiles}</ol>'
 
 
 def _tile(run: RunData, before: Answer, after: Answer, asked: bool) -> str:
     ask = f'<p class="prompt">{escape(before.prompt)}</p>' if asked else ""
-    about = f"expected {before.label}" if before.label else "what the model was given"
-    told = f'<p class="expected">{escape(about)}</p>' if before.label else ""
-    said = f'{_word(before, "before")}<span class="arrow" aria-label="to">→</span>{_word(after, "after")}'
+    about = "what the model was given"
+    expected = ""
+    if before.label:
+        about = f"expected {before.label}"
+        expected = f'<p class="expected">{escape(about)}</p>'
+    media = shown(before.attachments, run.media, about)
+    arrow = '<span class="arrow" aria-label="to">→</span>'
+    said = f'<p class="said">{_word(before, "before")}{arrow}{_word(after, "after")}</p>'
     css = " wrong" if after.correct is False else ""
-    return f'<li class="card{css}">{shown(before.attachments, run.media, about)}{ask}{told}<p class="said">{said}</p></li>'
+    return f'<li class="card{css}">{media}{ask}{expected}{said}</li>'
 
 
 def _word(answer: Answer, when: str) -> str:
-    mark, css = "", ""
+    mark = css = ""
     if answer.correct is not None:
-        mark, css = ("✓", " good") if answer.correct else ("✗", " bad")
+        mark = "✓" if answer.correct else "✗"
+        css = " good" if answer.correct else " bad"
     text = escape(answer.text.strip()) or "no text"
     return f'<span class="mark{css}" title="{when}">{mark} {text}</span>'
 
@@ -83,17 +97,30 @@ def _pair(run: RunData, before: Answer, after: Answer, paired: bool) -> str:
 
 
 def _ask(run: RunData, answer: Answer) -> str:
-    expected = f'<p class="expected">expected <code>{escape(answer.label)}</code></p>' if answer.label else ""
-    given = shown(answer.attachments, run.media, "what the model was given")
-    given = f'<div class="given">{given}</div>' if given else ""
-    return f'<div class="ask"><p class="prompt">{escape(answer.prompt)}</p>{expected}</div>{given}'
+    expected = ""
+    if answer.label:
+        expected = f'<p class="expected">expected <code>{escape(answer.label)}</code></p>'
+    media = shown(answer.attachments, run.media, "what the model was given")
+    given = f'<div class="given">{media}</div>' if media else ""
+    prompt = f'<p class="prompt">{escape(answer.prompt)}</p>'
+    return f'<div class="ask">{prompt}{expected}</div>{given}'
 
 
 def _answer(run: RunData, title: str, answer: Answer, paired: bool) -> str:
-    if answer.correct is not None:
-        mark = '<span class="mark good">✓ right</span>' if answer.correct else '<span class="mark bad">✗ wrong</span>'
-    else:
-        mark = f'<span class="mark">reward {compact(answer.reward)}</span>' if answer.reward is not None else ""
-    text = f"<pre>{escape(answer.text)}</pre>" if answer.text.strip() else '<p class="empty">no text</p>'
+    text = '<p class="empty">no text</p>'
+    if answer.text.strip():
+        text = f"<pre>{escape(answer.text)}</pre>"
     ask = "" if paired else _ask(run, answer)
-    return f'<div class="answer"><header><span>{title}</span>{mark}</header>{ask}{text}</div>'
+    header = f"<header><span>{title}</span>{_mark(answer)}</header>"
+    return f'<div class="answer">{header}{ask}{text}</div>'
+
+
+def _mark(answer: Answer) -> str:
+    """Return the verdict on a response, else its reward."""
+    if answer.correct is not None:
+        if answer.correct:
+            return '<span class="mark good">✓ right</span>'
+        return '<span class="mark bad">✗ wrong</span>'
+    if answer.reward is None:
+        return ""
+    return f'<span class="mark">reward {compact(answer.reward)}</span>'

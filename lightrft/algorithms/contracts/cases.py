@@ -104,8 +104,9 @@ def there(column: Tensor | None) -> Tensor:
 
 def with_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
     """Cast every floating-point column of ``batch`` to ``dtype``."""
-    columns = {k: v for axis in ("token", "sample") for k, v in batch.columns(axis).items() if v.is_floating_point()}
-    return batch.replace(**{k: v.to(dtype) for k, v in columns.items()})
+    columns = {**batch.columns("token"), **batch.columns("sample")}
+    cast = {name: column.to(dtype) for name, column in columns.items() if column.is_floating_point()}
+    return batch.replace(**cast)
 
 
 def extremes() -> Iterator[tuple[str, Batch]]:
@@ -165,7 +166,10 @@ def spoiled(batch: Batch) -> Batch:
         "energy",
     )
     columns = batch.columns("token")
-    return batch.replace(**{k: torch.where(batch.mask, columns[k], -3.7 - i) for i, k in enumerate(names)})
+    spoiled_columns = {}
+    for i, name in enumerate(names):
+        spoiled_columns[name] = torch.where(batch.mask, columns[name], -3.7 - i)
+    return batch.replace(**spoiled_columns)
 
 
 def groups() -> list[list[Rollout]]:
@@ -205,5 +209,6 @@ def shown(batch: Batch) -> str:
     marks = "".join(str(int(m)) for m in batch.mask.tolist())
     starts = (batch.lengths.cumsum(0) - batch.lengths).tolist()
     rows = [marks[a : a + n] or "-" for a, n in zip(starts, batch.lengths.tolist(), strict=True)]
-    rewards = [round(r, 3) for r in batch.rewards.tolist()] if batch.rewards is not None else []
-    return f"answers {' '.join(rows) or 'none'}, prompts {batch.prompt_of.tolist()}, rewards {rewards}"
+    answers = " ".join(rows) or "none"
+    rewards = [] if batch.rewards is None else [round(r, 3) for r in batch.rewards.tolist()]
+    return f"answers {answers}, prompts {batch.prompt_of.tolist()}, rewards {rewards}"

@@ -134,7 +134,8 @@ def check_order(run: Callable[[Batch], Tensor], axis: str, split: Callable[[Batc
         expect_close(run(batch.select(order)), whole[places], f"{name}, in reverse")
         for part in split(batch):
             places = part if axis == "sample" else rows_of(batch.lengths, part)
-            expect_close(run(batch.select(part)), whole[places], f"{name}, rows {part.tolist()} alone")
+            alone = f"{name}, rows {part.tolist()} alone"
+            expect_close(run(batch.select(part)), whole[places], alone)
 
 
 # Advantages
@@ -145,7 +146,11 @@ def advantages_of(function: Function, batch: Batch) -> tuple[Tensor, Tensor]:
     rows = TokenRows.of(batch)
     rewards = there(batch.rewards)
     token = torch.where(batch.mask, there(batch.ref_logprobs) / 10, 0.0).to(rewards.dtype)
-    last = [int((rows.row_of == i).logical_and(rows.mask).nonzero()[-1]) for i in range(len(batch)) if rows.count()[i]]
+    last = []
+    for i in range(len(batch)):
+        sampled = (rows.row_of == i) & rows.mask
+        if sampled.any():
+            last.append(int(sampled.nonzero()[-1]))
     token[torch.tensor(last, dtype=torch.long)] += rewards[rows.count() > 0]
     return function(batch, token, AdvantageConfig(gamma=0.9, lam=0.8))
 
@@ -170,7 +175,9 @@ def check_advantage_is_zero_where_nothing_was_sampled(function: Function) -> Non
 def check_advantage_ignores_what_was_not_sampled(function: Function) -> None:
     """Values at tokens that were not sampled do not change the result."""
     for name, batch in batches():
-        for a, b in zip(advantages_of(function, spoiled(batch)), advantages_of(function, batch), strict=True):
+        found = advantages_of(function, spoiled(batch))
+        expected = advantages_of(function, batch)
+        for a, b in zip(found, expected, strict=True):
             expect_close(a, b, name)
 
 
@@ -187,8 +194,12 @@ def needs_of(function: Function) -> frozenset[str]:
     """Return the ``needs`` of a registered function, or the attribute ``needs`` of another one."""
     function = inspect.unwrap(function)
     tables: tuple[Registry[Any], ...] = (ADVANTAGES, IS_CORRECTIONS)
-    registered = [table.about(name).needs for table in tables for name in table if table[name] is function]
-    return frozenset(getattr(function, "needs", ())).union(*registered)
+    needs: set[str] = set(getattr(function, "needs", ()))
+    for table in tables:
+        for name in table:
+            if table[name] is function:
+                needs |= table.about(name).needs
+    return frozenset(needs)
 
 
 def check_advantage_keeps_the_dtype(function: Function) -> None:

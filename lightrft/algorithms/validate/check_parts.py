@@ -30,30 +30,29 @@ def check_parts(algorithm: AlgorithmConfig) -> None:
 
 
 def _problems(algorithm: AlgorithmConfig) -> Iterator[str]:
-    advantage, loss = algorithm.advantage, algorithm.loss
     for kind, key, part in _named(algorithm):
         row = COMPONENT_KINDS[kind]
         yield from signature_problems(key, row.registry, part, len(row.arguments), *row.given)
-    yield from _unread(
-        "algorithm.advantage",
-        ADVANTAGES,
-        advantage,
-        {"eps"} if advantage.whiten != "none" else set(),
-    )
-    gates = [TOKEN_MASKS.about(part.name).reads for part in algorithm.gates if part.name in TOKEN_MASKS]
-    yield from _unread("algorithm.loss", POLICY_LOSSES, loss, set().union(*gates))
+    advantage = algorithm.advantage
+    read_by_whitening = {"eps"} if advantage.whiten != "none" else set()
+    yield from _unread("algorithm.advantage", ADVANTAGES, advantage, read_by_whitening)
+    read_by_gates: set[str] = set()
+    for gate in algorithm.gates:
+        if gate.name in TOKEN_MASKS:
+            read_by_gates |= TOKEN_MASKS.about(gate.name).reads
+    yield from _unread("algorithm.loss", POLICY_LOSSES, algorithm.loss, read_by_gates)
     yield from _unfit_scales(algorithm)
 
 
 def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, ComponentConfig]]:
     """Yield the functions that the settings name: kind, setting, and name with options."""
-    advantage, loss = algorithm.advantage, algorithm.loss
-    yield (
-        "advantage",
-        "algorithm.advantage",
-        ComponentConfig(name=advantage.name, options=advantage.options),
+    advantage = ComponentConfig(
+        name=algorithm.advantage.name,
+        options=algorithm.advantage.options,
     )
-    yield "loss", "algorithm.loss", ComponentConfig(name=loss.name, options=loss.options)
+    loss = ComponentConfig(name=algorithm.loss.name, options=algorithm.loss.options)
+    yield "advantage", "algorithm.advantage", advantage
+    yield "loss", "algorithm.loss", loss
     yield "aggregation", "algorithm.aggregation", ComponentConfig(name=algorithm.aggregation)
     yield "kl", "algorithm.kl.estimator", ComponentConfig(name=algorithm.kl.estimator)
     yield "kl", "algorithm.drift.estimator", ComponentConfig(name=algorithm.drift.estimator)
@@ -64,38 +63,61 @@ def _named(algorithm: AlgorithmConfig) -> Iterator[tuple[str, str, ComponentConf
         "filter": algorithm.filters,
     }
     for kind, parts in lists.items():
-        yield from ((kind, f"{COMPONENT_KINDS[kind].key}.{i}", part) for i, part in enumerate(parts))
+        for i, part in enumerate(parts):
+            yield kind, f"{COMPONENT_KINDS[kind].key}.{i}", part
 
 
 def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield reward and value scales that the configured advantage does not use."""
-    name, settings = algorithm.advantage.name, algorithm.normalize
+    name = algorithm.advantage.name
+    normalize = algorithm.normalize
     try:
         needs = ADVANTAGES.about(name).needs
     except ConfigError:
         return  # reported where the name is looked up
-    if settings.values and "critic" not in needs:
-        yield f"algorithm.normalize.values = True changes nothing: advantage {name!r} has no critic"
-    if algorithm.value != ValueConfig() and "critic" not in needs:
-        yield (f"algorithm.value.clip = {algorithm.value.clip} changes nothing: advantage {name!r} has no critic")
-    if settings == NormalizeConfig(eps=settings.eps) != NormalizeConfig():
-        yield (f"algorithm.normalize.eps = {settings.eps} changes nothing: no terms, rewards or values are normalised")
-    given = [f"normalize.{k}" for k in ("terms", "rewards") if getattr(settings, k) != "none"]
-    given += ["shaping"] if algorithm.shaping else []
-    if "greedy" in needs and given:
+    if "critic" not in needs:
+        no_critic = f"changes nothing: advantage {name!r} has no critic"
+        if normalize.values:
+            yield f"algorithm.normalize.values = True {no_critic}"
+        if algorithm.value != ValueConfig():
+            yield f"algorithm.value.clip = {algorithm.value.clip} {no_critic}"
+    only_eps_is_set = normalize == NormalizeConfig(eps=normalize.eps)
+    if only_eps_is_set and normalize != NormalizeConfig():
+        yield (f"algorithm.normalize.eps = {normalize.eps} changes nothing: no terms, rewards or values are normalised")
+    changes = []
+    if normalize.terms != "none":
+        changes.append("normalize.terms")
+    if normalize.rewards != "none":
+        changes.append("normalize.rewards")
+    if algorithm.shaping:
+        changes.append("shaping")
+    if "greedy" in needs and changes:
         yield (
-            f"algorithm.{given[0]} changes the rewards of answers and not that of the greedy "
+            f"algorithm.{changes[0]} changes the rewards of answers and not that of the greedy "
             f"answer, which advantage {name!r} takes off them; leave it out"
         )
 
 
-def _unread(key: str, registry: Registry[Any], settings: AdvantageConfig | LossConfig, also: set[str]) -> Iterator[str]:
-    """Yield changed settings that the configured built-in function does not read."""
+def _unread(
+    key: str,
+    registry: Registry[Any],
+    settings: AdvantageConfig | LossConfig,
+    also: set[str],
+) -> Iterator[str]:
+    """Yield changed settings that the configured built-in function does not read.
+
+    Args:
+        key: The section, for messages.
+        registry: Where the function is looked up. A user's function may read every setting.
+        settings: The section that names the function.
+        also: Fields that something else reads.
+    """
     if settings.name not in registry:
         return
-    read = registry.about(settings.name).reads | also | {"name", "options", "whiten"}
+    reads = registry.about(settings.name).reads
+    known = ", ".join(sorted(reads)) or "none of them"
+    read = reads | also | {"name", "options", "whiten"}
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if name not in read and value != field.default:
-            known = ", ".join(sorted(registry.about(settings.name).reads)) or "none of them"
             yield f"{key}.{name} = {value} changes nothing: {settings.name!r} reads {known}"

@@ -6,14 +6,13 @@ user's function are unknown.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import SCHEDULES
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
-from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.config.algorithm import AlgorithmConfig, KLConfig
 from lightrft.config.base import Settings
 
 
@@ -76,8 +75,10 @@ def _varies(algorithm: AlgorithmConfig) -> str:
 
 
 def _proximal(algorithm: AlgorithmConfig) -> Iterator[str]:
-    proximal, kl, loss = algorithm.proximal, algorithm.kl, algorithm.loss.name
-    weighing = [p.name for p in algorithm.corrections if p.name in IS_CORRECTIONS and "old" in IS_CORRECTIONS.about(p.name).needs]
+    proximal = algorithm.proximal
+    if proximal == "policy":
+        return
+    weighing = _corrections_of_old_policy(algorithm)
     if proximal == "behavior":
         for name in weighing:
             yield (
@@ -85,17 +86,45 @@ def _proximal(algorithm: AlgorithmConfig) -> Iterator[str]:
                 "with proximal: behavior they are one: the ratio already holds the difference, "
                 "which must not count twice. Leave it out, or take proximal: policy"
             )
-    sampled = algorithm.distill.kind == "sampled"
-    reads_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
-    if proximal == "interpolated" and (reads_kl or sampled):
-        which = "distill.kind: sampled" if sampled else "kl.where: reward" if kl.where == "reward" else "kl.controller: adaptive"
+    reader = _reader_of_old_logprobs(algorithm)
+    if proximal == "interpolated" and reader:
         yield (
             "algorithm.proximal = interpolated computes no log-probs before the update, which "
-            f"{which} reads; take proximal: policy"
+            f"{reader} reads; take proximal: policy"
         )
-    reads_old = loss not in POLICY_LOSSES or "old" in POLICY_LOSSES.about(loss).needs or algorithm.drift.coef > 0 or kl.weighted
-    if proximal != "policy" and not (reads_old or weighing or algorithm.gates or reads_kl or sampled):
+    has_ratio = _objective_reads_old(algorithm) or weighing or algorithm.gates
+    if not has_ratio and not reader:
+        loss = algorithm.loss.name
         yield f"algorithm.proximal = {proximal} changes nothing: loss {loss!r} has no ratio"
+
+
+def _corrections_of_old_policy(algorithm: AlgorithmConfig) -> list[str]:
+    """Return the built-in corrections in use that read the old log-probs."""
+    found = []
+    for part in algorithm.corrections:
+        if part.name in IS_CORRECTIONS and "old" in IS_CORRECTIONS.about(part.name).needs:
+            found.append(part.name)
+    return found
+
+
+def _reader_of_old_logprobs(algorithm: AlgorithmConfig) -> str:
+    """Return the setting that needs the policy's log-probs before the update; empty if none."""
+    if algorithm.distill.kind == "sampled":
+        return "distill.kind: sampled"
+    kl = algorithm.kl
+    if kl.used and kl.where == "reward":
+        return "kl.where: reward"
+    if kl.used and kl.controller == "adaptive":
+        return "kl.controller: adaptive"
+    return ""
+
+
+def _objective_reads_old(algorithm: AlgorithmConfig) -> bool:
+    """Return whether a term of the loss reads the old log-probs; a user's loss may."""
+    loss = algorithm.loss.name
+    if loss not in POLICY_LOSSES or "old" in POLICY_LOSSES.about(loss).needs:
+        return True
+    return algorithm.drift.coef > 0 or algorithm.kl.weighted
 
 
 def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -113,6 +142,10 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
             "algorithm.kl.weighted with estimator k2: the ratio times k2 is an estimate of no "
             "KL, and its expected gradient is not that of KL(policy, reference); take k3 or k1"
         )
+    yield from _kl_controller(kl)
+
+
+def _kl_controller(kl: KLConfig) -> Iterator[str]:
     read = {
         "adaptive": {"target", "horizon"},
         "linear": {"final", "steps"},
@@ -128,40 +161,51 @@ def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _rewards(algorithm: AlgorithmConfig) -> Iterator[str]:
     """Yield reward changes that the advantage does not read, or that invalidate its threshold."""
-    name, normalize = algorithm.advantage.name, algorithm.normalize
-    given = {f"normalize.{k}": getattr(normalize, k) for k in ("terms", "rewards") if getattr(normalize, k) != "none"}
+    normalize = algorithm.normalize
+    changes: dict[str, str] = {}
+    if normalize.terms != "none":
+        changes["normalize.terms"] = normalize.terms
+    if normalize.rewards != "none":
+        changes["normalize.rewards"] = normalize.rewards
     if algorithm.kl.used and algorithm.kl.where == "reward":
-        given["kl.where"] = "reward"
-    if name == "rft":
-        for key, value in given.items():
+        changes["kl.where"] = "reward"
+    if algorithm.advantage.name == "rft":
+        for key, value in changes.items():
             yield (
                 f"algorithm.{key} = {value} moves rewards, and advantage 'rft' compares them "
                 "with options.threshold, which is for rewards as they were scored; leave it out "
                 "(a KL may stand in the loss)"
             )
-    if name == "teacher":
-        given |= {"shaping": algorithm.shaping[0].name} if algorithm.shaping else {}
-        given |= {"advantage.whiten": algorithm.advantage.whiten} if algorithm.advantage.whiten != "none" else {}
-        for key, value in given.items():
+    if algorithm.advantage.name == "teacher":
+        if algorithm.shaping:
+            changes["shaping"] = algorithm.shaping[0].name
+        if algorithm.advantage.whiten != "none":
+            changes["advantage.whiten"] = algorithm.advantage.whiten
+        for key, value in changes.items():
             yield (f"algorithm.{key} = {value} changes nothing: advantage 'teacher' takes no reward; leave it out")
 
 
 def _other_terms(algorithm: AlgorithmConfig) -> Iterator[str]:
-    entropy, drift, positive = algorithm.entropy, algorithm.drift, algorithm.positive_nll
+    entropy = algorithm.entropy
     if entropy.target is None:
-        yield from _changes_nothing("algorithm.entropy", entropy, {"rate"}, "entropy.target is not set")
+        why = "entropy.target is not set"
+        yield from _changes_nothing("algorithm.entropy", entropy, {"rate"}, why)
     elif entropy.coef < 0:
         yield (f"algorithm.entropy.coef = {entropy.coef}: with entropy.target it is where the bonus starts, and is never below 0")
+    drift = algorithm.drift
     if not drift.coef:
-        yield from _changes_nothing("algorithm.drift", drift, {"estimator", "cap", "level"}, "drift.coef is 0")
+        unread = {"estimator", "cap", "level"}
+        yield from _changes_nothing("algorithm.drift", drift, unread, "drift.coef is 0")
     elif drift.cap is not None and drift.estimator != "k3":
         yield (f"algorithm.drift.cap bounds the gradient of k3 alone, and drift.estimator is {drift.estimator!r}; leave one out")
+    positive = algorithm.positive_nll
     if not positive.coef:
-        yield from _changes_nothing("algorithm.positive_nll", positive, {"threshold"}, "positive_nll.coef is 0")
+        why = "positive_nll.coef is 0"
+        yield from _changes_nothing("algorithm.positive_nll", positive, {"threshold"}, why)
 
 
 def _changes_nothing(key: str, settings: Settings, names: set[str], why: str) -> Iterator[str]:
-    fields: Mapping[str, Any] = type(settings).model_fields
+    fields = type(settings).model_fields
     for name in sorted(names):
         value = getattr(settings, name)
         if value != fields[name].default:

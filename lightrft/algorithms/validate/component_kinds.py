@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from dataclasses import dataclass
+from inspect import Parameter
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -41,20 +43,32 @@ class ComponentKind:
     arguments: tuple[str, ...]
     given: tuple[str, ...] = ()
 
-    def options(self, function: Function) -> dict[str, Any]:
+    def options(self, function: Function) -> dict[str, object]:
         """Return the options of ``function`` with their defaults.
 
         A required option has ``inspect.Parameter.empty``.
         """
-        parameters = list(inspect.signature(function).parameters.values())[len(self.arguments) :]
-        kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return {p.name: p.default for p in parameters if p.kind in kinds and p.name not in self.given}
+        parameters = list(inspect.signature(function).parameters.values())
+        options = {}
+        for parameter in parameters[len(self.arguments) :]:
+            by_name = parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+            if by_name and parameter.name not in self.given:
+                options[parameter.name] = parameter.default
+        return options
 
 
 COMPONENT_KINDS: dict[str, ComponentKind] = {
     "advantage": ComponentKind(ADVANTAGES, "algorithm.advantage", ("batch", "token_rewards", "settings")),
-    "loss": ComponentKind(POLICY_LOSSES, "algorithm.loss", ("logprobs", "old", "advantages", "rows", "settings")),
-    "correction": ComponentKind(IS_CORRECTIONS, "algorithm.corrections", ("logprobs", "old", "behavior", "advantages", "rows")),
+    "loss": ComponentKind(
+        POLICY_LOSSES,
+        "algorithm.loss",
+        ("logprobs", "old", "advantages", "rows", "settings"),
+    ),
+    "correction": ComponentKind(
+        IS_CORRECTIONS,
+        "algorithm.corrections",
+        ("logprobs", "old", "behavior", "advantages", "rows"),
+    ),
     "gate": ComponentKind(TOKEN_MASKS, "algorithm.gates", ("batch", "settings", "generator")),
     "shaping": ComponentKind(SHAPINGS, "algorithm.shaping", ("batch", "rewards"), ("max_new_tokens",)),
     "filter": ComponentKind(FILTERS, "algorithm.filters", ("group",)),
@@ -72,26 +86,62 @@ def kind_of(name: str) -> str:
         ConfigError: If no kind, or more than one, fits.
     """
     if ":" not in name:
-        holders = [kind for kind, row in COMPONENT_KINDS.items() if name in row.registry]
-        if len(holders) == 1:
-            return holders[0]
-        found = f"is a {' and a '.join(holders)}" if holders else "is not the name of any part"
-        raise ConfigError(f"{name!r} {found}; say which kind is meant with --kind <{'|'.join(holders or COMPONENT_KINDS)}>")
+        return _kind_of_registered(name)
     parameters = inspect.signature(COMPONENT_KINDS["loss"].registry[name]).parameters
-    places = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    keywords = {k for row in COMPONENT_KINDS.values() for k in row.given if k in parameters}
-    taken = [p for p in parameters.values() if p.kind in places and p.default is p.empty]
-    ordered = [p.name for p in taken if p.name not in keywords]
-    fitting = [kind for kind, row in COMPONENT_KINDS.items() if len(row.arguments) == len(ordered) and set(row.given) == keywords]
-    shared = {kind: sum(a == b for a, b in zip(COMPONENT_KINDS[kind].arguments, ordered, strict=True)) for kind in fitting}
-    best = [kind for kind in fitting if shared[kind] == max(shared.values())]
-    if len(best) != 1:
-        forms = "; ".join(f"{kind} ({', '.join(COMPONENT_KINDS[kind].arguments)})" for kind in best or COMPONENT_KINDS)
-        raise ConfigError(f"{name!r} takes ({', '.join(ordered)}), which fits no kind alone: {forms}. Say which with --kind")
-    return best[0]
+    # "batch" is a keyword of one kind and a positional argument of others, so keywords go first.
+    known_keywords = {keyword for kind in COMPONENT_KINDS.values() for keyword in kind.given}
+    keywords = known_keywords & parameters.keys()
+    arguments = [
+        parameter.name
+        for parameter in _positional(parameters.values())
+        if parameter.default is parameter.empty and parameter.name not in keywords
+    ]
+    best = _closest_kinds(arguments, keywords)
+    if len(best) == 1:
+        return best[0]
+    forms = "; ".join(f"{kind} ({', '.join(COMPONENT_KINDS[kind].arguments)})" for kind in best or COMPONENT_KINDS)
+    taken = ", ".join(arguments)
+    raise ConfigError(f"{name!r} takes ({taken}), which fits no kind alone: {forms}. Say which with --kind")
 
 
-def signature_problems(key: str, registry: Registry[Any], part: ComponentConfig, arguments: int, *given: str) -> Iterator[str]:
+def _kind_of_registered(name: str) -> str:
+    """Return the only kind whose registry holds ``name``."""
+    holders = [kind for kind, row in COMPONENT_KINDS.items() if name in row.registry]
+    if len(holders) == 1:
+        return holders[0]
+    found = f"is a {' and a '.join(holders)}" if holders else "is not the name of any part"
+    choices = "|".join(holders or COMPONENT_KINDS)
+    raise ConfigError(f"{name!r} {found}; say which kind is meant with --kind <{choices}>")
+
+
+def _closest_kinds(arguments: list[str], keywords: set[str]) -> list[str]:
+    """Return the kinds with this call signature that share the most argument names with it.
+
+    Args:
+        arguments: Names of the required positional arguments.
+        keywords: Names of the keyword arguments that a kind passes.
+    """
+    shared = {}
+    for kind, row in COMPONENT_KINDS.items():
+        if len(row.arguments) == len(arguments) and set(row.given) == keywords:
+            shared[kind] = sum(map(operator.eq, row.arguments, arguments))
+    most = max(shared.values(), default=0)
+    return [kind for kind, count in shared.items() if count == most]
+
+
+def _positional(parameters: Iterable[Parameter]) -> list[Parameter]:
+    """Return the parameters that can be given by position."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter for parameter in parameters if parameter.kind in kinds]
+
+
+def signature_problems(
+    key: str,
+    registry: Registry[Any],
+    part: ComponentConfig,
+    arguments: int,
+    *given: str,
+) -> Iterator[str]:
     """Yield the reasons why ``part`` cannot be called as its kind is.
 
     Args:
@@ -110,40 +160,61 @@ def signature_problems(key: str, registry: Registry[Any], part: ComponentConfig,
         yield f"{key}: {part.name!r} is not a function"
         return
     parameters = list(inspect.signature(function).parameters.values())
-    kinds = {p.kind for p in parameters}
-    ordered = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(ordered) < arguments and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        yield f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}"
-    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) and p not in ordered[:arguments]]
-    known = {p.name for p in named} - set(given)
-    if inspect.Parameter.VAR_KEYWORD not in kinds:
-        for name in sorted(set(given) - {p.name for p in named}):
-            yield f"{key}: {part.name!r} must take the keyword {name}"
-        for name in sorted(part.options.keys() - known):
-            yield (f"{key}.options.{name} is not an option of {part.name!r}; it takes {', '.join(sorted(known)) or 'none'}")
+    kinds = {parameter.kind for parameter in parameters}
+    positional = _positional(parameters)
+    wrong_count = f"{key}: {part.name!r} takes {len(positional)} arguments; it is called with {arguments}"
+    if len(positional) < arguments and Parameter.VAR_POSITIONAL not in kinds:
+        yield wrong_count
+    by_name = [
+        parameter for parameter in parameters if parameter.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    ]
+    by_position = positional[:arguments]
+    keywords = {parameter.name: parameter for parameter in by_name if parameter not in by_position}
+    if Parameter.VAR_KEYWORD not in kinds:
+        yield from _unknown_keywords(key, part, keywords.keys(), set(given))
     for name, choices in _choices(function, part.options).items():
-        if part.options[name] not in choices:
-            yield f"{key}.options.{name} = {part.options[name]!r} is none of {', '.join(choices)}"
-    for p in named:
-        if p.default is p.empty and p.name not in part.options and p.name not in given:
-            yield f"{key}.options.{p.name} is missing: {part.name!r} needs it"
-    for p in ordered[arguments:]:
-        if p.kind is p.POSITIONAL_ONLY and p.default is p.empty:
-            yield (f"{key}: {part.name!r} takes {len(ordered)} arguments; it is called with {arguments}")
+        value = part.options[name]
+        if value not in choices:
+            yield f"{key}.options.{name} = {value!r} is none of {', '.join(choices)}"
+    passed = {*part.options, *given}
+    for name, parameter in keywords.items():
+        if parameter.default is parameter.empty and name not in passed:
+            yield f"{key}.options.{name} is missing: {part.name!r} needs it"
+    for parameter in positional[arguments:]:
+        # An option cannot be passed to it: it would stay without a value.
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            yield wrong_count
 
 
-def _choices(function: Any, options: Collection[str]) -> dict[str, tuple[str, ...]]:
+def _unknown_keywords(key: str, part: ComponentConfig, keywords: Set[str], given: set[str]) -> Iterator[str]:
+    """Yield the keywords that the function does not take: those of its kind, then options.
+
+    Args:
+        key: The setting, for messages.
+        part: Name and options of the function.
+        keywords: Names that the function accepts as keywords.
+        given: Keywords that the kind passes.
+    """
+    for name in sorted(given - keywords):
+        yield f"{key}: {part.name!r} must take the keyword {name}"
+    options = keywords - given
+    known = ", ".join(sorted(options)) or "none"
+    for name in sorted(part.options.keys() - options):
+        yield f"{key}.options.{name} is not an option of {part.name!r}; it takes {known}"
+
+
+def _choices(function: Function, options: Collection[str]) -> dict[str, tuple[str, ...]]:
     """Return the options that accept a fixed set of strings, with these strings.
 
     Other annotations are not evaluated, since they may name torch types, which would import torch.
     """
     bare = inspect.unwrap(function)
-    named = {name: hint for name, hint in getattr(bare, "__annotations__", {}).items() if name in options}
+    annotations = getattr(bare, "__annotations__", {})
+    named = {name: hint for name, hint in annotations.items() if name in options}
+    names_in_scope = getattr(bare, "__globals__", {})
     try:
-        hints = get_type_hints(SimpleNamespace(__annotations__=named), getattr(bare, "__globals__", {}))
-    except (
-        NameError,
-        TypeError,
-    ):  # annotations of a user's own function may name what is not there
+        hints = get_type_hints(SimpleNamespace(__annotations__=named), names_in_scope)
+    except (NameError, TypeError):
+        # A user's annotations may use names that exist only for the type checker.
         return {}
     return {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Literal}

@@ -68,22 +68,24 @@ def estimate_memory(config: RLConfig | SFTConfig, lengths: Lengths, device: Devi
     """
     place = ProcessProfile(config, lengths, device, config.strategy, device.processes)
     apart = staffed(config)
-    models = [m for m in _models(config) if m.name not in apart]
-    kept = {m.name: place.held(m) for m in models}
+    models = [model for model in _models(config) if model.name not in apart]
+    kept = {model.name: place.held(model) for model in models}
+    loaded = dict(kept)
     phases = _drawing(place, models, apart)
-    for m in models:
-        phases += passes(place, m)
+    for model in models:
+        phases += passes(place, model)
     phases = _left_whole(place, models, phases)
     if isinstance(config, RLConfig) and config.rollout.staleness:
         kept["sampling copies"] = _copies(place, models[0], "engine" in apart)
         if phases[0].name == DRAWING and "engine" not in apart:
             phases = [phases[0], *(_beside(phases[0], phase) for phase in phases[1:])]
     if device.processes > 1:
-        phases.append(reading(place, models, {m.name: kept[m.name] for m in models}))
+        phases.append(reading(place, models, loaded))
     if "engine" in apart and isinstance(config, RLConfig):
         kept["weights for engines"] = _handed_over(config, models[0], device)
     kept |= _compiled(models, device)
-    return MemoryEstimate(kept, phases, _counts(models), place.problems, _on_host(place, models, phases))
+    on_host = _on_host(place, models, phases)
+    return MemoryEstimate(kept, phases, _counts(models), place.problems, on_host)
 
 
 def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> dict[str, MemoryEstimate]:
@@ -97,9 +99,12 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
     found: dict[str, MemoryEstimate] = {}
     for role in staffed(config):
         assert isinstance(config, RLConfig)
-        model = next(m for m in _models(config) if m.name == {"engine": "policy"}.get(role, role))
+        # The number of workers that split the rows of a step.
         among = config.launch.ray.engines if role == "engine" else device.processes
-        place = ProcessProfile(config, lengths, replace(device, processes=1), in_worker(config.strategy), among)
+        alone = replace(device, processes=1)
+        place = ProcessProfile(config, lengths, alone, in_worker(config.strategy), among)
+        name = "policy" if role == "engine" else role
+        model = next(model for model in _models(config) if model.name == name)
         if role == "engine":
             model = replace(model, trained=False)
             phases = list(drawing_answers(place, model))
@@ -108,9 +113,11 @@ def workers(config: RLConfig | SFTConfig, lengths: Lengths, device: Device) -> d
                 "weights on their way": ModelMemory(config.launch.ray.bucket_mb * MIB),
             }
         else:
-            phases, kept = list(passes(place, model)), {role: place.held(model)}
+            phases = list(passes(place, model))
+            kept = {role: place.held(model)}
         kept |= _compiled([model], device)
-        found[role] = MemoryEstimate(kept, phases, _counts([model]), place.problems, _on_host(place, [model], phases))
+        on_host = _on_host(place, [model], phases)
+        found[role] = MemoryEstimate(kept, phases, _counts([model]), place.problems, on_host)
     return found
 
 
@@ -118,7 +125,11 @@ def staffed(config: RLConfig | SFTConfig) -> list[str]:
     """Return the roles with a model that run in workers."""
     if not isinstance(config, RLConfig):
         return []
-    return [ROLES[name] for name, count in config.launch.ray.staff.items() if count and name in ROLES]
+    found = []
+    for name, count in config.launch.ray.staff.items():
+        if count and name in ROLES:
+            found.append(ROLES[name])
+    return found
 
 
 def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
@@ -128,37 +139,28 @@ def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
     if not isinstance(config, RLConfig):
         return
     alone = model.model_copy(update={"lora": None})
-    if needs_reference(config.algorithm) and (model.lora is None or config.reference is not None):
-        yield _of(
-            "reference",
-            alone.model_copy(update={"path": config.reference or model.path}),
-            trained=False,
-        )
+
+    def at(path: str | None) -> ModelConfig:
+        return alone.model_copy(update={"path": path or model.path})
+
+    # A policy with LoRA is its own reference: without the adapters.
+    has_base = model.lora is not None and config.reference is None
+    if needs_reference(config.algorithm) and not has_base:
+        yield _of("reference", at(config.reference), trained=False)
     if config.algorithm.distill.kind != "none":
-        plain = {
+        own = {
             "tokenizer": None,
             "chat_template": None,
             "freeze": (),
             "gradient_checkpointing": False,
+            **config.teacher.model_dump(),
         }
-        yield _of(
-            "teacher",
-            alone.model_copy(update={**plain, **config.teacher.model_dump()}),
-            trained=False,
-        )
-    if "critic" in needs_of(config.algorithm):
-        yield _of(
-            "critic",
-            alone.model_copy(update={"path": config.critic.path or model.path}),
-            trained=True,
-            kind=Critic,
-        )
-    if "process" in needs_of(config.algorithm):
-        yield _of(
-            "process model",
-            alone.model_copy(update={"path": config.process.path or model.path}),
-            trained=True,
-        )
+        yield _of("teacher", alone.model_copy(update=own), trained=False)
+    needed = needs_of(config.algorithm)
+    if "critic" in needed:
+        yield _of("critic", at(config.critic.path), trained=True, kind=Critic)
+    if "process" in needed:
+        yield _of("process model", at(config.process.path), trained=True)
 
 
 def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] = Actor) -> Model:
@@ -171,7 +173,13 @@ def _of(name: str, config: ModelConfig, *, trained: bool, kind: type[Backbone] =
 
 
 def _counts(models: list[Model]) -> dict[str, tuple[int, int]]:
-    return {m.name: (sum(p.count for p in ps), sum(p.count for p in ps if p.trained)) for m in models if (ps := m.parameters)}
+    """Return the number of parameters of each model, and of its trained ones."""
+    counts = {}
+    for model in models:
+        if model.parameters:
+            trained = sum(p.count for p in model.parameters if p.trained)
+            counts[model.name] = (sum(p.count for p in model.parameters), trained)
+    return counts
 
 
 def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> list[MemoryPhase]:
@@ -179,32 +187,54 @@ def _drawing(place: ProcessProfile, models: list[Model], apart: list[str]) -> li
 
     Engines in workers take over generation. With asynchronous generation they are busy, so ranks
     generate the responses to the eval set.
+
+    Args:
+        place: The kind of process.
+        models: Models of a rank, the policy first.
+        apart: Roles that run in workers.
     """
-    config, ahead = (
-        place.config,
-        isinstance(place.config, RLConfig) and bool(place.config.rollout.staleness),
-    )
+    config = place.config
+    ahead = isinstance(config, RLConfig) and bool(config.rollout.staleness)
     if "engine" in apart and not ahead:
         return []
     phases = list(drawing_answers(place, models[0], evaluating="engine" in apart))
-    if not config.strategy.sleep or place.device.kind == "cpu" or ahead:
+    sleeps = config.strategy.sleep and place.device.kind != "cpu" and not ahead
+    if not sleeps:
         return phases
-    held = {m.name: place.held(m) for m in models}
-    resting = sum(held[m.name].masters + held[m.name].moments if m.trained else held[m.name].weights for m in models)
+    resting = 0.0
+    for model in models:
+        held_by_model = place.held(model)
+        # Of a trained model, only masters and moments are offloaded.
+        if model.trained:
+            resting += held_by_model.masters + held_by_model.moments
+        else:
+            resting += held_by_model.weights
     return [replace(phase, resting=resting) for phase in phases]
 
 
 def _left_whole(place: ProcessProfile, models: list[Model], phases: list[MemoryPhase]) -> list[MemoryPhase]:
-    """Add to ``phases`` the gathered weights of other models, kept until their backward pass."""
-    left = {
-        m.name: place.shares(m).kept_between_passes * sum(m.units(place.shares(m).cut)[1])
-        for m in models
-        if place.shares(m).kept_between_passes
-    }
+    """Add to ``phases`` the gathered weights of other models, kept until their backward pass.
+
+    Args:
+        place: The kind of process.
+        models: Models of a rank.
+        phases: The phases of a step.
+    """
+    left: dict[str, float] = {}
+    for model in models:
+        shares = place.shares(model)
+        if shares.kept_between_passes:
+            _, blocks = model.units(shares.cut)
+            left[model.name] = shares.kept_between_passes * sum(blocks)
     found = []
     for phase in phases:
-        others = sum(size for name, size in left.items() if not phase.name.startswith((f"{name}:", DRAWING)))
-        found.append(replace(phase, parts={**phase.parts, "others left whole": others}) if others else phase)
+        others = 0.0
+        for name, size in left.items():
+            if not phase.name.startswith((f"{name}:", DRAWING)):
+                others += size
+        if others:
+            phase = replace(phase, parts={**phase.parts, "others left whole": others})
+        found.append(phase)
     return found
 
 
@@ -213,17 +243,28 @@ def _copies(place: ProcessProfile, policy: Model, engines: bool) -> ModelMemory:
 
     It holds a copy of the trained weights for each pending version. With several processes it also
     holds a model for the other weights.
+
+    Args:
+        place: The kind of process.
+        policy: The model that generates.
+        engines: True if engines in workers generate.
     """
     assert isinstance(place.config, RLConfig)
-    trained = sum(p.count * p.itemsize for p in policy.parameters if p.trained)
+    trained = _trained_bytes(policy)
     alone = place.device.processes == 1 or engines
     rest = 0.0 if alone else held(policy.parameters).weights - trained
     return ModelMemory((place.config.rollout.staleness + 1) * trained + rest)
 
 
+def _trained_bytes(model: Model) -> float:
+    return sum(p.count * p.itemsize for p in model.parameters if p.trained)
+
+
 def _compiled(models: list[Model], device: Device) -> dict[str, ModelMemory]:
     """Return the memory of half-precision matmuls that a CPU has compiled for the shapes seen."""
-    size = max(products_bytes(m.model.base.dtype) for m in models) if device.kind == "cpu" else 0.0
+    if device.kind != "cpu":
+        return {}
+    size = max(products_bytes(model.model.base.dtype) for model in models)
     return {"compiled products": ModelMemory(size)} if size else {}
 
 
@@ -232,20 +273,27 @@ def _handed_over(config: RLConfig, policy: Model, device: Device) -> ModelMemory
 
     If the device is a CPU, it includes the copy that rank 0 keeps for restarted engines.
     """
-    kept = sum(p.count * p.itemsize for p in policy.parameters if p.trained) if device.kind == "cpu" else 0.0
+    kept = _trained_bytes(policy) if device.kind == "cpu" else 0.0
     return ModelMemory(config.launch.ray.bucket_mb * MIB + kept)
 
 
-def _on_host(place: ProcessProfile, models: list[Model], phases: list[MemoryPhase]) -> dict[str, float]:
+def _on_host(
+    place: ProcessProfile,
+    models: list[Model],
+    phases: list[MemoryPhase],
+) -> dict[str, float]:
     """Return the bytes in CPU memory of each model, per process."""
     if place.device.kind == "cpu":
         return {}
     found: dict[str, float] = {}
-    for m in models:
-        shares = place.shares(m)
-        size = held(m.parameters, shares).total - place.held(m).total
-        found[m.name] = size + (gradients(m.parameters, shares) if "gradients" in shares.on_host and m.trained else 0.0)
-    found["asleep while answers are drawn"] = max((phase.resting for phase in phases), default=0.0)
+    for model in models:
+        shares = place.shares(model)
+        offloaded = held(model.parameters, shares).total - place.held(model).total
+        if "gradients" in shares.on_host and model.trained:
+            offloaded += gradients(model.parameters, shares)
+        found[model.name] = offloaded
+    resting = max((phase.resting for phase in phases), default=0.0)
+    found["asleep while answers are drawn"] = resting
     return {name: size for name, size in found.items() if size} | place.host
 
 

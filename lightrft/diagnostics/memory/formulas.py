@@ -107,16 +107,20 @@ def held(parameters: Iterable[Parameters], shares: ShardingFactors = WHOLE) -> M
         here = p.count / (shares.cut if p.cut else 1)
         alone = p.trained and shares.precise
         weights += here * (max(MASTER, p.itemsize) if alone else p.itemsize)
-        if p.trained:
-            masters += here * MASTER if (p.itemsize < MASTER and not alone) or shares.copied else 0
-            moments += 2 * here * max(MOMENT, p.itemsize)
+        if not p.trained:
+            continue
+        is_own_master = alone or p.itemsize >= MASTER
+        if shares.copied or not is_own_master:
+            masters += here * MASTER
+        moments += 2 * here * max(MOMENT, p.itemsize)
     return ModelMemory(weights / shares.weights, masters / shares.state, moments / shares.state)
 
 
 def on_device(model: ModelMemory, shares: ShardingFactors) -> ModelMemory:
     """Return the bytes of ``model`` that are not offloaded."""
+    weights = 0 if "weights" in shares.on_host else 1
     state = 0 if "state" in shares.on_host else 1
-    return ModelMemory(model.weights * ("weights" not in shares.on_host), model.masters * state, model.moments * state)
+    return ModelMemory(model.weights * weights, model.masters * state, model.moments * state)
 
 
 def gradients(parameters: Iterable[Parameters], shares: ShardingFactors = WHOLE) -> float:
@@ -139,22 +143,32 @@ def key_value_cache(tokens: int, widths: Sequence[int], itemsize: int) -> int:
 def recurrent_states(rows: int, fields: Mapping[str, Any]) -> int:
     """Return the bytes of the recurrent states of ``rows``, if every layer has one.
 
-    mamba: rows * layers * inner width * state size * 4 bytes. rwkv: rows * layers * 5 * hidden size
-    *
-    4 bytes. Hybrid models are counted as if every layer had both keys and a state. Convolution
-    states
-    are ignored: they are a few tokens long.
+    - mamba: rows * layers * inner width * state size * 4 bytes.
+    - rwkv: rows * layers * 5 * hidden size * 4 bytes.
+
+    Hybrid models are counted as if every layer had both keys and a state. Convolution states are
+    ignored: they are a few tokens long.
     """
-    layers, hidden = fields.get("num_hidden_layers") or 0, fields.get("hidden_size") or 0
+
+    def first(*names: str) -> int:
+        return next((fields[name] for name in names if fields.get(name)), 0)
+
+    layers = first("num_hidden_layers")
+    hidden = first("hidden_size")
     if fields.get("model_type") == "rwkv":
         return rows * layers * 5 * hidden * 4
-    size = fields.get("state_size") or fields.get("mamba_d_state") or fields.get("ssm_state_size") or 0
-    inner = hidden * (fields.get("expand") or fields.get("mamba_expand") or 2)
+    size = first("state_size", "mamba_d_state", "ssm_state_size")
+    inner = hidden * (first("expand", "mamba_expand") or 2)
     return rows * layers * inner * size * 4
 
 
 def tokens_held(
-    prompts: int, samples: int, prompt_tokens: int, answer_tokens: int, budget: int, max_rows: int
+    prompts: int,
+    samples: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    budget: int,
+    max_rows: int,
 ) -> tuple[int, int, int]:
     """Return the maximum ``(tokens, rows, prompts)`` that the engine holds.
 
@@ -170,14 +184,29 @@ def tokens_held(
         budget: maximum number of tokens.
         max_rows: maximum number of concurrent responses.
     """
+
+    def slots_of(rows: int) -> int:
+        return -(-rows // samples)
+
+    def tokens_of(rows: int) -> int:
+        return slots_of(rows) * prompt_tokens + rows * answer_tokens
+
     rows = min(prompts * samples, max_rows)
-    while rows > 1 and -(-rows // samples) * prompt_tokens + rows * answer_tokens > budget:
+    while rows > 1 and tokens_of(rows) > budget:
         rows -= 1
-    slots = -(-rows // samples)
-    return slots * prompt_tokens + rows * answer_tokens, rows, slots
+    return tokens_of(rows), rows, slots_of(rows)
 
 
-def kept_by_blocks(tokens: int, layers: int, itemsize: int, *, hidden: int, queries: int, keys: int, inner: int) -> int:
+def kept_by_blocks(
+    tokens: int,
+    layers: int,
+    itemsize: int,
+    *,
+    hidden: int,
+    queries: int,
+    keys: int,
+    inner: int,
+) -> int:
     """Return the bytes that ``layers`` plain blocks save for the backward pass.
 
     A plain block has two RMS norms, attention with rotary positions and a gated MLP. It saves these
@@ -199,11 +228,20 @@ def kept_by_blocks(tokens: int, layers: int, itemsize: int, *, hidden: int, quer
         keys: key heads * head width.
         inner: width of the MLP.
     """
-    norms = 2 * hidden * (4 + 2 * itemsize)
-    return tokens * layers * norms + inside_blocks(tokens, layers, itemsize, queries=queries, keys=keys, inner=inner)
+    norms = tokens * layers * 2 * hidden * (4 + 2 * itemsize)
+    widths = {"queries": queries, "keys": keys, "inner": inner}
+    return norms + inside_blocks(tokens, layers, itemsize, **widths)
 
 
-def inside_blocks(tokens: int, layers: int, itemsize: int, *, queries: int, keys: int, inner: int) -> int:
+def inside_blocks(
+    tokens: int,
+    layers: int,
+    itemsize: int,
+    *,
+    queries: int,
+    keys: int,
+    inner: int,
+) -> int:
     """Return the part of ``kept_by_blocks`` that tensor-parallel ranks shard: heads and MLP width.
 
     Args:
@@ -244,8 +282,10 @@ def layout_check(tokens: int, vocabulary: int, itemsize: int, bound: int) -> int
         itemsize: bytes of a logit.
         bound: maximum number of bytes of the logits in float32.
     """
-    count = min(tokens, max(2, bound // (vocabulary * max(4, itemsize))))
-    return count * vocabulary * (itemsize + 4 + (4 if itemsize < 4 else 0))
+    fitting = bound // (vocabulary * max(4, itemsize))
+    count = min(tokens, max(2, fitting))
+    copy = 4 if itemsize < 4 else 0
+    return count * vocabulary * (itemsize + 4 + copy)
 
 
 def unsharded_bytes(outside: float, blocks: Sequence[float], left: float = 0.0) -> float:
@@ -324,9 +364,10 @@ UNITS = {
 
 def size_of(text: str) -> int:
     """Parse a size such as ``80GiB`` into bytes. Raises ``ValueError``."""
+    size = text.strip()
     for unit, factor in UNITS.items():
-        if text.strip().endswith(unit):
-            return round(float(text.strip().removesuffix(unit)) * factor)
+        if size.endswith(unit):
+            return round(float(size.removesuffix(unit)) * factor)
     raise ValueError(f"{text!r} is not a size; write e.g. 80GiB (units: {', '.join(UNITS)})")
 
 

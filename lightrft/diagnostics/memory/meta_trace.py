@@ -99,7 +99,8 @@ class AllocationTracker(TorchDispatchMode):
         self.peak = max(self.peak, self.live + size)
 
 
-def _tensors(value: Any) -> Generator[Tensor]:
+def _tensors(value: object) -> Generator[Tensor]:
+    """Yield the tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
@@ -140,7 +141,8 @@ class _Attend(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: _Attention) -> Tensor:
         out = query.new_empty(*query.shape[:3], value.shape[-1])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        plan.watch.brief(FORWARD_COPIES * out.untyped_storage().nbytes() + plan.written * query.shape[1])
+        copies = FORWARD_COPIES * out.untyped_storage().nbytes()
+        plan.watch.brief(copies + plan.written * query.shape[1])
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.plan = plan
         return out.transpose(1, 2)
@@ -149,7 +151,8 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, _ = ctx.saved_tensors
         found = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-        ctx.plan.watch.brief(BACKWARD_COPIES * out.untyped_storage().nbytes() + 2 * ctx.plan.written * query.shape[1])
+        copies = BACKWARD_COPIES * out.untyped_storage().nbytes()
+        ctx.plan.watch.brief(copies + 2 * ctx.plan.written * query.shape[1])
         return *found, None
 
 
@@ -169,7 +172,14 @@ class Traced:
         return max(0, self.peak - self.gradients)
 
 
-def largest_batch(groups: int, samples: int, prompt_tokens: int, answer_tokens: int, budget: int, layout: str) -> Batch:
+def largest_batch(
+    groups: int,
+    samples: int,
+    prompt_tokens: int,
+    answer_tokens: int,
+    budget: int,
+    layout: str,
+) -> Batch:
     """Build the largest micro-batch of a step, with prompts and responses of full length.
 
     It has at least one response.
@@ -242,9 +252,13 @@ def update(
         saved: location of the tensors saved for the backward pass.
     """
     strategy = SingleStrategy(StrategyConfig(device="meta"))
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    masters = {n: p if p.dtype in (torch.float32, torch.float64) else p.detach().float() for n, p in trained.items()}
-    state = TrainState(model, None, None, OptimizerConfig(), Masters(trained, masters))  # ty: ignore[invalid-argument-type]
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    masters: dict[str, Tensor] = {}
+    for name, p in trained.items():
+        is_precise = p.dtype in (torch.float32, torch.float64)
+        masters[name] = p if is_precise else p.detach().float()
+    both = Masters(trained, masters)
+    state = TrainState(model, None, None, OptimizerConfig(), both)  # ty: ignore[invalid-argument-type]
     with _training(model), _called(model, batch, written, entropy, saved) as (watch, call):
         # Two are enough: from the second on, gradients are accumulated into existing ones.
         for part in range(min(parts, 2)):
@@ -272,7 +286,8 @@ def spread_update(
         entropy: True if the entropy is computed.
         saved: location of the tensors saved for the backward pass.
     """
-    hooks = [p.register_post_accumulate_grad_hook(_let_go) for p in model.parameters() if p.requires_grad]
+    trained = [p for p in model.parameters() if p.requires_grad]
+    hooks = [p.register_post_accumulate_grad_hook(_let_go) for p in trained]
     try:
         with _training(model), _called(model, batch, written, entropy, saved) as (watch, call):
             call().backward()
@@ -297,14 +312,21 @@ def _training(model: Backbone) -> Generator[None]:
 
 @contextmanager
 def _called(
-    model: Backbone, batch: Batch, written: bool, entropy: bool, saved: Saved = "device"
+    model: Backbone,
+    batch: Batch,
+    written: bool,
+    entropy: bool,
+    saved: Saved = "device",
 ) -> Generator[tuple[AllocationTracker, Callable[[], Tensor]]]:
     """Yield a counter, and a call of ``model`` on ``batch`` that returns a loss."""
     packed = pack(batch, model.layout)
     targets = batch.responses.tokens.to("meta")
     longest = int(batch.prompts.lengths.max() + batch.lengths.max())
     watch = AllocationTracker()
-    plan = _Attention(watch, 3 * 4 * packed.input_ids.numel() * longest if written else 0)
+    plan = _Attention(watch)
+    if written:
+        # Three float32 arrays of scores at once, with four bytes each.
+        plan.written = 3 * 4 * packed.input_ids.numel() * longest
     packed = _on_meta(packed, plan)
 
     def passed() -> Tensor:
@@ -314,7 +336,8 @@ def _called(
         if not isinstance(model, Actor):
             raise TypeError(f"{type(model).__name__} is neither an actor nor a critic")
         scores = model.score_states(states, targets, entropy=entropy)
-        return scores.logprobs.sum() + (0.0 if scores.entropy is None else scores.entropy.sum())
+        loss = scores.logprobs.sum()
+        return loss if scores.entropy is None else loss + scores.entropy.sum()
 
     def call() -> Tensor:
         if saved == "device":
@@ -333,8 +356,14 @@ class _OnHost:
     like: tuple[torch.Size, torch.dtype]
 
 
-def _to_host(watch: AllocationTracker, saved: Saved, tensor: Tensor) -> Any:
-    """Offload a saved tensor like ``activation_offload``. On a CPU the copy stays in its memory."""
+def _to_host(watch: AllocationTracker, saved: Saved, tensor: Tensor) -> Tensor | _OnHost:
+    """Offload a saved tensor like ``activation_offload``. On a CPU the copy stays in its memory.
+
+    Args:
+        watch: Counts the offloaded bytes.
+        saved: Location of the tensors saved for the backward pass.
+        tensor: A tensor saved for the backward pass.
+    """
     if stays(tensor):
         return tensor
     if saved == "same":
@@ -344,10 +373,14 @@ def _to_host(watch: AllocationTracker, saved: Saved, tensor: Tensor) -> Any:
     return kept
 
 
-def _from_host(kept: Any) -> Tensor:
-    return kept if isinstance(kept, Tensor) else torch.empty(kept.like[0], dtype=kept.like[1], device="meta")
+def _from_host(kept: Tensor | _OnHost) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    shape, dtype = kept.like
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _on_meta(packed: Packed, plan: Any) -> Packed:
-    tensors = {name: getattr(packed, name).to("meta") for name in ("input_ids", "position_ids", "gather", "source")}
+def _on_meta(packed: Packed, plan: _Attention) -> Packed:
+    names = ("input_ids", "position_ids", "gather", "source")
+    tensors = {name: getattr(packed, name).to("meta") for name in names}
     return replace(packed, **tensors, plan=plan, mask=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from torch import nn
@@ -47,6 +47,7 @@ from lightrft.types import Batch
 from lightrft.utils.errors import first_line
 
 DRAWING = "drawing answers"
+MIB = 2**20
 CHECKED_ROWS = 4
 """Number of rows of the first batch on which the layout check runs."""
 
@@ -96,24 +97,22 @@ class Model:
     def parameters(self) -> list[Parameters]:
         """The parameters of the model. A parameter that two modules share counts once."""
         cut = cut_names(self.model)
-        distinct = {
-            p: (module, name, f"{path}.{name}" in cut)
-            for path, module in self.model.named_modules()
-            for name, p in module.named_parameters(recurse=False)
-        }
-        return [
-            Parameters(
-                p.numel(),
-                self._itemsize(p, module, name),
-                self.trained and p.requires_grad,
-                shared_out,
-            )
-            for p, (module, name, shared_out) in distinct.items()
-        ]
+        found: dict[nn.Parameter, Parameters] = {}
+        for path, module in self.model.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                found[parameter] = Parameters(
+                    parameter.numel(),
+                    self._itemsize(parameter, module, name),
+                    self.trained and parameter.requires_grad,
+                    f"{path}.{name}" in cut,
+                )
+        return list(found.values())
 
     def _itemsize(self, parameter: nn.Parameter, module: nn.Module, name: str) -> float:
-        small = self.quantised and type(module) is nn.Linear and "head" not in name and not parameter.requires_grad
-        return QUANTISED if small else parameter.itemsize
+        if not self.quantised or parameter.requires_grad:
+            return parameter.itemsize
+        is_quantised = type(module) is nn.Linear and "head" not in name
+        return QUANTISED if is_quantised else parameter.itemsize
 
     def units(self, cut: int, *, trained: bool = False) -> tuple[float, list[float]]:
         """Return the bytes of weights outside of blocks, and of each block, in the compute dtype.
@@ -123,19 +122,27 @@ class Model:
             trained: True counts trained weights only.
         """
         names = cut_names(self.model) if cut > 1 else frozenset()
-        sizes = {
-            p: p.numel() * p.itemsize / (cut if name in names else 1)
-            for name, p in self.model.named_parameters()
-            if not trained or (self.trained and p.requires_grad)
-        }
-        blocks = [{p for p in block.parameters() if p in sizes} for block in outermost_blocks(self.model)]
+        sizes: dict[nn.Parameter, float] = {}
+        for name, p in self.model.named_parameters():
+            if not trained or (self.trained and p.requires_grad):
+                sizes[p] = p.numel() * p.itemsize / (cut if name in names else 1)
+        blocks = []
+        # A set, since two modules of a block may share a parameter.
+        for block in outermost_blocks(self.model):
+            blocks.append({p for p in block.parameters() if p in sizes})
         inside = set().union(*blocks)
-        return sum(size for p, size in sizes.items() if p not in inside), [sum(sizes[p] for p in block) for block in blocks]
+        outside = sum(size for p, size in sizes.items() if p not in inside)
+        return outside, [sum(sizes[p] for p in block) for block in blocks]
 
     @property
     def text(self) -> Any:
         """The config of the language model."""
         return self.model.text_config
+
+    @property
+    def itemsize(self) -> int:
+        """The bytes of a number in the compute dtype."""
+        return self.model.base.dtype.itemsize
 
 
 @dataclass
@@ -157,12 +164,18 @@ class ProcessProfile:
 
     def shares(self, m: Model) -> ShardingFactors:
         """Return the sharding of ``m``."""
-        block = largest_block(m.model)
-        return shares_of(self.strategy, self.device.processes, self.device.kind, trained=m.trained, block=block)
+        return shares_of(
+            self.strategy,
+            self.device.processes,
+            self.device.kind,
+            trained=m.trained,
+            block=largest_block(m.model),
+        )
 
     def held(self, m: Model) -> ModelMemory:
         """Return the bytes of ``m`` that stay on the device throughout."""
-        return on_device(held(m.parameters, self.shares(m)), self.shares(m))
+        shares = self.shares(m)
+        return on_device(held(m.parameters, shares), shares)
 
     @property
     def team(self) -> int:
@@ -170,7 +183,12 @@ class ProcessProfile:
         return self.strategy.tensor * self.strategy.sequence
 
 
-def drawing_answers(place: ProcessProfile, policy: Model, *, evaluating: bool = False) -> Iterator[MemoryPhase]:
+def drawing_answers(
+    place: ProcessProfile,
+    policy: Model,
+    *,
+    evaluating: bool = False,
+) -> Iterator[MemoryPhase]:
     """Yield the phase of generation: the cache, plus a prefill or a decoding step of all rows.
 
     The larger of the two counts. With ``evaluating``, only responses to the eval set are generated.
@@ -180,28 +198,41 @@ def drawing_answers(place: ProcessProfile, policy: Model, *, evaluating: bool = 
         policy: the model that generates.
         evaluating: True if engines in workers generate the training batches.
     """
-    config, text, shares, lengths = place.config, policy.text, place.shares(policy), place.lengths
-    engine = config.engine
+    config = place.config
+    lengths = place.lengths
     if evaluating or isinstance(config, SFTConfig):
         if not config.eval.data.sources:
             return
-        answer = config.eval.sampling.max_new_tokens
         lengths = Lengths(
             config.eval.data.max_prompt_tokens,
-            answer,
-            config.eval.limit or engine.max_rows,
+            config.eval.sampling.max_new_tokens,
+            config.eval.limit or config.engine.max_rows,
             config.eval.samples,
         )
-    heads, width = _heads(text)
-    itemsize, answer = policy.model.base.dtype.itemsize, lengths.answer
-    groups, samples = math.ceil(lengths.groups * shares.cut / place.among), lengths.samples
+    shares = place.shares(policy)
+    groups = math.ceil(lengths.groups * shares.cut / place.among)
+    samples = lengths.samples
     if not decodes_by_plan(policy.model.base.config):  # then each row stores a copy of its prompt
-        groups, samples = groups * samples, 1
-    tokens, rows, slots = tokens_held(groups, samples, lengths.prompt, answer, engine.token_budget, engine.max_rows)
-    cache = key_value_cache(tokens, [width] * text.num_hidden_layers, itemsize) + recurrent_states(rows, text.to_dict())
+        groups *= samples
+        samples = 1
+    engine = config.engine
+    tokens, rows, slots = tokens_held(
+        groups,
+        samples,
+        lengths.prompt,
+        lengths.answer,
+        engine.token_budget,
+        engine.max_rows,
+    )
+    text = policy.text
+    heads, width = _heads(text)
+    keys = key_value_cache(tokens, [width] * text.num_hidden_layers, policy.itemsize)
+    cache = keys + recurrent_states(rows, text.to_dict())
     at_once = max(1, min(slots, PREFILL_TOKENS // lengths.prompt))
-    prefill = meta_trace.largest_batch(at_once, 1, lengths.prompt, 1, at_once * (lengths.prompt + 1), "packed")
-    read = traced(place, policy, lambda: meta_trace.forward(policy.model, prefill), prefill, False)
+    budget = at_once * (lengths.prompt + 1)
+    prefill = meta_trace.largest_batch(at_once, 1, lengths.prompt, 1, budget, "packed")
+    forward = partial(meta_trace.forward, policy.model, prefill)
+    read = traced(place, policy, forward, prefill, False)
     step = generation_phase(rows, heads, lengths.longest, text.vocab_size)
     parts = {"cache": cache / shares.cut, "prefill or step": float(max(read.peak, step))}
     if shares.by_blocks:
@@ -216,9 +247,11 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
     A pass without gradient counts if something reads its result. A trained model also has an
     update.
     """
-    config, lengths, model = place.config, place.lengths, m.model
-    rl = isinstance(config, RLConfig)
+    config = place.config
+    lengths = place.lengths
+    model = m.model
     groups = math.ceil(lengths.groups * place.team / place.among)
+    answers = groups * lengths.samples
     batch = meta_trace.largest_batch(
         groups,
         lengths.samples,
@@ -227,28 +260,55 @@ def passes(place: ProcessProfile, m: Model) -> Iterator[MemoryPhase]:
         config.train.micro_batch_tokens,
         model.layout,
     )
-    capped = getattr(m.text, "attn_logit_softcapping", None) is not None
-    half = model.base.dtype.itemsize == 2
-    written = capped or (place.device.kind != "cpu" and not (place.device.kernel and half))
-    entropy = isinstance(config, RLConfig) and m.name == "policy" and (config.log.entropy or config.algorithm.entropy.used)
-    options: dict[str, Any] = {"written": written, "entropy": entropy}
+    options = _trace_options(place, m)
     whole = _whole(place, m, backward=False)
     if model.config.check_layout and isinstance(model, Actor):
-        tokens = min(CHECKED_ROWS, groups * lengths.samples) * lengths.answer
-        logits = layout_check(tokens, m.text.vocab_size, model.base.dtype.itemsize, model.config.logits_mb * 2**20)
+        tokens = min(CHECKED_ROWS, answers) * lengths.answer
+        chunk = model.config.logits_mb * MIB
+        logits = layout_check(tokens, m.text.vocab_size, m.itemsize, chunk)
         yield MemoryPhase(f"{m.name}: layout check", {"logits": float(logits), **whole})
-    if rl and not (m.name == "policy" and not scored(config)):
-        found = traced(place, m, lambda: meta_trace.forward(model, batch, **options), batch, False)
-        yield MemoryPhase(f"{m.name}: forward", {"activations": found.peak / place.strategy.sequence, **whole})
+    if isinstance(config, RLConfig) and (m.name != "policy" or scored(config)):
+        forward = partial(meta_trace.forward, model, batch, **options)
+        found = traced(place, m, forward, batch, False)
+        activations = found.peak / place.strategy.sequence
+        yield MemoryPhase(f"{m.name}: forward", {"activations": activations, **whole})
     if m.trained:
         steps = config.train.mini_batches if isinstance(config, RLConfig) else 1
-        yield from _updates(place, m, batch, math.ceil(groups * lengths.samples / (len(batch) * steps)), options)
+        parts = math.ceil(answers / (len(batch) * steps))
+        yield from _updates(place, m, batch, parts, options)
 
 
-def _updates(place: ProcessProfile, m: Model, batch: Batch, parts: int, options: dict[str, Any]) -> Iterator[MemoryPhase]:
-    """Yield forward and backward passes of ``parts`` micro-batches like ``batch``."""
-    shares, strategy = place.shares(m), place.strategy
-    if strategy.offload_activations:
+def _trace_options(place: ProcessProfile, m: Model) -> dict[str, Any]:
+    """Return what a pass of ``m`` computes: attention scores in full, and the entropy."""
+    config = place.config
+    # Scores are materialized where no kernel applies: with a cap, and on a GPU in float32.
+    capped = getattr(m.text, "attn_logit_softcapping", None) is not None
+    has_kernel = place.device.kind == "cpu" or (place.device.kernel and m.itemsize == 2)
+    entropy = False
+    if isinstance(config, RLConfig) and m.name == "policy":
+        entropy = config.log.entropy or config.algorithm.entropy.used
+    return {"written": capped or not has_kernel, "entropy": entropy}
+
+
+def _updates(
+    place: ProcessProfile,
+    m: Model,
+    batch: Batch,
+    parts: int,
+    options: dict[str, Any],
+) -> Iterator[MemoryPhase]:
+    """Yield forward and backward passes of ``parts`` micro-batches like ``batch``.
+
+    Args:
+        place: The kind of process.
+        m: A trained model.
+        batch: The largest micro-batch.
+        parts: Number of micro-batches of an optimizer step.
+        options: Options of ``meta_trace.update``.
+    """
+    shares = place.shares(m)
+    sequence = place.strategy.sequence
+    if place.strategy.offload_activations:
         options = {**options, "saved": "same" if place.device.kind == "cpu" else "host"}
     spread = place.device.processes > 1 and shares.gradients > 1
 
@@ -259,33 +319,36 @@ def _updates(place: ProcessProfile, m: Model, batch: Batch, parts: int, options:
 
     found = traced(place, m, trace, batch, True)
     if found.away:
-        place.host[f"{m.name}: activations"] = found.away / strategy.sequence
-    activations = found.activations / strategy.sequence - _cut_activations(m, batch, shares.cut) / strategy.sequence
-    summed = gradients(m.parameters, shares) if place.device.processes > 1 else float(found.gradients)
+        place.host[f"{m.name}: activations"] = found.away / sequence
+    cut_away = _cut_activations(m, batch, shares.cut)
+    activations = found.activations / sequence - cut_away / sequence
+    summed = float(found.gradients)
+    if place.device.processes > 1:
+        summed = gradients(m.parameters, shares)
     on_it = {} if "gradients" in shares.on_host else {"gradients": summed}
-    extra = _target(place.config) if m.name == "policy" else {}
-    yield MemoryPhase(
-        f"{m.name}: update",
-        {**on_it, "activations": max(0.0, activations), **extra, **_whole(place, m, backward=True)},
-    )
+    update = {**on_it, "activations": max(0.0, activations)}
+    if m.name == "policy":
+        update |= _target(place.config)
+    update |= _whole(place, m, backward=True)
+    yield MemoryPhase(f"{m.name}: update", update)
     if shares.by_blocks and not shares.bucket:
-        sizes = m.units(shares.cut, trained=True)
-        yield MemoryPhase(
-            f"{m.name}: last gradients",
-            {**on_it, "whole": last_sum(*sizes, m.model.base.dtype.itemsize)},
-        )
+        outside, blocks = m.units(shares.cut, trained=True)
+        last = {**on_it, "whole": last_sum(outside, blocks, m.itemsize)}
+        yield MemoryPhase(f"{m.name}: last gradients", last)
 
 
-def scored(config: Any) -> bool:
+def scored(config: RLConfig) -> bool:
     """Return True if the policy runs over the batch once more, without gradient."""
-    return needs_old_logprobs(config) or bool({"entropy", "energy", "current"} & needs_of(config.algorithm))
+    if needs_old_logprobs(config):
+        return True
+    return bool({"entropy", "energy", "current"} & needs_of(config.algorithm))
 
 
 def _target(config: RLConfig | SFTConfig) -> dict[str, float]:
     """Return the bytes of two chunks of teacher logits, if full vocabularies are compared."""
     if not isinstance(config, RLConfig) or not config.algorithm.distill.whole:
         return {}
-    return {"teacher's logits": 2.0 * config.model.logits_mb * 2**20}
+    return {"teacher's logits": 2.0 * config.model.logits_mb * MIB}
 
 
 def _whole(place: ProcessProfile, m: Model, *, backward: bool) -> dict[str, float]:
@@ -293,12 +356,17 @@ def _whole(place: ProcessProfile, m: Model, *, backward: bool) -> dict[str, floa
     shares = place.shares(m)
     parts: dict[str, float] = {}
     if shares.by_blocks:
-        parts["blocks made whole"] = unsharded_bytes(*m.units(shares.cut), shares.kept_between_passes)
-    if backward and shares.bucket:
+        outside, blocks = m.units(shares.cut)
+        parts["blocks made whole"] = unsharded_bytes(outside, blocks, shares.kept_between_passes)
+    if not backward:
+        return parts
+    if shares.bucket:
         trained = sum(p.count for p in m.parameters if p.trained)
-        parts["gradients on their way"] = collected(trained, shares.bucket, touched=place.device.kind == "cpu")
-    elif backward and shares.by_blocks:
-        parts["gradients on their way"] = on_their_way(*m.units(shares.cut, trained=True), m.model.base.dtype.itemsize)
+        touched = place.device.kind == "cpu"
+        parts["gradients on their way"] = collected(trained, shares.bucket, touched=touched)
+    elif shares.by_blocks:
+        outside, blocks = m.units(shares.cut, trained=True)
+        parts["gradients on their way"] = on_their_way(outside, blocks, m.itemsize)
     return parts
 
 
@@ -307,11 +375,16 @@ def _cut_activations(m: Model, batch: Batch, cut: int) -> float:
     if cut == 1 or m.model.config.gradient_checkpointing:
         return 0.0
     tokens = int(batch.prompts.lengths.sum() + batch.lengths.sum())
-    inside = inside_blocks(tokens, m.text.num_hidden_layers, m.model.base.dtype.itemsize, **_widths(m.text))
+    layers = m.text.num_hidden_layers
+    inside = inside_blocks(tokens, layers, m.itemsize, **_widths(m.text))
     return inside * (1 - 1 / cut)
 
 
-def reading(place: ProcessProfile, models: list[Model], kept: Mapping[str, ModelMemory]) -> MemoryPhase:
+def reading(
+    place: ProcessProfile,
+    models: list[Model],
+    kept: Mapping[str, ModelMemory],
+) -> MemoryPhase:
     """Return the phase of loading, one model after the other, beyond the memory of loaded models.
 
     Sharded models load a piece of one tensor at a time. ZeRO holds one full tensor while it shards
@@ -324,16 +397,13 @@ def reading(place: ProcessProfile, models: list[Model], kept: Mapping[str, Model
     """
     before = most = 0.0
     for m in models:
-        shares = place.shares(m)
         once = 0.0
-        if shares.by_blocks:
+        if place.shares(m).by_blocks:
             once = largest_tensor(m, whole=place.strategy.kind == "deepspeed")
         most = max(most, before + kept[m.name].weights + once)
         before += kept[m.name].total
-    return MemoryPhase(
-        "loading",
-        {"weights as they are read": max(0.0, most - sum(k.total for k in kept.values()))},
-    )
+    beyond = most - sum(memory.total for memory in kept.values())
+    return MemoryPhase("loading", {"weights as they are read": max(0.0, beyond)})
 
 
 def largest_tensor(m: Model, *, whole: bool) -> float:
@@ -341,12 +411,25 @@ def largest_tensor(m: Model, *, whole: bool) -> float:
 
     A weight that is merged from several tensors counts twice, for them and for the result.
     """
-    together = put_together(m.model.base)
-    sizes = [(p.numel() * p.itemsize, name in together) for name, p in m.model.base.named_parameters()]
-    return max(2 * size if several else size if whole else min(size, PIECE) for size, several in sizes)
+    merged = put_together(m.model.base)
+    sizes = []
+    for name, p in m.model.base.named_parameters():
+        size = p.numel() * p.itemsize
+        if name in merged:
+            size *= 2
+        elif not whole:
+            size = min(size, PIECE)
+        sizes.append(size)
+    return max(sizes)
 
 
-def traced(place: ProcessProfile, m: Model, trace: Callable[[], Traced], batch: Batch, trained: bool) -> Traced:
+def traced(
+    place: ProcessProfile,
+    m: Model,
+    trace: Callable[[], Traced],
+    batch: Batch,
+    trained: bool,
+) -> Traced:
     """Return the result of ``trace``. If tracing fails, use a formula for plain blocks.
 
     A model that needs real numbers cannot run on the meta device. The failure is recorded in
@@ -375,26 +458,46 @@ def traced(place: ProcessProfile, m: Model, trace: Callable[[], Traced], batch: 
         )
         if problem not in place.problems:
             place.problems.append(problem)
-    text, itemsize = m.text, m.model.base.dtype.itemsize
-    layers = text.num_hidden_layers if trained and not m.model.config.gradient_checkpointing else 1
+    return _by_formula(m, batch, trained)
+
+
+def _by_formula(m: Model, batch: Batch, trained: bool) -> Traced:
+    """Return the memory of a pass through plain blocks.
+
+    Args:
+        m: The model.
+        batch: The micro-batch of the pass.
+        trained: True for a pass with gradient.
+    """
+    text = m.text
     tokens = int(batch.prompts.lengths.sum() + batch.lengths.sum())
-    inputs = tokens * text.hidden_size * itemsize * text.num_hidden_layers if layers == 1 and trained else 0
-    logits = m.model.config.logits_mb * 2**20 * 3
+    keeps_all = trained and not m.model.config.gradient_checkpointing
+    layers = text.num_hidden_layers if keeps_all else 1
+    inputs = 0
+    if layers == 1 and trained:
+        # Gradient checkpointing keeps the input of each block.
+        inputs = tokens * text.hidden_size * m.itemsize * text.num_hidden_layers
+    logits = m.model.config.logits_mb * MIB * 3
     summed = int(gradients(m.parameters)) if trained else 0
-    kept = kept_by_blocks(tokens, layers, itemsize, hidden=text.hidden_size, **_widths(text))
+    widths = _widths(text)
+    kept = kept_by_blocks(tokens, layers, m.itemsize, hidden=text.hidden_size, **widths)
     return Traced(kept + inputs + logits + summed, summed)
 
 
 def _heads(text: Any) -> tuple[int, int]:
-    """Return the number of attention heads and the width of a layer's keys, or 0, 0 without
-    attention.
+    """Return the number of attention heads and the width of a layer's keys.
+
+    Both are 0 for a model without attention.
     """
     fields = text.to_dict()
-    heads = fields.get("num_attention_heads") or vars(text).get(text.attribute_map.get("num_attention_heads", "")) or 0
+    heads = fields.get("num_attention_heads")
+    if not heads:
+        own_name = text.attribute_map.get("num_attention_heads", "")
+        heads = vars(text).get(own_name)
     if not heads:
         return 0, 0
-    head = fields.get("head_dim") or text.hidden_size // heads
-    return heads, head * (fields.get("num_key_value_heads") or heads)
+    width = fields.get("head_dim") or text.hidden_size // heads
+    return heads, width * (fields.get("num_key_value_heads") or heads)
 
 
 def _widths(text: Any) -> dict[str, int]:
@@ -405,6 +508,14 @@ def _widths(text: Any) -> dict[str, int]:
 
 def _inner(text: Any) -> int:
     """Return the width of the MLP that a token passes through, summed over its active experts."""
-    experts = getattr(text, "num_experts_per_tok", None) or getattr(text, "num_experts_per_token", None)
-    narrow = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 4 * text.hidden_size
+    narrow = _first(text, "moe_intermediate_size", "intermediate_size") or 4 * text.hidden_size
+    experts = _first(text, "num_experts_per_tok", "num_experts_per_token")
     return narrow * experts if experts else narrow
+
+
+def _first(text: Any, *names: str) -> int | None:
+    """Return the first of these fields that is set and not 0."""
+    for name in names:
+        if value := getattr(text, name, None):
+            return value
+    return None

@@ -7,7 +7,14 @@ from lightrft.diagnostics.memory.formulas import WHOLE, Part, ShardingFactors
 from lightrft.strategy.wrap_policy import BUCKET, bucket_of
 
 
-def shares_of(strategy: StrategyConfig, processes: int, kind: str, *, trained: bool, block: int = BUCKET) -> ShardingFactors:
+def shares_of(
+    strategy: StrategyConfig,
+    processes: int,
+    kind: str,
+    *,
+    trained: bool,
+    block: int = BUCKET,
+) -> ShardingFactors:
     """Return the sharding of a model under ``strategy``.
 
     Args:
@@ -42,7 +49,9 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
     left = 0.0
     if trained and strategy.reshard is not True:
         left = 1.0 if strategy.reshard is False else 1 / strategy.reshard
-    away: tuple[Part, ...] = ("weights", "state", "gradients") if strategy.offload and kind != "cpu" else ()
+    away: tuple[Part, ...] = ()
+    if strategy.offload and kind != "cpu":
+        away = ("weights", "state", "gradients")
     return ShardingFactors(
         rows,
         rows,
@@ -55,27 +64,37 @@ def _fsdp(strategy: StrategyConfig, processes: int, kind: str, trained: bool) ->
     )
 
 
-def _zero(strategy: StrategyConfig, processes: int, kind: str, trained: bool, block: int) -> ShardingFactors:
+def _zero(
+    strategy: StrategyConfig,
+    processes: int,
+    kind: str,
+    trained: bool,
+    block: int,
+) -> ShardingFactors:
     """Return the sharding of ZeRO. Models that are not trained are sharded only in stage 3."""
-    stage, given = strategy.stage, strategy.deepspeed.get("zero_optimization", {})
+    stage = strategy.stage
+    given = strategy.deepspeed.get("zero_optimization", {})
 
     def offloaded(what: str) -> bool:
-        return kind != "cpu" and (given.get(f"offload_{what}") or {}).get("device", "none") != "none"
+        section = given.get(f"offload_{what}") or {}
+        return kind != "cpu" and section.get("device", "none") != "none"
 
     weights = processes if stage == 3 else 1
-    lies: list[Part] = ["weights"] if stage == 3 and offloaded("param") else []
+    away: list[Part] = []
+    if stage == 3 and offloaded("param"):
+        away.append("weights")
     if not trained:
-        return ShardingFactors(weights, by_blocks=stage == 3, on_host=tuple(lies))
+        return ShardingFactors(weights, by_blocks=stage == 3, on_host=tuple(away))
     if offloaded("optimizer"):
-        lies += ["state", "gradients"] if stage > 1 else ["state"]
-    bucket = float(given.get("reduce_bucket_size", bucket_of(block)))
-    spread = processes if stage > 1 else 1
+        away.append("state")
+        if stage > 1:
+            away.append("gradients")
     return ShardingFactors(
         weights,
         processes,
-        spread,
+        processes if stage > 1 else 1,
         copied=stage < 3,
         by_blocks=stage == 3,
-        bucket=bucket,
-        on_host=tuple(lies),
+        bucket=float(given.get("reduce_bucket_size", bucket_of(block))),
+        on_host=tuple(away),
     )

@@ -49,11 +49,14 @@ def last_box(text: str) -> tuple[int, str | None] | None:
     if not boxes:
         return None
     last = boxes[-1]
-    if last.end() == len(text) or text[last.end()] != "{":
-        word = re.match(r"\\[A-Za-z]+|\S", text[last.end() :])
+    start = last.end()
+    if text[start : start + 1] != "{":
+        # TeX takes one character or command as the argument: \boxed 5.
+        word = re.match(r"\\[A-Za-z]+|\S", text[start:])
         return last.start(), word.group() if word else None
-    depth, escaped = 0, False
-    for position in range(last.end(), len(text)):
+    depth = 0
+    escaped = False
+    for position in range(start, len(text)):
         character = text[position]
         if escaped:
             escaped = False
@@ -61,7 +64,7 @@ def last_box(text: str) -> tuple[int, str | None] | None:
         escaped = character == "\\"
         depth += (character == "{") - (character == "}")
         if depth == 0:
-            return last.start(), text[last.end() + 1 : position]
+            return last.start(), text[start + 1 : position]
     return last.start(), None
 
 
@@ -72,7 +75,8 @@ def visible_answer(text: str) -> str | None:
     """
     text = after_thinking(text)
     tagged = in_tags(text)
-    text = text if tagged is None else tagged
-    box = last_box(text)
-    answer = text if box is None else box[1]
+    answer = text if tagged is None else tagged
+    box = last_box(answer)
+    if box is not None:
+        _, answer = box
     return answer if answer and answer.strip() else None

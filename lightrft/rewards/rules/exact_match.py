@@ -39,9 +39,12 @@ def exact_match(
 
     def normal(value: object) -> str:
         text = unicodedata.normalize("NFC", str(value))
-        text = text.casefold() if ignore_case else text
-        text = text.translate(_PUNCTUATION) if ignore_punctuation else text
-        text = re.sub(r"\b(a|an|the)\b", " ", text, flags=re.IGNORECASE) if ignore_articles else text
+        if ignore_case:
+            text = text.casefold()
+        if ignore_punctuation:
+            text = text.translate(_PUNCTUATION)
+        if ignore_articles:
+            text = re.sub(r"\b(a|an|the)\b", " ", text, flags=re.IGNORECASE)
         return " ".join(text.split()) if ignore_space else text
 
     gold = reference_answer(rollout)

@@ -23,7 +23,8 @@ CPU_SECONDS = 1.2  # of one call; nearly all calls need a hundredth of it
 LONGEST = 1000  # characters of an answer that is worth parsing
 DEEPEST = 40  # nested brackets: the parser's time and recursion grow fast with them
 MOST_TERMS = 50_000  # of an expanded power of a sum
-MOST_DIGITS = 5000  # of a number that is worth computing: towers of powers would use up the deadline
+# Of a number that is worth computing: towers of powers would use up the deadline.
+MOST_DIGITS = 5000
 _MARK = re.compile(r"####[ \t]*(.*)")
 _SAID = re.compile(
     r"\b(?:final\s+)?answer\s*(?:\*\*)?\s*(?:is|are|=|:)\s*(?:\*\*)?\s*:?\s*(.+?)\s*(?=\.\s|\.?\**\s*$|\n)",
@@ -61,7 +62,8 @@ def math_reward(rollout: RolloutView, *, last_number: bool = False) -> float | d
     except OverBudget:
         _forget()
         raise
-    except Exception:  # the label can be read, so the answer cannot: sympy and its parser raise exceptions of any kind
+    except Exception:
+        # The label can be read, so the answer cannot. Sympy and its parser raise any exception.
         _forget()
         return {"reward": 0.0, UNGRADED: 1.0}
 
@@ -89,10 +91,13 @@ def final_answer(text: str, *, last_number: bool = False) -> str | None:
         if marked is None or found.start() > marked[0]:
             marked = (found.start(), found.group(1))
     if marked is not None:
-        return marked[1] if marked[1] and marked[1].strip() else None
-    if said := [m.group(1) for m in _SAID.finditer(text)]:
+        _, answer = marked
+        return answer if answer and answer.strip() else None
+    said = [match.group(1) for match in _SAID.finditer(text)]
+    if said:
         return said[-1]
-    if text and "\n" not in text and (tagged is not None or _is_expression(text)):
+    is_one_line = bool(text) and "\n" not in text
+    if is_one_line and (tagged is not None or _is_expression(text)):
         return text
     numbers = _NUMBER.findall(text) if last_number else []
     return numbers[-1] if numbers else None
@@ -125,16 +130,19 @@ def equal(gold: str, answer: str) -> bool:
     Raises:
         ValueError: If comparing them would take too long.
     """
-    gold, answer = tidy(gold), tidy(answer)
-    gold_plain, answer_plain = plain(gold), plain(answer)
+    gold = tidy(gold)
+    answer = tidy(answer)
+    gold_plain = plain(gold)
+    answer_plain = plain(answer)
     if not answer_plain or len(answer) > LONGEST:
         return False
     if _depth(answer) > DEEPEST:
         raise ValueError(f"brackets are nested more than {DEEPEST} deep")
     gold_plain, answer_plain = _unassigned(gold_plain, answer_plain)
-    numbers = quantity(gold_plain), quantity(answer_plain)
-    if numbers[0] and numbers[1]:
-        return same_quantity(numbers[0], numbers[1])
+    gold_number = quantity(gold_plain)
+    answer_number = quantity(answer_plain)
+    if gold_number and answer_number:
+        return same_quantity(gold_number, answer_number)
     if _letters(gold_plain) == _letters(answer_plain):
         return True
     if _is_words(gold_plain) or _is_words(answer_plain):
@@ -156,11 +164,20 @@ def _check_gold(gold: str) -> None:
 
 def _unassigned(gold: str, answer: str) -> tuple[str, str]:
     """Remove a leading ``x =`` if only one side has it, or both have the same."""
-    named = [re.match(r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])", t) for t in (gold, answer)]
-    if named[0] and named[1] and named[0].group(1) != named[1].group(1):
+    named = re.compile(r"\(?([A-Za-z])\)?\s*=\s*(?=[^=])")
+    gold_name = named.match(gold)
+    answer_name = named.match(answer)
+    if gold_name and answer_name and gold_name.group(1) != answer_name.group(1):
         return gold, answer
-    bare = [t[m.end() :] if m and "=" not in t[m.end() :] and "," not in t else t for t, m in zip((gold, answer), named)]
-    return bare[0], bare[1]
+    return _value(gold, gold_name), _value(answer, answer_name)
+
+
+def _value(text: str, name: re.Match[str] | None) -> str:
+    """Return what follows ``x =``, if ``text`` is one assignment."""
+    if name is None or "," in text:
+        return text
+    value = text[name.end() :]
+    return text if "=" in value else value
 
 
 def _letters(text: str) -> str:
@@ -170,13 +187,18 @@ def _letters(text: str) -> str:
 
 def _is_words(text: str) -> bool:
     text = text.strip("()[]\"' ")
-    return bool(re.fullmatch(r"[A-Za-z][A-Za-z'\- ]*", text)) and bool(re.search(r"[A-Za-z]{4}|[A-Za-z]{2,} +[A-Za-z]{2,}", text))
+    if not re.fullmatch(r"[A-Za-z][A-Za-z'\- ]*", text):
+        return False
+    return bool(re.search(r"[A-Za-z]{4}|[A-Za-z]{2,} +[A-Za-z]{2,}", text))
 
 
 def _is_expression(text: str) -> bool:
     """Return whether a line is nothing but mathematics, so that it is the answer without a mark."""
     bare = plain(tidy(text))
-    return quantity(bare) is not None or not re.search(r"(?<!\\)\b[A-Za-z]{2,}", bare) or len(bare.split()) == 1
+    if quantity(bare) is not None:
+        return True
+    has_words = re.search(r"(?<!\\)\b[A-Za-z]{2,}", bare)
+    return not has_words or len(bare.split()) == 1
 
 
 def _expression(text: str) -> str:
@@ -184,10 +206,15 @@ def _expression(text: str) -> str:
     text = re.sub(r"\\(?:text|mathrm|mbox)\s*\{\s*(?:and|or)\s*\}|\s+(?:and|or)\s+", ", ", text)
     if re.fullmatch(r"\{[^{}]*,[^{}]*\}", text):
         text = "\\" + text[:-1] + "\\}"
-    text = re.sub(r"√\s*(\d+|[A-Za-z]|\{[^{}]*\})", r"\\sqrt{\1}", text).replace("√", "\\sqrt")
-    text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text) if re.fullmatch(r"[^,]*\d,\d{3}[^,\d]*", text) else text
+    text = re.sub(r"√\s*(\d+|[A-Za-z]|\{[^{}]*\})", r"\\sqrt{\1}", text)
+    text = text.replace("√", "\\sqrt")
+    # Commas of thousands, unless the text is a list of numbers.
+    if re.fullmatch(r"[^,]*\d,\d{3}[^,\d]*", text):
+        text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+    # A list of values of one variable, "x = 1, x = 2", becomes the list of its values.
     variables = re.findall(r"(?:^|,)\s*([A-Za-z])\s*=", text)
-    if len(variables) > 1 and len(set(variables)) == 1 and text.count(",") == len(variables) - 1:
+    all_assigned = text.count(",") == len(variables) - 1
+    if len(variables) > 1 and len(set(variables)) == 1 and all_assigned:
         text = re.sub(r"(^|,)\s*[A-Za-z]\s*=", r"\1", text)
     return text
 
@@ -198,16 +225,21 @@ def _parsed(latex: str) -> Any | None:
     from math_verify import LatexExtractionConfig, parse
     from sympy import Basic, MatrixBase
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timers are off; the worker has one
-    found = parse("\\boxed{" + latex + "}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=0)
-    return next((f for f in found if isinstance(f, Basic | MatrixBase)), None)
+    # It warns that its timers are off; the worker has one.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    boxes_first = LatexExtractionConfig(boxed_match_priority=0)
+    for found in parse("\\boxed{" + latex + "}", [boxes_first], parsing_timeout=0):
+        if isinstance(found, Basic | MatrixBase):
+            return found
+    return None
 
 
 def _verify(gold: str, answer: str) -> bool:
     from math_verify import verify
     from sympy import FiniteSet, Interval
 
-    wanted, given = _parsed(gold), _parsed(answer)
+    wanted = _parsed(gold)
+    given = _parsed(answer)
     if wanted is None or given is None:
         return False
     if _digits(given) > MOST_DIGITS or _digits(wanted) > MOST_DIGITS:
@@ -215,7 +247,8 @@ def _verify(gold: str, answer: str) -> bool:
     if wanted != given and max(_terms(wanted), _terms(given)) > MOST_TERMS:
         raise ValueError(f"more than {MOST_TERMS} terms once it is expanded")
     for one, other in ((wanted, given), (given, wanted)):
-        if isinstance(one, Interval) and isinstance(other, FiniteSet):  # (1, 2) is a pair or an interval, never a set of two
+        # (1, 2) is a pair or an interval, never a set of two.
+        if isinstance(one, Interval) and isinstance(other, FiniteSet):
             return False
     return verify([wanted], [given], timeout_seconds=None, allow_set_relation_comp=True)
 
@@ -233,13 +266,17 @@ def _terms(expression: Any) -> float:
     """Return an upper bound of the terms of an expanded power of a sum in ``expression``."""
     from sympy import Add, Integer, Pow
 
-    parts = [_terms(a) for a in getattr(expression, "args", ())]
+    parts = [_terms(part) for part in getattr(expression, "args", ())]
     if not parts:
         return 1
-    if isinstance(expression, Pow) and isinstance(expression.exp, Integer) and isinstance(expression.base, Add):
-        power, base = abs(int(expression.exp)), len(expression.base.args)
-        return math.comb(base + power - 1, power) if power < MOST_DIGITS else math.inf
-    return max(parts)
+    is_power_of_sum = isinstance(expression, Pow) and isinstance(expression.base, Add)
+    if not is_power_of_sum or not isinstance(expression.exp, Integer):
+        return max(parts)
+    power = abs(int(expression.exp))
+    if power >= MOST_DIGITS:
+        return math.inf
+    summands = len(expression.base.args)
+    return math.comb(summands + power - 1, power)
 
 
 def _digits(expression: Any) -> float:
@@ -252,7 +289,7 @@ def _digits(expression: Any) -> float:
     if isinstance(expression, Rational):
         largest = max(abs(int(expression.p)), abs(int(expression.q)))
         return largest.bit_length() * math.log10(2)
-    parts = [_digits(a) for a in getattr(expression, "args", ())]
+    parts = [_digits(part) for part in getattr(expression, "args", ())]
     if not parts:
         return 0.0
     if isinstance(expression, Pow | factorial):
@@ -262,7 +299,9 @@ def _digits(expression: Any) -> float:
         if parts[-1] > 6:
             return math.inf
         size = abs(complex(power.evalf()))
-        return size * (math.log10(max(size, 1.0)) if isinstance(expression, factorial) else max(parts[0], 1.0))
+        if isinstance(expression, factorial):
+            return size * math.log10(max(size, 1.0))
+        return size * max(parts[0], 1.0)
     if isinstance(expression, Add):
         return max(parts) + 1
     return sum(parts) if isinstance(expression, Mul | Integer) else max(parts)

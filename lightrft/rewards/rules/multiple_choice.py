@@ -38,21 +38,31 @@ def picked(text: str, choices: str = "ABCD") -> str | None:
     text = text if tagged is None else tagged
     box = last_box(text)
     if box is not None:
-        return _only_letter(box[1] or "", choices)
+        _, content = box
+        return _only_letter(content or "", choices)
     whole = _only_letter(text, choices)
     if whole:
         return whole
-    mark = rf"(?:\*\*|\$|\\text\{{|\\textbf\{{|\\mathrm\{{|[(\[\"'])*\s*([{re.escape(choices)}])(?![\w'])"
-    said = re.compile(
-        rf"(?:answer|choice|option)\b(?:\s+(?:choice|option))?\**\s*(?:is|would\s+be|must\s+be|[:=])?\s*[:=]?\s*(?:option\s+|choice\s+)?{mark}"
-        rf"(?!\W*\s(?:or|and)\s+[(\[]?[{re.escape(choices)}]\b)",
-        re.IGNORECASE,
-    )
-    found = [m.group(1) for m in said.finditer(text) if m.group(1) in choices]
+    found = [match.group(1) for match in _said(choices).finditer(text)]
+    # The pattern ignores case, so it also finds the article in "the answer is a number".
+    found = [letter for letter in found if letter in choices]
     if found:
         return found[-1]
     lines = [_only_letter(line, choices) for line in text.strip().splitlines()]
     return lines[-1] if lines and len(set(lines) - {None}) == 1 else None
+
+
+def _said(choices: str) -> re.Pattern[str]:
+    """Return the pattern of "the answer is (B)", but not of "the answer is A or B"."""
+    letters = re.escape(choices)
+    opening = r"(?:\*\*|\$|\\text\{|\\textbf\{|\\mathrm\{|[(\[\"'])*\s*"
+    return re.compile(
+        r"(?:answer|choice|option)\b(?:\s+(?:choice|option))?\**\s*"
+        r"(?:is|would\s+be|must\s+be|[:=])?\s*[:=]?\s*(?:option\s+|choice\s+)?"
+        rf"{opening}([{letters}])(?![\w'])"
+        rf"(?!\W*\s(?:or|and)\s+[(\[]?[{letters}]\b)",
+        re.IGNORECASE,
+    )
 
 
 def _only_letter(text: str, choices: str) -> str | None:
@@ -60,12 +70,17 @@ def _only_letter(text: str, choices: str) -> str | None:
 
     ``B) text`` counts too.
     """
+    text = text.strip()
     letters = re.escape(choices)
-    dressed = rf"(?:\*\*|\$|\\(?:text|textbf|mathrm|mathbf)\{{|[(\[\"'\s{{])*([{letters}])(?:\*\*|\$|[)\]\"'\s}}.:])*"
-    alone = re.fullmatch(dressed, text.strip())
+    opening = r"(?:\*\*|\$|\\(?:text|textbf|mathrm|mathbf)\{|[(\[\"'\s{])*"
+    closing = r"(?:\*\*|\$|[)\]\"'\s}.:])*"
+    alone = re.fullmatch(rf"{opening}([{letters}]){closing}", text)
     if alone:
         return alone.group(1)
-    titled = re.match(rf"(?:\*\*|[(\[])*([{letters}])(?:[)\].:])+(?:\*\*)?\s+(\S.*)$", text.strip(), re.DOTALL)
-    if titled and not re.search(rf"(?:^|\s)[(\[]?[{letters}][)\].:]\s", titled.group(2)):
-        return titled.group(1)
-    return None
+    title = rf"(?:\*\*|[(\[])*([{letters}])(?:[)\].:])+(?:\*\*)?\s+(\S.*)$"
+    titled = re.match(title, text, re.DOTALL)
+    if titled is None:
+        return None
+    # A second letter with a bracket or point: the text lists the choices.
+    lists_choices = re.search(rf"(?:^|\s)[(\[]?[{letters}][)\].:]\s", titled.group(2))
+    return None if lists_choices else titled.group(1)

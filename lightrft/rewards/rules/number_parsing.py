@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -26,7 +27,13 @@ _UNICODE = str.maketrans(
         "，": ",",
     }
 )
-_WRAPPED = [re.compile(p, re.DOTALL) for p in (r"\$\$(.*)\$\$", r"\$(.*)\$", r"\\\((.*)\\\)", r"\\\[(.*)\\\]", r"\*\*(.*)\*\*")]
+_WRAPPED = [
+    re.compile(r"\$\$(.*)\$\$", re.DOTALL),
+    re.compile(r"\$(.*)\$", re.DOTALL),
+    re.compile(r"\\\((.*)\\\)", re.DOTALL),
+    re.compile(r"\\\[(.*)\\\]", re.DOTALL),
+    re.compile(r"\*\*(.*)\*\*", re.DOTALL),
+]
 _TEXT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _CURRENCY = r"(?:[$€£¥₹]|\\pounds|USD|EUR)"
 _SIMPLE = r"(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+"
@@ -126,7 +133,6 @@ class Quantity:
     percent: bool = False
     unit: str = ""
     exact: bool = True
-    """False for a decimal, which may be a rounded fraction."""
 
 
 def tidy(text: str) -> str:
@@ -161,27 +167,45 @@ def quantity(text: str) -> Quantity | None:
     if found is None:
         return None
     part = found.groupdict()
-    if part["simple"]:
-        value = Fraction(part["simple"].replace(",", "")) * Fraction(10) ** int(part["e1"] or part["e2"] or 0)
-    else:
-        above, below = next((int(part[f"n{i}"]), int(part[f"d{i}"])) for i in "123" if part[f"n{i}"])
-        if below == 0:
-            return None
-        value = int(part["whole"] or part["whole2"] or 0) + Fraction(above, below)
+    value = _value(part)
+    if value is None:
+        return None
     if (part["sign"] == "-") != (part["sign2"] == "-"):
         value = -value
     rest = _rest(part["rest"], spaced=bool(part["gap"]))
     if rest is None:
         return None
     power, percent, unit = rest
-    return Quantity(value * 10**power, percent, unit, exact="." not in (part["simple"] or ""))
+    exact = "." not in (part["simple"] or "")
+    return Quantity(value * 10**power, percent, unit, exact)
+
+
+def _value(part: Mapping[str, str]) -> Fraction | None:
+    """Return the absolute value of a match of ``_NUMBER``; ``None`` for a division by 0."""
+    if part["simple"]:
+        exponent = int(part["e1"] or part["e2"] or 0)
+        return Fraction(part["simple"].replace(",", "")) * Fraction(10) ** exponent
+    # Three forms: \frac{1}{2}, \frac12 and 1/2.
+    form = next(i for i in "123" if part[f"n{i}"])
+    above = int(part[f"n{form}"])
+    below = int(part[f"d{form}"])
+    if below == 0:
+        return None
+    whole = int(part["whole"] or part["whole2"] or 0)
+    return whole + Fraction(above, below)
 
 
 def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
-    """Parse the power of ten, percent sign and unit after a number; ``None`` for other text."""
+    """Parse the power of ten, percent sign and unit after a number; ``None`` for other text.
+
+    Args:
+        text: Follows the number.
+        spaced: True if white space is between them.
+    """
     percent = re.match(r"\s*(?:%|percent(?:age)?\b)(?:\s+points?\b)?", text, re.IGNORECASE)
     if percent:
-        text, spaced = text[percent.end() :], True
+        text = text[percent.end() :]
+        spaced = True
     words = text.split()
     power = 0
     if words and spaced and words[0].lower() in _POWERS:
@@ -190,17 +214,22 @@ def _rest(text: str, spaced: bool) -> tuple[int, bool, str] | None:
         return power, bool(percent), ""
     if not re.fullmatch(r"[A-Za-z][A-Za-z./'\- ]*(?:\^?\{?[23²³]\}?)?", " ".join(words)):
         return None
-    bare = [re.sub(r"[^A-Za-z]", "", w) for w in words]
-    known = [w in _UNITS for w in bare]
-    if any(w.lower() in _NOT_UNITS for w in bare) or (not spaced and not known[0]):
+    bare = [re.sub(r"[^A-Za-z]", "", word) for word in words]
+    # "3x" is a product; "3m" is a length.
+    if not spaced and bare[0] not in _UNITS:
         return None
-    if not all(k or len(w) >= 3 or w.lower() in _ARTICLES for w, k in zip(bare, known)):
+    if not all(map(_may_be_unit, bare)):
         return None
-    return (
-        power,
-        bool(percent),
-        _UNITS.get(bare[0], "") if len(words) == 1 and bare[0] == words[0] else "",
-    )
+    is_one_word = len(words) == 1 and bare[0] == words[0]
+    unit = _UNITS.get(bare[0], "") if is_one_word else ""
+    return power, bool(percent), unit
+
+
+def _may_be_unit(word: str) -> bool:
+    """Return whether ``word`` can be part of a unit; one or two other letters are variables."""
+    if word.lower() in _NOT_UNITS:
+        return False
+    return word in _UNITS or len(word) >= 3 or word.lower() in _ARTICLES
 
 
 def same_quantity(gold: Quantity, answer: Quantity) -> bool:
@@ -213,16 +242,21 @@ def same_quantity(gold: Quantity, answer: Quantity) -> bool:
         return False
     if gold.percent == answer.percent:
         return _same(gold, answer, Fraction(1))
-    whole = Fraction(1, 100)
-    return _same(gold, answer, Fraction(1)) or (_same(gold, answer, 1 / whole) if answer.percent else _same(gold, answer, whole))
+    if _same(gold, answer, Fraction(1)):
+        return True
+    scale = Fraction(100) if answer.percent else Fraction(1, 100)
+    return _same(gold, answer, scale)
 
 
 def _same(gold: Quantity, answer: Quantity, scale: Fraction) -> bool:
     wanted = gold.value * scale
     if wanted == answer.value:
         return True
-    endless = gold.exact != answer.exact and not (_ends(gold.value) and _ends(answer.value))
-    return endless and abs(wanted - answer.value) <= abs(wanted) * Fraction(2, 10**6)
+    if gold.exact == answer.exact:
+        return False
+    if _ends(gold.value) and _ends(answer.value):
+        return False  # neither is rounded
+    return abs(wanted - answer.value) <= abs(wanted) * Fraction(2, 10**6)
 
 
 def _ends(value: Fraction) -> bool:

@@ -80,31 +80,46 @@ def has_more_descendants(pid: int, count: int) -> bool:
 def end_descendants(pid: int, patience: float = PATIENCE) -> None:
     """Kill all descendants of ``pid`` until none is left, for at most ``patience`` seconds."""
     ends = time.monotonic() + patience
-    own = os.getpgid(0)
     while True:
         _reap(0)
         left = False
         for child in descendants(pid):
             left = True
-            with suppress(ProcessLookupError, PermissionError):
-                group = os.getpgid(child)
-                if group not in (own, os.getpgid(pid)):
-                    os.killpg(group, signal.SIGKILL)  # the whole group at once, so that forking cannot outrun it
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(child, signal.SIGKILL)
+            _kill(child, root=pid)
         if not left or time.monotonic() > ends:
             return
         time.sleep(0.001)
 
 
+def _kill(child: int, root: int) -> None:
+    """Kill ``child`` and its process group, but not the group of ``root`` or of this process."""
+    with suppress(ProcessLookupError, PermissionError):
+        group = os.getpgid(child)
+        if group not in (os.getpgid(0), os.getpgid(root)):
+            # The whole group at once, so that forking cannot outrun it.
+            os.killpg(group, signal.SIGKILL)
+    with suppress(ProcessLookupError, PermissionError):
+        os.kill(child, signal.SIGKILL)
+
+
 def _guard(parent: int, worker: int, signals: set[signal.Signals]) -> None:
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the guardian exits with the worker's signal, without a second core file
+    """Wait for an event and end everything. Never returns.
+
+    Args:
+        parent: Process id of the run.
+        worker: Process id of the worker.
+        signals: Blocked signals that wake the guardian.
+    """
+    # The guardian exits with the worker's signal, without a second core file.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     own = os.getpid()
     while True:
         got = signal.sigtimedwait(signals, LOOK_SECONDS)
         status = _reap(worker)
         bomb = has_more_descendants(own, MOST)
-        if status is not None or bomb or os.getppid() != parent or (got is not None and got.si_signo == signal.SIGTERM):
+        told_to_end = got is not None and got.si_signo == signal.SIGTERM
+        orphaned = os.getppid() != parent
+        if status is not None or bomb or orphaned or told_to_end:
             end_descendants(own)
             _leave(BOMB_STATUS if bomb else status or 0)
 
@@ -149,9 +164,11 @@ def _all_processes() -> list[int]:
 
 def _parent_of(pid: int) -> int:
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:  # it has ended
         return 0
+    # The name in parentheses may contain spaces and parentheses.
+    return int(stat.rpartition(")")[2].split()[1])
 
 
 def _prctl(option: int, value: int) -> None:

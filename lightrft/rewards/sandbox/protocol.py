@@ -71,31 +71,43 @@ def message_of(line: bytes) -> WorkerMessage:
 
 
 def _message(tree: dict[str, Any]) -> WorkerMessage | None:
-    if len(tree) == 1:
-        ((name, value),) = tree.items()
-        if name in ("ready", "begun", "full") and value is True:
-            return WorkerMessage(ready=name == "ready", begun=name == "begun", full=name == "full")
-        return WorkerMessage(error=value) if name == "error" and isinstance(value, str) and value else None
-    outcome = _outcome(tree)
-    return None if outcome is None else WorkerMessage(outcome=outcome)
-
-
-def _outcome(tree: dict[str, Any]) -> CallOutcome | None:
-    index, seconds, names = tree.pop("i", None), tree.pop("s", None), set(tree)
-    if type(index) is not int or index < 0 or not _is_number(seconds) or seconds < 0:
-        return None
-    if names == {"terms"} and _are_terms(tree["terms"]):
-        return CallOutcome(index, seconds, terms=tree["terms"])
-    if names == {"kind", "reason"} and tree["kind"] in KINDS and isinstance(tree["reason"], str):
-        return CallOutcome(index, seconds, kind=tree["kind"], reason=tree["reason"])
-    if names == {"again"} and tree["again"] in KINDS:
-        return CallOutcome(index, seconds, again=tree["again"])
+    if len(tree) != 1:
+        outcome = _outcome(tree)
+        return None if outcome is None else WorkerMessage(outcome=outcome)
+    ((name, value),) = tree.items()
+    # Not ==: 1 equals True.
+    if name in ("ready", "begun", "full") and value is True:
+        return WorkerMessage(ready=name == "ready", begun=name == "begun", full=name == "full")
+    if name == "error" and isinstance(value, str) and value:
+        return WorkerMessage(error=value)
     return None
 
 
-def _are_terms(value: Any) -> bool:
-    return isinstance(value, dict) and VALUE in value and all(map(_is_number, value.values()))
+def _outcome(tree: dict[str, Any]) -> CallOutcome | None:
+    index = tree.pop("i", None)
+    seconds = tree.pop("s", None)
+    # Not isinstance: True is an int, too.
+    if type(index) is not int or index < 0:
+        return None
+    if not _is_number(seconds) or seconds < 0:
+        return None
+    names = set(tree)
+    if names == {"terms"} and _are_terms(tree["terms"]):
+        return CallOutcome(index, seconds, terms=tree["terms"])
+    if names == {"again"} and tree["again"] in KINDS:
+        return CallOutcome(index, seconds, again=tree["again"])
+    if names == {"kind", "reason"} and tree["kind"] in KINDS:
+        reason = tree["reason"]
+        if isinstance(reason, str):
+            return CallOutcome(index, seconds, kind=tree["kind"], reason=reason)
+    return None
 
 
-def _is_number(value: Any) -> bool:
+def _are_terms(value: object) -> bool:
+    if not isinstance(value, dict) or VALUE not in value:
+        return False
+    return all(map(_is_number, value.values()))
+
+
+def _is_number(value: object) -> bool:
     return type(value) is float and math.isfinite(value)

@@ -30,10 +30,11 @@ def number_of(value: Any) -> float:
         InvalidReward: If that is not possible.
     """
     shape = getattr(value, "shape", None)
-    if shape is not None and tuple(shape) == () and hasattr(value, "item"):
+    is_scalar_array = shape is not None and tuple(shape) == () and hasattr(value, "item")
+    if is_scalar_array:
         value = value.item()
     if not isinstance(value, numbers.Real):
-        of_shape = f" of shape {tuple(shape)}" if shape is not None else ""
+        of_shape = "" if shape is None else f" of shape {tuple(shape)}"
         raise InvalidReward(f"returned {type(value).__name__}{of_shape}, not a number")
     try:
         number = float(value)
@@ -64,28 +65,39 @@ def terms_of(result: Any) -> dict[str, float]:
             terms[key] = number_of(value)
         except InvalidReward as error:
             raise InvalidReward(f"{error} for {key!r}") from None
-    value = terms.pop("reward") if "reward" in terms else number_of(math.fsum(terms.values()))
-    return {VALUE: value, **terms}
+    if "reward" in terms:
+        return {VALUE: terms.pop("reward"), **terms}
+    return {VALUE: number_of(math.fsum(terms.values())), **terms}
 
 
-def rows_of(result: Any, count: int) -> list[Any]:
+def rows_of(result: object, count: int) -> list[Any]:
     """Split the result of a batched function into one result per rollout.
 
     Raises:
         InvalidReward: If there are not ``count`` results.
     """
-    if isinstance(result, Mapping):
-        columns = {key: _row(column, count, f" for {key!r}") for key, column in result.items()}
-        if not columns:
-            raise InvalidReward("returned an empty dict")
-        return [{key: column[i] for key, column in columns.items()} for i in range(count)]
-    return _row(result, count, "")
+    if not isinstance(result, Mapping):
+        return _row(result, count, "")
+    columns = {}
+    for key, column in result.items():
+        columns[key] = _row(column, count, f" for {key!r}")
+    if not columns:
+        raise InvalidReward("returned an empty dict")
+    return [{key: column[i] for key, column in columns.items()} for i in range(count)]
 
 
 def _row(column: Any, count: int, where: str) -> list[Any]:
-    listed = isinstance(column, Sequence) and not isinstance(column, str | bytes)
-    if not listed and not (hasattr(column, "shape") and len(column.shape) >= 1 and isinstance(column, Sized)):
+    if not _is_list(column):
         raise InvalidReward(f"returned {type(column).__name__}{where}, not a list of {count}")
     if len(column) != count:
         raise InvalidReward(f"returned {len(column)} values{where} for {count} rollouts")
     return list(column)
+
+
+def _is_list(column: Any) -> bool:
+    """Return whether ``column`` is a sequence other than text, or an array with an axis."""
+    if isinstance(column, str | bytes):
+        return False
+    if isinstance(column, Sequence):
+        return True
+    return hasattr(column, "shape") and len(column.shape) >= 1 and isinstance(column, Sized)

@@ -71,11 +71,19 @@ class TrialOutcome:
 
 def calls_on(reward: Reward, rollouts: Sequence[Rollout]) -> list[Call]:
     """Return one call per rollout, or one for all if ``reward`` is batched."""
-    views = [pickle.dumps(view_of(rollout), protocol=pickle.HIGHEST_PROTOCOL) for rollout in rollouts]
-    return [Call(0, views)] if reward.batched else [Call(0, [view]) for view in views]
+    views = []
+    for rollout in rollouts:
+        views.append(pickle.dumps(view_of(rollout), protocol=pickle.HIGHEST_PROTOCOL))
+    if reward.batched:
+        return [Call(0, views)]
+    return [Call(0, [view]) for view in views]
 
 
-def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[Call], deadline: float) -> list[TrialOutcome]:
+def try_rewards(
+    rewards: Sequence[tuple[str, dict[str, Any]]],
+    calls: Sequence[Call],
+    deadline: float,
+) -> list[TrialOutcome]:
     """Run ``calls`` in order in a separate process.
 
     Args:
@@ -86,8 +94,11 @@ def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[C
     Returns:
         The outcomes of the calls made, in order. The last may be a problem that ended the process.
     """
+    work = (list(rewards), list(calls), deadline)
+    patience = START_SECONDS + 2 * deadline + END_SECONDS
     with tempfile.TemporaryFile("w+b") as told:
-        path = json.dumps([str(Path(p).absolute()) if p else str(Path.cwd()) for p in sys.path])
+        # An empty entry of sys.path is the working directory.
+        path = json.dumps([str(Path(entry).absolute()) for entry in sys.path])
         process = subprocess.Popen(
             [sys.executable, "-c", _PROGRAM.format(fd=told.fileno(), parent=os.getpid()), path],
             stdin=subprocess.PIPE,
@@ -97,8 +108,8 @@ def try_rewards(rewards: Sequence[tuple[str, dict[str, Any]]], calls: Sequence[C
         )
         try:
             with suppress(subprocess.TimeoutExpired):
-                frame = pickle.dumps((list(rewards), list(calls), deadline), protocol=pickle.HIGHEST_PROTOCOL)
-                process.communicate(frame, timeout=START_SECONDS + 2 * deadline + END_SECONDS)
+                frame = pickle.dumps(work, protocol=pickle.HIGHEST_PROTOCOL)
+                process.communicate(frame, timeout=patience)
         finally:
             process.terminate()  # its guardian then ends everything that the rewards have started
             with suppress(subprocess.TimeoutExpired):
@@ -113,8 +124,15 @@ def _outcomes(text: str, status: int, deadline: float) -> list[TrialOutcome]:
     """Parse the output of the process: a JSON line when a call begins and when it ends.
 
     The frames of a hanging call may follow.
+
+    Args:
+        text: The output.
+        status: Exit status of the process.
+        deadline: Seconds for each call.
     """
-    outcomes, begun, frames = [], -1, []
+    outcomes: list[TrialOutcome] = []
+    frames: list[str] = []
+    begun = -1
     for line in text.splitlines():
         message = _message(line)
         if message is None:
@@ -123,11 +141,16 @@ def _outcomes(text: str, status: int, deadline: float) -> list[TrialOutcome]:
             begun = message["begun"]
         else:
             values = tuple(message.get("values", ()))
-            outcomes.append(TrialOutcome(message["call"], values, message.get("problem", ""), message.get("trace", "")))
+            problem = message.get("problem", "")
+            trace = message.get("trace", "")
+            outcomes.append(TrialOutcome(message["call"], values, problem, trace))
     if not outcomes and begun < 0:
         return [TrialOutcome(0, problem=f"could not start (status {status})")]
     if begun >= len(outcomes):
-        how = f"took longer than reward.deadline = {deadline:g} s" if frames else f"ended its process (status {status})"
+        # The last call has no outcome. faulthandler writes frames only past the deadline.
+        how = f"ended its process (status {status})"
+        if frames:
+            how = f"took longer than reward.deadline = {deadline:g} s"
         outcomes.append(TrialOutcome(begun, problem=how, trace=_user_frames(frames)))
     return outcomes
 
@@ -135,13 +158,18 @@ def _outcomes(text: str, status: int, deadline: float) -> list[TrialOutcome]:
 def _message(line: str) -> dict[str, Any] | None:
     with suppress(ValueError):
         found = json.loads(line)
-        return found if isinstance(found, dict) else None
+        if isinstance(found, dict):
+            return found
     return None
 
 
 def _user_frames(lines: Sequence[str]) -> str:
     """Return the user's own frames of a ``faulthandler`` dump, innermost last."""
-    found = [line for line in lines if line.startswith("  File ") and PACKAGE not in line and "<string>" not in line]
+    found = []
+    for line in lines:
+        is_ours = PACKAGE in line or "<string>" in line
+        if line.startswith("  File ") and not is_ours:
+            found.append(line)
     return "\n".join(reversed(found))
 
 
@@ -150,47 +178,48 @@ def main(fd: int, parent: int) -> None:
     os.dup2(2, 1)
     become_guardian(parent, fd)
     told = os.fdopen(fd, "w", buffering=1, encoding="utf-8")
+
+    def tell(**message: object) -> None:
+        told.write(json.dumps(message) + "\n")
+
     specs, calls, deadline = pickle.loads(sys.stdin.buffer.read())
     try:
         rewards = [load_reward(name, options) for name, options in specs]
         warm_up([reward for reward in rewards if not _built_in(reward)])
     except BaseException as error:
-        told.write(
-            json.dumps(
-                {
-                    "call": 0,
-                    "problem": f"could not start: {describe(error)}",
-                    "trace": _frames(error),
-                }
-            )
-            + "\n"
-        )
+        problem = f"could not start: {describe(error)}"
+        tell(call=0, problem=problem, trace=_frames(error))
         return
     ends = time.monotonic() + deadline
     for index, call in enumerate(calls):
         if time.monotonic() > ends:
             return
-        told.write(json.dumps({"begun": index}) + "\n")
-        patience = deadline + (START_OF_BUILT_IN if _built_in(rewards[call.reward]) else 0)
+        reward = rewards[call.reward]
+        tell(begun=index)
+        patience = deadline + (START_OF_BUILT_IN if _built_in(reward) else 0)
         faulthandler.dump_traceback_later(patience, exit=True, file=told)
-        found = _outcome(rewards[call.reward], call)
+        found = _outcome(reward, call)
         faulthandler.cancel_dump_traceback_later()
-        told.write(json.dumps({"call": index, **found}) + "\n")
+        tell(call=index, **found)
 
 
-def _outcome(reward: Reward, call: Call) -> dict[str, Any]:
+def _outcome(reward: Reward, call: Call) -> dict[str, object]:
     try:
         results = _called(reward, [pickle.loads(view) for view in call.views])
         return {"values": [terms_of(result)[""] for result in results]}
     except InvalidReward as error:
         return {"problem": str(error), "trace": _defined(reward)}
     except BaseException as error:
-        return {"problem": f"raised {describe(error)}", "trace": _frames(error) or _defined(reward)}
+        trace = _frames(error) or _defined(reward)
+        return {"problem": f"raised {describe(error)}", "trace": trace}
 
 
 def _frames(error: BaseException) -> str:
     """Return the user's own frames of a traceback."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((PACKAGE, "<"))]
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not frame.filename.startswith((PACKAGE, "<")):
+            frames.append(frame)
     return "".join(traceback.format_list(frames)).rstrip()
 
 

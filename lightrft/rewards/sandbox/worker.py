@@ -19,6 +19,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
     import asyncio
 
 HEADER = struct.Struct(">Q")
-KILL_FACTOR = 1.25  # times the CPU limit, when the kernel ends a call that does not return to Python
-LOOP_SLACK = 0.2  # seconds, so that an event loop that is not blocked cancels its calls before the alarm fires
+# Times the CPU limit, when the kernel ends a call that does not return to Python.
+KILL_FACTOR = 1.25
+# Seconds, so that an event loop that is not blocked cancels its calls before the alarm fires.
+LOOP_SLACK = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +133,7 @@ class RewardWorker:
         reward = self.rewards[work.reward]
         if not reward.grouped:
             for index, view in enumerate(work.views):
-                call = lambda view=view: terms_of(reward.function(pickle.loads(view), **reward.options))  # noqa: E731
+                call = partial(_score, reward, view)
                 self._alone(index, call, reward.cpu_seconds)
         elif len(work.views) == 1:
             self._alone(0, lambda: self._one_of_group(reward, work.views[0]))
@@ -155,7 +158,7 @@ class RewardWorker:
         """Run one call for all views; if it fails, each view is retried alone to find the cause."""
 
         def call() -> dict[str, Any]:
-            result = reward.function([pickle.loads(v) for v in views], **reward.options)
+            result = reward.function([pickle.loads(view) for view in views], **reward.options)
             if reward.asynchronous:
                 result = self._event_loop().run_until_complete(result)
             return {"rows": rows_of(result, len(views))}
@@ -164,15 +167,13 @@ class RewardWorker:
         outcome = self._guarded(call, self.deadline)
         seconds = (time.perf_counter() - began) / len(views)
         for index in range(len(views)):
-            if "terms" in outcome:
-                row = outcome["terms"]["rows"][index]
-                self.tell(
-                    i=index,
-                    s=seconds,
-                    **self._guarded(lambda row=row: terms_of(row), self.deadline),
-                )
-            else:
+            if "terms" not in outcome:
                 self.tell(i=index, s=seconds, again=outcome["kind"])
+                continue
+            row = outcome["terms"]["rows"][index]
+            # Guarded too, since the numbers of a user's class may run code.
+            terms = self._guarded(lambda row=row: terms_of(row), self.deadline)
+            self.tell(i=index, s=seconds, **terms)
 
     def _together(self, reward: Reward, views: list[bytes]) -> None:
         """Run all calls in one event loop. If one blocks it, unfinished calls are retried alone."""
@@ -183,22 +184,29 @@ class RewardWorker:
         async def one(index: int, view: bytes) -> None:
             began = time.perf_counter()
             scope = asyncio.timeout(self.deadline)
+            outcome: dict[str, Any]
             try:
                 async with scope:
-                    outcome: dict[str, Any] = {"terms": terms_of(await reward.function(pickle.loads(view), **reward.options))}
+                    result = await reward.function(pickle.loads(view), **reward.options)
+                    outcome = {"terms": terms_of(result)}
             except (DeadlineExceeded, asyncio.CancelledError):
                 raise
             except BaseException as error:
-                overdue = scope.expired() and isinstance(error, TimeoutError)
-                outcome = {"kind": "deadline", "reason": ""} if overdue else failure(error)
+                outcome = failure(error)
+                if scope.expired() and isinstance(error, TimeoutError):
+                    outcome = {"kind": "deadline", "reason": ""}
             if not self.rang:
                 told.add(index)
                 self.tell(i=index, s=time.perf_counter() - began, **outcome)
 
         async def all_of_them() -> None:
-            await asyncio.gather(*(one(i, v) for i, v in enumerate(views)), return_exceptions=True)
+            calls = [one(index, view) for index, view in enumerate(views)]
+            await asyncio.gather(*calls, return_exceptions=True)
 
-        outcome = self._guarded(lambda: self._event_loop().run_until_complete(all_of_them()), self.deadline + LOOP_SLACK)
+        def run() -> Any:
+            return self._event_loop().run_until_complete(all_of_them())
+
+        outcome = self._guarded(run, self.deadline + LOOP_SLACK)
         for index in range(len(views)):
             if index not in told:
                 self.tell(i=index, s=0.0, again=outcome.get("kind", "deadline"))
@@ -210,10 +218,22 @@ class RewardWorker:
             self.loop = asyncio.new_event_loop()
         return self.loop
 
-    def _guarded(self, call: Callable[[], Any], seconds: float, cpu_seconds: float | None = None) -> dict[str, Any]:
-        """Return the result of ``call`` under the key ``terms``, or ``kind`` and ``reason``."""
+    def _guarded(
+        self,
+        call: Callable[[], Any],
+        seconds: float,
+        cpu_seconds: float | None = None,
+    ) -> dict[str, Any]:
+        """Return the result of ``call`` under the key ``terms``, or ``kind`` and ``reason``.
+
+        Args:
+            call: Calls a reward function.
+            seconds: Deadline of the call.
+            cpu_seconds: CPU time of the call, if it is limited.
+        """
         self.rang = False
-        signal.signal(signal.SIGALRM, self._ring)  # for every call, since functions may install their own handler
+        # For every call, since functions may install a handler of their own.
+        signal.signal(signal.SIGALRM, self._ring)
         try:
             self.armed = True
             signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -251,7 +271,8 @@ class RewardWorker:
 
     def _ring(self, *_: Any) -> None:
         if self.armed:
-            self.armed, self.rang = False, True
+            self.armed = False
+            self.rang = True
             raise DeadlineExceeded
 
 
@@ -264,6 +285,11 @@ def failure(error: BaseException) -> dict[str, str]:
     if isinstance(error, InvalidReward):
         return {"kind": "value", "reason": str(error)[:300]}
     return {"kind": "raised", "reason": f"raised {describe(error)}"}
+
+
+def _score(reward: Reward, view: bytes) -> dict[str, float]:
+    """Call a plain reward function on one pickled view."""
+    return terms_of(reward.function(pickle.loads(view), **reward.options))
 
 
 def describe(error: BaseException) -> str:
@@ -281,7 +307,10 @@ def _receive(connection: socket.socket) -> bytearray | None:
     Raises ``MemoryError`` if the frame is too large, after reading past it.
     """
     header = _exactly(connection, HEADER.size)
-    return None if header is None else _exactly(connection, HEADER.unpack(header)[0])
+    if header is None:
+        return None
+    (count,) = HEADER.unpack(header)
+    return _exactly(connection, count)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytearray | None:
@@ -306,7 +335,9 @@ def _exactly(connection: socket.socket, count: int) -> bytearray | None:
 
 def warm_up(rewards: list[Reward]) -> None:
     """Call ``warm_up`` of each module that defines it and one of ``rewards``."""
-    modules = dict.fromkeys(r.function.__module__ for r in rewards if hasattr(r.function, "__module__"))
+    functions = [reward.function for reward in rewards]
+    # A callable object may lack __module__. A dict keeps the order and calls each module once.
+    modules = {function.__module__: None for function in functions if hasattr(function, "__module__")}
     for name in modules:
         prepare = getattr(importlib.import_module(name), "warm_up", None)
         if callable(prepare):
@@ -319,7 +350,9 @@ def _limit_memory(memory_mb: int) -> None:
     status = Path("/proc/self/status")
     if not status.exists():  # only Linux both reports and limits private memory
         return
-    held = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmData:"))
-    limit = held * 1024 + memory_mb * 2**20
+    lines = status.read_text().splitlines()
+    held_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+    limit = held_kib * 1024 + memory_mb * 2**20
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    Path("/proc/self/oom_score_adj").write_text("1000")  # on low memory the kernel kills this, not the trainer
+    # On low memory the kernel kills this process, not the trainer.
+    Path("/proc/self/oom_score_adj").write_text("1000")
