@@ -200,9 +200,18 @@ class Roles:
 
     def counts(self) -> Metrics:
         """Return event counts of each role since the last call, e.g. ``engine/restarts``."""
-        names = ("engine", "ahead", "scorer", "reference", "teacher")
-        roles = {name: role for name in names if isinstance(role := getattr(self, name), HasEventCounts)}
-        return Metrics({f"{name}/{what}": Sum(n) for name, role in roles.items() for what, n in role.take_counts().items()})
+        roles = {
+            "engine": self.engine,
+            "ahead": self.async_engine,
+            "scorer": self.scorer,
+            "reference": self.reference,
+            "teacher": self.teacher,
+        }
+        found = {}
+        for name, role in roles.items():
+            if isinstance(role, HasEventCounts):
+                found |= {f"{name}/{what}": Sum(count) for what, count in role.take_counts().items()}
+        return Metrics(found)
 
     def close(self) -> None:
         """Close every role that owns more than memory."""
