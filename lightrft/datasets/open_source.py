@@ -20,6 +20,7 @@ from lightrft.config.data import SourceConfig
 from lightrft.datasets import benchmarks as _benchmarks  # noqa: F401  fills READERS
 from lightrft.datasets.row_readers import READERS
 from lightrft.datasets.row_tables import (
+    BOM,
     OPENERS,
     ConcatRows,
     Csv,
@@ -54,8 +55,8 @@ def open_source(
     Args:
         source: the source.
         malformed: ``error`` raises for a row that cannot be parsed. ``skip`` counts it.
-        indexes: known indexes of text files. These files are not scanned again, and new indexes are
-            added. None scans all files.
+        indexes: known indexes of files of JSON lines. These files are not scanned again, and new
+            indexes are added. None scans all files.
 
     Raises:
         DataError: the source does not exist, has no rows, or has a malformed row under ``error``.
@@ -201,7 +202,7 @@ def _from_file(
 ) -> Rows:
     kind = suffix_of(path)
     if kind == ".csv":
-        return Csv(path, malformed, limit, indexes)
+        return Csv(path, malformed, limit)
     if kind == ".jsonl":
         return JsonLinesRows(path, malformed, limit, indexes)
     if kind == ".json":
@@ -222,7 +223,7 @@ def _from_json(
     """Return the rows of a list of objects, or of JSON lines in a ``.json`` file."""
     text = utf8_of(path)
     with path.open("rb") if text is None else io.BytesIO(text) as file:
-        head = file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()
+        head = file.read(4096).removeprefix(BOM).lstrip()
     if not head.startswith(b"["):
         return JsonLinesRows(path, malformed, limit, indexes)
     try:

@@ -2,8 +2,8 @@
 
 All can be pickled.
 
-Text files are indexed by byte offset and parsed on access. The index of a large file takes sixteen
-bytes per row.
+Files of JSON lines are indexed by byte offset and parsed on access. The index of a large file takes
+sixteen bytes per row. CSV files are held in memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import lzma
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -26,6 +27,8 @@ from typing import IO, Any, Literal, Protocol
 
 from lightrft.utils.errors import DataError
 
+BOM = b"\xef\xbb\xbf"
+"""The byte order mark that some editors write before UTF-8 text."""
 Row = Mapping[str, Any]
 Malformed = Literal["error", "skip"]
 ABSENT: Any = object()
@@ -105,7 +108,7 @@ def as_row(value: object, where: str) -> Row:
 
 @dataclass(frozen=True, slots=True)
 class TextIndex:
-    """The positions of the records of a text file.
+    """The positions of the rows of a file of JSON lines.
 
     Args:
         offsets: byte offset of each record, ``[n]``.
@@ -121,7 +124,7 @@ class TextIndex:
 
 
 Indexes = dict[str, TextIndex]
-"""Index of each text file by path. Opening a file that is not in the table adds it."""
+"""Index of each file of JSON lines by path. Opening a file that is not in the table adds it."""
 
 OPENERS: dict[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
@@ -164,121 +167,10 @@ def utf8_of(path: Path) -> bytes | None:
         raise DataError(f"{path}: not {encoding} text: {problem}") from None
 
 
-class _TextFile:
-    """Records of a text file by byte offset. A subclass reads one record from an open file.
+class JsonLinesRows:
+    """One JSON object per line, by byte offset.
 
     The text of a compressed or UTF-16 file is kept in memory.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        malformed: Malformed,
-        limit: int | None,
-        indexes: Indexes | None = None,
-    ) -> None:
-        self.path = path
-        self._text = utf8_of(path)
-        indexes = {} if indexes is None else indexes
-        with self._open() as file:
-            line = self._read_header(file)
-            if str(path) not in indexes:
-                indexes[str(path)] = self._scan(file, line, malformed, limit)
-        index = indexes[str(path)]
-        self._offsets = index.offsets
-        self._lines = index.lines
-        self.malformed = index.malformed
-        self.first_problem = index.first_problem
-
-    def _open(self) -> IO[bytes]:
-        return self.path.open("rb") if self._text is None else io.BytesIO(self._text)
-
-    def _scan(
-        self,
-        file: IO[bytes],
-        line: int,
-        malformed: Malformed,
-        limit: int | None,
-    ) -> TextIndex:
-        """Return the index of all records from the position of ``file``.
-
-        The position comes after ``line`` lines.
-        """
-        offsets, lines = array("Q"), array("Q")
-        bad, first = 0, ""
-        while limit is None or len(offsets) < limit:
-            offset = file.tell()
-            try:
-                used, row = self._read(file)
-            except ValueError as error:
-                problem = f"{self.path}, line {line + 1}: {error}"
-                if malformed == "error":
-                    raise MalformedRow(f"{problem}. Mend the row, or set data.malformed: skip") from None
-                bad, first = bad + 1, first or problem
-                # continues one line later: a malformed CSV record may have consumed several lines
-                file.seek(offset)
-                used, row = len(file.readline()) > 0, None
-            if not used:
-                break
-            if row is not None:
-                offsets.append(offset)
-                lines.append(line + 1)
-            line += used
-        return TextIndex(offsets, lines, bad, first)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def __getitem__(self, i: int) -> Row:
-        with self._open() as file:
-            file.seek(self._offsets[i])
-            try:
-                _, row = self._read(file)
-            except ValueError as error:
-                problem = f"{error}. {_CHANGED}"
-                raise MalformedRow(f"{self.where(i)}: {problem}") from None
-        if row is None:
-            raise MalformedRow(f"{self.where(i)}: the row is gone. {_CHANGED}")
-        return row
-
-    def where(self, i: int) -> str:
-        return f"{self.path}, line {self._lines[i]}"
-
-    def _read_header(self, file: IO[bytes]) -> int:
-        """Move to the first record. Return the number of lines before it."""
-        # a byte order mark
-        if file.read(3) != b"\xef\xbb\xbf":
-            file.seek(0)
-        return 0
-
-    def _read(self, file: IO[bytes]) -> tuple[int, Row | None]:
-        """Return the number of lines read (0 at the end) and the record, None for a blank line.
-
-        Raises ``ValueError`` for a malformed record.
-        """
-        raise NotImplementedError
-
-
-class JsonLinesRows(_TextFile):
-    """One JSON object per line."""
-
-    def _read(self, file: IO[bytes]) -> tuple[int, Row | None]:
-        raw = file.readline()
-        if not raw.strip():
-            return (1 if raw else 0), None
-        try:
-            row = json.loads(raw)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start}") from None
-        if not isinstance(row, dict):
-            raise ValueError(f"a row must be a JSON object, not {type(row).__name__}")
-        return 1, row
-
-
-class Csv(_TextFile):
-    """Comma-separated values under a header line. Values stay text, and an empty value is None.
 
     Args:
         path: the file.
@@ -294,45 +186,94 @@ class Csv(_TextFile):
         limit: int | None,
         indexes: Indexes | None = None,
     ) -> None:
-        self._names: list[str] = []
-        # the default limit of the csv module (128 KiB) is shorter than some documents
-        csv.field_size_limit(sys.maxsize)
-        super().__init__(path, malformed, limit, indexes)
+        self.path = path
+        self._text = utf8_of(path)
+        indexes = {} if indexes is None else indexes
+        if str(path) not in indexes:
+            indexes[str(path)] = self._scan(malformed, limit)
+        index = indexes[str(path)]
+        self._offsets = index.offsets
+        self._lines = index.lines
+        self.malformed = index.malformed
+        self.first_problem = index.first_problem
 
-    def _read_header(self, file: IO[bytes]) -> int:
-        super()._read_header(file)
-        try:
-            used, self._names = self._record(file)
-        except ValueError as error:
-            raise DataError(f"{self.path}, line 1: {error}") from None
-        doubled = {name for name in self._names if self._names.count(name) > 1}
-        if doubled:
-            names = ", ".join(sorted(doubled))
-            raise DataError(f"{self.path}, line 1: the header names {names} twice")
-        return used
+    def _open(self) -> IO[bytes]:
+        return self.path.open("rb") if self._text is None else io.BytesIO(self._text)
 
-    def _read(self, file: IO[bytes]) -> tuple[int, Row | None]:
-        used, values = self._record(file)
-        if not values:
-            return used, None
-        if len(values) != len(self._names):
-            raise ValueError(f"{len(values)} values under a header of {len(self._names)}")
-        return used, {name: value or None for name, value in zip(self._names, values)}
+    def _scan(self, malformed: Malformed, limit: int | None) -> TextIndex:
+        """Return the index of all records."""
+        offsets, lines = array("Q"), array("Q")
+        skipped = _Skipped(self.path, malformed)
+        with self._open() as file:
+            if file.read(len(BOM)) != BOM:
+                file.seek(0)
+            line = 0
+            while limit is None or len(offsets) < limit:
+                offset, raw = file.tell(), file.readline()
+                if not raw:
+                    break
+                line += 1
+                try:
+                    row = _json_row(raw)
+                except ValueError as error:
+                    skipped.add(line, error)
+                    continue
+                if row is not None:
+                    offsets.append(offset)
+                    lines.append(line)
+        return TextIndex(offsets, lines, skipped.count, skipped.first)
 
-    def _record(self, file: IO[bytes]) -> tuple[int, list[str]]:
-        used = 0
+    def __len__(self) -> int:
+        return len(self._offsets)
 
-        def lines() -> Iterator[str]:
-            nonlocal used
-            while raw := file.readline():
-                used += 1
-                yield raw.decode("utf-8")
+    def __getitem__(self, i: int) -> Row:
+        with self._open() as file:
+            file.seek(self._offsets[i])
+            try:
+                row = _json_row(file.readline())
+            except ValueError as error:
+                raise MalformedRow(f"{self.where(i)}: {error}. {_CHANGED}") from None
+        if row is None:
+            raise MalformedRow(f"{self.where(i)}: the row is gone. {_CHANGED}")
+        return row
 
-        try:
-            values = next(csv.reader(lines(), strict=True), [])
-        except csv.Error as error:
-            raise ValueError(f"not CSV: {error}") from None
-        return used, values
+    def where(self, i: int) -> str:
+        return f"{self.path}, line {self._lines[i]}"
+
+
+def _json_row(raw: bytes) -> Row | None:
+    """Return the object of a line, None for a blank line.
+
+    Raises ``ValueError`` for a malformed line.
+    """
+    if not raw.strip():
+        return None
+    try:
+        row = json.loads(raw)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at column {error.colno}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 text: {error.reason} at byte {error.start}") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a row must be a JSON object, not {type(row).__name__}")
+    return row
+
+
+class _Skipped:
+    """Counts malformed records of a file, or raises ``MalformedRow`` for the first of them."""
+
+    def __init__(self, path: Path, malformed: Malformed) -> None:
+        self.path = path
+        self.count = 0
+        self.first = ""
+        self._malformed = malformed
+
+    def add(self, line: int, error: ValueError) -> None:
+        problem = f"{self.path}, line {line}: {error}"
+        if self._malformed == "error":
+            raise MalformedRow(f"{problem}. Mend the row, or set data.malformed: skip") from None
+        self.count += 1
+        self.first = self.first or problem
 
 
 class InMemoryRows:
@@ -359,6 +300,70 @@ class InMemoryRows:
 
     def where(self, i: int) -> str:
         return f"{self.name}, row {i + 1}"
+
+
+class Csv(InMemoryRows):
+    """Comma-separated values under a header line, in memory.
+
+    Values stay text, and an empty value is None.
+
+    Args:
+        path: the file.
+        malformed: ``error`` raises for a malformed row. ``skip`` counts it.
+        limit: largest number of rows. None means all rows.
+    """
+
+    def __init__(self, path: Path, malformed: Malformed, limit: int | None) -> None:
+        # The default limit of the csv module (128 KiB) is shorter than some documents.
+        csv.field_size_limit(sys.maxsize)
+        text = utf8_of(path)
+        data = path.read_bytes() if text is None else text
+        lines = io.BytesIO(data.removeprefix(BOM)).readlines()
+        line, names = self._header(path, lines)
+        rows: list[Row] = []
+        self.lines: list[int] = []
+        skipped = _Skipped(path, malformed)
+        while line < len(lines) and (limit is None or len(rows) < limit):
+            try:
+                used, values = _csv_record(lines, line)
+                if values and len(values) != len(names):
+                    raise ValueError(f"{len(values)} values under a header of {len(names)}")
+            except ValueError as error:
+                skipped.add(line + 1, error)
+                used, values = 1, []  # a malformed record may have taken in the good ones after it
+            if values:
+                rows.append({name: value or None for name, value in zip(names, values)})
+                self.lines.append(line + 1)
+            line += used
+        super().__init__(rows, str(path), skipped.count, skipped.first)
+
+    def where(self, i: int) -> str:
+        return f"{self.name}, line {self.lines[i]}"
+
+    @staticmethod
+    def _header(path: Path, lines: list[bytes]) -> tuple[int, list[str]]:
+        """Return the number of lines of the header, and its names."""
+        try:
+            used, names = _csv_record(lines, 0)
+        except ValueError as error:
+            raise DataError(f"{path}, line 1: {error}") from None
+        doubled = sorted(name for name, count in Counter(names).items() if count > 1)
+        if doubled:
+            raise DataError(f"{path}, line 1: the header names {', '.join(doubled)} twice")
+        return used, names
+
+
+def _csv_record(lines: list[bytes], first: int) -> tuple[int, list[str]]:
+    """Return the number of lines of the record at line ``first``, and its values.
+
+    Raises ``ValueError`` for a malformed record.
+    """
+    reader = csv.reader((lines[k].decode("utf-8") for k in range(first, len(lines))), strict=True)
+    try:
+        values = next(reader, [])
+    except csv.Error as error:
+        raise ValueError(f"not CSV: {error}") from None
+    return reader.line_num, values
 
 
 class ConcatRows:

@@ -26,6 +26,7 @@ from lightrft.trainer.rl_step import with_advantages, with_policy, with_referenc
 from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.seeding import restore_rng, seed_everything
+from lightrft.utils.state_io import SUFFIX
 from lightrft.workers.local import local_roles, local_tokenizer, rollout_steps
 
 PHASES = ("policy", "reference", "values", "process", "advantages", "update")
@@ -124,9 +125,9 @@ def _run(
 def _saved_batch(folder: Path, step: int) -> Batch:
     """Read the batch of ``step``. Raises ``CheckpointError`` if the run did not save it."""
     file = folder / "batches" / f"step_{step:06d}"
-    if file.with_name(file.name + ".json").exists():
+    if file.with_name(file.name + SUFFIX).exists():
         return load_batch(file)
-    found = file.parent.glob("step_*.json")
+    found = file.parent.glob(f"step_*{SUFFIX}")
     kept = sorted(int(batch.stem.removeprefix("step_")) for batch in found)
     raise CheckpointError(f"{folder} kept no batch of step {step}, but of {kept or 'none'}; set log.batches_every in the run")
 

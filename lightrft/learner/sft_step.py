@@ -6,7 +6,6 @@ It uses the same batch, actor and strategy as reinforcement learning, with the l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,33 +13,16 @@ from torch import Tensor
 from lightrft.algorithms.aggregation import AGGREGATIONS
 from lightrft.algorithms.nonfinite_tokens import without_tokens
 from lightrft.algorithms.token_ops import TokenRows, weighted_sum
+from lightrft.datasets.sft_dataset import Example
 from lightrft.learner.forward_passes import verify_layout
 from lightrft.learner.policy_update import optimizer_step
 from lightrft.observability.metrics import Mean, Metrics, Sum
 from lightrft.roles import TrainableModel
 from lightrft.strategy.base import Strategy
-from lightrft.types import Batch, Media, Segments
+from lightrft.types import Batch, Segments
 
 
-class TokenizedExample(Protocol):
-    """A conversation, split before its first trained token.
-
-    Attributes:
-        prompt_ids: The tokens before the first trained token.
-        response_ids: The remaining tokens.
-        trained: The response tokens that are trained on.
-        prompt_media: Media of the prompt.
-        response_media: Media of the response.
-    """
-
-    prompt_ids: list[int]
-    response_ids: list[int]
-    trained: list[bool]
-    prompt_media: Media
-    response_media: Media
-
-
-def examples_to_batch(examples: Sequence[TokenizedExample]) -> Batch:
+def examples_to_batch(examples: Sequence[Example]) -> Batch:
     """Collate conversations to one ``Batch``; ``sampled`` marks the trained tokens."""
     return Batch(
         Segments.cat([Segments.of([e.prompt_ids], e.prompt_media) for e in examples]),

@@ -146,7 +146,7 @@ class RunDirectory:
             *(self.path / "rollouts").glob("*.jsonl"),
             *(self.path / "batches").glob("step_*.*"),
         ]:
-            match = re.fullmatch(r"[a-z]+_(\d+)\.(jsonl|json|safetensors)", file.name)
+            match = re.fullmatch(r"[a-z]+_(\d+)\.(jsonl|pt)", file.name)
             if match and int(match[1]) > last:
                 file.unlink()
         return max(0, written - max(step, 0))

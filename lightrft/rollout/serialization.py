@@ -14,7 +14,7 @@ from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.atomic_files import is_disk_full
 from lightrft.utils.errors import CheckpointError, ResourceError
-from lightrft.utils.state_io import load_state, save_state
+from lightrft.utils.state_io import SUFFIX, load_state, save_state
 
 FORMAT = "lightrft-batch/1"
 
@@ -69,9 +69,7 @@ def unpack_collected(packed: Mapping[str, Any], find: FindPrompts) -> CollectedR
 
 
 def save_batch(path: Path, batch: Batch) -> None:
-    """Write ``batch`` as ``<path>.safetensors`` and ``<path>.json``.
-
-    The JSON file is written last, so its presence marks a complete batch.
+    """Write ``batch`` as ``<path>.pt``. The file appears when it is complete.
 
     Raises:
         ResourceError: If the disk is full.
@@ -81,13 +79,12 @@ def save_batch(path: Path, batch: Batch) -> None:
     parts = {name: _segments_state(getattr(batch, name)) for name in ("prompts", "responses")}
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
+    written = temporary.with_name(temporary.name + SUFFIX)
     try:
         save_state(temporary, {"format": FORMAT, **parts, "prompt_of": batch.prompt_of, **columns})
-        for suffix in (".safetensors", ".json"):
-            temporary.with_name(temporary.name + suffix).replace(path.with_name(path.name + suffix))
+        written.replace(path.with_name(path.name + SUFFIX))
     except Exception as error:
-        for suffix in (".safetensors", ".json"):
-            temporary.with_name(temporary.name + suffix).unlink(missing_ok=True)
+        written.unlink(missing_ok=True)
         if is_disk_full(error):
             raise ResourceError(f"{path} was not saved: the disk is full; free some space, or set log.batches_every=0") from error
         raise
@@ -97,16 +94,16 @@ def load_batch(path: Path) -> Batch:
     """Load a batch that ``save_batch`` wrote at ``path``.
 
     Raises:
-        CheckpointError: If the files are not such a batch.
+        CheckpointError: If the file is not such a batch.
     """
     state = load_state(path)
     if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise CheckpointError(f"{path}.json is not a batch of {FORMAT}")
+        raise CheckpointError(f"{path}{SUFFIX} is not a batch of {FORMAT}")
     prompts, responses = (_segments_of(state[name]) for name in ("prompts", "responses"))
     try:
         return Batch(prompts, responses, state["prompt_of"], **state["token"], **state["sample"])
     except TypeError as error:
-        raise CheckpointError(f"{path}.json has columns that batches do not have here: {error}") from None
+        raise CheckpointError(f"{path}{SUFFIX} has columns that batches do not have here: {error}") from None
 
 
 def _segments_state(segments: Segments) -> dict[str, Any]:

@@ -37,42 +37,33 @@ class StepInfo:
 
 
 @runtime_checkable
-class Parted(Protocol):
-    """A model that assigns each parameter to a part, for learning rates by part."""
+class TrainableModule(Protocol):
+    """The interface of lightrft's own models to a strategy. Other modules have none of it.
 
-    @property
-    def parts(self) -> tuple[str, ...]: ...
-
-    def part_of(self, name: str) -> str: ...
-
-
-@runtime_checkable
-class Towered(Protocol):
-    """A model with parts that run for some batches only, unless ``run_towers`` is set."""
+    Attributes:
+        run_towers: Parts for media run for batches without media, too.
+        team: A sequence-parallel group, whose ranks shard the tokens of each call. Setting it
+            raises ``ModelError`` for a group that the model cannot serve.
+    """
 
     run_towers: bool
-
-
-@runtime_checkable
-class Shared(Protocol):
-    """A model that can shard the tokens of one call over ``team``.
-
-    ``team`` is a sequence-parallel group, whose ranks all make that call. Setting ``team`` raises
-    ``ModelError`` for a group that the model cannot serve.
-    """
-
     team: ModelParallelGroup
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Return the names of the parts that have a learning rate of their own."""
+        ...
 
-@runtime_checkable
-class Readable(Protocol):
-    """A model that may be built on the meta device.
+    def part_of(self, name: str) -> str:
+        """Return the part that the parameter ``name`` belongs to."""
+        ...
 
-    ``read_weights`` fills parameters that have memory by now. ``held`` selects the part of each
-    parameter that this rank stores.
-    """
+    def read_weights(self, held: ShardLayout = local_shard_of) -> None:
+        """Fill parameters that were built on the meta device and have memory by now.
 
-    def read_weights(self, held: ShardLayout = local_shard_of) -> None: ...
+        ``held`` selects the part of each parameter that this rank stores.
+        """
+        ...
 
 
 @dataclass(slots=True)

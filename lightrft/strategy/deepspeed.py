@@ -28,7 +28,7 @@ from lightrft.config.base import deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.distributed.process_group import ProcessGroup
 from lightrft.distributed.shards import LocalShard, flat_blocks, local_shard_of
-from lightrft.strategy.base import Readable, StepInfo, Towered, TrainState
+from lightrft.strategy.base import StepInfo, TrainableModule, TrainState
 from lightrft.strategy.device_mesh import limit_groups
 from lightrft.strategy.lr_schedule import lr_factor
 from lightrft.strategy.single import MOMENTS, SingleStrategy, parameter_groups, read_state, set_lr, write_state
@@ -113,7 +113,7 @@ class DeepSpeedStrategy(SingleStrategy):
         """
         self._spread(model)
         if self.config.stage == 3:
-            if isinstance(model, Towered):
+            if isinstance(model, TrainableModule):
                 model.run_towers = True  # a call of a sharded module is collective, so every rank must make it
             self._fetch_by_blocks(model, self._engine(model, None, {}).optimizer)
 
@@ -124,7 +124,7 @@ class DeepSpeedStrategy(SingleStrategy):
         if unread:
             self._partition(model)
         super().place(model)
-        if unread and isinstance(model, Readable):
+        if unread and isinstance(model, TrainableModule):
             model.read_weights(_held)
 
     def _partition(self, model: nn.Module) -> None:
@@ -158,7 +158,7 @@ class DeepSpeedStrategy(SingleStrategy):
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in model.named_parameters()}
         groups = parameter_groups(model, shapes, parameters, optimizer)
         precision = _precision(parameters.values())
-        if isinstance(model, Towered):
+        if isinstance(model, TrainableModule):
             model.run_towers = True  # every rank waits for the gradient of every parameter, so towers must always run
         adamw = torch.optim.AdamW(groups, lr=optimizer.lr, betas=optimizer.betas, eps=optimizer.eps, fused=True)
         engine = self._engine(model, adamw, {"gradient_clipping": optimizer.max_grad_norm or 0.0, **precision})

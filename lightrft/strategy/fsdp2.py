@@ -23,7 +23,7 @@ from lightrft.config.strategy import StrategyConfig
 from lightrft.distributed.process_group import ProcessGroup, build_parallel_groups
 from lightrft.distributed.shards import local_shard_of
 from lightrft.strategy.activation_offload import keep_on_host
-from lightrft.strategy.base import Readable, Shared, StepInfo, Towered, TrainState
+from lightrft.strategy.base import StepInfo, TrainableModule, TrainState
 from lightrft.strategy.device_mesh import mesh_of
 from lightrft.strategy.single import SingleStrategy
 from lightrft.strategy.tensor_parallel import by_mesh, partial_names, shard_layers, sum_partial
@@ -65,9 +65,8 @@ class Fsdp2Strategy(SingleStrategy):
             model.to(self.device)
         if self.across is not None:
             shard_layers(model, self.across)
-        if isinstance(model, Shared):
+        if isinstance(model, TrainableModule):
             model.team = self.team
-        if isinstance(model, Towered):
             model.run_towers = True  # a call of a sharded module is collective, so every rank must make it
         self._types[model] = {name: parameter.dtype for name, parameter in model.named_parameters()}
         self._shard(model)
@@ -80,7 +79,7 @@ class Fsdp2Strategy(SingleStrategy):
             exchange(model, self._memory, buffers=True)
         # Initialise now: an engine may call a submodule first, which would then become the root.
         model._get_fsdp_state()._lazy_init()  # ty: ignore[not-callable]
-        if unread and isinstance(model, Readable):
+        if unread and isinstance(model, TrainableModule):
             model.read_weights()
         if self.config.offload_activations:
             keep_on_host(model)

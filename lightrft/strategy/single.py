@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup, run_on_all_ranks
 from lightrft.strategy.activation_offload import keep_on_host
-from lightrft.strategy.base import Parted, StepInfo, TrainState, on_host
+from lightrft.strategy.base import StepInfo, TrainableModule, TrainState, on_host
 from lightrft.strategy.lr_schedule import lr_factor
 from lightrft.utils.errors import CheckpointError, ConfigError, first_line
 from lightrft.utils.onednn_cache import bound_products
@@ -329,7 +329,7 @@ def rates_of(model: nn.Module, names: Iterable[str], config: OptimizerConfig) ->
         )
     if not config.lr_of:
         return dict.fromkeys(names, config.lr)
-    if not isinstance(model, Parted):
+    if not isinstance(model, TrainableModule):
         raise ConfigError(f"optimizer.lr_of = {config.lr_of}: this model does not say which parts it has; leave it out")
     part_of = {name: model.part_of(name) for name in names}
     for part, rate in config.lr_of.items():

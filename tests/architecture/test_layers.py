@@ -165,3 +165,8 @@ def test_algorithms_import_only_types_settings_and_helpers() -> None:
     assert list(upward(fake("from lightrft.models.actor import Actor\n", "algorithms", "kl")))
     assert list(upward(fake("from lightrft.observability.metrics import Mean\n", "algorithms", "kl")))
     assert not list(upward(fake("from lightrft.types import Batch\n", "algorithms", "kl")))
+
+
+def test_only_the_command_line_imports_diagnostics() -> None:
+    found = {m.part for m in modules() for i in imports(m) if i.name.startswith(f"{PACKAGE}.diagnostics")}
+    assert found == {"cli", "diagnostics"}

@@ -97,7 +97,7 @@ def test_a_run_whose_newest_checkpoint_is_damaged_resumes_from_the_one_before_it
 def test_a_checkpoint_that_the_user_named_is_not_replaced_by_another(tree, tmp_path):
     run_rl(named(tree, "first", checkpoint={"every": 1}))
     named_one = tmp_path / "first" / "checkpoints" / "step_000002"
-    os.truncate(named_one / "trainer.json", 10)
+    os.truncate(named_one / "trainer.pt", 10)
     with pytest.raises(DamagedError, match="step_000002 is damaged"):
         run_rl(named(tree, "second", run={"name": "second", "resume": str(named_one)}))
     assert named_one.is_dir()

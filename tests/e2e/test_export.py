@@ -139,7 +139,7 @@ def test_an_export_that_fails_leaves_the_folder_as_it_was(export, runs, tmp_path
 def test_a_damaged_checkpoint_is_skipped_and_stays_where_it_is(export, runs, tmp_path):
     run = shutil.copytree(runs / "whole", tmp_path / "run")
     newest = run / "checkpoints" / "step_000003"
-    (newest / "trainer.json").write_text("{}")
+    (newest / "trainer.pt").write_text("{}")
     outcome = export(run)
     assert outcome.out.startswith("step 2 of") and "step_000003 is damaged" in outcome.err
     assert newest.is_dir()

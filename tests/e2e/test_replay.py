@@ -96,7 +96,7 @@ def test_what_was_not_kept_is_refused_with_the_way_out(rl_config, tmp_path):
 
 def test_batches_of_steps_that_a_resume_takes_back_are_removed(rl_config, tmp_path):
     run_rl(rl_config(**KEPT))
-    assert len(list((tmp_path / "run" / "batches").iterdir())) == 8
+    assert len(list((tmp_path / "run" / "batches").iterdir())) == 4
     run_rl(rl_config(run={"resume": str(tmp_path / "run" / "checkpoints" / "step_000002")}, log={"batches_every": 0}))
     assert {p.stem for p in (tmp_path / "run" / "batches").iterdir()} == {"step_000001", "step_000002"}
 

@@ -369,15 +369,6 @@ def _template(text: str) -> str:
     return file.read_text(encoding="utf-8")
 
 
-def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise ``ModelError`` if ``tokenizer`` can yield ids for which ``model`` has no embedding."""
-    embeddings: Any = base_model(model).get_input_embeddings()
-    rows = embeddings.num_embeddings
-    if len(tokenizer) > rows:
-        problem = f"the tokenizer has {len(tokenizer)} tokens, the model only {rows}"
-        raise ModelError(f"{problem}: they do not belong together")
-
-
 class Saved(Protocol):
     """An object that writes its files next to a model's weights."""
 

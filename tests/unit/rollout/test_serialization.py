@@ -13,6 +13,7 @@ from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.rollout.serialization import load_batch, pack_collected, save_batch, unpack_collected
 from lightrft.types import Batch, Prompt, Ragged, Rollout, Segments
 from lightrft.utils.errors import CheckpointError
+from lightrft.utils.state_io import save_state
 
 
 def small_batch() -> Batch:
@@ -41,17 +42,17 @@ def test_a_batch_comes_back_equal_with_types_media_and_empty_rows(tmp_path) -> N
         assert found.columns(axis).keys() == batch.columns(axis).keys()
         for name, column in batch.columns(axis).items():
             assert found.columns(axis)[name].equal(column) and found.columns(axis)[name].dtype == column.dtype
-    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["one.json", "one.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "deep").iterdir()) == ["one.pt"]
 
 
 def test_something_that_is_no_batch_is_refused(tmp_path) -> None:
-    with pytest.raises(CheckpointError, match=r"one\.json"):
+    with pytest.raises(CheckpointError, match=r"one\.pt"):
         load_batch(tmp_path / "one")
     save_batch(tmp_path / "one", small_batch())
-    (tmp_path / "one.safetensors").write_bytes(b"cut")
+    (tmp_path / "one.pt").write_bytes(b"cut")
     with pytest.raises(CheckpointError):
         load_batch(tmp_path / "one")
-    (tmp_path / "two.json").write_text(json.dumps({"tensors": False, "tree": {"format": "other"}}))
+    save_state(tmp_path / "two", {"format": "other"})
     with pytest.raises(CheckpointError, match="not a batch"):
         load_batch(tmp_path / "two")
 
