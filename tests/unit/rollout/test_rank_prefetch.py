@@ -45,7 +45,7 @@ class Stream(Prompts):
 
     def __init__(self, fails: int | None = None) -> None:
         super().__init__()
-        self.lost, self.fails, self.sampler = 1, fails, self
+        self.unreadable_rows, self.fails, self.sampler = 1, fails, self
 
     def draw(self, count: int) -> list[Prompt]:
         if self.fails is not None and sum(self.asked) + count > self.fails:
