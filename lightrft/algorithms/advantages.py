@@ -135,7 +135,7 @@ def opo(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) -> tuple
 
 @ADVANTAGES.register(
     "pass_at_k",
-    formula="A_i = R_(1) - R_(2) for the best answer of the group, 0 for the others",
+    formula="A_i = R_(1) - R_(2) for the best response of the group, 0 for the others",
     latex=r"\hat A_i=\mathbb 1[R_i=R_{(1)}]\,(R_{(1)}-R_{(2)})",
     paper="Inference-time objectives, arXiv 2503.19595, section 3 (leave-one-out of max@k)",
     needs=["groups"],
@@ -218,7 +218,7 @@ def batch_standard(batch: Batch, token_rewards: Tensor, settings: AdvantageConfi
 
 @ADVANTAGES.register(
     "gpg",
-    formula="A_i = alpha (R_i - mean_group R) / F,  alpha = answers / answers of groups with unequal rewards,  F = 1",
+    formula="A_i = alpha (R_i - mean_group R) / F,  alpha = responses / responses of groups with unequal rewards,  F = 1",
     latex=r"\hat A_i=\alpha\,\frac{R_i-\operatorname{mean}(R)}{F},\quad\alpha=\frac{B}{B-M},\quad F=1",
     paper="GPG, arXiv 2504.02546, section 3",
     needs=["groups", "batch"],
@@ -292,9 +292,9 @@ def reinforce(batch: Batch, token_rewards: Tensor, settings: AdvantageConfig) ->
 
 @ADVANTAGES.register(
     "remax",
-    formula="A_t = sum_{s>=t} gamma^(s-t) r_s - gamma^(T-t) R(greedy answer),  T the last sampled token",
+    formula="A_t = sum_{s>=t} gamma^(s-t) r_s - gamma^(T-t) R(greedy response),  T the last sampled token",
     latex=r"\hat A_t=\sum_{s\ge t}\gamma^{s-t}r_s-\gamma^{T-t}R(y^{greedy})",
-    paper="ReMax, arXiv 2310.10505, algorithm 2; the discount is that of its authors' code",
+    paper="ReMax, arXiv 2310.10505, algorithm 2; the discount follows its authors' code",
     needs=["greedy"],
     reads=["gamma"],
 )
@@ -534,7 +534,7 @@ def rows_in_group(batch: Batch) -> Tensor:
     "gigpo",
     formula="A_t = (R_i - mean_group R) / F + weight (U_s - mean_state U) / F,  U_s = sum_{k>=s} "
     "gamma^(k-s) r_k of step s, the mean over the steps of the group taken in an equal "
-    "state;  F = std + eps, each of its own",
+    "state;  F = std + eps, one for each term",
     latex=r"\hat A_t=\frac{R_i-\operatorname{mean}(R)}{\operatorname{std}(R)+\epsilon}+\omega\,"
     r"\frac{U_s-\operatorname{mean}_{state}(U)}{\operatorname{std}_{state}(U)+\epsilon},\quad "
     r"U_s=\sum_{k\ge s}\gamma^{k-s}r_k",

@@ -58,7 +58,7 @@ def sequence_sum(rows: TokenRows, constant: int) -> Tensor:
 
 @AGGREGATIONS.register(
     "constant",
-    formula="sum_t L_it / (answers * length limit)",
+    formula="sum_t L_it / (responses * length limit)",
     latex=r"\frac{1}{B\,L_{\max}}\sum_{i,t} L_{i,t}",
     paper="Dr. GRPO, arXiv 2503.20783, section 3.2",
 )

@@ -67,7 +67,7 @@ def reward_bounds(
 
 @FILTERS.register(
     "pass_rate",
-    formula="keep groups with low <= share of answers with R >= threshold <= high",
+    formula="keep groups with low <= fraction of responses with R >= threshold <= high",
     latex=r"a\le\tfrac1G\sum_i\mathbb 1[R_i\ge\tau]\le b",
     paper="balanced online filtering, arXiv 2504.03380",
 )
@@ -116,7 +116,7 @@ def perplexity(group: Group, *, high: float, low: float = 0.0) -> str:
 
 @FILTERS.register(
     "repeated_answers",
-    formula="drop groups with 1 - distinct answers / answers > limit",
+    formula="drop groups with 1 - distinct responses / responses > limit",
     latex=r"1-|\{y_1,\dots,y_G\}|/G\le a",
 )
 def repeated_answers(
@@ -147,7 +147,7 @@ def repeated_answers(
 
 @FILTERS.register(
     "repeated_ngrams",
-    formula="drop groups with mean_i (1 - distinct n-grams / n-grams of answer i) > limit",
+    formula="drop groups with mean_i (1 - distinct n-grams / n-grams of response i) > limit",
     latex=r"\tfrac1G\sum_i\big(1-|\operatorname{set}(\operatorname{ngrams}(y_i))|/|\operatorname{ngrams}(y_i)|\big)\le a",
     paper="seq-rep-n, arXiv 1908.04319",
 )

@@ -1,7 +1,7 @@
 """Mask tokens of the policy loss depending on the other tokens of the mini-batch.
 
-``TOKEN_MASKS[name](batch, settings, generator, **options) -> TokenMask``. Neither micro-batches nor the order
-of responses may change a choice.
+``TOKEN_MASKS[name](batch, settings, generator, **options) -> TokenMask``. Neither micro-batches nor
+the order of responses may change a choice.
 
 Args:
     batch: The whole mini-batch, with advantages and old log-probs. ``logprobs`` holds the policy's
@@ -64,9 +64,9 @@ def high_entropy(batch: Batch, settings: LossConfig, generator: torch.Generator,
 
 @TOKEN_MASKS.register(
     "high_entropy_per_answer",
-    formula="keep tokens with H_t >= the (1 - rho) quantile of H over their answer",
-    latex=r"\mathbb 1\big[H_t\ge\tau_{\rho,i}\big],\quad\tau_{\rho,i}=Q_{1-\rho}(H)\text{ over answer }i",
-    paper="a variant of Beyond the 80/20 rule, arXiv 2506.01939: the quantile of each answer, not of the batch",
+    formula="keep tokens with H_t >= the (1 - rho) quantile of H over their response",
+    latex=r"\mathbb 1\big[H_t\ge\tau_{\rho,i}\big],\quad\tau_{\rho,i}=Q_{1-\rho}(H)\text{ over response }i",
+    paper="a variant of Beyond the 80/20 rule, arXiv 2506.01939: the quantile of each response, not of the batch",
     needs=["entropy"],
 )
 def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch.Generator, *, rho: float = 0.2) -> TokenMask:
@@ -80,7 +80,7 @@ def high_entropy_per_answer(batch: Batch, settings: LossConfig, generator: torch
 
 @TOKEN_MASKS.register(
     "clip_cov",
-    formula="leave out share * tokens of the mini-batch, drawn from those with low < (A_t - mean "
+    formula="leave out share * tokens of the mini-batch, sampled from the tokens with low < (A_t - mean "
     "A)(logp_t - mean logp) < high that the clip does not hold already",
     latex=r"\text{leave out }\rho N\text{ tokens of }\{t:\ a<(\hat A_t-\bar A)(\log\pi_t-\overline{\log\pi})<b\}",
     paper="Clip-Cov: The entropy mechanism of RL for reasoning models, arXiv 2505.22617, eq. 10 and 11",
@@ -112,7 +112,7 @@ def clip_cov(
     held = clipped_above | clipped_below
     eligible = (batch.mask & (cov > low) & (cov < high) & ~held).nonzero()[:, 0]
     ranked = _by_content(eligible, torch.zeros_like(cov), batch)
-    # Drawn on the CPU, where `generator` is: every device chooses the same tokens.
+    # Sampled on the CPU, where `generator` is: every device chooses the same tokens.
     shuffled = torch.randperm(len(ranked), generator=generator).to(ranked.device)
     drawn = shuffled[: _count(batch, share)]
     keep = batch.mask.clone()

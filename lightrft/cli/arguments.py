@@ -67,7 +67,7 @@ def show_help(verb: str, defaults: Settings, about: str) -> None:
 
 
 def _setting_lines(defaults: Settings, columns: int) -> Generator[str]:
-    """Yield each key with its value, followed by its description in lines of ``columns`` characters."""
+    """Yield each key with its value, then its description in lines of ``columns`` characters."""
     rows = list(dotted(defaults.model_dump(mode="json")))
     width = max(len(key) for key, _ in rows)
     wrapper = textwrap.TextWrapper(

@@ -22,7 +22,7 @@ def run(arguments: Sequence[str]) -> int:
     ``/clear`` clears the conversation. ``/exit`` or the end of input leaves. ``/<kind> path``
     attaches a file to the next message.
     """
-    about = "Talk to a model. /clear starts anew, /exit leaves, /image path (or another kind) goes with the next message."
+    about = "Talk to a model. /clear starts a new conversation, /exit leaves, /image path (or another kind) goes with the next message."
     config = settings_of("chat", ChatConfig, positional(arguments, "model.path"), about)
     if config is None:
         return 0
@@ -51,5 +51,5 @@ def run(arguments: Sequence[str]) -> int:
                 elif text:
                     sys.stdout.write(chat.say(text).text.strip() + "\n")
             except DataError as error:
-                sys.stderr.write(f"{error}; /clear starts anew\n")
+                sys.stderr.write(f"{error}; /clear starts a new conversation\n")
             sys.stdout.flush()

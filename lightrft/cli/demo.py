@@ -24,7 +24,7 @@ def run(arguments: Sequence[str]) -> int:
     """Train a tiny model and write a report about it."""
     name, arguments = demo_of(arguments)
     kinds = "\n".join(f"  {which:<10} {what}" for which, what in DEMOS.items())
-    about = f"From nothing to a model trained by reinforcement learning, and its report.\n\n{kinds}"
+    about = f"Train a model from random weights by reinforcement learning, and write a report.\n\n{kinds}"
     with resources.as_file(preset(name)) as file:
         config = settings_of(f"demo [{' | '.join(DEMOS)}]", DemoConfig, arguments, about, [str(file)])
     if config is None:

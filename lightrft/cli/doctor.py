@@ -19,7 +19,7 @@ def run(arguments: Sequence[str]) -> int:
     finding.
     """
     if {"-h", "--help"} & set(arguments):
-        about = "What a run of this config needs, and what is off, before it begins."
+        about = "Estimate the memory and time of a run of this config, and find problems, before it starts."
         show_help("doctor", DoctorConfig(), about)
         return 0
     own = []

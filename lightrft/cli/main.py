@@ -17,17 +17,17 @@ from lightrft.utils.atomic_files import disk_problem
 from lightrft.utils.errors import UserError
 
 VERBS = {
-    "demo": "from nothing to a model trained by reinforcement learning, and its report",
-    "rl": "reinforcement learning from rewards",
-    "sft": "supervised fine-tuning",
-    "eval": "held-out accuracy of a model",
-    "generate": "answers to a file of prompts",
+    "demo": "train a model from random weights by reinforcement learning, and write a report",
+    "rl": "train by reinforcement learning from rewards",
+    "sft": "fine-tune on conversations",
+    "eval": "measure the accuracy of a model on an eval set",
+    "generate": "generate responses to a file of prompts",
     "chat": "talk to a model",
-    "export": "a Hugging Face folder from a run or a checkpoint",
-    "report": "a page about a run: its curves, groups, advantages and responses",
-    "explain": "the objective that a preset or a config stands for",
-    "doctor": "what a run needs and what is off, before it begins",
-    "check": "whether a function of your own keeps the contract of its kind",
+    "export": "write a Hugging Face folder from a run or a checkpoint",
+    "report": "write a page about a run: curves, groups, advantages and responses",
+    "explain": "print the objective of a preset or a config",
+    "doctor": "estimate memory and time, and find problems, before a run starts",
+    "check": "test a function of the user against the contract of its kind",
 }
 """Description of each verb in the help."""
 

@@ -113,8 +113,8 @@ def closing_lines(run: RunConfig, summary: Mapping[str, Any]) -> list[str]:
     measured = [summary[name] for name in ("heldout_before", "heldout_after") if name in summary]
     if measured:
         when = "" if len(measured) == 2 else " before training" if "heldout_before" in summary else " after training"
-        lines.append(f"held-out accuracy{when} " + " -> ".join(f"{value:.1%}" for value in measured))
-    state = "finished" if summary.get("finished") else "stopped; the same command goes on"
+        lines.append(f"eval accuracy{when} " + " -> ".join(f"{value:.1%}" for value in measured))
+    state = "finished" if summary.get("finished") else "stopped; the same command resumes"
     lines.append(f"{state} at step {summary['steps']} after {summary['seconds']:.0f} s; everything is in {run.dir}/{run.name}")
     if "most_unsaved_steps" in summary:
         steps, seconds = summary["most_unsaved_steps"], summary["most_unsaved_seconds"]

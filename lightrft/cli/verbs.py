@@ -65,17 +65,17 @@ TRAINING = {
 ONE_PROCESS = {
     "eval": OneProcessVerb(
         EvaluateConfig,
-        "Answer held-out prompts and score the answers.",
+        "Generate responses to the eval set and score them.",
         "lightrft.trainer.inference:run_eval",
         "model.path",
         lambda config, metrics: json.dumps(metrics, indent=1),
     ),
     "generate": OneProcessVerb(
         GenerateConfig,
-        "Answer a file of prompts, as JSON lines.",
+        "Generate responses to a file of prompts, as JSON lines.",
         "lightrft.trainer.inference:run_generate",
         "model.path",
-        lambda config, count: f"{count} answers in {config.output}",
+        lambda config, count: f"{count} responses in {config.output}",
     ),
     "export": OneProcessVerb(
         ExportConfig,

@@ -223,7 +223,7 @@ class NormalizeConfig(Settings):
         if self.terms != "none" and self.rewards != "none":
             raise ValueError(
                 f"normalize.terms is {self.terms!r} and normalize.rewards {self.rewards!r}: "
-                "terms that have a scale of their own need no other for their sum; leave one of "
+                "terms with separate scales need none for their sum; leave one of "
                 "them out"
             )
         return self

@@ -196,7 +196,7 @@ class DataConfig(Settings):
     @model_validator(mode="before")
     @classmethod
     def _bare_sources(cls, tree: Any) -> Any:
-        """Accept ``sources: a.jsonl`` and ``sources: [a.jsonl]``, short for ``[{path: a.jsonl}]``."""
+        """Accept ``sources: a.jsonl`` and ``[a.jsonl]``, short for ``[{path: a.jsonl}]``."""
         if isinstance(tree, dict) and "sources" in tree:
             given = tree["sources"]
             listed = [given] if isinstance(given, str | dict | SourceConfig) else given

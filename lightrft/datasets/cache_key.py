@@ -87,7 +87,7 @@ def _obstacle(config: DataConfig, tokenizer: PreTrainedTokenizerBase, processor:
     if not files:
         return "a source is not a file of this machine"
     if any(source.reader is not None and ":" in source.reader for source in config.sources):
-        return "a reader is a function of your own, which may change"
+        return "a reader is a user's function, which may change"
     if not hasattr(tokenizer, "backend_tokenizer"):
         return "the tokenizer is not a fast one"
     # the digest does not cover the code of a tokenizer from elsewhere

@@ -2,7 +2,8 @@
 
 A special token that is spelled out in a row must not act as one. Otherwise a user could end the
 turn and speak as the assistant. Each such spelling is therefore replaced by a marker before text
-enters a template (``escape_special_tokens``). The rendered text is split at the markers. The spellings are encoded
+enters a template (``escape_special_tokens``). The rendered text is split at the markers. The
+spellings are encoded
 as plain text, and everything else is encoded normally. A row without such a spelling gets exactly
 the tokens of ``tokenizer.apply_chat_template``.
 
@@ -84,7 +85,8 @@ class ChatEncoder:
                 _log.warning("the chat template takes no %s: %s as %r", kind, way_out, text)
 
     def _build_tables(self) -> None:
-        """Collect the spellings that ``escape_special_tokens`` replaces, and the ids of control tokens."""
+        """Collect the spellings that ``escape_special_tokens`` replaces, and the ids of control
+        tokens."""
         tokenizer = self.tokenizer
         added = tokenizer.added_tokens_decoder
         special = {token.content for token in added.values() if token.special}
@@ -152,7 +154,7 @@ class ChatEncoder:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             name = _name(self.tokenizer)
-            raise ModelError(f"the tokenizer {name} has no eos token, so no answer could end")
+            raise ModelError(f"the tokenizer {name} has no eos token, so no response could end")
         return eos
 
     @cached_property
@@ -172,8 +174,8 @@ class ChatEncoder:
         The content of a message is text or a list of parts. A part is a dictionary such as
         ``{"type": "image", "image": "cat.png"}``.
 
-        Raises ``MalformedRow``, which is a ``DataError``, if a message or its media cannot be read. The
-        message of the error begins with ``where``.
+        Raises ``MalformedRow``, which is a ``DataError``, if a message or its media cannot be read.
+        The message of the error begins with ``where``.
         """
         record = read_conversation(messages, where, self.reads)
         shown = self.render(self.shielded(record.messages), where, generate=True)
@@ -232,7 +234,8 @@ class ChatEncoder:
         The first ``cut`` characters of its last message are left out. If a conversation ends with
         an assistant turn, the prompt ends before that turn.
 
-        Raises ``MalformedRow`` for a conversation of several messages if no chat template is in use.
+        Raises ``MalformedRow`` for a conversation of several messages if no chat template is in
+        use.
         """
         if not self.chat:
             return self._surrounded(self._text_of(record, cut))
@@ -576,7 +579,7 @@ def prefix_error(tokenizer: PreTrainedTokenizerBase, shorter: str, longer: str) 
             at = k
             break
     near = slice(max(0, at - 20), at + 40)
-    change = f"{shorter[near]!r} becomes {longer[near]!r} once the conversation goes on"
+    change = f"{shorter[near]!r} becomes {longer[near]!r} once the conversation continues"
     return ModelError(
         f"the chat template of {_name(tokenizer)} does not keep what came before: {change}, "
         "so its turns cannot share one row of tokens. Set data.turns: each (or last) "

@@ -361,7 +361,7 @@ class PromptDataset:
         found = {name: i for i, name in enumerate(self._ids) if name in wanted}
         missing = [name for name in ids if name not in found]
         if missing:
-            problem = f"the checkpoint holds answers to prompt {missing[0]!r}"
+            problem = f"the checkpoint holds responses to prompt {missing[0]!r}"
             raise CheckpointError(f"{problem}, which the data does not have")
         return [found[name] for name in ids]
 

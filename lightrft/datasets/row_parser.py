@@ -298,7 +298,8 @@ def read_message(value: object, where: str, finder: MediaFinder) -> Message:
         finder: collects media.
 
     Raises:
-        MalformedRow: ``value`` is not a message, or its content names media that the model does not read.
+        MalformedRow: ``value`` is not a message, or its content names media that the model does not
+            read.
     """
     if not isinstance(value, Mapping):
         kind = type(value).__name__

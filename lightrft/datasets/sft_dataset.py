@@ -385,5 +385,5 @@ class SFTDataset:
 
 def _no_answer(record: ParsedRow) -> MalformedRow:
     have = ", ".join(record.row)
-    problem = f"{record.where}: no answer to learn from; the row has"
+    problem = f"{record.where}: no response to learn from; the row has"
     return MalformedRow(f"{problem}: {have}. Name its column in data.columns.response")

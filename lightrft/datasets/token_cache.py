@@ -102,7 +102,7 @@ class TokenCache:
             whole = pa.memory_map(str(self.path)).read_buffer()
             body = whole.slice(0, max(0, whole.size - DIGEST_BYTES))
             if _digest(body) != whole.slice(body.size).to_pybytes():
-                raise ValueError("its digest is not that of its content")
+                raise ValueError("its digest does not match its content")
             table = pa.ipc.open_file(body).read_all()
             lists = {name: table.column(name).chunk(0) for name in table.column_names}
             columns = {name: found.values.to_numpy(zero_copy_only=True) for name, found in lists.items() if name != NAMES}

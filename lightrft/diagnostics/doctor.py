@@ -293,10 +293,7 @@ def _tokens(config: RLConfig | SFTConfig, tokenizer: Any) -> Iterator[Finding]:
             )
             yield Finding("data", "warn", "model.tokenizer", says)
     if tokenizer.eos_token_id is None:
-        says = (
-            "has no end token, so that every answer goes on to sampling.max_new_tokens; set "
-            "sampling.stop or sampling.stop_token_ids"
-        )
+        says = "has no end token, so every response runs to sampling.max_new_tokens; set sampling.stop or sampling.stop_token_ids"
         yield Finding("data", "warn", "tokenizer", says)
 
 
@@ -327,7 +324,8 @@ def _bounds(config: RLConfig | SFTConfig) -> Lengths:
 
 
 def _template(config: RLConfig | SFTConfig, tokenizer: Any) -> Finding:
-    if config.data.chat is False or config.data.template is not None:
+    chat = config.data.template is None if config.data.chat == "auto" else config.data.chat
+    if not chat:
         says = "not used, as data.chat or data.template says"
         return Finding("data", "ok", "chat template", says)
     if not tokenizer.chat_template:
@@ -383,9 +381,9 @@ def _context(config: RLConfig, longest: int) -> Finding:
     limit = config.sampling.max_new_tokens
     end = longest + limit
     if context is not None and end > context:
-        says = f"an answer may go on to token {end}, and the model was made for {context}; lower sampling.max_new_tokens"
+        says = f"a response may reach token {end}, and the model was made for {context}; lower sampling.max_new_tokens"
         return Finding("data", "bad", "lengths", says)
-    says = f"longest prompt {longest}, longest answer {limit} tokens"
+    says = f"longest prompt {longest}, longest response {limit} tokens"
     return Finding("data", "ok", "lengths", says)
 
 
@@ -399,11 +397,11 @@ def _batch(config: RLConfig | SFTConfig, lengths: Lengths) -> Iterator[Finding]:
         yield Finding("settings", "warn", "train.micro_batch_tokens", says)
     engine_budget = config.engine.token_budget
     if isinstance(config, RLConfig) and engine_budget < lengths.longest:
-        says = f"= {engine_budget} cannot hold one prompt and answer of {lengths.longest} tokens, which ends the run; raise it"
+        says = f"= {engine_budget} cannot hold one prompt and response of {lengths.longest} tokens, which ends the run; raise it"
         yield Finding("settings", "bad", "engine.token_budget", says)
     answers = lengths.groups * lengths.samples
     if config.launch.processes > answers:
-        says = f"= {config.launch.processes}, and a step has {answers} answers: some processes have nothing to do"
+        says = f"= {config.launch.processes}, and a step has {answers} responses: some processes have nothing to do"
         yield Finding("settings", "warn", "launch.processes", says)
 
 
@@ -430,13 +428,13 @@ def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[F
         answer = answer_of(prompt)
         if answer is not None:
             answers.append((prompt, answer))
-    given = {"own answer": answers, "empty answer": [(prompt, "") for prompt in prompts]}
+    given = {"reference response": answers, "empty response": [(prompt, "") for prompt in prompts]}
     means: dict[str, float] = {}
     with Scorer(config.reward) as scorer:
         scorer.check_sources(prompt.data_source for prompt in prompts)
         for name, pairs in given.items():
             if not pairs:
-                says = "rows have neither reference nor label, so only empty answers are scored; look at data.columns"
+                says = "rows have neither reference nor label, so only empty responses are scored; look at data.columns"
                 yield Finding("reward", "warn", name, says)
                 continue
             began = time.perf_counter()
@@ -446,8 +444,8 @@ def _rewards(config: RLConfig | SFTConfig, data: _Data, rows: int) -> Iterator[F
             each = (time.perf_counter() - began) / len(pairs)
             yield _scores(name, scored, each)
             means[name] = sum(rollout.reward or 0.0 for rollout in scored) / len(scored)
-    if len(means) == 2 and means["own answer"] <= means["empty answer"]:
-        says = "rows' own answers score no more than empty ones: the reward may not read them, or the label is not an answer"
+    if len(means) == 2 and means["reference response"] <= means["empty response"]:
+        says = "reference responses score no more than empty ones: the reward may not read them, or the label is not a response"
         yield Finding("reward", "warn", "order", says)
 
 
@@ -496,7 +494,7 @@ def _measured(
     yield from _agrees(config, said)
     over = f" on one process, {device.processes} share it" if device.processes > 1 else ""
     says = (
-        f"about {said.total:.3g} s{over}: {said.drawing:.3g} drawing, "
+        f"about {said.total:.3g} s{over}: {said.drawing:.3g} generation, "
         f"{said.forward:.3g} forward, {said.update:.3g} update; "
         f"anything from {said.low:.3g} to {said.high:.3g} s, rewards not counted"
     )

@@ -23,7 +23,7 @@ WHITENED = r"\hat A\leftarrow\frac{\hat A-\operatorname{mean}\hat A}{\operatorna
 OF_TOKEN = ("rho_t = exp(logp - logp_old)", r"\rho_t=\pi_\theta/\pi_{old}")
 RATIOS = {
     "sequence": (
-        "rho_t = exp( mean_t (logp - logp_old) ), one for the answer",
+        "rho_t = exp( mean_t (logp - logp_old) ), one for the response",
         r"\rho_t=\exp\!\Big(\frac1{l_i}\sum_t\log\frac{\pi_\theta}{\pi_{old}}\Big)",
     ),
     "sequence_token": (
@@ -142,7 +142,7 @@ def _lines(config: RLConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Li
     aggregation = algorithm.aggregation
     yield Line("aggregation", aggregation, COMPONENT_KINDS["aggregation"].registry.about(aggregation))
     if config.ptx.coef:
-        yield Line("beside the objective", "ptx", PTX, _only("coef", _below("ptx", found)))
+        yield Line("next to the objective", "ptx", PTX, _only("coef", _below("ptx", found)))
     yield from _listed("filter", "filter", algorithm, found)
     select = config.rollout.select
     if select is not None:
@@ -297,12 +297,12 @@ def _other_terms(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]
         yield Line("entropy", "target", steered, _below("algorithm.entropy", found))
     if algorithm.positive_nll.coef:
         likelihood = About(
-            "NLL = mean of -logp over the tokens of answers with R >= threshold",
+            "NLL = mean of -logp over the tokens of responses with R >= threshold",
             r"\mathrm{NLL}=-\frac{\sum_{i\in\mathcal T,t}\log\pi_\theta}{\sum_{i\in\mathcal "
             r"T}l_i},\quad\mathcal T=\{i:R_i\ge\mathrm{threshold}\}",
             "VAPO, arXiv 2504.05118, section 4.4",
         )
-        yield Line("right answers", "nll", likelihood, _below("algorithm.positive_nll", found))
+        yield Line("correct responses", "nll", likelihood, _below("algorithm.positive_nll", found))
 
 
 def _listed(

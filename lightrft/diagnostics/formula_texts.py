@@ -19,12 +19,12 @@ IMPLICIT = About(
     "PRIME, arXiv 2502.01456; Free Process Rewards, arXiv 2412.01981",
 )
 OUTCOME_LOSS = About(
-    "-o log sigma(sum_t p_t) - (1 - o) log sigma(-sum_t p_t), mean over answers,  o = 1[R >= threshold]",
+    "-o log sigma(sum_t p_t) - (1 - o) log sigma(-sum_t p_t), mean over responses,  o = 1[R >= threshold]",
     r"-o\log\sigma\big(\textstyle\sum_tp_t\big)-(1-o)\log\sigma\big(-\sum_tp_t\big),\quad o=\mathbb 1[R\ge\tau]",
     "PRIME, arXiv 2502.01456",
 )
 PTX = About(
-    "coef * mean over the tokens of a batch of its own of -logp",
+    "coef * mean over the tokens of a separate batch of -logp",
     r"\gamma\,\operatorname{mean}_{(x,t)\sim\mathcal D}\big[-\log\pi_\theta(x_t)\big]",
     "PPO-ptx: InstructGPT, arXiv 2203.02155, eq. 2, there summed over the tokens of a text",
 )

@@ -39,7 +39,7 @@ def roles(config: RLConfig) -> Iterator[Role]:
     if "critic" in needs:
         yield Role("critic", "trained on the returns; a value for each token")
     if algorithm.distill.kind != "none":
-        yield Role("teacher", "frozen; asked about the policy's own answers")
+        yield Role("teacher", "frozen; scores the responses of the policy")
     if "process" in needs:
         yield Role("process model", "trained on outcomes; a reward for each token")
 
@@ -90,7 +90,7 @@ def gradient(config: RLConfig) -> Iterator[str]:
     if not needs_reference(algorithm):
         yield "No KL term: no reference model is loaded or run."
     if algorithm.filters:
-        yield "Groups that a filter drops are not trained on; others are drawn in their place."
+        yield "Groups that a filter drops are not trained on; other prompts are sampled instead."
 
 
 def _updates(config: RLConfig) -> Iterator[str]:
@@ -110,11 +110,9 @@ def _updates(config: RLConfig) -> Iterator[str]:
 def _other_models(config: RLConfig) -> Iterator[str]:
     needs = needs_of(config.algorithm)
     if "critic" in needs:
-        yield "The critic is trained on the returns beside the policy."
+        yield "The critic is trained on the returns, together with the policy."
         if config.critic.warmup_steps:
-            yield (
-                f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy that answers stays as it is."
-            )
+            yield (f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy does not change.")
     if "process" in needs:
         yield ("The process model is trained on the outcomes of each batch before the advantages are taken.")
     if config.ptx.coef:
@@ -131,7 +129,7 @@ def _reach_every_row(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.distill.whole:
         yield "the teacher's divergence"
     if algorithm.positive_nll.coef:
-        yield "the likelihood of right answers, where they are right"
+        yield "the likelihood of correct responses"
 
 
 def _reference(config: RLConfig) -> str:

@@ -34,8 +34,8 @@ def error_listener(listener: Listener) -> Generator[None]:
 def report_error(error: BaseException) -> bool:
     """Report the ``error`` that ends this process and return True if the launcher prints it.
 
-    The report goes to the first listener of ``error_listener``, else to the file named by ``ERROR_FILE``.
-    Without either, nothing is written and the process prints the error itself.
+    The report goes to the first listener of ``error_listener``, else to the file named by
+    ``ERROR_FILE``. Without either, nothing is written and the process prints the error itself.
     """
     if _listeners:
         _listeners[0](error)

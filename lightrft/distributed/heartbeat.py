@@ -108,7 +108,7 @@ class Heartbeat:
             if left := [f"rank {rank}: {said}" for rank in rest if (said := self._get(f"left/{self._run}/{rank}"))]:
                 return "; ".join(left)
             if silent := [rank for rank in rest if after[rank] is None or after[rank] == before[rank]]:
-                return f"{self._named(silent)} gives no sign of life: it was killed, or is stopped"
+                return f"{self._named(silent)} sends no heartbeat: it was killed, or is stopped"
             if late := [rank for rank in members if rank != self.rank and (after[rank] or (0, {}))[1].get(line, 0) < mine]:
                 return f"{self._named(late)} is alive, and has not come to where the others wait"
         except RuntimeError as error:  # raised by the store
@@ -160,11 +160,11 @@ class Heartbeat:
         # A rank that is done sends no heartbeats while it waits for others to clean up.
         silent = [rank for rank in late if not self._store.check([f"done/{rank}"])]
         if silent:
-            verdict = f"{self._named(silent)} has given no sign of life for strategy.timeout = {self.limit / 60:g} minutes"
+            verdict = f"{self._named(silent)} has sent no heartbeat for strategy.timeout = {self.limit / 60:g} minutes"
             self._store.set("verdict", verdict)
         elif not self._store.check(["verdict"]):
             return
-        _leave(f"{self._get('verdict')}. The same command goes on from the last checkpoint")
+        _leave(f"{self._get('verdict')}. The same command resumes from the last checkpoint")
 
     def _beat(self) -> None:
         self._beats += 1

@@ -141,9 +141,9 @@ class TorchProcessGroup:
 
 def _lost(error: RuntimeError, minutes: float, blame: str) -> LostRankError:
     """Build the error of a lost connection, which names the rank in ``blame`` if one was found."""
-    blame = blame or "a rank has ended, or not answered in time; see what the others said"
+    blame = blame or "a rank has ended or timed out; see the messages of the other ranks"
     return LostRankError(
-        f"{blame} (strategy.timeout = {minutes:g} minutes; {first_line(error)}). The same command goes on from the last checkpoint"
+        f"{blame} (strategy.timeout = {minutes:g} minutes; {first_line(error)}). The same command resumes from the last checkpoint"
     )
 
 

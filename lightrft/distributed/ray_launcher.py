@@ -89,7 +89,7 @@ def check_launch(config: RLConfig | SFTConfig) -> None:
     if asked.silence is not None and asked.silence >= limit and config.launch.processes > 1:
         raise ConfigError(
             f"launch.ray.silence = {asked.silence:g} minutes is not below strategy.timeout = {limit:g}: ranks that wait for a worker would "
-            "give up before it is started anew; lower the one or raise the other"
+            "time out before it is restarted; lower the first or raise the second"
         )
     if isinstance(config, SFTConfig):
         for name, count in asked.staff.items():
@@ -301,10 +301,10 @@ class RayLauncher:
         stopping.
         """
         if self.stop:
-            raise RankError(f"{lost}, while the run was being stopped; the same command goes on from the last checkpoint")
+            raise RankError(f"{lost}, while the run was being stopped; the same command resumes from the last checkpoint")
         if self.losses > self.asked.restarts:
             raise RankError(
-                f"{lost}; the ranks were started again launch.ray.restarts = {self.asked.restarts} times. The same command goes on from "
+                f"{lost}; the ranks were restarted launch.ray.restarts = {self.asked.restarts} times. The same command resumes from "
                 "the last checkpoint"
             )
         log.warning("%s; all ranks start again from the last checkpoint (%d of %d)", lost, self.losses, self.asked.restarts)
@@ -453,9 +453,7 @@ class RayLauncher:
                 raise self.as_error(rank, one)
         if silent:
             where = ", ".join(f"rank {rank} on node {self.places[rank]}" for rank in silent)
-            raise RankLost(
-                f"{where} did not answer, though another had ended ({without_way_on(next(iter(failed.values())).text)})"
-            )
+            raise RankLost(f"{where} did not respond after another ended ({without_way_on(next(iter(failed.values())).text)})")
         if failed:
             raise RankLost(f"ranks lost one another: {without_way_on(failed[min(failed)].text)}")
         return ended[0].result

@@ -256,7 +256,7 @@ def current_allocator() -> WorkerAllocator:
     office = _OFFICE.get()
     if office is None:
         raise ConfigError(
-            "launch.ray gives roles workers of their own, and no cluster was asked for them: start the run by the command lightrft, or "
+            "launch.ray gives roles separate workers, but no cluster is connected: start the run by the command lightrft, or "
             "by lightrft.distributed.ray_launcher.run_on_ray"
         )
     return office

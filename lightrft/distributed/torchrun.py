@@ -15,7 +15,7 @@ from lightrft.distributed.error_report import SPEAKER
 from lightrft.distributed.local_store import LOOPBACK, loopback_store
 
 BACKEND = "one-machine"
-GO_ON = "the same command goes on from the last checkpoint"
+GO_ON = "the same command resumes from the last checkpoint"
 
 
 def run_processes(name: str, program: Sequence[str], processes: int, minutes: float) -> int:

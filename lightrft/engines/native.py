@@ -167,7 +167,7 @@ class GenerationBatch:
         run = self._run
         done: list[Rollout] = []
         if not engine.awake:
-            problem = "the engine was put to sleep or closed while answers were being drawn"
+            problem = "the engine was put to sleep or closed while responses were being generated"
             raise RuntimeError(f"{problem}; call wake() first")
         threads = threads_for(2.0 * engine.size * run.width, engine.decoder.device)
         with threads, engine.decoder.running():
@@ -204,7 +204,7 @@ def check_requests(
         prompt = f"{request.prompt.id!r}"
         end = _end(request, sampling)
         if request.num_generated >= end:
-            held = f"{request.num_generated} tokens of an answer to {prompt} are there"
+            held = f"{request.num_generated} tokens of a response to {prompt} are there"
             raise ValueError(f"{held}; it ends at {end}")
         prompt_tokens = len(request.prompt.token_ids)
         tokens = prompt_tokens + limit

@@ -99,7 +99,7 @@ class WeightBuffer:
 
     def put(self, data: np.ndarray, layout: Layout) -> None:
         """Load a bucket that came as a call argument."""
-        # a copy, since an argument of a Ray call lies in read-only memory
+        # a copy, since an argument of a Ray call is in read-only memory
         self._take(torch.from_numpy(data.copy()), layout)
 
     def attach(self, handles: Sequence[object]) -> None:
@@ -171,7 +171,8 @@ class WeightBuffer:
 class WeightTransport(ABC):
     """The sending end: two ``slots`` to fill, and ``workers`` with an ``WeightBuffer``.
 
-    The ``weights`` method of a worker reaches its ``WeightBuffer``. Every method but ``close`` may raise a
+    The ``weights`` method of a worker reaches its ``WeightBuffer``. Every method but ``close`` may
+    raise a
     worker's exception, ``WorkerLost``, ``TimeoutError`` after ``seconds`` without a reply, or
     ``RuntimeError`` for a broken connection. All weights must then be sent again.
 

@@ -299,9 +299,9 @@ def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfi
         return objective(part, roles.actor.score(part, temperature=temperature, entropy=entropy, target=target(part)))
 
     active = mini.select(objective.active(mini))
-    beside = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
+    additional = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
     budget = config.train.micro_batch_tokens
-    loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, budget, loss_of, beside)
+    loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, budget, loss_of, additional)
     metrics.add("policy/loss", Mean(loss))
     metrics.add("policy/active_rows", Mean(len(active), max(1, len(mini))))
     return metrics
@@ -337,7 +337,7 @@ def optimizer_step(
     batch: Batch,
     budget: int,
     loss_of: LossOf,
-    beside: Sequence[tuple[Batch, LossOf]] = (),
+    additional: Sequence[tuple[Batch, LossOf]] = (),
 ) -> tuple[Tensor, Metrics]:
     """Take one optimizer step on ``batch`` and any additional batches; none if there are no rows.
 
@@ -348,7 +348,7 @@ def optimizer_step(
         batch: A whole mini-batch, identical on all ranks.
         budget: Largest number of tokens of a micro-batch.
         loss_of: The loss of a micro-batch of ``batch``.
-        beside: Additional batches with their losses, added to the same step.
+        additional: Additional batches with their losses, added to the same step.
 
     Returns:
         The loss summed over all ranks, and all metrics.
@@ -356,7 +356,7 @@ def optimizer_step(
     total, metrics = torch.zeros((), device=strategy.device), Metrics()
     trained.model.train()
     layout, teams = trained.model.layout, strategy.data_parallel_group
-    parts = [(b, f, index) for b, f in ((batch, loss_of), *beside) for index in local_micro_batches(b, budget, layout, teams)]
+    parts = [(b, f, index) for b, f in ((batch, loss_of), *additional) for index in local_micro_batches(b, budget, layout, teams)]
     for i, (whole, loss_of_part, index) in enumerate(parts):
         loss, found = loss_of_part(whole.select(index).to(strategy.device))
         strategy.backward(trained.state, loss, last=i == len(parts) - 1)

@@ -97,7 +97,7 @@ def outcome_losses(logprobs: Tensor, batch: Batch, beta: float, threshold: float
         ValueError: If ``batch.rewards`` or ``batch.ref_logprobs`` is missing.
     """
     if batch.rewards is None:
-        raise ValueError("the outcome of an answer needs batch.rewards")
+        raise ValueError("the outcome of a response needs batch.rewards")
     rows = TokenRows.of(batch)
     some = rows.count() > 0
     gap = logprobs - _reference(batch).to(logprobs)

@@ -41,7 +41,7 @@ def _mixture(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     "reverse_kl",
     formula="D_t = KL(pi, pi_teacher)",
     latex=r"D_t=\operatorname{KL}(\pi_\theta\,\|\,\pi_T)",
-    paper="MiniLLM, arXiv 2306.08543; on the student's own answers: GKD, arXiv 2306.13649",
+    paper="MiniLLM, arXiv 2306.08543; on the student's own responses: GKD, arXiv 2306.13649",
 )
 def reverse_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """Return KL(student || teacher), which seeks a mode of the teacher.
@@ -58,7 +58,7 @@ def reverse_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     "forward_kl",
     formula="D_t = KL(pi_teacher, pi)",
     latex=r"D_t=\operatorname{KL}(\pi_T\,\|\,\pi_\theta)",
-    paper="Hinton et al., arXiv 1503.02531; on the student's own answers: GKD, arXiv 2306.13649",
+    paper="Hinton et al., arXiv 1503.02531; on the student's own responses: GKD, arXiv 2306.13649",
 )
 def forward_kl(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     """Return KL(teacher || student), which covers all modes of the teacher.

@@ -114,7 +114,7 @@ FAMILIES: dict[str, Family] = {
     "inkling_text": replace(_EAGER, divisor="logits_mup_width_multiplier"),
     "inkling2_text": _EAGER,
     "minicpm3": Family(divisor="logits_scaling"),
-    "modernbert-decoder": Family(refused="its head has layers of its own before the last"),
+    "modernbert-decoder": Family(refused="its head has more than one layer"),
     "opt": Family(decoder="model.decoder"),
     "recurrent_gemma": replace(_PADDED, softcap="logits_soft_cap"),
     "rwkv": Family(refused="transformers changes its weights in place between training and evaluation"),

@@ -12,7 +12,7 @@ SHOWN: tuple[tuple[str, str, str], ...] = (
     ("loss", "loss", ".4f"),
     ("policy/loss", "loss", ".4f"),
     ("reward/mean", "reward", ".3f"),
-    ("eval/accuracy", "held-out", ".1%"),
+    ("eval/accuracy", "eval", ".1%"),
     ("response/length", "length", ".0f"),
     ("tokens_per_second", "tok/s", ",.0f"),
 )

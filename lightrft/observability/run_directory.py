@@ -321,8 +321,8 @@ def _settle(path: Path, config: Settings, resume: str, overwrite: bool, ignore: 
     elif found and _has_begun(path):
         if resume == "never":
             raise ConfigError(
-                f"{path} holds a run already; set another run.name, run.resume=auto to go on "
-                "with it, or run.overwrite=true to start anew"
+                f"{path} holds a run already; set another run.name, run.resume=auto to resume it, "
+                "or run.overwrite=true to start over"
             )
         _compare(saved, config, ignore)
     else:
@@ -367,7 +367,7 @@ def _compare(saved: Path, config: Settings, ignore: Collection[str]) -> None:
     if differing:
         raise ConfigError(
             f"{saved.parent} holds a run of another config; set another run.name, "
-            "run.overwrite=true to start anew, or give the same settings. They differ in:\n" + "\n".join(differing)
+            "run.overwrite=true to start over, or give the same settings. They differ in:\n" + "\n".join(differing)
         )
 
 

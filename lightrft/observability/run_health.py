@@ -98,12 +98,12 @@ RULES = (
     Rule(
         "eval/failed",
         0,
-        "{value:.0f} held-out responses got no reward; they count as wrong. Mend what reward.terms names",
+        "{value:.0f} eval responses got no reward; they count as wrong. Mend what reward.terms names",
     ),
     Rule(
         "eval/truncated",
         0.25,
-        "{value:.0%} of held-out responses were cut at eval.sampling.max_new_tokens; raise it",
+        "{value:.0%} of eval responses were cut at eval.sampling.max_new_tokens; raise it",
     ),
 )
 """Rules in the order in which they are reported."""

@@ -165,7 +165,7 @@ class CollectedRollouts:
         self.tokens["carried_out"] += tokens_of(group)
 
     def settle(self, unreadable: int) -> None:
-        """Count the unreadable prompts, and empty the lists that only the source of prompts reads."""
+        """Count the unreadable prompts, and empty the lists that only the prompt source reads."""
         if unreadable:
             self.dropped["unreadable"] += unreadable
         self.finished, self.carried, self.partial = [], [], []

@@ -218,7 +218,7 @@ def check_scored(rollouts: Sequence[Rollout], which: str) -> None:
     if rollouts and not reasons[""]:
         ((reason, times),) = reasons.most_common(1)
         raise RewardError(
-            f"every answer {which} failed to be scored ({len(rollouts)} in all), {times} of them with: {reason}. "
+            f"every response {which} failed to be scored ({len(rollouts)} in all), {times} of them with: {reason}. "
             "Mend what reward.terms names, or the rows that it reads"
         )
 
@@ -237,7 +237,13 @@ class RankGroups:
 
     @staticmethod
     def of(places: Sequence[int], groups: Sequence[Sequence[Rollout]], counted: Sequence[int] = ()) -> RankGroups:
-        """Pack ``groups``, whose indices in the round are ``places``."""
+        """Pack ``groups``.
+
+        Args:
+            places: Index of each group in the round.
+            groups: The rollouts of each group.
+            counted: Indices of the groups that the rank counted towards the quota, in order.
+        """
         packed = {i: [pack_rollout(r) for r in group] for i, group in zip(places, groups)}
         return RankGroups(packed, counted)
 
@@ -250,9 +256,12 @@ def unpack_groups(parts: Sequence[RankGroups], requests: Sequence[Sequence[Reque
 
 
 def places_of(ranks: ProcessGroup, count: int, together: int = 1) -> range:
-    """Return the indices of the groups that this rank generates, of ``count`` groups in all.
+    """Return the indices of the groups that this rank generates.
 
-    ``together`` consecutive ranks generate the same groups.
+    Args:
+        ranks: This rank and the number of ranks.
+        count: Number of groups of all ranks.
+        tensor_parallel_size: Number of consecutive ranks that generate the same groups.
     """
     return range(ranks.rank // together, count, ranks.size // together)
 

@@ -277,7 +277,7 @@ class _Flow:
         Raises ``RuntimeError`` if responses are missing.
         """
         if waiting := sum(self._missing):
-            raise RuntimeError(f"{waiting} answers did not come back from generation and scoring")
+            raise RuntimeError(f"{waiting} responses did not come back from generation and scoring")
         return [self._in_order(group) for group in range(len(self.groups))]
 
     def _in_order(self, group: int) -> list[Rollout]:

@@ -281,7 +281,7 @@ def _cause(
     decodes = f"decodes model type {kind!r} in another way than it is trained."
     if unequal is None:
         return f"Weights, {same} {decodes}"
-    other = "computes with other weights than those of its fingerprint"
+    other = "computes with weights that differ from its fingerprint"
     return f"The fingerprint of the weights, {same} {other}, or {decodes}"
 
 

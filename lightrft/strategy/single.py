@@ -270,7 +270,9 @@ def read_state(path: Path, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[
         tensors = load_file(path / STATE_FILE)
         about = json.loads((path / ABOUT_FILE).read_text())
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); resume from an older step, or start anew") from error
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); resume from an older step, or set run.overwrite=true to start over"
+        ) from error
     check_shapes(path, shapes, {k.removeprefix(WEIGHTS): tuple(t.shape) for k, t in tensors.items() if k.startswith(WEIGHTS)})
     return tensors, about["step"]
 

@@ -24,7 +24,7 @@ def check(config: RLConfig) -> None:
     # The coefficient is multiplied by 1 + error * answers / horizon, with error >= -0.2.
     if kl.used and kl.controller == "adaptive" and answers >= 5 * kl.horizon:
         raise ConfigError(
-            f"algorithm.kl.horizon = {kl.horizon}: with {answers} answers a step (rollout.prompts x rollout.samples) the adaptive "
+            f"algorithm.kl.horizon = {kl.horizon}: with {answers} responses per step (rollout.prompts x rollout.samples) the adaptive "
             f"coefficient could turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
@@ -36,7 +36,7 @@ def check(config: RLConfig) -> None:
     if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
         name = config.algorithm.advantage.name
         raise ConfigError(
-            f"rollout.samples = {config.rollout.samples}: advantage {name!r} compares answers of a group; set it to 2 or more"
+            f"rollout.samples = {config.rollout.samples}: advantage {name!r} compares the responses of a group; set it to 2 or more"
         )
 
 
@@ -46,10 +46,12 @@ def check_reward(config: RLConfig) -> None:
         return
     if needs_reward(config.algorithm):
         raise ConfigError(
-            "reward.terms is empty; name what scores an answer, e.g. reward.terms=[math] or reward.terms=[file.py:function]"
+            "reward.terms is empty; name what scores a response, e.g. reward.terms=[math] or reward.terms=[file.py:function]"
         )
     if config.eval.data.sources:
-        raise ConfigError("eval.data has sources but reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
+        raise ConfigError(
+            "eval.data has sources but reward.terms is empty; name what scores a response, e.g. reward.terms=[math]"
+        )
 
 
 def check_roles(config: RLConfig) -> None:

@@ -44,7 +44,7 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
         wrong = list(signature_problems("rollout.curriculum", CURRICULA, part, 2))
         yield from wrong or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
         if not config.data.shuffle:
-            yield "data.shuffle = False: rollout.curriculum draws prompts by weight, in no order; leave one of the two out"
+            yield "data.shuffle = False: rollout.curriculum samples prompts by weight, in no order; leave one of the two out"
     if not needs_reward(algorithm) and (rollout.select is not None or rollout.curriculum is not None):
         what = "select" if rollout.select is not None else "curriculum"
         yield f"rollout.{what} reads rewards, and this algorithm has none: all that it learns comes from a teacher; leave it out"
@@ -52,23 +52,23 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
         yield "rollout.carry_over = True changes nothing: without rollout.oversample above 1 no group is left over"
     if rollout.partial and rollout.oversample == 1 and rollout.step_tokens is None:
         yield (
-            "rollout.partial = True changes nothing: no answer is left unfinished; set rollout.step_tokens, or rollout.oversample above 1"
+            "rollout.partial = True changes nothing: no response is left unfinished; set rollout.step_tokens, or rollout.oversample above 1"
         )
     if rollout.step_tokens is not None and not rollout.partial:
-        yield f"rollout.step_tokens = {rollout.step_tokens} needs rollout.partial=true, so that what it leaves unfinished goes on"
+        yield f"rollout.step_tokens = {rollout.step_tokens} needs rollout.partial=true, which continues unfinished responses"
     if rollout.step_tokens is not None and rollout.step_tokens >= config.sampling.max_new_tokens:
         yield (
-            f"rollout.step_tokens = {rollout.step_tokens} changes nothing: answers have at most sampling.max_new_tokens = "
+            f"rollout.step_tokens = {rollout.step_tokens} changes nothing: responses have at most sampling.max_new_tokens = "
             f"{config.sampling.max_new_tokens} tokens"
         )
     if rollout.carry_over and rollout.staleness:
         yield (
-            f"rollout.carry_over = True would take answers further back than rollout.staleness = {rollout.staleness}; leave one of "
+            f"rollout.carry_over = True would take responses from further back than rollout.staleness = {rollout.staleness}; leave one of "
             "the two out"
         )
     if rollout.carry_over and ignores_sampler_logprobs(algorithm):
         yield (
-            "rollout.carry_over = True trains on answers of an older policy, which nothing corrects: set "
+            "rollout.carry_over = True trains on responses of an older policy, which nothing corrects: set "
             "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio"
         )
 
@@ -78,10 +78,10 @@ def _kept(config: RLConfig, part: ComponentConfig) -> Iterator[str]:
     if part.name not in SELECTIONS or not isinstance(keep, int):
         return
     if keep >= samples:
-        yield f"rollout.select.options.keep = {keep} leaves out none of rollout.samples = {samples} answers; lower it, or draw more"
+        yield f"rollout.select.options.keep = {keep} leaves out none of rollout.samples = {samples} responses; lower it, or generate more"
     if keep < 2 and "groups" in needs_of(config.algorithm):
         name = config.algorithm.advantage.name
-        yield f"rollout.select.options.keep = {keep}: advantage {name!r} compares answers of a group; set it to 2 or more"
+        yield f"rollout.select.options.keep = {keep}: advantage {name!r} compares the responses of a group; set it to 2 or more"
 
 
 def _refused(key: str, registry: Registry[Any], part: ComponentConfig, *example: Any) -> Iterator[str]:

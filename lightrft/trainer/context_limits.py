@@ -32,8 +32,8 @@ def check_lengths(actor: Actor, longest: int, sampling: SamplingConfig, key: str
     room = context - longest
     way = f"lower {key}.max_new_tokens to {room} or less" if room > 0 else f"lower {data}.max_prompt_tokens"
     raise ConfigError(
-        f"{key}.max_new_tokens = {sampling.max_new_tokens}: after a prompt of {longest} tokens, the longest there is, an answer could "
-        f"go on to token {longest + sampling.max_new_tokens}, beyond the model's max_position_embeddings = {context}; {way}"
+        f"{key}.max_new_tokens = {sampling.max_new_tokens}: after the longest prompt, {longest} tokens, a response could "
+        f"reach token {longest + sampling.max_new_tokens}, beyond the model's max_position_embeddings = {context}; {way}"
     )
 
 

@@ -39,9 +39,9 @@ log = logging.getLogger(__name__)
 def run_eval(config: EvaluateConfig) -> dict[str, float]:
     """Evaluate a model on the eval set and return the metrics. Responses go to the run folder."""
     if not config.eval.data.sources:
-        raise ConfigError("eval.data.sources is empty; name what to answer, e.g. eval.data.sources=[{path: test.jsonl}]")
+        raise ConfigError("eval.data.sources is empty; name the prompts, e.g. eval.data.sources=[{path: test.jsonl}]")
     if not config.reward.terms and not config.reward.per_source:
-        raise ConfigError("reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
+        raise ConfigError("reward.terms is empty; name what scores a response, e.g. reward.terms=[math]")
     path = Path(config.run.dir).expanduser() / config.run.name
     model, saved = resolved(config.model)
     # Record the checkpoint itself in the run folder, so that another one is rejected there.
@@ -82,7 +82,7 @@ def run_generate(config: GenerateConfig) -> int:
     They are written to ``config.output`` as JSON lines, in the order of the prompts.
     """
     if not config.data.sources:
-        raise ConfigError("data.sources is empty; name what to answer, e.g. data.sources=[{path: prompts.jsonl}]")
+        raise ConfigError("data.sources is empty; name the prompts, e.g. data.sources=[{path: prompts.jsonl}]")
     output = Path(config.output).expanduser()
     if output.exists() and not config.run.overwrite:
         raise ConfigError(f"output {output} exists; choose another name, or set run.overwrite=true")
@@ -107,7 +107,7 @@ def run_generate(config: GenerateConfig) -> int:
                 rollouts += sorted(scorer.results(wait=True), key=lambda r: order[r.seed])
     failed = [r.failed for r in rollouts if r.failed]
     if failed:
-        log.warning("%d of %d answers were not scored, the first: %s", len(failed), len(rollouts), failed[0])
+        log.warning("%d of %d responses were not scored, the first: %s", len(failed), len(rollouts), failed[0])
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f".{output.name}.tmp")
     temporary.write_text("".join(json.dumps(_line(r), ensure_ascii=False) + "\n" for r in rollouts), encoding="utf-8")
@@ -189,7 +189,9 @@ class Chat:
         if self.context is not None:
             room = min(room, self.context - len(prompt.token_ids))
         if room < max(1, self.config.sampling.min_new_tokens):
-            raise DataError(f"{len(prompt.token_ids)} tokens leave no room for an answer: the model was made for {self.context}")
+            raise DataError(
+                f"{len(prompt.token_ids)} tokens leave no room for a response: the maximum of the model is {self.context}"
+            )
         request = Request(prompt, request_seed(self.config.run.seed, "chat", self.turn), max_new_tokens=room)
         (answer,) = self.engine.generate([request], self.config.sampling)
         self.messages, self.attached = [*messages, {"role": "assistant", "content": answer.text}], []

@@ -111,7 +111,7 @@ def _without_data(settings: EvalConfig) -> Iterator[str]:
     for name in ("every", "stop_at", "limit", "samples"):
         if given[name] != EvalConfig.model_fields[name].default:
             yield (
-                f"eval.{name} = {given[name]} changes nothing: eval.data.sources is empty; name what is held out, "
+                f"eval.{name} = {given[name]} changes nothing: eval.data.sources is empty; name the eval set, "
                 "e.g. eval.data.sources=[test.jsonl]"
             )
 
@@ -136,7 +136,7 @@ def _best(config: RLConfig | SFTConfig) -> Iterator[str]:
         if not known:
             yield f"checkpoint.best = {best!r} is not a metric; take e.g. eval/accuracy, -eval/length or reward/mean"
     elif not settings.data.sources:
-        yield f"checkpoint.best = {best!r} is never measured: eval.data.sources is empty; name what is held out"
+        yield f"checkpoint.best = {best!r} is never measured: eval.data.sources is empty; name the eval set"
     elif (leaf := name.rpartition("/")[2]) not in EVAL_METRICS:
         near = difflib.get_close_matches(leaf, EVAL_METRICS, n=1, cutoff=0.5)
         names = ", ".join(f"eval/{metric}" for metric in EVAL_METRICS)

@@ -69,7 +69,7 @@ class RLRun(TrainingRun):
         result.metrics.merge(all_reduce_metrics(self.roles.counts(), session.ranks))
         self.health.blame("rollout/frac_reward_failed", result.collected.failures)
         for reason, count in result.collected.failures.most_common(3):
-            log.info("step %d: %d answers were not scored: %s", done, count, reason)
+            log.info("step %d: %d responses were not scored: %s", done, count, reason)
         if config.log.rollouts_every and done % config.log.rollouts_every == 0:
             drawn = result.collected.rollouts
             session.folder.write_rollouts(done, drawn, attached=attached(drawn), advantages=advantages_of(result))

@@ -94,7 +94,7 @@ def _chosen(run: Path, which: str, step: int | None) -> Path:
     found = found or store.last_intact()
     if found is None:
         inside = sorted(file.parent.name for file in run.glob("*/config.yaml"))
-        runs = f"; the folder has runs of its own: {', '.join(inside)}" if inside else ""
+        runs = f"; the folder holds several runs: {', '.join(inside)}" if inside else ""
         raise CheckpointError(f"{run} has no intact checkpoint{runs}")
     return found
 

@@ -55,7 +55,9 @@ def run_sft(config: SFTConfig, observer: Observer | None = None) -> dict[str, An
         raise ConfigError("data.sources is empty; name what to train on, e.g. data.sources=[{path: train.jsonl}]")
     check_evaluation(config)
     if config.eval.data.sources and not config.reward.terms and not config.reward.per_source:
-        raise ConfigError("eval.data has sources but reward.terms is empty; name what scores an answer, e.g. reward.terms=[math]")
+        raise ConfigError(
+            "eval.data has sources but reward.terms is empty; name what scores a response, e.g. reward.terms=[math]"
+        )
     with (
         init_process_group(config.strategy.timeout) as ranks,
         open_session(config, config.run, config.checkpoint, config.log, "sft", observer or NullObserver(), ranks) as session,

@@ -51,7 +51,8 @@ class TrainingRun(ABC):
 
     @abstractmethod
     def train_step(self) -> Metrics:
-        """Take one step. Raises ``GenerationInterrupted`` if it stopped halfway, with its state unchanged."""
+        """Take one step. Raises ``GenerationInterrupted`` if it stopped halfway, with its state
+        unchanged."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def save_before_exit(run: TrainingRun, values: dict[str, Any]) -> str:
     if not run.step:
         return ""
     run.session.save_if_due(run.step, True, run.roles.strategy, run.trained, run.state, values)
-    return f"; the same command then goes on from step {run.step}, which is saved"
+    return f"; the same command then resumes from step {run.step}, which is saved"
 
 
 def evaluate_if_due(run: TrainingRun) -> Metrics:
@@ -214,6 +215,6 @@ def evaluate_if_due(run: TrainingRun) -> Metrics:
     with run.roles.generation_mode():
         found = evaluate(run.roles.engine, run.roles.scorer, run.eval_prompts, run.eval, run.seed, ranks=run.roles.strategy.ranks)
     run.session.folder.write_rollouts(run.step, found.rollouts, name="eval", attached=attached(found.rollouts))
-    check_scored(found.rollouts, f"to the held-out prompts at step {run.step}")
+    check_scored(found.rollouts, f"to the eval prompts at step {run.step}")
     run.health.blame("eval/failed", Counter(r.failed for r in found.rollouts if r.failed))
     return found.metrics

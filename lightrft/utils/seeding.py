@@ -79,7 +79,7 @@ def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
     elif kind is not None or _has_generator(device):
         there = "no accelerator" if kind is None else f"a {kind} device"
         log.warning(
-            "the random state of %s was saved, and this run is on %s: what it draws there will differ",
+            "the random state of %s was saved, and this run is on %s: the samples will differ",
             there,
             device,
         )

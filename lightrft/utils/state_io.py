@@ -59,7 +59,8 @@ def _file_of(path: Path) -> Path:
 
 
 class _Plain:
-    """Converts a tree to values that ``weights_only=True`` reads, with tensors of their own storage.
+    """Converts a tree to values that ``weights_only=True`` reads, with tensors of their own
+    storage.
 
     Without that, ``torch.save`` would write the whole storage of a small view.
     """

@@ -35,10 +35,10 @@ class Plot:
 
 
 PLAIN = (
-    Plot("response/length", "Answer length", "tokens, mean of a step", zero=True, color=7),
+    Plot("response/length", "Response length", "tokens, mean of a step", zero=True, color=7),
     Plot(
         "response/clip_ratio",
-        "Cut answers",
+        "Cut responses",
         "share that reached the length limit",
         percent,
         zero=True,
@@ -105,7 +105,7 @@ def _accuracy(run: RunData) -> str:
     points = run.points("eval/accuracy")
     if not points:
         return ""
-    series = [Series("held-out accuracy", points, 2, dots=len(points) <= NOISY)]
+    series = [Series("eval accuracy", points, 2, dots=len(points) <= NOISY)]
     sources = [n for n in run.names("eval/") if n.count("/") == 2 and n.endswith("/accuracy")]
     if len(sources) > 1:
         series += [Series(n.split("/")[1], run.points(n), 3 + i, dots=True) for i, n in enumerate(sources[:5])]

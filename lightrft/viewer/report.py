@@ -59,7 +59,7 @@ def render(run: RunData) -> str:
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>{escape(run.name)}: run report</title>\n<style>{style}</style>\n</head>\n<body>\n<main>\n"
         + "\n".join(part for part in sections if part)
-        + "\n<footer>Written by lightrft from the files beside this page.</footer>\n</main>\n"
+        + "\n<footer>Written by lightrft from the files next to this page.</footer>\n</main>\n"
         + f"<script>{script}</script>\n</body>\n</html>\n"
     )
 
@@ -131,13 +131,13 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
             (
                 "Tokens",
                 compact(tokens) if tokens >= 1e6 else f"{tokens:,.0f}",
-                "prompts and answers" if run.points("rollout/tokens") else "",
+                "prompts and responses" if run.points("rollout/tokens") else "",
             )
         )
     for label, name, form in (
         ("Tokens per second", "tokens_per_second", lambda v: f"{v:,.0f}"),
         ("Reward", "reward/mean", compact),
-        ("Answer length", "response/length", compact),
+        ("Response length", "response/length", compact),
     ):
         facts += _first_and_last(label, run.points(name), form)
     return facts

@@ -26,12 +26,12 @@ def answers(run: RunData) -> str:
         return ""
     paired = all(before.prompt == after.prompt for before, after in pairs)
     if paired and all(_small(before) and _small(after) for before, after in pairs):
-        return _section("Answers, before and after", _about_all(pairs), _gallery(run, pairs))
-    head = "Answers, before and after" if paired else "Answers at the first step and at the last"
+        return _section("Responses, before and after", _about_all(pairs), _gallery(run, pairs))
+    head = "Responses, before and after" if paired else "Responses at the first step and at the last"
     some = pairs[:ANSWERS]
     about = ""
     if paired and len(pairs) > len(some):
-        about = f"The first {len(some)} of {len(pairs)} held-out problems that were kept."
+        about = f"The first {len(some)} of {len(pairs)} prompts of the eval set that were kept."
     items = "".join(_pair(run, before, after, paired) for before, after in some)
     return _section(head, about, f'<ol class="answers">{items}</ol>')
 
@@ -57,7 +57,7 @@ def _about_all(pairs: Pairs) -> str:
             return question.strip()
         right_before += bool(before.correct)
         right_after += bool(after.correct)
-    return f"{question}Of these {len(pairs)} held-out problems {right_before} were answered right before, {right_after} after."
+    return f"{question}Of these {len(pairs)} prompts of the eval set, {right_before} had a right response before, {right_after} after."
 
 
 def _gallery(run: RunData, pairs: Pairs) -> str:

@@ -342,8 +342,8 @@ class _Job:
         # One more than a worker's restarts: that error comes first and describes the cause better.
         if often := [request for request in known if self.losses[request.seed] > restarts + 1]:
             raise WorkerError(
-                f"{restarts + 2} engines were lost one after another while they drew the same {len(often)} answers, e.g. to prompt "
-                f"{often[0].prompt.id!r} (the last: {desk.worker.name}: {why}), more than launch.ray.restarts = {restarts} bears; see what "
-                "the lines above say of it. Where it is memory, lower engine.max_rows, engine.token_budget or the length of answers. The "
-                "same command goes on from the last checkpoint"
+                f"{restarts + 2} engines were lost one after another while they generated the same {len(often)} responses, e.g. to prompt "
+                f"{often[0].prompt.id!r} (the last: {desk.worker.name}: {why}), more than launch.ray.restarts = {restarts}; see what "
+                "the lines above say of it. Where it is memory, lower engine.max_rows, engine.token_budget or the length of responses. The "
+                "same command resumes from the last checkpoint"
             )

@@ -237,7 +237,7 @@ def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
     ours = tokenizer.get_vocab()
     if ours != theirs:
         raise ConfigError(
-            f"teacher.path = {config.teacher.path!r}: its tokenizer has {len(theirs)} tokens, that of the policy {len(ours)}, and "
+            f"teacher.path = {config.teacher.path!r}: its tokenizer has {len(theirs)} tokens, the policy's has {len(ours)}, and "
             f"{len(ours.items() ^ theirs.items())} differ; tokens are compared one by one, so take a teacher of the same tokenizer"
         )
     return model

@@ -114,7 +114,7 @@ class WorkerGroup:
         if not call.done():
             if time.monotonic() - seat.since <= self.limits.call_timeout:
                 return ()
-            reason = f"it did not answer for {self.limits.call_timeout:g} s"
+            reason = f"no response for {self.limits.call_timeout:g} s"
         else:
             seat.call = None
             try:
@@ -217,7 +217,7 @@ class WorkerGroup:
             try:
                 found = worker.call(method, *args).result(self.limits.call_timeout)
             except (WorkerLost, TimeoutError) as error:
-                self.revive(worker, str(error) or f"it did not answer for {self.limits.call_timeout:g} s", life)
+                self.revive(worker, str(error) or f"no response for {self.limits.call_timeout:g} s", life)
             else:
                 self.heard(worker)
                 return found
@@ -253,7 +253,7 @@ class WorkerGroup:
         try:
             work(worker)
         except (WorkerLost, TimeoutError) as error:
-            self._start(worker, str(error) or "it did not answer")
+            self._start(worker, str(error) or "no response")
 
     def _start(self, worker: Worker, reason: str) -> None:
         while True:
@@ -264,10 +264,10 @@ class WorkerGroup:
                 tried = self._in_a_row[id(worker)] - 1
             if tried >= self.limits.restarts:
                 raise WorkerError(
-                    f"{worker.name} was lost again after launch.ray.restarts = {tried} new starts in a row ({reason}); see what the "
-                    "lines above say of it. The same command goes on from the last checkpoint"
+                    f"{worker.name} was lost again after launch.ray.restarts = {tried} restarts in a row ({reason}); see the "
+                    "lines above say of it. The same command resumes from the last checkpoint"
                 )
-            log.warning("%s was lost (%s); it is started anew", worker.name, reason)
+            log.warning("%s was lost (%s); restarting it", worker.name, reason)
             try:
                 worker.restart()
                 if self._closed:
@@ -275,6 +275,6 @@ class WorkerGroup:
                 elif self._prepare is not None:
                     self._prepare(worker)
             except (WorkerLost, TimeoutError) as error:
-                reason = str(error) or "it did not answer"
+                reason = str(error) or "no response"
             else:
                 return

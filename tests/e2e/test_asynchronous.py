@@ -130,7 +130,7 @@ def test_a_batch_that_could_not_be_scored_keeps_the_steps_before_it_and_is_drawn
         return found
 
     monkeypatch.setattr(async_generation, "collect", unscored)
-    with pytest.raises(RewardError, match="goes on from step 2"):
+    with pytest.raises(RewardError, match="resumes from step 2"):
         run_rl(config)
     monkeypatch.undo()
     run_rl(config)

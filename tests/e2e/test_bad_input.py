@@ -291,7 +291,7 @@ def test_a_reward_that_fails_some_answers_costs_those_only_and_they_are_counted(
     (row,) = read_rows(tmp_path / "runs" / "run" / "metrics.jsonl")
     assert 0 < row["rollout/failed_answers"] < 16
     assert row["rollout/trained"] > 0 and row["rollout/failed"] > 0
-    assert "answers were not scored: " in (tmp_path / "runs" / "run" / "log.txt").read_text()
+    assert "responses were not scored: " in (tmp_path / "runs" / "run" / "log.txt").read_text()
 
 
 def test_an_evaluation_in_which_every_answer_fails_is_no_accuracy_of_zero(rl, rewards, data_folder):

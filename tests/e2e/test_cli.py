@@ -142,7 +142,7 @@ def test_ctrl_c_during_training_saves_and_the_same_command_goes_on(model_folder,
     os.killpg(running.pid, signal.SIGINT)  # as a terminal does: to the reward workers too
     out, err = running.communicate(timeout=240)
     assert running.returncode == 130, err
-    assert "the same command goes on" in out and "Traceback" not in err
+    assert "the same command resumes" in out and "Traceback" not in err
     stopped = len(metrics.read_text().splitlines())
     outcome = process(*words, *small, f"train.steps={stopped + 1}", cwd=tmp_path)
     assert outcome.status == 0, outcome.err

@@ -41,9 +41,9 @@ def line(outcome: Outcome, about: str) -> str:
 def test_a_config_that_is_fine_has_nothing_bad(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     found = doctor(capsys, folder, f"doctor.output={tmp_path / 'found.json'}")
     assert found.status == 0, found
-    assert line(found, "own answer").split()[:3] == ["ok", "own", "answer"]
-    assert "1, 1, 1, 1, 1, 1, 1, 1, 1, 1 (10 rows" in line(found, "own answer")
-    assert "0, 0, 0, 0, 0, 0, 0, 0, 0, 0 (10 rows" in line(found, "empty answer")
+    assert line(found, "reference response").split()[:3] == ["ok", "own", "answer"]
+    assert "1, 1, 1, 1, 1, 1, 1, 1, 1, 1 (10 rows" in line(found, "reference response")
+    assert "0, 0, 0, 0, 0, 0, 0, 0, 0, 0 (10 rows" in line(found, "empty response")
     assert "12 prompts of 12 rows" in line(found, "rows")
     said = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
     assert said["bad"] == 0
@@ -73,9 +73,9 @@ def test_several_problems_are_told_at_once(capsys: pytest.CaptureFixture[str], f
     words = ("rollout.samples=1", "engine.token_budget=8", f"reward.terms=[{folder / 'reward.py'}:broken]")
     found = doctor(capsys, folder, *words, "model.dtype=float16", "data.max_prompt_tokens=34", "train.micro_batch_tokens=8")
     assert found.status == 2
-    assert "compares answers of a group" in line(found, "algorithm")
+    assert "compares the responses of a group" in line(found, "algorithm")
     assert line(found, "engine.token_budget").split()[0] == "bad"
-    assert "ZeroDivisionError" in line(found, "own answer")
+    assert "ZeroDivisionError" in line(found, "reference response")
     assert line(found, "model.dtype").split()[0] == "warn"
     assert line(found, "train.micro_batch_tokens").split()[0] == "warn"
 
@@ -100,7 +100,13 @@ def test_a_config_of_supervised_fine_tuning_is_known_by_what_it_has(capsys: pyte
         found = command(capsys, "doctor", *own, *words)
         assert found.status == 0, found
         assert "12 examples of 12 rows" in line(found, "rows")
-        assert "drawing answers" not in found.out
+        assert "generation" not in found.out
+
+
+def test_a_chat_template_with_a_template_counts_as_used(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    template = "data.template='{prompt}'"
+    assert "not used" in line(doctor(capsys, folder, template), "chat template")
+    assert "not used" not in line(doctor(capsys, folder, template, "data.chat=true"), "chat template")
 
 
 def test_what_is_written_for_items_where_no_chat_template_writes_it_is_told(
@@ -119,7 +125,7 @@ def test_what_is_written_for_items_where_no_chat_template_writes_it_is_told(
 def test_the_probe_says_how_long_a_step_takes_and_how_sure_that_is(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     found = doctor(capsys, folder, "doctor.probe=true")
     assert found.status == 0, found
-    assert "drawing" in line(found, "a step")
+    assert "generation" in line(found, "a step")
     assert "anything from" in line(found, "a step")
 
 
@@ -147,7 +153,7 @@ def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], fold
 def test_what_draws_too_much_is_told_by_the_settings_of_the_engine(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     long = ("model.dtype=bfloat16", "sampling.max_new_tokens=2000", "rollout.samples=64", "train.micro_batch_tokens=2100")
     found = doctor(capsys, folder, *long, "doctor.device=cuda", "doctor.device_memory=40MiB")
-    assert "drawing answers" in line(found, "peak")
+    assert "generation" in line(found, "peak")
     assert "engine.token_budget" in line(found, "peak")
 
 

@@ -35,7 +35,7 @@ def test_the_metrics_are_what_the_answers_say(evaluate, data_folder, tmp_path):
     outcome = evaluate("eval.threshold=0.2", terms=f"[{data_folder / 'rewards.py'}:ones]")
     assert outcome.status == 0, outcome.err
     (line,) = outcome.err.splitlines()  # the model never ends by itself
-    assert line.startswith("WARNING: 100% of held-out responses were cut")
+    assert line.startswith("WARNING: 100% of eval responses were cut")
     metrics, rows = json.loads(outcome.out), answers(tmp_path / "runs" / "eval")
     assert len(rows) == 10
     assert metrics["eval/accuracy"] == sum(r["reward"] >= 0.2 for r in rows) / 10

@@ -155,7 +155,7 @@ def test_a_rank_that_is_paused_for_longer_ends_the_run_in_time_and_is_named(tree
     file = config_file(deep_merge(tree, {"strategy": {"timeout": TIMEOUT / 60}}), tmp_path, "run")
     ended = run_until(file, where, nth, rank, "stop")
     assert ended.status == 2 and ended.seconds < TIMEOUT + END, ended
-    assert ended.last_line.startswith(f"lightrft rl: rank {rank} (process ") and "gives no sign of life" in ended.last_line, (
+    assert ended.last_line.startswith(f"lightrft rl: rank {rank} (process ") and "sends no heartbeat" in ended.last_line, (
         ended.said
     )
     again = run_until(file, "never", 0, 0, "")

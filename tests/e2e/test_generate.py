@@ -85,4 +85,4 @@ def test_answers_that_could_not_be_scored_are_written_and_told(generate, data_fo
     rows = lines(tmp_path / "answers.jsonl")
     failed = [r for r in rows if r["failed"]]
     assert 0 < len(failed) < len(rows) == 40
-    assert f"{len(failed)} of 40 answers were not scored" in outcome.err and "no score today" in outcome.err
+    assert f"{len(failed)} of 40 responses were not scored" in outcome.err and "no score today" in outcome.err

@@ -88,8 +88,8 @@ def goes_wrong(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     ("fault", "cause"),
     [
         ("keeps", "weights were not transferred, the engine gives the log-probs of older ones"),
-        ("drops a tensor", "computes with other weights than those of its fingerprint, or decodes model type 'qwen2'"),
-        ("decodes", "computes with other weights than those of its fingerprint, or decodes model type 'qwen2'"),
+        ("drops a tensor", "computes with weights that differ from its fingerprint, or decodes model type 'qwen2'"),
+        ("decodes", "computes with weights that differ from its fingerprint, or decodes model type 'qwen2'"),
     ],
 )
 def test_an_engine_that_goes_wrong_at_its_second_update_and_hides_it_stops_the_run(fault, cause, rl_config, monkeypatch):

@@ -112,7 +112,7 @@ def test_one_rank_that_is_asked_to_stop_or_fails_while_it_draws_stops_all_and_th
     assert (tmp_path / "failed.1.error").read_text() == "ZeroDivisionError: broken"
     assert (tmp_path / "failed.0.error").read_text() == "RankError: rank 1: ZeroDivisionError: broken"
     said = [(tmp_path / f"unscored.{rank}.error").read_text() for rank in range(2)]
-    assert said[0] == said[1] and "RewardError: broken; the same command then goes on from step 3" in said[0]
+    assert said[0] == said[1] and "RewardError: broken; the same command then resumes from step 3" in said[0]
     for name in ("failed", "unscored"):
         check_equal(tmp_path / name, whole(way))
 

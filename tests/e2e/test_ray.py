@@ -178,7 +178,7 @@ def test_paused_and_killed_ranks_have_all_start_again_until_restarts_are_used_up
         driven(config, acts)
     said = r"rank 0 on node \S+ \(\w+\) was lost: .*; all ranks start again from the last checkpoint \(1 of 1\)"
     assert re.search(said, caplog.text)
-    said = r"rank 1 .*no sign of life.*; the ranks were started again launch\.ray\.restarts = 1 times\. The same command goes on"
+    said = r"rank 1 .*no heartbeat.*; the ranks were restarted launch\.ray\.restarts = 1 times\. The same command resumes"
     assert re.search(said, str(caught.value)), caught.value
     assert run_on_ray(RL, config, NullObserver())["finished"]
     check_equal(tmp_path / "cluster", one(tree, tmp_path))
@@ -227,7 +227,7 @@ def test_a_command_that_is_stopped_or_killed_leaves_nothing_behind_and_goes_on(n
     alone = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {"HOME": str(home)}
     metrics = tmp_path / "cluster" / "metrics.jsonl"
     status, out, err = ended(command, alone, metrics, 1, signal.SIGTERM)
-    assert status == 143 and "stopped; the same command goes on" in out and "rl 1/200" in err, err
+    assert status == 143 and "stopped; the same command resumes" in out and "rl 1/200" in err, err
     assert list(home.iterdir()) == []
     done = len(metrics.read_text().splitlines())
     attached = [*command, f"launch.ray.address={nodes.address}"]

@@ -175,4 +175,4 @@ def test_a_run_that_was_only_evaluated_before_its_first_step_names_no_accuracy_a
     summary = json.loads((tmp_path / "runs" / "run" / "summary.json").read_text())
     assert outcome.status == 0 and summary["steps"] == 0
     assert summary["heldout_before"] == 1.0 and "heldout_after" not in summary
-    assert outcome.out.startswith("held-out accuracy before training 100.0%\n")
+    assert outcome.out.startswith("eval accuracy before training 100.0%\n")

@@ -211,4 +211,4 @@ def shown(batch: Batch) -> str:
     rows = [marks[a : a + n] or "-" for a, n in zip(starts, batch.lengths.tolist(), strict=True)]
     answers = " ".join(rows) or "none"
     rewards = [] if batch.rewards is None else [round(r, 3) for r in batch.rewards.tolist()]
-    return f"answers {answers}, prompts {batch.prompt_of.tolist()}, rewards {rewards}"
+    return f"responses {answers}, prompts {batch.prompt_of.tolist()}, rewards {rewards}"

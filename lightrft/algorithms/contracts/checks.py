@@ -1,7 +1,8 @@
 """Check the contract of each kind of algorithm function, whatever its formula.
 
 The kinds are advantages, losses, corrections, gates, aggregations, KL estimators, shapings and
-filters. Each ``check_*`` takes one function. It raises ``ContractViolation`` with the batch that reveals the
+filters. Each ``check_*`` takes one function. It raises ``ContractViolation`` with the batch that
+reveals the
 violation. ``ADVANTAGE_CHECKS`` and the other lists name the checks of each kind. ``lightrft check``
 runs them on a user's function too.
 """
@@ -68,7 +69,8 @@ def expect_close(found: Tensor, expected: Tensor, where: str) -> None:
 
 
 def expect_same_in_float32(run: Callable[[Batch], Tensor]) -> None:
-    """Raise ``ContractViolation`` unless float32 and float64 inputs give the same up to float32 rounding."""
+    """Raise ``ContractViolation`` unless float32 and float64 inputs give the same up to float32
+    rounding."""
     for name, batch in batches():
         exact = run(batch).double()
         found = run(with_dtype(batch, torch.float32)).double()
@@ -580,7 +582,7 @@ def check_filter_is_by_content_not_by_place(function: Function) -> None:
 
 
 def _rewards(group: Sequence[Rollout]) -> str:
-    return f"group of answers with rewards {[r.reward for r in group]}"
+    return f"group of responses with rewards {[r.reward for r in group]}"
 
 
 ADVANTAGE_CHECKS = [

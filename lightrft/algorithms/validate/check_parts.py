@@ -93,8 +93,8 @@ def _unfit_scales(algorithm: AlgorithmConfig) -> Iterator[str]:
         changes.append("shaping")
     if "greedy" in needs and changes:
         yield (
-            f"algorithm.{changes[0]} changes the rewards of answers and not that of the greedy "
-            f"answer, which advantage {name!r} takes off them; leave it out"
+            f"algorithm.{changes[0]} changes the rewards of responses but not of the greedy "
+            f"response, which advantage {name!r} subtracts from them; leave it out"
         )
 
 

@@ -129,7 +129,8 @@ class MediaFinder:
             row: the row.
 
         Raises:
-            MalformedRow: the numbers of markers and items differ, or the model does not read a kind.
+            MalformedRow: the numbers of markers and items differ, or the model does not read a
+                kind.
         """
         texts = list(texts)
         front = ""
@@ -158,7 +159,8 @@ class MediaFinder:
         return texts
 
     def _check_count(self, kind: str, column: str, count: int, expected: int) -> None:
-        """Raise ``MalformedRow`` unless the ``count`` items of ``column`` fit the markers of the text."""
+        """Raise ``MalformedRow`` unless the ``count`` items of ``column`` fit the markers of the
+        text."""
         held = _count(kind, count)
         if count and kind not in self.reads.spellings:
             problem = f"column {column!r} holds {held}, but the model reads {self.reads}"

@@ -49,7 +49,8 @@ class MediaReader:
     """Reads media items for a processor.
 
     The reader can be pickled. Every method may be called from several threads. An unreadable item
-    raises ``MalformedRow``, which names row, column and file. A missing library raises ``DataError``.
+    raises ``MalformedRow``, which names row, column and file. A missing library raises
+    ``DataError``.
 
     Args:
         config: the settings of media.
@@ -115,7 +116,8 @@ class MediaReader:
             where: location of the row, for messages.
 
         Raises:
-            MalformedRow: an item is unreadable, or ``ids`` does not have one placeholder per feature.
+            MalformedRow: an item is unreadable, or ``ids`` does not have one placeholder per
+                feature.
         """
         ready = [self.load(item) for item in items]
         self._check(items, ready, ids, where)

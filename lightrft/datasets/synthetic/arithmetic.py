@@ -208,7 +208,7 @@ def _draw(chance: random.Random, knobs: Knobs) -> tuple[list[int], list[str]]:
     signs = [chance.choice(knobs["operators"]) for _ in range(count)]
     numbers = []
     for k in range(len(signs) + 1):
-        # a factor of a product is drawn from a smaller range
+        # a factor of a product comes from a smaller range
         adjacent = signs[max(0, k - 1) : k + 1]
         limits = knobs["factors" if "*" in adjacent else "operands"]
         numbers.append(chance.randint(*limits))

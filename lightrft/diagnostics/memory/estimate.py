@@ -293,10 +293,10 @@ def _on_host(
             offloaded += gradients(model.parameters, shares)
         found[model.name] = offloaded
     resting = max((phase.resting for phase in phases), default=0.0)
-    found["asleep while answers are drawn"] = resting
+    found["offloaded during generation"] = resting
     return {name: size for name, size in found.items() if size} | place.host
 
 
 def _beside(drawing: MemoryPhase, phase: MemoryPhase) -> MemoryPhase:
     """Return ``phase`` plus the memory of generating a later batch at the same time."""
-    return replace(phase, parts={**phase.parts, "drawing meanwhile": drawing.total})
+    return replace(phase, parts={**phase.parts, "generating at the same time": drawing.total})

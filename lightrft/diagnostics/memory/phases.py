@@ -46,7 +46,7 @@ from lightrft.strategy.wrap_policy import largest_block, outermost_blocks
 from lightrft.types import Batch
 from lightrft.utils.errors import first_line
 
-DRAWING = "drawing answers"
+DRAWING = "generation"
 MIB = 2**20
 CHECKED_ROWS = 4
 """Number of rows of the first batch on which the layout check runs."""
@@ -454,7 +454,7 @@ def traced(
     ) as error:
         problem = (
             f"{m.name}: its passes cannot be traced ({first_line(error)[:120]}); activations are "
-            "those of plain blocks, by formula"
+            "estimated by the formula of plain blocks"
         )
         if problem not in place.problems:
             place.problems.append(problem)

@@ -22,7 +22,7 @@ ALLOCATOR = "MALLOC_MMAP_THRESHOLD_"
 KEPT = 2.5
 """The largest measured ratio of resident memory to memory in use (docs/verbs/doctor.md)."""
 WAYS = {
-    "drawing": "lower engine.token_budget or engine.max_rows",
+    "generation": "lower engine.token_budget or engine.max_rows",
     "loading": "load fewer models: algorithm.kl, critic, teacher",
     "models": "set model.lora or model.load_in_4bit, take a smaller model, or spread it over more processes (launch.processes)",
     "passes": "lower train.micro_batch_tokens, set model.gradient_checkpointing=true or model.lora, or raise launch.processes",
@@ -96,7 +96,7 @@ def worker_findings(
     for tenants in _shared(config.launch):
         total = sum(peaks.get(role, 0.0) for role in tenants)
         says = f"{shown(total)} on a device of {' and '.join(tenants)}"
-        way = "give workers devices of their own (launch.ray.engine_devices, model_devices)"
+        way = "give workers separate devices (launch.ray.engine_devices, model_devices)"
         yield _fits("devices", says, total, device, way)
 
 
@@ -197,7 +197,7 @@ def _way(found: MemoryEstimate, device: Device) -> str:
     models = sum(model.total for model in found.models.values())
     if models > ROOM * device.memory:
         return WAYS["models"]
-    for kind in ("drawing", "loading"):
+    for kind in ("generation", "loading"):
         if found.largest.name.startswith(kind):
             return WAYS[kind]
     return WAYS["passes"]

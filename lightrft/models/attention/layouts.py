@@ -113,7 +113,7 @@ def pack(
     empty = [rows.prompt_of[b] for b in rows.needed if rows.prompts[rows.prompt_of[b]] == 0]
     if empty:
         problem = f"prompt {empty[0]} of the batch has no tokens"
-        raise ValueError(f"{problem}, so nothing predicts the first token of its answers")
+        raise ValueError(f"{problem}, so nothing predicts the first token of its responses")
     if not rows.needed:
         return _nothing(batch, layout, final)
     make = {"prefix_shared": _prefix_shared, "packed": _packed, "padded": _padded}[layout]

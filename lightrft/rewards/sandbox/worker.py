@@ -1,7 +1,8 @@
 """Run reward functions in a process that loads neither torch nor the user's program.
 
 It therefore starts in an instant. Its parent starts it on one end of a socket pair and sends
-frames. The first frame is a ``WorkerInit``, then one ``WorkBatch`` follows per group of calls. The worker
+frames. The first frame is a ``WorkerInit``, then one ``WorkBatch`` follows per group of calls. The
+worker
 replies with JSON lines, one when a group has begun and one per call. The parent therefore knows
 which call a silent worker is in. Output printed by functions goes to standard error.
 """

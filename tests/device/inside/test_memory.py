@@ -83,7 +83,7 @@ def test_sleeping_frees_optimizer_states_and_frozen_models_while_responses_are_g
     assert awake.generating[1] - asleep.generating[1] == moments + frozen
     assert awake.generating[0] - asleep.generating[0] == frozen  # no optimizer has a state yet
     computed = estimate_memory(build(RLConfig, deep_merge(tree, {"strategy": {"sleep": True}})), LENGTHS, Device(NAME, 0))
-    assert abs(computed.host["asleep while answers are drawn"] - moments - frozen) <= BUFFERS
+    assert abs(computed.host["offloaded during generation"] - moments - frozen) <= BUFFERS
     assert [u.after - u.before for u in asleep.updates[:2]] == [u.after - u.before for u in awake.updates[:2]]
 
 

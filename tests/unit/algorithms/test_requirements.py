@@ -141,7 +141,7 @@ def test_a_scale_that_the_advantage_has_no_use_for_is_refused_with_the_reason() 
     assert problems(value={"clip": 0.3}) == ["algorithm.value.clip = 0.3 changes nothing: advantage 'grpo' has no critic"]
     for given in ({"normalize": {"rewards": "scale"}}, {"normalize": {"terms": "group"}}, {"shaping": "reward_clip"}):
         (found,) = problems(advantage={"name": "remax"}, **given)
-        assert "changes the rewards of answers and not that of the greedy answer" in found
+        assert "changes the rewards of responses but not of the greedy response" in found
     assert accepted(advantage={"name": "gae"}, normalize={"values": True, "rewards": "standard", "eps": 0.1})
 
 
@@ -157,7 +157,7 @@ def rollout_problems(**tree: Any) -> list[str]:
         ({"rollout": {"select": {"name": "top"}}}, "unknown selection 'top'; did you mean 'top_k'?"),
         ({"rollout": {"select": {"name": "top_k"}}}, "rollout.select.options.keep is missing"),
         ({"rollout": {"select": {"name": "top_k", "options": {"keep": 8}}}}, "leaves out none of rollout.samples = 8 answers"),
-        ({"rollout": {"select": {"name": "top_k", "options": {"keep": 1}}}}, "'grpo' compares answers of a group"),
+        ({"rollout": {"select": {"name": "top_k", "options": {"keep": 1}}}}, "'grpo' compares the responses of a group"),
         ({"rollout": {"select": {"name": "balanced", "options": {"keep": 1}}}}, "options.keep is 1"),
         ({"rollout": {"select": {"name": "top_k", "options": {"keep": "two"}}}}, "cannot use its options|options.keep is two"),
         ({"rollout": {"curriculum": {"name": "easy_to_hard"}}}, "rollout.curriculum.options.epochs is missing"),

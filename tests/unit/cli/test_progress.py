@@ -32,8 +32,8 @@ def test_a_run_that_was_stopped_says_how_it_goes_on() -> None:
     lines = closing_lines(
         RunConfig(), {"finished": False, "steps": 1, "seconds": 1.0, "heldout_before": 0.25, "heldout_after": 0.5}
     )
-    assert lines[0] == "held-out accuracy 25.0% -> 50.0%"
-    assert lines[1].startswith("stopped; the same command goes on at step 1")
+    assert lines[0] == "eval accuracy 25.0% -> 50.0%"
+    assert lines[1].startswith("stopped; the same command resumes at step 1")
 
 
 @pytest.mark.parametrize(("signal", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("", 0)])
@@ -63,8 +63,8 @@ def test_the_last_lines_state_the_work_that_a_kill_would_have_lost(saved, said) 
 @pytest.mark.parametrize(
     ("measured", "line"),
     [
-        ({"heldout_before": 0.25}, "held-out accuracy before training 25.0%"),
-        ({"heldout_after": 0.5}, "held-out accuracy after training 50.0%"),
+        ({"heldout_before": 0.25}, "eval accuracy before training 25.0%"),
+        ({"heldout_after": 0.5}, "eval accuracy after training 50.0%"),
     ],
 )
 def test_an_accuracy_that_was_not_measured_is_not_given(measured, line) -> None:

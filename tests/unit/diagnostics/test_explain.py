@@ -192,7 +192,7 @@ def test_the_numbers_and_the_first_steps_of_a_critic_are_shown() -> None:
     numbers = {n.key: (n.value, n.source) for n in found.numbers}
     assert numbers["critic.warmup_steps"] == (50, "command line")
     assert numbers["algorithm.advantage.options.alpha"] == (0.05, "preset vapo: VAPO, arXiv 2504.05118, section 5.1")
-    assert "In the first 50 steps it is trained alone: the policy that answers stays as it is." in found.gradient
+    assert "In the first 50 steps it is trained alone: the policy does not change." in found.gradient
     assert "critic.warmup_steps" not in {n.key for n in explained("algorithm=grpo")[1].numbers}
 
 

@@ -37,7 +37,7 @@ def of_others(pulse: Heartbeat, *calls: Any) -> str:
 
     def heard() -> bool:
         said.append(pulse.diagnose_peers(*calls))
-        return "no sign of life" not in said[-1]
+        return "no heartbeat" not in said[-1]
 
     wait_for(heard)
     return said[-1]
@@ -72,7 +72,7 @@ def test_a_rank_that_is_late_in_the_calls_of_another_thread_or_of_others_is_not_
 
 def test_a_rank_without_a_sign_of_life_is_named_and_one_that_failed_is_quoted(store):
     one, other = Heartbeat(store, 0, 3, 1.0), Heartbeat(store, 1, 3, 1.0)
-    assert "rank 2 (never seen) gives no sign of life" in one.diagnose_peers()
+    assert "rank 2 (never seen) sends no heartbeat" in one.diagnose_peers()
     other.end(ValueError("too many"))
     assert one.diagnose_peers() == "rank 1: ValueError: too many"
     one.end(None)

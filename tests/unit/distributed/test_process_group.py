@@ -139,7 +139,7 @@ with joined(1.0) as ranks:
     store = Together.pulse._store
     store.set(f"about to leave/{ranks.rank}", "")
     store.wait(["about to leave/0", "about to leave/1"])  # neither is needed by the other any more
-    store.set("verdict", "rank 1 has given no sign of life")
+    store.set("verdict", "rank 1 has given no heartbeat")
     os._exit(2)
 """
 

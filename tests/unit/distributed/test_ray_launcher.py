@@ -249,12 +249,10 @@ def test_the_error_of_the_rank_where_it_began_is_told_and_not_that_of_those_that
 
 
 def test_a_rank_that_does_not_answer_when_another_has_given_up_is_lost() -> None:
-    with pytest.raises(RankLost, match=r"rank 1 on node 10\.0\.0\.2 \(second\) did not answer"):
+    with pytest.raises(RankLost, match=r"rank 1 on node 10\.0\.0\.2 \(second\) did not respond"):
         driver_of().outcome({0: RankResult(error="RankError", text="rank 0 did not hear")})
-    with pytest.raises(
-        RankLost, match=r"rank 1 on node .* did not answer, though another had ended \(rank 1 gives no sign of life\)"
-    ):
-        driver_of().outcome({0: RankResult(error="LostRankError", text="rank 1 gives no sign of life")})
+    with pytest.raises(RankLost, match=r"rank 1 on node .* did not respond after another ended \(rank 1 sends no heartbeat\)"):
+        driver_of().outcome({0: RankResult(error="LostRankError", text="rank 1 sends no heartbeat")})
     with pytest.raises(RankLost, match=r"lost one another"):
         driver_of().outcome({rank: RankResult(error="RankError", text="a connection broke") for rank in (0, 1)})
     with pytest.raises(RankLost, match=r"^critic 0 was lost$"):
@@ -264,7 +262,7 @@ def test_a_rank_that_does_not_answer_when_another_has_given_up_is_lost() -> None
 
 def test_a_rank_that_has_given_up_is_lost_by_its_own_words_and_one_that_said_nothing_by_those_of_ray() -> None:
     driver, heard = driver_of(), []
-    driver.pass_on([("left", (0, "rank 1 is silent. The same command goes on from the last checkpoint"))])
+    driver.pass_on([("left", (0, "rank 1 is silent. The same command resumes from the last checkpoint"))])
     assert str(driver.lost(0, "exit 2")) == "rank 0 on node 10.0.0.1 (first) has given up: rank 1 is silent"
     assert str(driver.lost(1, "exit 2")) == "rank 1 on node 10.0.0.2 (second) was lost: exit 2"
     with error_listener(heard.append):

@@ -38,10 +38,10 @@ def test_a_mistake_of_the_users_is_said_as_it_is_where_all_ranks_found_it_and_wi
 
 
 def test_what_a_rank_says_of_another_counts_only_where_that_one_says_nothing(tmp_path):
-    late = failure(2, RankError("rank 1 (process 7 on here) gives no sign of life"), tmp_path, timestamp=1)
+    late = failure(2, RankError("rank 1 (process 7 on here) sends no heartbeat"), tmp_path, timestamp=1)
     bug = failure(1, ZeroDivisionError("oh"), tmp_path, timestamp=2)
     assert cause({0: late, 2: bug})[0].startswith("rank 2 failed with ZeroDivisionError: oh")
-    assert cause({0: late, 1: failure(-15, None, tmp_path)}) == ("rank 1 (process 7 on here) gives no sign of life", 2)
+    assert cause({0: late, 1: failure(-15, None, tmp_path)}) == ("rank 1 (process 7 on here) sends no heartbeat", 2)
     killed_by_the_launcher = {0: late, 1: failure(-9, None, tmp_path)}
     assert cause(killed_by_the_launcher, {7})[0].startswith("rank 1 (process 7")
 
@@ -50,7 +50,7 @@ def test_a_killed_rank_is_named_with_the_signal_and_the_way_on(tmp_path):
     found, status = cause({0: failure(2, RankError("x"), tmp_path), 3: failure(-9, None, tmp_path)})
     assert status == 1
     assert found == (
-        "rank 3 was killed by SIG9, as happens when memory runs out; the same command goes on from the last checkpoint"
+        "rank 3 was killed by SIG9, as happens when memory runs out; the same command resumes from the last checkpoint"
     )
 
 

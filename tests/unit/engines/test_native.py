@@ -567,7 +567,7 @@ def test_what_was_begun_and_not_reached_before_a_stop_comes_back_as_it_was() -> 
 def test_an_answer_that_is_as_long_as_it_may_be_cannot_go_on() -> None:
     [request] = requests_of(prompts_of(9), 1, iter([4]))
     [whole] = engine_of(endless()).generate([request], SamplingConfig())
-    with pytest.raises(ValueError, match="4 tokens of an answer to '0' are there; it ends at 4"):
+    with pytest.raises(ValueError, match="4 tokens of a response to '0' are there; it ends at 4"):
         engine_of(endless()).generate([replace(request, partial=whole)], SamplingConfig())
 
 

@@ -76,7 +76,7 @@ def test_an_engine_that_still_has_the_old_weights_is_named_and_one_with_others_t
     weight = actor.model.get_parameter("model.norm.weight")
     engine.load_weights([("model.norm.weight", weight.detach() * torch.linspace(0.5, 2, len(weight)))], 1)
     probe.ask(engine)
-    with pytest.raises(ModelError, match="computes with other weights than those of its fingerprint, or decodes"):
+    with pytest.raises(ModelError, match="computes with weights that differ from its fingerprint, or decodes"):
         probe.refuse(roles_of(actor))
 
 

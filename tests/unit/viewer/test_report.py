@@ -118,7 +118,7 @@ def test_the_report_tells_the_whole_run(tmp_path):
     text = page_of(make_run(tmp_path / "demo")).text
     for part in ("41.2%", "96.8%", "+55.6 points", "3 min 42 s", "60", "after 30 supervised", "9,000", "1,500"):
         assert part in text
-    for title in ("Reward", "Held-out accuracy", "Answer length", "KL to the reference", "Entropy", "Where the time goes"):
+    for title in ("Reward", "Held-out accuracy", "Response length", "KL to the reference", "Entropy", "Where the time goes"):
         assert title in text
     assert "generate 60%" in text
     assert "6,000 tokens sampled every one accounted for" in text
@@ -239,7 +239,7 @@ def run_with_media(path, text="7", names=None):
 def test_short_answers_about_pictures_and_clips_stand_beside_them_and_wrong_ones_are_marked(tmp_path):
     page = page_of(run_with_media(tmp_path / "a"))
     assert page.text.count("Which digit?") == 1
-    assert "Of these 12 held-out problems 0 were answered right before, 9 after." in page.text
+    assert "Of these 12 prompts of the eval set, 0 had a right response before, 9 after." in page.text
     assert len([1 for attrs in page.all("li") if attrs.get("class") == "card wrong"]) == page.text.count("✗ 7") == 3
     assert page.text.count("✓ 7") == 9
     assert [bool(i.get("class")) for i in page.all("img")] == [True, False] * 4
@@ -440,7 +440,7 @@ def test_a_tile_and_the_curve_of_the_same_metric_give_the_same_number(tmp_path):
     for label, title, value in (
         ("Tokens per second", "Tokens per second", "1,385"),
         ("Reward", "Reward", "0.385"),
-        ("Answer length", "Answer length", "138"),
+        ("Response length", "Response length", "138"),
     ):
         assert f"<dt>{label}</dt><dd>{value}" in html, html[html.index(f"<dt>{label}") :][:80]
         assert f'<span class="now">{value}</span><h3>{title}</h3>' in html

@@ -50,14 +50,14 @@ def test_only_the_models_that_the_algorithm_needs_are_counted(tmp_path: Path) ->
 
 def test_all_phases_of_a_step_are_there(tmp_path: Path) -> None:
     names = [phase.name for phase in found(tmp_path, algorithm={"preset": "ppo"}).phases]
-    assert {"drawing answers", "policy: layout check", "policy: update", "reference: forward", "critic: update"} <= set(names)
+    assert {"generation", "policy: layout check", "policy: update", "reference: forward", "critic: update"} <= set(names)
 
 
 def test_shards_halve_what_is_held_and_what_is_whole_meanwhile_is_added(tmp_path: Path) -> None:
     one, two = found(tmp_path), found(tmp_path, processes=2)
     assert two.models["policy"].total == one.models["policy"].total / 2
     assert update_of(two)["blocks made whole"] > 0
-    drawing = phase_of(two, "drawing answers").parts
+    drawing = phase_of(two, "generation").parts
     assert drawing["policy made whole"] == one.models["policy"].weights
 
 
@@ -114,7 +114,7 @@ def test_optimizer_state_that_is_offloaded_is_not_on_the_device(tmp_path: Path) 
 def test_drawing_ahead_holds_copies_of_the_weights_and_goes_on_beside_every_phase(tmp_path: Path) -> None:
     plain, ahead = found(tmp_path), found(tmp_path, rollout={"staleness": 1})
     assert ahead.models["sampling copies"].weights == 2 * plain.models["policy"].weights
-    assert all("drawing meanwhile" in phase.parts for phase in ahead.phases[1:])
+    assert all("generating at the same time" in phase.parts for phase in ahead.phases[1:])
 
 
 def test_a_mixture_of_experts_is_computed_and_what_cannot_be_traced_is_said(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_supervised_runs_draw_only_to_evaluate(tmp_path: Path, evaluates: bool) 
     data = {"eval": {"data": {"sources": ["held.jsonl"]}}} if evaluates else {}
     config = build(SFTConfig, {"model": {"path": str(tmp_path)}, **data})
     names = [phase.name for phase in estimate_memory(config, Lengths(1, 63, 4, 1), Device("cpu", 0)).phases]
-    assert ("drawing answers" in names) is evaluates
+    assert ("generation" in names) is evaluates
 
 
 def test_ranks_that_share_a_row_hold_a_part_of_its_activations(tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_ranks_that_share_layers_hold_a_part_of_each_and_all_of_what_lies_betwee
 
 def test_a_team_draws_and_trains_the_rows_that_its_ranks_would_have_had(tmp_path: Path) -> None:
     cache = [
-        next(p for p in found(tmp_path, processes=4, strategy=s).phases if p.name == "drawing answers").parts["cache"]
+        next(p for p in found(tmp_path, processes=4, strategy=s).phases if p.name == "generation").parts["cache"]
         for s in ({}, {"sequence": 2}, {"tensor": 2})
     ]
     assert cache[0] == cache[1] == cache[2]
@@ -203,9 +203,9 @@ def test_activations_in_the_hosts_memory_are_not_on_the_device_and_on_a_cpu_they
 def test_what_sleeps_is_not_there_while_answers_are_drawn(tmp_path: Path) -> None:
     awake, asleep = (found(tmp_path, algorithm=WITH_KL, strategy={"sleep": sleep}) for sleep in (False, True))
     away = awake.models["policy"].moments + awake.models["reference"].weights
-    drawing = [phase_of(needed, "drawing answers") for needed in (awake, asleep)]
+    drawing = [phase_of(needed, "generation") for needed in (awake, asleep)]
     assert drawing[0].total - drawing[1].total == drawing[1].resting == away
-    assert asleep.host["asleep while answers are drawn"] == away
+    assert asleep.host["offloaded during generation"] == away
 
 
 def test_roles_with_workers_of_their_own_are_not_with_the_ranks_and_have_a_table_each(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_roles_with_workers_of_their_own_are_not_with_the_ranks_and_have_a_table
         "policy": ModelMemory(alone.models["policy"].weights),
         "weights on their way": ModelMemory(2**20),
     }
-    assert phase_of(apart["engine"], "drawing answers").parts["cache"] == phase_of(alone, "drawing answers").parts["cache"] / 2
+    assert phase_of(apart["engine"], "generation").parts["cache"] == phase_of(alone, "generation").parts["cache"] / 2
     assert apart["reference"].models["reference"] == alone.models["reference"]
     assert all(needed.peak > sum(held.total for held in needed.models.values()) for needed in apart.values())
 
