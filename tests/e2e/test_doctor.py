@@ -197,6 +197,7 @@ def test_the_probe_does_not_load_what_does_not_fit(capsys: pytest.CaptureFixture
 def test_a_device_on_which_a_rank_and_a_worker_live_holds_both(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     machine = ("doctor.device=cuda", "doctor.device_memory=80GiB", "launch.kind=ray", "launch.ray.devices=0.5")
     found = doctor(capsys, folder, *machine, "algorithm=prime", "launch.ray.references=1", "launch.ray.model_devices=0.5")
-    rank, worker, both = (float(size) for size in re.findall(r"peak +([\d.]+) MiB", found.out))
+    peaks = re.findall(r"peak +([\d.]+) ([KM]iB)", found.out)
+    rank, worker, both = (float(size) / (1024 if unit == "KiB" else 1) for size, unit in peaks)
     assert "MiB on a device of rank and reference" in found.out
     assert both == pytest.approx(rank + worker, abs=0.011)

@@ -133,8 +133,8 @@ def test_a_file_in_the_way_is_a_clear_error(tmp_path):
 
 def test_a_folder_in_use_by_another_process_is_refused(tmp_path):
     code = (
-        "import sys, pathlib\nfrom lightrft.observability.run_directory import RunFolder\nfrom lightrft.config.base import Settings\n"
-        "RunFolder.open(pathlib.Path(sys.argv[1]), Settings(), resume='auto', overwrite=True)\n"
+        "import sys, pathlib\nfrom lightrft.observability.run_directory import RunDirectory\nfrom lightrft.config.base import Settings\n"
+        "RunDirectory.open(pathlib.Path(sys.argv[1]), Settings(), resume='auto', overwrite=True)\n"
     )
     with enter(tmp_path / "a") as folder:
         folder.log({"step": 1})
