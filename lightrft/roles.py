@@ -145,7 +145,7 @@ class Roles:
         ptx: Supervised data mixed into the policy's optimizer steps.
         ahead: An engine with separate weights, for generation during training.
         ahead_ranks: Process group of the threads that generate with ``ahead``.
-        held: Fingerprint of the engine's weights.
+        engine_fingerprint: Fingerprint of the engine's weights.
         logprobs_checked: The engine's log-probs have been compared with the trainer's.
     """
 

@@ -51,7 +51,7 @@ def paused(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[li
     """Return ``requests`` that pause after at most ``tokens`` further tokens each."""
     if tokens is None:
         return [list(group) for group in requests]
-    return [[replace(r, pause=r.num_generated + tokens) for r in group] for group in requests]
+    return [[replace(r, pause_after_tokens=r.num_generated + tokens) for r in group] for group in requests]
 
 
 @dataclass(slots=True)

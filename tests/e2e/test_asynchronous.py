@@ -49,7 +49,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_batch_n_is_drawn_by_the_version_that_is_due_whoever_is_faster(rl_config, tmp_path, monkeypatch, staleness):
     run_rl(rl_config(run={"name": "plain"}, rollout={"staleness": staleness}))
-    monkeypatch.setattr(async_generation, "collect", slowed(async_generation.collect_rollouts, 0.2))
+    monkeypatch.setattr(async_generation, "collect_rollouts", slowed(async_generation.collect_rollouts, 0.2))
     run_rl(rl_config(run={"name": "slow generation"}, rollout={"staleness": staleness}))
     monkeypatch.undo()
     monkeypatch.setattr(rl, "learn", slowed(rl.learn, 0.2))
@@ -100,7 +100,7 @@ def test_generation_runs_while_the_policy_is_trained(rl_config, monkeypatch):
             began.append(drawn.wait(timeout=60))
         return learn(roles, config, step, *rest)
 
-    monkeypatch.setattr(async_generation, "collect", collecting)
+    monkeypatch.setattr(async_generation, "collect_rollouts", collecting)
     monkeypatch.setattr(rl, "learn", learning)
     run_rl(rl_config(rollout={"staleness": 1}, train={"steps": 2}))
     assert began == [True]
@@ -110,7 +110,7 @@ def test_an_error_of_the_thread_ends_the_run_with_the_thread_s_traceback(rl_conf
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("from the thread")
 
-    monkeypatch.setattr(async_generation, "collect", broken)
+    monkeypatch.setattr(async_generation, "collect_rollouts", broken)
     with pytest.raises(ZeroDivisionError, match="from the thread") as caught:
         run_rl(rl_config(rollout={"staleness": 1}))
     assert "broken" in [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)]
@@ -129,7 +129,7 @@ def test_a_batch_that_could_not_be_scored_keeps_the_steps_before_it_and_is_drawn
             raise RewardError("no answer was scored")
         return found
 
-    monkeypatch.setattr(async_generation, "collect", unscored)
+    monkeypatch.setattr(async_generation, "collect_rollouts", unscored)
     with pytest.raises(RewardError, match="resumes from step 2"):
         run_rl(config)
     monkeypatch.undo()
@@ -221,7 +221,7 @@ def test_sigterm_gives_up_the_batch_under_way_saves_and_the_run_goes_on_bit_for_
             assert heard.wait(60)  # the main thread may come to look when all is drawn
         return collect(roles, config, step, *rest)
 
-    monkeypatch.setattr(async_generation, "collect", interrupted)
+    monkeypatch.setattr(async_generation, "collect_rollouts", interrupted)
     monkeypatch.setattr(StopFlag, "request", hearing)
     summary = run_rl(config)
     monkeypatch.undo()

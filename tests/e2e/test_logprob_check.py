@@ -109,7 +109,7 @@ def test_an_update_is_compared_although_all_groups_of_the_batch_beside_it_were_d
         found.groups = [] if step == 2 else found.groups
         return found
 
-    monkeypatch.setattr(async_generation, "collect", emptied)
+    monkeypatch.setattr(async_generation, "collect_rollouts", emptied)
     with pytest.raises(ModelError, match="after the update to version 2 "):
         run_rl(rl_config(rollout={"staleness": 1}))
 

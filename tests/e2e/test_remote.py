@@ -134,7 +134,7 @@ def test_a_run_with_a_moving_reference_goes_on_with_its_whole_teacher_in_a_worke
     whole = train(tree, "whole")
     train(tree, "moved", train={"steps": 1})
     with monkeypatch.context() as patched:
-        patched.setattr(rl, "office_here", Office)
+        patched.setattr(rl, "current_allocator", Office)
         train(tree, "moved", train={"steps": 2}, launch={"kind": "ray", "ray": {"teachers": 1}})
     check_equal(train(tree, "moved"), whole)
     assert all(row["policy/divergence"] > 0 and row["process/optimizer_steps"] for row in read_rows(whole / "metrics.jsonl")[1:])

@@ -107,7 +107,7 @@ def test_a_rank_alone_waits_for_nobody() -> None:
 
 
 def test_a_sign_does_not_wait_for_ranks_that_wait_for_whoever_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrft.distributed.process_group.PULSES", 10**9)
+    monkeypatch.setattr("lightrft.distributed.process_group.KEEPALIVES", 10**9)
     token = threading.Barrier(2)
 
     def one(ranks: Threads) -> list[int]:

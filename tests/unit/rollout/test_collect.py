@@ -331,7 +331,7 @@ def test_answers_that_do_not_come_back_are_an_error() -> None:
         def results(self, wait: bool) -> Iterator[Rollout]:
             yield from ()
 
-    with pytest.raises(RuntimeError, match="12 answers did not come back"):
+    with pytest.raises(RuntimeError, match="12 responses did not come back"):
         run(config_of(), Forgetful())
 
 

@@ -128,7 +128,12 @@ def test_a_fingerprint_in_another_type_is_compared_in_that_type() -> None:
 def roles_of(actor: Actor, engine: NativeEngine) -> Any:
     strategy = SimpleNamespace(gathered=lambda model: nullcontext())
     return SimpleNamespace(
-        actor=actor, engine=engine, strategy=strategy, held={}, logprobs_checked=False, weights=actor.model.named_parameters
+        actor=actor,
+        engine=engine,
+        strategy=strategy,
+        engine_fingerprint={},
+        logprobs_checked=False,
+        weights=actor.model.named_parameters,
     )
 
 
