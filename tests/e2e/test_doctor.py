@@ -41,7 +41,7 @@ def line(outcome: Outcome, about: str) -> str:
 def test_a_config_that_is_fine_has_nothing_bad(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     found = doctor(capsys, folder, f"doctor.output={tmp_path / 'found.json'}")
     assert found.status == 0, found
-    assert line(found, "reference response").split()[:3] == ["ok", "own", "answer"]
+    assert line(found, "reference response").split()[:3] == ["ok", "reference", "response"]
     assert "1, 1, 1, 1, 1, 1, 1, 1, 1, 1 (10 rows" in line(found, "reference response")
     assert "0, 0, 0, 0, 0, 0, 0, 0, 0, 0 (10 rows" in line(found, "empty response")
     assert "12 prompts of 12 rows" in line(found, "rows")

@@ -28,7 +28,7 @@ def lines(path: Path) -> list[dict]:
 def test_answers_come_in_the_order_of_the_prompts_whatever_the_order_they_end_in(generate, data_folder, tmp_path):
     outcome = generate("samples=3", "engine.max_rows=4")
     assert outcome.status == 0, outcome.err
-    assert outcome.out == "30 answers in answers.jsonl\n" and outcome.err == ""
+    assert outcome.out == "30 responses in answers.jsonl\n" and outcome.err == ""
     rows = lines(tmp_path / "answers.jsonl")
     asked = [json.loads(line) for line in (data_folder / "train.jsonl").read_text().splitlines()]
     assert [r["label"] for r in rows] == [row["label"] for row in asked for _ in range(3)]

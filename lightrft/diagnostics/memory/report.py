@@ -64,7 +64,7 @@ def memory_findings(
     yield _fits("memory", says, total, device, _way(found, device))
     if device.kind == "cpu" and sys.platform == "linux" and ALLOCATOR not in os.environ:
         says = (
-            f"the C library keeps what is freed, in pieces: runs may take up to {KEPT:g} times "
+            f"the C library keeps freed memory: runs may take up to {KEPT:g} times "
             f"this; {ALLOCATOR}=262144 and MALLOC_TRIM_THRESHOLD_=262144 give it back"
         )
         tight = device.memory and KEPT * total > device.memory
@@ -184,7 +184,7 @@ def _spread(config: RLConfig | SFTConfig, device: Device) -> str:
         sequence = config.strategy.sequence
         says += f", the tokens of a row over {sequence} (strategy.sequence)"
     if shares.precise:
-        says += "; weights that are trained lie in float32 alone"
+        says += "; trained weights are held in float32 only"
     if shares.on_host:
         names = {"state": "masters and moments"}
         away = ", ".join(names.get(part, part) for part in shares.on_host)

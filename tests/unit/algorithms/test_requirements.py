@@ -156,7 +156,7 @@ def rollout_problems(**tree: Any) -> list[str]:
     [
         ({"rollout": {"select": {"name": "top"}}}, "unknown selection 'top'; did you mean 'top_k'?"),
         ({"rollout": {"select": {"name": "top_k"}}}, "rollout.select.options.keep is missing"),
-        ({"rollout": {"select": {"name": "top_k", "options": {"keep": 8}}}}, "leaves out none of rollout.samples = 8 answers"),
+        ({"rollout": {"select": {"name": "top_k", "options": {"keep": 8}}}}, "leaves out none of rollout.samples = 8 responses"),
         ({"rollout": {"select": {"name": "top_k", "options": {"keep": 1}}}}, "'grpo' compares the responses of a group"),
         ({"rollout": {"select": {"name": "balanced", "options": {"keep": 1}}}}, "options.keep is 1"),
         ({"rollout": {"select": {"name": "top_k", "options": {"keep": "two"}}}}, "cannot use its options|options.keep is two"),

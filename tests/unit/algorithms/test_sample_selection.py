@@ -108,5 +108,5 @@ def test_what_is_kept_is_in_the_order_of_the_group() -> None:
     rollouts = group(1, 2, 3)
     assert selected(rollouts, None) == rollouts
     assert selected(rollouts, ComponentConfig(name=f"{__file__}:backwards")) == [rollouts[0], rollouts[2]]
-    with pytest.raises(ConfigError, match=r"gave \[3\] for a group of 3 answers"):
+    with pytest.raises(ConfigError, match=r"gave \[3\] for a group of 3 responses"):
         selected(rollouts, ComponentConfig(name=f"{__file__}:beyond"))
