@@ -125,7 +125,7 @@ class ActorAL(PublicActor):
         lengths = None if mask is None else mask.long().sum(-1).tolist()
         clips = list(values)
         places = _blocks(placed)
-        # adjacent clips have one run of placeholders, which does not report_error where one ends
+        # adjacent clips have one run of placeholders, which does not tell where one ends
         known = places if len(places) == len(clips) else None
         return arrange(self.actor.base, clips, lengths, known)
 

@@ -112,9 +112,9 @@ def stored(tree: Tree, folder: Path) -> Any:
 LATE = """
 import sys, time
 from lightrft.utils.errors import RankError
-from lightrft.distributed.process_group import joined
+from lightrft.distributed.process_group import init_process_group
 
-with joined(float(sys.argv[1])) as ranks:
+with init_process_group(float(sys.argv[1])) as ranks:
     time.sleep(3 * ranks.rank)
     try:
         found = ranks.gather(ranks.rank)

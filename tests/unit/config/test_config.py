@@ -117,7 +117,7 @@ def test_without_a_preset_the_parts_have_their_own_defaults() -> None:
         ),
         (
             ["algorithm.normalize={terms: group, rewards: scale}"],
-            "algorithm.normalize (from command line): normalize.terms is 'group' and normalize.rewards 'scale': terms that have a scale",
+            "algorithm.normalize (from command line): normalize.terms is 'group' and normalize.rewards 'scale': terms with separate scales",
         ),
         (
             ["sampling.min_new_tokens=9", "sampling.max_new_tokens=8"],

@@ -236,7 +236,7 @@ def test_tokens_that_depend_on_the_day_or_on_code_of_the_user_are_not_kept(rows)
     [
         ({"processor": object()}, "the model reads media"),
         ({"sources": ["{mine}:rows"]}, "a source is not a file of this machine"),
-        ({"sources": [{"path": "{rows}", "reader": "{mine}:read"}]}, "a reader is a function of your own"),
+        ({"sources": [{"path": "{rows}", "reader": "{mine}:read"}]}, "a reader is a user's function"),
         ({"tokenizer": object()}, "the tokenizer is not a fast one"),
     ],
 )

@@ -83,10 +83,10 @@ def test_weights_for_workers_of_this_machine_are_sent_over_loopback() -> None:
 
 PROGRAM = """
 import psutil
-from lightrft.distributed.process_group import joined
+from lightrft.distributed.process_group import init_process_group
 
-with joined(2.0) as all_ranks:
-    all_ranks.apart().gather(all_ranks.rank)
+with init_process_group(2.0) as all_ranks:
+    all_ranks.duplicate().gather(all_ranks.rank)
     here = psutil.Process()
     found = {c.laddr.ip for p in (here, here.parent()) for c in p.net_connections("tcp") if c.status == "LISTEN"}
     assert found == {"127.0.0.1"}, found

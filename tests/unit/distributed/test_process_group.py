@@ -125,18 +125,18 @@ def test_a_sign_does_not_wait_for_ranks_that_wait_for_whoever_gives_it(monkeypat
 
 MEETINGS = """
 import sys, time
-from lightrft.distributed.process_group import joined
+from lightrft.distributed.process_group import init_process_group
 for meeting in range(3):
-    with joined(1.0) as ranks:
+    with init_process_group(1.0) as ranks:
         assert ranks.gather((meeting, ranks.rank)) == [(meeting, 0), (meeting, 1)]
         time.sleep(1.5 * (ranks.rank == meeting % 2))  # the other one goes ahead to the next meeting
 """
 
 BLAMED = """
 import os
-from lightrft.distributed.process_group import Together, joined
-with joined(1.0) as ranks:
-    store = Together.pulse._store
+from lightrft.distributed.process_group import TorchProcessGroup, init_process_group
+with init_process_group(1.0) as ranks:
+    store = TorchProcessGroup.heartbeat._store
     store.set(f"about to leave/{ranks.rank}", "")
     store.wait(["about to leave/0", "about to leave/1"])  # neither is needed by the other any more
     store.set("verdict", "rank 1 has given no heartbeat")

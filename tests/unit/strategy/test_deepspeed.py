@@ -42,7 +42,7 @@ from lightrft.strategy.deepspeed import DeepSpeedStrategy
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.strategy.single import SingleStrategy
 from lightrft.utils.errors import ConfigError
-from lightrft.distributed.process_group import joined
+from lightrft.distributed.process_group import init_process_group
 
 def net(dtype=torch.float32):
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def refused(work):
         return str(error)
 
 folder = Path(sys.argv[1])
-with joined(1.0) as ranks:
+with init_process_group(1.0) as ranks:
     found = {stage: cell(stage) for stage in (1, 2, 3)}
     everyone = ranks.gather(found)
     if ranks.rank == 0:
@@ -231,7 +231,7 @@ def cell(stage):
         found[name]["held"] = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
         torch.manual_seed(0)
         expected = dict(kind.load(config).named_parameters())
-        with strategy.tensors(model) as own:
+        with strategy.local_parameters(model) as own:
             assert list(own) == list(expected)
             found[name]["odd"] = [n for n, t in own.items() if not torch.equal(t, expected[n])]
             found[name]["size"] = sum(t.numel() for t in expected.values())
@@ -287,7 +287,7 @@ def run(strategy):
         with strategy.loading() as device:
             model = Actor.load(ModelConfig(path=str(folder / "model")), device=device).requires_grad_(False)
         strategy.place(model)
-        with strategy.tensors(model) as own:
+        with strategy.local_parameters(model) as own:
             read += [float(t.double().sum()) for t in own.values()]
     return state.inner.engine.zero_hpz_partition_size(), [w.flatten().tolist() for _, w in strategy.full_parameters(state)], read
 
