@@ -332,7 +332,7 @@ def run_lightrft(job: Job) -> dict[str, Any]:
         before = work.peak_mb()
         for step in range(job.steps + 1):  # the first one warms up
             start, cpu = time.perf_counter(), time.process_time()
-            result = rl_step(run.roles, run.config, step, run.controls, run.stream, session.timers)
+            result = rl_step(run.roles, run.config, step, run.controllers, run.stream, session.timers)
             values = session.record(step + 1, result.metrics)
             work.wait()
             spent = {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}

@@ -56,7 +56,7 @@ def test_the_prompt_is_the_one_that_the_familys_own_processor_writes(tmp_path, s
     text = f"<|audio_bos|>{part.written}<|audio_eos|>who?"
     made = own(text=text, audio=[sound(samples)], sampling_rate=16000, return_tensors="pt")
     extent = Extent((samples,))
-    assert r.tokenizer(text.replace(part.written, part.expand(extent)))["input_ids"] == made["input_ids"][0].tolist()
+    assert r.tokenizer(text.replace(part.written, part.placeholder_text(extent)))["input_ids"] == made["input_ids"][0].tolist()
     assert part.count(part.inputs(sound(samples), extent)) == (made["input_ids"] == r.processor.tokens["audio"]).sum()
 
 
@@ -107,7 +107,7 @@ def test_every_text_layer_attends_by_the_plan_and_no_layer_of_the_tower_does(fam
 
 def test_a_clip_longer_than_the_window_is_an_error_in_seconds(tmp_path):
     part = qwen2_audio(tmp_path).processor.parts["audio"]
-    for refused in (lambda: part.expand(Extent((24000,))), lambda: part.inputs(sound(24000), Extent((24000,)))):
+    for refused in (lambda: part.placeholder_text(Extent((24000,))), lambda: part.inputs(sound(24000), Extent((24000,)))):
         with pytest.raises(ValueError, match=r"1\.5 s .* at most 1 s: cut it into shorter clips"):
             refused()
 
@@ -135,7 +135,7 @@ def test_sizes_of_tower_and_extractor_can_be_chosen(tmp_path):
     part = r.processor.parts["audio"]
     assert part.rate == 8000
     assert part.inputs(sound(8000), Extent((8000,)))["input_features"].shape == (50, 40)
-    assert part.expand(Extent((8000,))) == "<|AUDIO|>" * 12
+    assert part.placeholder_text(Extent((8000,))) == "<|AUDIO|>" * 12
     assert r.actor.score(mixed_batch([r.prompt("a", ("audio", (8000,)), "?")])).logprobs.isfinite().all()
 
 
@@ -213,7 +213,7 @@ def test_features_of_omni_are_those_of_its_own_extractors_frames(tmp_path):
         tower = r.actor.family.reader.towers[2]
         found = tower.features(r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]}).values
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()  # the extractor itself computes in float32
-    assert len(found) == sum(part.count(i) for i in inputs) == sum(part.expand(Extent(c.shape)).count("<|AUDIO|>") for c in clips)
+    assert len(found) == sum(part.count(i) for i in inputs) == sum(part.placeholder_text(Extent(c.shape)).count("<|AUDIO|>") for c in clips)
 
 
 def test_marks_and_placeholders_that_stand_for_nothing_do_not_move_positions_of_omni(tmp_path):

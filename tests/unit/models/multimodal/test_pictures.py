@@ -57,7 +57,7 @@ def test_gemma_pictures_and_prompts_are_those_of_the_familys_own_processor(tmp_p
     part, tokenizer = part_of("gemma3", tmp_path, **crops)
     value, extent, text = picture(*size), Extent((*size, 3)), f"see {part.written} now"
     found = part.inputs(value, extent)
-    ids = tokenizer(text.replace(part.written, part.expand(extent)), add_special_tokens=False)["input_ids"]
+    ids = tokenizer(text.replace(part.written, part.placeholder_text(extent)), add_special_tokens=False)["input_ids"]
     made = gemma_own(tokenizer)(images=[[Image.fromarray(value)]], text=[text], return_tensors="pt", **crops)
     assert torch.equal(found["pixel_values"], made["pixel_values"])
     assert ids == made["input_ids"][0].tolist()
@@ -66,8 +66,8 @@ def test_gemma_pictures_and_prompts_are_those_of_the_familys_own_processor(tmp_p
 
 def test_gemma_crops_are_off_until_the_folder_turns_them_on_and_null_settings_have_the_familys_values(tmp_path):
     wide = Extent((300, 900, 3))
-    assert part_of("gemma3", tmp_path / "off")[0].expand(wide).count("<start_of_image>") == 1
-    assert part_of("gemma3", tmp_path / "on", do_pan_and_scan=True)[0].expand(wide).count("<start_of_image>") == 4
+    assert part_of("gemma3", tmp_path / "off")[0].placeholder_text(wide).count("<start_of_image>") == 1
+    assert part_of("gemma3", tmp_path / "on", do_pan_and_scan=True)[0].placeholder_text(wide).count("<start_of_image>") == 4
 
 
 @pytest.mark.parametrize("options", [{}, {"do_image_splitting": False}, {"size": {"longest_edge": 50}}])
@@ -81,7 +81,7 @@ def test_smolvlm_crops_are_those_of_the_familys_own_processor_and_the_text_names
     found = part.inputs(value, extent)
     assert torch.equal(found["pixel_values"], made["pixel_values"][0])
     assert bool(made["pixel_attention_mask"].all())
-    rows, columns, text = made["rows"][0][0], made["cols"][0][0], part.expand(extent)
+    rows, columns, text = made["rows"][0][0], made["cols"][0][0], part.placeholder_text(extent)
     assert text.count("<image>") == part.count(found) == 4 * (rows * columns + 1)
     assert [f"<row_{r + 1}_col_{c + 1}>" in text for r in range(rows) for c in range(columns)] == [True] * rows * columns
 
@@ -94,23 +94,23 @@ def test_smolvlm_grids_fit_pictures_of_every_shape(tmp_path):
         for width in range(1, 60, 4):
             made = own(images=[Image.fromarray(picture(height, width))], return_row_col_info=True)
             crops = len(made["pixel_values"][0])
-            assert part.expand(Extent((height, width, 3))).count("<image>") == 4 * crops, (height, width)
+            assert part.placeholder_text(Extent((height, width, 3))).count("<image>") == 4 * crops, (height, width)
 
 
 def test_smolvlm_writes_rows_of_crops_and_then_the_whole_picture(tmp_path):
     part, _ = part_of("smolvlm", tmp_path)
     four, fake = "<image>" * 4, "<fake_token_around_image>"
-    assert part.expand(Extent((32, 16, 3))) == (
+    assert part.placeholder_text(Extent((32, 16, 3))) == (
         f"{fake}<row_1_col_1>{four}\n{fake}<row_2_col_1>{four}\n\n{fake}<global-img>{four}{fake}"
     )
     single = part_of("smolvlm", tmp_path / "one", do_image_splitting=False)[0]
-    assert single.expand(Extent((32, 16, 3))) == f"{fake}<global-img>{four}{fake}"
+    assert single.placeholder_text(Extent((32, 16, 3))) == f"{fake}<global-img>{four}{fake}"
 
 
 def test_bounds_on_pixels_lower_the_number_of_smolvlm_crops(tmp_path):
     part, _ = part_of("smolvlm", tmp_path, size={"longest_edge": 64})
     square = Extent((50, 50, 3))
-    counts = [part.limited(None, most).expand(square).count("<image>") for most in (None, 64 * 64, 64 * 64 - 1, 900, 256)]
+    counts = [part.limited(None, most).placeholder_text(square).count("<image>") for most in (None, 64 * 64, 64 * 64 - 1, 900, 256)]
     assert counts == [4 * 17, 4 * 17, 4 * 10, 4 * 1, 4 * 1]
     with pytest.raises(ModelError, match="max_pixels = 255"):
         part.limited(None, 255)
@@ -136,7 +136,7 @@ def test_a_saved_processor_reads_pictures_as_before(tmp_path, family):
     config = ModelConfig(path=str(tmp_path / "second"))
     again = load_processor(config, tokenizer).parts["image"]
     value, extent = picture(20, 30), Extent((20, 30, 3))
-    assert again.placeholder_text(extent) == part.expand(extent)
+    assert again.placeholder_text(extent) == part.placeholder_text(extent)
     assert torch.equal(again.inputs(value, extent)["pixel_values"], part.inputs(value, extent)["pixel_values"])
     assert json.loads((tmp_path / "second" / "preprocessor_config.json").read_text())["image_processor_type"]
 

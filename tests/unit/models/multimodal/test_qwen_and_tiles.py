@@ -146,7 +146,7 @@ def test_a_clip_that_cannot_be_read_is_refused(family, frames, tmp_path):
 def timed_prompt(r, rate, frames=6):
     part = r.processor.parts["video"]
     value, extent = clip(frames, 16, 16, rate)
-    text = f"see <|vision_start|>{part.expand(extent)}<|vision_end|> then?"
+    text = f"see <|vision_start|>{part.placeholder_text(extent)}<|vision_end|> then?"
     media = {name: Ragged(x, torch.tensor([len(x)])) for name, x in part.inputs(value, extent).items()}
     return Prompt(id="", token_ids=r.tokenizer(text)["input_ids"], media=media)
 
