@@ -127,12 +127,12 @@ def test_gates_multiply_and_pulls_add_up() -> None:
     parts = [ComponentConfig(name="m2po"), ComponentConfig(name="high_entropy", options={"rho": 0.5}), kl_cov, kl_cov]
     found = with_token_masks(batch, parts, LossConfig(), torch.Generator())
     assert found.gate is not None
-    assert found.kl_pull_coef is not None
+    assert found.pull is not None
     assert found.gate.tolist() == [0.0, 1.0, 0.0, 0.0, 0.0, 1.0]
-    assert found.kl_pull_coef.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
+    assert found.pull.tolist() == [1.0, 0.0, 0.0, 1.0, 0.0, 0.0]
     untouched = with_token_masks(batch, [], LossConfig(), torch.Generator())
     assert untouched.gate is None
-    assert untouched.kl_pull_coef is None
+    assert untouched.pull is None
 
 
 def test_a_column_that_is_missing_is_named() -> None:

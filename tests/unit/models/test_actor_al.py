@@ -37,7 +37,7 @@ class Example:
         self.rows = [p.token_ids + answer for p, answer in zip(self.prompts, ANSWERS)]
 
     @property
-    def gathered(self):
+    def whole(self):
         """``[clips, mels, window]`` as the family's processor in transformers gives them: own frames, then silence."""
         return pad_sequence([c.t() for c in self.clips] + [torch.zeros(100, 16)], batch_first=True)[:-1].transpose(1, 2)
 
