@@ -385,7 +385,7 @@ def test_a_request_that_ends_one_engine_after_another_ends_the_run_though_they_a
     workers = [ProcessWorker(f"engine {i}", Fatal) for i in range(count)]
     engines = EngineWorkerGroup(workers, CONFIG, FaultPolicy(restarts=1, call_timeout=60.0), hand())
     try:
-        said = r"3 engines were lost .* the same 1 answers, e\.g\. to prompt 'p0' .*launch\.ray\.restarts = 1"
+        said = r"3 engines were lost .* the same 1 responses, e\.g\. to prompt 'p0' .*launch\.ray\.restarts = 1"
         with pytest.raises(WorkerError, match=said):
             answers(engines, requests_of(1, 1), lambda: sum(worker.starts for worker in workers) > 8)
     finally:
