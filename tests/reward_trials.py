@@ -47,6 +47,6 @@ def _trials_of(config: RewardConfig) -> Hashable:
     tree = config.model_dump_json()
     for term in [*config.terms, *(term for terms in config.per_source.values() for term in terms)]:
         file = Path(term.function.rpartition(":")[0])
-        if file.suffix == ".py":
+        if file.suffix == ".py" and file.is_file():
             tree = tree.replace(str(file.parent), "") + file.read_text(encoding="utf-8")
     return tree

@@ -280,7 +280,7 @@ def test_a_reward_that_fails_every_made_up_response_is_refused_before_training(r
 
 
 def test_a_reward_that_fails_every_answer_of_a_step_ends_the_run_and_says_why(rl, rewards, tmp_path):
-    said = ["every answer", "step 1", "could not convert string to float"]
+    said = ["every response", "step 1", "could not convert string to float"]
     assert_refused(rl(reward__terms=f"[{rewards}:breaks_later]"), *said)
     assert not (tmp_path / "runs" / "run" / "model").exists()
 
@@ -316,7 +316,7 @@ def test_steps_taken_before_the_reward_broke_are_not_lost(rl, tmp_path):
         "    return float(rollout.seed % 2)\n"
     )
     words = {"reward__terms": f"[{file}:score]", "train__steps": 4}
-    assert_refused(rl(**words), "every answer", "step 3", "the judge is down", "step 2")
+    assert_refused(rl(**words), "every response", "step 3", "the judge is down", "step 2")
     (tmp_path / "broken").touch()
     outcome = rl(**words)
     assert outcome.status == 0, outcome.err
