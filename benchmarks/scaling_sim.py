@@ -123,7 +123,7 @@ class Plan:
     steps: int
     prompt: int = 0
     sync: Seconds = 0.0
-    shares_weights: bool = True
+    shared: bool = True
 
     def groups_of(self, lengths: np.ndarray) -> Iterator[list[Answer]]:
         """Groups without end: the rows of ``lengths [P, G]``, over and over."""

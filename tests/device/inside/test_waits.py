@@ -91,8 +91,8 @@ def test_waits_do_not_grow_with_micro_batches(rl_tree: dict[str, Any], monkeypat
     homes = (
         (policy_update, "optimizer_step"),
         (process_reward, "optimizer_step"),
-        (rl_step, "by_parts"),
-        (forward_passes, "by_parts"),
+        (rl_step, "map_micro_batches"),
+        (forward_passes, "map_micro_batches"),
     )
     with ExitStack() as stack:
         first, second, third, fourth = (stack.enter_context(watched(monkeypatch, *home)) for home in homes)
