@@ -54,7 +54,7 @@ def test_what_is_broken_is_shown_with_the_batch_and_the_exit_status_is_1(capsys,
     (failed,) = [i for i, line in enumerate(outcome.out.splitlines()) if line.startswith("  FAIL")]
     lines = outcome.out.splitlines()
     assert "is by response" in lines[failed]
-    assert "answers " in lines[failed + 1] and ", not [" in lines[failed + 1]
+    assert "responses " in lines[failed + 1] and ", not [" in lines[failed + 1]
     assert lines[-1].startswith("1 of ")
 
 
