@@ -143,7 +143,7 @@ class Work:
     checked: tuple[str, ...] = ("step32", "step512")
 
     @property
-    def gathered(self) -> int:
+    def whole(self) -> int:
         """Answers of a step."""
         return self.groups * self.answers
 
