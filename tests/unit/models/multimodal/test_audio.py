@@ -213,7 +213,11 @@ def test_features_of_omni_are_those_of_its_own_extractors_frames(tmp_path):
         tower = r.actor.family.reader.towers[2]
         found = tower.features(r.actor.base, {k: torch.cat([i[k] for i in inputs]) for k in inputs[0]}).values
     assert (found - expected).abs().max() < 1e-5 * expected.abs().max()  # the extractor itself computes in float32
-    assert len(found) == sum(part.count(i) for i in inputs) == sum(part.placeholder_text(Extent(c.shape)).count("<|AUDIO|>") for c in clips)
+    assert (
+        len(found)
+        == sum(part.count(i) for i in inputs)
+        == sum(part.placeholder_text(Extent(c.shape)).count("<|AUDIO|>") for c in clips)
+    )
 
 
 def test_marks_and_placeholders_that_stand_for_nothing_do_not_move_positions_of_omni(tmp_path):

@@ -110,7 +110,9 @@ def test_smolvlm_writes_rows_of_crops_and_then_the_whole_picture(tmp_path):
 def test_bounds_on_pixels_lower_the_number_of_smolvlm_crops(tmp_path):
     part, _ = part_of("smolvlm", tmp_path, size={"longest_edge": 64})
     square = Extent((50, 50, 3))
-    counts = [part.limited(None, most).placeholder_text(square).count("<image>") for most in (None, 64 * 64, 64 * 64 - 1, 900, 256)]
+    counts = [
+        part.limited(None, most).placeholder_text(square).count("<image>") for most in (None, 64 * 64, 64 * 64 - 1, 900, 256)
+    ]
     assert counts == [4 * 17, 4 * 17, 4 * 10, 4 * 1, 4 * 1]
     with pytest.raises(ModelError, match="max_pixels = 255"):
         part.limited(None, 255)
