@@ -143,8 +143,8 @@ class Roles:
         critic: Estimates values.
         process: The process reward model.
         ptx: Supervised data mixed into the policy's optimizer steps.
-        ahead: An engine with separate weights, for generation during training.
-        ahead_ranks: Process group of the threads that generate with ``ahead``.
+        async_engine: An engine with separate weights, for generation during training.
+        async_process_group: Process group of the threads that generate with ``async_engine``.
         engine_fingerprint: Fingerprint of the engine's weights.
         logprobs_checked: The engine's log-probs have been compared with the trainer's.
     """

@@ -171,9 +171,9 @@ class Request:
         max_new_tokens: Length limit of this response. ``None`` uses the limit of the sampling
             settings.
         greedy: Take the most likely token at each position, as at temperature 0.
-        begun: An unfinished response to continue. ``None`` starts a new one.
-        pause: Number of tokens at which the response is returned unfinished, with finish reason
-            ``abort``, to be continued later. ``None`` for no pause.
+        partial: An unfinished response to continue. ``None`` starts a new one.
+        pause_after_tokens: Number of tokens at which the response is returned unfinished, with
+            finish reason ``abort``, to be continued later. ``None`` for no pause.
     """
 
     prompt: Prompt

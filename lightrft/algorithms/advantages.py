@@ -669,11 +669,11 @@ def whiten(x: Tensor, mask: Tensor, eps: float) -> Tensor:
         return torch.zeros_like(x)
     # Sorted, so that the order of rows decides no rounding: a mask may read the sign of a
     # whitened advantage that is zero but for rounding.
-    mean = kept.double().sort().values.mean()
-    centred = kept.double() - mean
-    deviation = centred.sort().values.square().mean().sqrt()
+    ordered = kept.double().sort().values
+    mean = ordered.mean()
+    deviation = (ordered - mean).square().mean().sqrt()
     whitened = torch.zeros_like(x)
-    whitened[mask] = (centred / (deviation + eps)).to(x.dtype)
+    whitened[mask] = ((kept.double() - mean) / (deviation + eps)).to(x.dtype)
     return whitened
 
 

@@ -30,9 +30,9 @@ class TokenMask:
     """Effect of a gate on each token.
 
     Attributes:
-        keep: ``[N]``, multiplies the policy loss.
-        pull: ``[N]``, coefficient of ``|logp - logp_old|``, which is added to the loss. ``None``
-            adds nothing.
+        weight: ``[N]``, multiplies the policy loss.
+        kl_pull_coef: ``[N]``, coefficient of ``|logp - logp_old|``, which is added to the
+            loss. ``None`` adds nothing.
     """
 
     weight: Tensor

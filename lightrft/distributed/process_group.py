@@ -461,7 +461,7 @@ class KeepAlive:
 
 
 def run_with_keepalive(ranks: ProcessGroup, work: Callable[[Callable[[], None]], T]) -> list[T]:
-    """Run ``together`` for work that may take much longer on one rank than on another.
+    """Call ``run_on_all_ranks`` for work that may take much longer on one rank than on another.
 
     ``work`` gets a function to call regularly, e.g. between tokens. While a rank calls it, the
     other ranks keep waiting. A rank that no longer calls it times out as in any collective call.

@@ -72,14 +72,14 @@ class CollectedRollouts:
     """The groups of one step, every rollout generated for them, and the token counts.
 
     Every token is counted once: sampled + carried_in = trained + filtered + failed + carried_out.
-    The lists ``finished``, ``carried`` and ``begun`` are empty after ``settle``.
+    The lists ``finished``, ``carried`` and ``partial`` are empty after ``record_results``.
 
     Attributes:
         groups: The groups to train on.
         rollouts: Every rollout generated in this step.
         finished: The scored responses of each group that was not aborted.
         carried: Complete groups for the next step.
-        begun: Groups with unfinished responses, which the next step continues.
+        partial: Groups with unfinished responses, which the next step continues.
         tokens: Token counts: ``sampled``, ``trained``, ``filtered``, ``failed``, ``carried_in``
             (from the step before) and ``carried_out`` (to the next step, finished or not).
             ``dropped`` counts all tokens of dropped groups in addition.

@@ -65,7 +65,7 @@ class _Job:
 class AsyncGenerator:
     """Generates up to ``rollout.staleness`` batches ahead of training, in order.
 
-    The background thread owns ``roles.ahead``, ``roles.scorer`` and ``stream`` while it generates.
+    The background thread owns ``roles.async_engine``, ``roles.scorer`` and ``stream`` while it generates.
     ``rest`` waits until it is idle. ``take`` raises any error of the thread, with the thread's
     traceback. Later batches are then not generated, and ``stream`` is rewound to the start of the
     failed batch.
@@ -79,7 +79,7 @@ class AsyncGenerator:
         check_logprobs: The setting ``engine.check_logprobs``.
 
     Raises:
-        ValueError: If ``roles.ahead`` is missing.
+        ValueError: If ``roles.async_engine`` is missing.
     """
 
     def __init__(

@@ -261,7 +261,7 @@ def places_of(ranks: ProcessGroup, count: int, together: int = 1) -> range:
     Args:
         ranks: This rank and the number of ranks.
         count: Number of groups of all ranks.
-        tensor_parallel_size: Number of consecutive ranks that generate the same groups.
+        together: Number of consecutive ranks that generate the same groups.
     """
     return range(ranks.rank // together, count, ranks.size // together)
 
@@ -280,9 +280,9 @@ def generate_on_ranks(
     """Generate and score on all ranks, and return all groups on each of them.
 
     If each rank has an engine, each generates its part and finishes every group. The order of the
-    groups, not time, then determines which groups a ``quota`` uses. If ``engine.together`` ranks
-    share one sharded model, they generate the same part. The first of them scores it only after
-    generation, since none may stop before the others.
+    groups, not time, then determines which groups a ``quota`` uses. If
+    ``engine.tensor_parallel_size`` ranks share one sharded model, they generate the same part. The
+    first of them scores it only after generation, since none may stop before the others.
 
     Args:
         ranks: The process group that shares the work.

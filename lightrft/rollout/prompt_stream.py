@@ -34,8 +34,8 @@ class PromptStream:
         dataset: The prompts.
         sampler: The order of the prompts.
         carried: Complete groups of the step before, which the next step trains on.
-        begun: Unfinished groups of the step before, which the next step continues first.
-        lost: Number of unreadable prompts in this step.
+        partial: Unfinished groups of the step before, which the next step continues first.
+        unreadable_rows: Number of unreadable prompts in this step.
     """
 
     dataset: PromptDataset

@@ -163,7 +163,7 @@ class Strategy(Protocol):
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Gather ``tensor``, laid out as one of ``tensors``, to its full value.
+        """Gather ``tensor``, laid out as one of ``local_parameters``, to its full value.
 
         Every rank must call it.
         """
@@ -194,8 +194,8 @@ def on_host(strategy: Strategy, tensors: Iterable[tuple[str, Tensor]]) -> dict[s
 
     Other ranks get an empty dictionary. Every rank must call it.
 
-    ``tensors`` are laid out as in ``Strategy.tensors``. They are gathered one by one, so a device
-    holds at most one in full.
+    ``tensors`` are laid out as in ``Strategy.local_parameters``. They are gathered one by one, so a
+    device holds at most one in full.
     """
 
     def whole(tensor: Tensor) -> Tensor | None:

@@ -453,7 +453,7 @@ def check_correction_is_by_response(function: Function) -> None:
 
 
 def gate_of(function: Function, batch: Batch, settings: LossConfig | None = None) -> Tensor:
-    """Call a gate and return ``keep`` and ``pull`` as two rows, ``[2, N]``.
+    """Call a gate and return ``weight`` and ``kl_pull_coef`` as two rows, ``[2, N]``.
 
     Args:
         function: The gate.
@@ -469,8 +469,8 @@ def gate_of(function: Function, batch: Batch, settings: LossConfig | None = None
 
 
 def check_gate_keeps_a_share_between_nothing_and_all(function: Function) -> None:
-    """``keep`` is in [0, 1] and ``pull`` is finite and not negative; both are exactly 0 where
-    nothing was sampled.
+    """``weight`` is in [0, 1] and ``kl_pull_coef`` is finite and not negative; both are exactly 0
+    where nothing was sampled.
     """
     for name, batch in [*batches(), *extremes()]:
         keep, pull = gate_of(function, batch)
