@@ -65,9 +65,9 @@ class _Job:
 class AsyncGenerator:
     """Generates up to ``rollout.staleness`` batches ahead of training, in order.
 
-    The background thread owns ``roles.async_engine``, ``roles.scorer`` and ``stream`` while it generates.
-    ``rest`` waits until it is idle. ``take`` raises any error of the thread, with the thread's
-    traceback. Later batches are then not generated, and ``stream`` is rewound to the start of the
+    The background thread owns ``roles.async_engine``, ``roles.scorer`` and ``stream`` while it
+    generates. ``rest`` waits until it is idle. ``take`` raises any error of the thread, with the
+    thread's traceback. Later batches are then not generated, and ``stream`` is rewound to the start of the
     failed batch.
 
     Args:
