@@ -67,11 +67,11 @@ class AsyncGenerator:
 
     The background thread owns ``roles.async_engine``, ``roles.scorer`` and ``stream`` while it
     generates. ``rest`` waits until it is idle. ``take`` raises any error of the thread, with the
-    thread's traceback. Later batches are then not generated, and ``stream`` is rewound to the start of the
-    failed batch.
+    thread's traceback. Later batches are then not generated, and ``stream`` is rewound to the start
+    of the failed batch.
 
     Args:
-        roles: The models, the engine ``ahead`` and the scorer.
+        roles: The models, ``async_engine`` and the scorer.
         settings: Decide which groups are collected.
         stream: Source of prompts.
         steps: Number of steps of the run.
