@@ -269,6 +269,7 @@ def check(name: str, seed: int, steps: int, start: Path, scratch: Path) -> dict[
 
 def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dict[str, float]:
     """The batch of ``seen`` through the objective here, against what TRL made of it."""
+    from lightrft.algorithms.requirements import Requirements
     from lightrft.config.base import build
     from lightrft.config.model import ModelConfig
     from lightrft.config.verbs import RLConfig
@@ -289,8 +290,12 @@ def compared(name: str, start: Path, seen: Mapping[str, Any], torch: Any) -> dic
     old = first if SETTINGS[name].updates > 1 else now
     batch = batch.replace(old_logprobs=old, ref_logprobs=first if algorithm.kl.used else None)
     controls = Controllers.of(algorithm)
-    batch = with_loss_weights(with_advantages(batch, config, controls), config)
-    loss, _ = Objective.of(algorithm, controls)(batch, actor.score(batch))
+    batch = with_loss_weights(
+        with_advantages(batch, config, controls, Requirements.of(config.algorithm)),
+        config.algorithm,
+        config.sampling.max_new_tokens,
+    )
+    loss, _ = Objective.of(algorithm, Requirements.of(algorithm), controls)(batch, actor.score(batch))
     loss.backward()
 
     ours = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}

@@ -332,7 +332,7 @@ def run_lightrft(job: Job) -> dict[str, Any]:
         before = work.peak_mb()
         for step in range(job.steps + 1):  # the first one warms up
             start, cpu = time.perf_counter(), time.process_time()
-            result = rl_step(run.roles, run.config, step, run.controllers, run.stream, session.timers)
+            result = rl_step(run.roles, run.config, run.requirements, step, run.controllers, run.stream, session.timers)
             values = session.record(step + 1, result.metrics)
             work.wait()
             spent = {"step": time.perf_counter() - start, "cpu": time.process_time() - cpu}
@@ -485,6 +485,7 @@ def check(job: Job) -> dict[str, Any]:
     import torch
     from transformers import TrainerCallback
 
+    from lightrft.algorithms.requirements import Requirements
     from lightrft.config.model import ModelConfig
     from lightrft.learner.policy_update import Objective, with_loss_weights
     from lightrft.models.actor import Actor
@@ -527,9 +528,9 @@ def check(job: Job) -> dict[str, Any]:
     )
     config = rl_config(job, 1)
     actor = Actor.load(ModelConfig(path=str(job.folder), dtype="float32"), device=work.device)
-    batch = with_loss_weights(batch.to(actor.device), config)
+    batch = with_loss_weights(batch.to(actor.device), config.algorithm, config.sampling.max_new_tokens)
     scores = actor.score(batch, entropy=True)
-    loss, _ = Objective(config.algorithm, 0.0, 0.0)(batch, scores)
+    loss, _ = Objective(config.algorithm, Requirements.of(config.algorithm), 0.0, 0.0)(batch, scores)
     loss.backward()
     grads = {n: p.grad for n, p in actor.model.named_parameters() if p.grad is not None}
     assert grads.keys() == seen["grads"].keys() and len(first) == work.groups

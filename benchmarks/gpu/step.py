@@ -59,7 +59,7 @@ def measure(config: RLConfig, size: str, steps: int) -> dict[str, Any]:
         for step in range(steps + 1):
             common.wait()
             began = time.perf_counter()
-            result = rl_step(run.roles, run.config, step, run.controllers, run.stream, session.timers)
+            result = rl_step(run.roles, run.config, run.requirements, step, run.controllers, run.stream, session.timers)
             common.wait()
             seconds = time.perf_counter() - began
             values, batch = session.record(step + 1, result.metrics), result.batch

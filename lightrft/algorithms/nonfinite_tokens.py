@@ -8,33 +8,26 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightrft.algorithms.requirements import needs_of
-from lightrft.config.algorithm import AlgorithmConfig
+from lightrft.algorithms.requirements import Requirements
 from lightrft.types import Batch
 
 COLUMNS = ("old_logprobs", "ref_logprobs", "teacher_logprobs", "process_rewards", "logprobs")
 """Token columns that a phase fills in only if something reads them."""
 
 
-def unread_tokens(batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
+def unread_tokens(batch: Batch, requirements: Requirements) -> Tensor:
     """Return a bool mask ``[N]`` of trained tokens that have an infinite or NaN log-prob.
 
-    Only columns that ``algorithm`` reads count.
+    Only columns that the algorithm reads count.
     """
     columns = [getattr(batch, name) for name in COLUMNS]
-    if _reads_sampler(algorithm):
+    if requirements.sampler:
         columns.append(batch.behavior_logprobs)
     finite = torch.ones_like(batch.mask)
     for column in columns:
         if column is not None:
             finite = finite & torch.isfinite(column)
     return batch.mask & ~finite
-
-
-def _reads_sampler(algorithm: AlgorithmConfig) -> bool:
-    if algorithm.corrections or algorithm.proximal == "interpolated":
-        return True
-    return "behavior" in needs_of(algorithm)
 
 
 def without_tokens(batch: Batch, lost: Tensor) -> Batch:
@@ -50,12 +43,12 @@ def without_tokens(batch: Batch, lost: Tensor) -> Batch:
     return batch.replace(**columns)
 
 
-def readable(batch: Batch, algorithm: AlgorithmConfig) -> Batch:
+def readable(batch: Batch, requirements: Requirements) -> Batch:
     """Return ``batch`` without the tokens of ``unread_tokens``.
 
     Without such tokens this is the same object.
     """
-    lost = unread_tokens(batch, algorithm)
+    lost = unread_tokens(batch, requirements)
     return without_tokens(batch, lost) if bool(lost.any()) else batch
 
 

@@ -2,20 +2,100 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
 from lightrft.algorithms.token_masks import TOKEN_MASKS
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.verbs import RLConfig
 
 
-def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """Return the union of the ``needs`` that the functions in use are registered with.
+@dataclass(frozen=True, slots=True)
+class Requirements:
+    """Models and columns that an algorithm reads.
 
-    These are e.g. ``groups``, ``critic``, ``behavior``, ``old``, ``current``, ``entropy``,
-    ``energy`` and ``steps``.
+    A run builds it once, with ``Requirements.of``, and passes it on.
+
+    Attributes:
+        needs: The union of the ``needs`` that the functions in use are registered with.
+        groups: The advantage compares the responses of a group.
+        greedy: The advantage reads the reward of a greedy response.
+        steps: The advantage compares steps by the states that they were taken in.
+        critic: The advantage reads values.
+        process: The advantage reads process rewards.
+        teacher: The advantage learns from a teacher.
+        reference: A KL term or a process reward reads the reference model.
+        reward: Something reads a reward; otherwise only a teacher trains the policy.
+        old: The loss reads old log-probs.
+        old_always: A KL term or the teacher reads old log-probs, whatever the number of updates.
+        current: A gate or a correction reads the log-probs before each optimizer step.
+        entropy: Something reads the policy's entropy before the update.
+        energy: Something reads the policy's energy before the update.
+        sampler: Something reads the log-probs of the sampler.
+        ignores_sampler_logprobs: Responses of any policy version count as on-policy, because
+            nothing compares them with the log-probs of the sampler.
     """
+
+    needs: frozenset[str]
+    groups: bool
+    greedy: bool
+    steps: bool
+    critic: bool
+    process: bool
+    teacher: bool
+    reference: bool
+    reward: bool
+    old: bool
+    old_always: bool
+    current: bool
+    entropy: bool
+    energy: bool
+    sampler: bool
+    ignores_sampler_logprobs: bool
+
+    @staticmethod
+    def of(algorithm: AlgorithmConfig) -> Requirements:
+        """Determine what ``algorithm`` reads."""
+        needs = _needs(algorithm)
+        kl = algorithm.kl
+        from_policy = algorithm.proximal == "policy"
+        read_by_kl = kl.used and (kl.where == "reward" or kl.controller == "adaptive")
+        read_by_teacher = algorithm.distill.kind == "sampled"
+        interpolated = algorithm.proximal == "interpolated"
+        return Requirements(
+            needs=needs,
+            groups="groups" in needs,
+            greedy="greedy" in needs,
+            steps="steps" in needs,
+            critic="critic" in needs,
+            process="process" in needs,
+            teacher="teacher" in needs,
+            reference=kl.used or "process" in needs,
+            reward="teacher" not in needs or _reads_reward(algorithm),
+            old=from_policy and "old" in needs,
+            old_always=from_policy and (read_by_kl or read_by_teacher),
+            current="current" in needs,
+            entropy="entropy" in needs,
+            energy="energy" in needs,
+            sampler=bool(algorithm.corrections) or interpolated or "behavior" in needs,
+            ignores_sampler_logprobs=from_policy and "behavior" not in needs,
+        )
+
+    def old_logprobs(self, optimizer_steps: int) -> bool:
+        """Return whether the policy's log-probs are computed before the update.
+
+        A batch that gets exactly one on-policy update does not need them for the ratio. Its new
+        log-probs, detached, are the old ones.
+
+        Args:
+            optimizer_steps: Number of optimizer steps on each batch.
+        """
+        return self.old_always or (self.old and optimizer_steps > 1)
+
+
+def _needs(algorithm: AlgorithmConfig) -> frozenset[str]:
+    """Return the union of the ``needs`` that the functions in use are registered with."""
     loss = algorithm.loss.name
     functions = [ADVANTAGES.about(algorithm.advantage.name), POLICY_LOSSES.about(loss)]
     functions += [IS_CORRECTIONS.about(part.name) for part in algorithm.corrections]
@@ -30,42 +110,8 @@ def needs_of(algorithm: AlgorithmConfig) -> frozenset[str]:
     return frozenset(needs)
 
 
-def ignores_sampler_logprobs(algorithm: AlgorithmConfig) -> bool:
-    """Return whether responses of any policy version count as on-policy.
-
-    This holds if nothing reads the log-probs of the sampler.
-    """
-    return algorithm.proximal == "policy" and "behavior" not in needs_of(algorithm)
-
-
-def needs_old_logprobs(config: RLConfig) -> bool:
-    """Return whether the policy's log-probs are computed before the update.
-
-    The KL, a sampled teacher term, or a ratio that differs from 1 may read them. A batch that gets
-    exactly one on-policy update does not need them for the ratio. Its new log-probs, detached, are
-    the old ones.
-    """
-    algorithm = config.algorithm
-    if algorithm.proximal != "policy":
-        return False
-    if algorithm.distill.kind == "sampled":
-        return True
-    kl = algorithm.kl
-    if kl.used and (kl.where == "reward" or kl.controller == "adaptive"):
-        return True
-    updates = config.train.updates * config.train.mini_batches
-    return updates > 1 and "old" in needs_of(algorithm)
-
-
-def needs_reference(algorithm: AlgorithmConfig) -> bool:
-    """Return whether a KL term or a process reward reads the reference model."""
-    return algorithm.kl.used or "process" in needs_of(algorithm)
-
-
-def needs_reward(algorithm: AlgorithmConfig) -> bool:
-    """Return whether anything reads a reward; otherwise only a teacher trains the policy."""
-    if "teacher" not in needs_of(algorithm):
-        return True
+def _reads_reward(algorithm: AlgorithmConfig) -> bool:
+    """Return whether a part other than the advantage reads a reward."""
     normalize = algorithm.normalize
     if normalize.terms != "none" or normalize.rewards != "none":
         return True

@@ -9,18 +9,11 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from lightrft.utils.lazy_imports import np
+from lightrft.utils.seeding import Stream, generator
 
 Blend = Literal["concat", "sample", "sample_all"]
 Order: TypeAlias = "np.ndarray"
 """Positions of rows, ``[N]`` int64."""
-
-
-def generator(seed: int, *purpose: int) -> np.random.Generator:
-    """Return an independent random generator for each ``purpose``.
-
-    ``purpose`` consists of non-negative integers.
-    """
-    return np.random.default_rng([seed % 2**63, *purpose])
 
 
 def blend(
@@ -51,7 +44,10 @@ def blend(
     for source, length in enumerate(lengths):
         where = np.flatnonzero(picks == source)
         passes = -(-len(where) // length)
-        rows = [generator(seed, 1, source, k).permutation(length) if shuffle else np.arange(length) for k in range(passes)]
+        rows = [
+            generator(seed, Stream.MIX_ROWS, source, k).permutation(length) if shuffle else np.arange(length)
+            for k in range(passes)
+        ]
         if rows:
             order[where] = starts[source] + np.concatenate(rows)[: len(where)]
     return order
@@ -61,7 +57,7 @@ def _picks(lengths: Sequence[int], weights: Sequence[float], mode: Blend, seed: 
     """Return the source of each row, ``[N]``, ending with the row that ends the mix."""
     share = np.asarray(weights, dtype=np.float64)
     share = share / share.sum()
-    chance = generator(seed, 0)
+    chance = generator(seed, Stream.MIX_SOURCES)
     picks = np.empty(0, dtype=np.int64)
     while True:
         # samples in blocks, because the end of the mix is known only afterwards

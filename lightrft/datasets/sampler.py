@@ -10,13 +10,13 @@ from typing import Protocol, TypeVar, overload
 
 import numpy as np
 
-from lightrft.datasets.mixing import generator
 from lightrft.datasets.prompt_dataset import PromptDataset
 from lightrft.datasets.row_tables import MalformedRow
 from lightrft.datasets.row_warnings import is_plain
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.types import Prompt
 from lightrft.utils.errors import CheckpointError, DataError
+from lightrft.utils.seeding import Stream, generator
 
 log = getLogger(__name__)
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class PromptSampler:
         """Return the order of one epoch, ``[length]``."""
         if self._known is None or self._known[0] != epoch:
             if self.shuffle:
-                order = generator(self.seed, 2, epoch).permutation(self.length)
+                order = generator(self.seed, Stream.EPOCH_ORDER, epoch).permutation(self.length)
             else:
                 order = np.arange(self.length)
             self._known = (epoch, order)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.token_masks import TOKEN_MASKS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS, ComponentKind
@@ -158,7 +158,7 @@ IDLE: dict[str, Callable[[str, AlgorithmConfig], bool]] = {
     "normalize": _idle_normalize,
     "drift": lambda leaf, algorithm: algorithm.drift.coef == 0,
     "positive_nll": lambda leaf, algorithm: algorithm.positive_nll.coef == 0,
-    "value": lambda leaf, algorithm: "critic" not in needs_of(algorithm),
+    "value": lambda leaf, algorithm: not Requirements.of(algorithm).critic,
     "constant_length": lambda leaf, algorithm: algorithm.aggregation != "constant",
 }
 """Predicate for each branch of ``algorithm``: True for a leaf that nothing reads."""
@@ -237,11 +237,11 @@ def _options(
 
 def _beside(config: RLConfig) -> Iterator[tuple[str, object]]:
     """Yield the settings of other sections that change the objective."""
-    needs = needs_of(config.algorithm)
-    if "critic" in needs:
+    requirements = Requirements.of(config.algorithm)
+    if requirements.critic:
         yield "critic.warmup_steps", config.critic.warmup_steps
         yield "critic.optimizer.lr", config.critic.optimizer.lr
-    if "process" in needs:
+    if requirements.process:
         yield "process.beta", config.process.beta
         yield "process.threshold", config.process.threshold
         yield "process.forward", config.process.forward

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.validate.component_kinds import COMPONENT_KINDS
 from lightrft.config.algorithm import AdvantageConfig, AlgorithmConfig, LossConfig, NormalizeConfig
@@ -163,7 +163,7 @@ def _token_rewards(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ..
         formula += f" - {kl.coef:g} kl_t"
         latex += rf"-{kl.coef:g}\,k_{{i,t}}"
     yield Line("token reward", "outcome", About(formula, latex))
-    if "process" in needs_of(algorithm):
+    if Requirements.of(algorithm).process:
         own = _below("process", found)
         yield Line("token reward", "process", IMPLICIT, _only("beta", own))
         threshold = _only("threshold", own)
@@ -275,7 +275,7 @@ def _drift(algorithm: AlgorithmConfig, own: tuple[EffectiveSetting, ...]) -> Lin
 
 
 def _other_terms(algorithm: AlgorithmConfig, found: tuple[EffectiveSetting, ...]) -> Iterator[Line]:
-    if "critic" in needs_of(algorithm):
+    if Requirements.of(algorithm).critic:
         formula = "(V_t - return_t)^2"
         latex = r"(V_t-\hat R_t)^2"
         if algorithm.value.clip is not None:

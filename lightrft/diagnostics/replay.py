@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.base import load_settings
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
 from lightrft.learner.distillation import with_teacher
-from lightrft.learner.forward_passes import verify_layouts
+from lightrft.learner.forward_passes import sampling_temperature, verify_layouts
 from lightrft.learner.policy_update import update
 from lightrft.learner.process_reward import with_process_rewards
 from lightrft.learner.reference_update import load_reference_state, update_reference
@@ -22,7 +23,7 @@ from lightrft.roles import Roles
 from lightrft.rollout.prompt_stream import PromptStream
 from lightrft.rollout.serialization import load_batch
 from lightrft.strategy.checkpoint import CheckpointStore, load_state, verify
-from lightrft.trainer.rl_step import with_advantages, with_policy, with_reference, with_values
+from lightrft.trainer.rl_step import update_settings, with_advantages, with_policy, with_reference, with_values
 from lightrft.types import Batch
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.seeding import restore_rng, seed_everything
@@ -106,18 +107,21 @@ def _run(
         phases: Some of ``PHASES``.
     """
     replayed = Replayed(batch)
+    requirements = Requirements.of(config.algorithm)
+    max_tokens, temperature = config.train.micro_batch_tokens, sampling_temperature(config.sampling)
     if "policy" in phases:
-        batch = with_policy(batch, roles, config)
+        batch = with_policy(batch, roles, config, requirements)
     if "reference" in phases:
-        batch = with_teacher(with_reference(batch, roles, config), roles, config)
+        batch = with_reference(batch, roles, config, requirements)
+        batch = with_teacher(batch, roles, config.algorithm.distill, max_tokens, temperature)
     if "values" in phases:
         batch = with_values(batch, roles, config, controls)
     if "process" in phases:
-        batch = with_process_rewards(batch, roles, config, replayed.metrics)
+        batch = with_process_rewards(batch, roles, config.process, max_tokens, temperature, replayed.metrics)
     if "advantages" in phases:
-        batch = with_advantages(batch, config, controls)
+        batch = with_advantages(batch, config, controls, requirements)
     if "update" in phases:
-        replayed.metrics.merge(update(roles, batch, config, controls, step))
+        replayed.metrics.merge(update(roles, batch, update_settings(config, requirements), controls, step))
     replayed.batch = batch
     return replayed
 

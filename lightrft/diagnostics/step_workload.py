@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from lightrft.algorithms.requirements import needs_of, needs_old_logprobs, needs_reference
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
 
@@ -31,46 +31,47 @@ class Forward:
 def roles(config: RLConfig) -> Iterator[Role]:
     """Yield the models that are loaded."""
     algorithm = config.algorithm
-    needs = needs_of(algorithm)
+    requirements = Requirements.of(algorithm)
     adapters = "its adapters are trained" if config.model.lora is not None else "trained"
     yield Role("policy", f"{adapters}, and sampled from")
-    if needs_reference(algorithm):
+    if requirements.reference:
         yield Role("reference", _reference(config))
-    if "critic" in needs:
+    if requirements.critic:
         yield Role("critic", "trained on the returns; a value for each token")
     if algorithm.distill.kind != "none":
         yield Role("teacher", "frozen; scores the responses of the policy")
-    if "process" in needs:
+    if requirements.process:
         yield Role("process model", "trained on outcomes; a reward for each token")
 
 
 def forward_passes(config: RLConfig) -> Iterator[Forward]:
     """Yield all passes over the batch of a step, in order, after generation."""
     algorithm = config.algorithm
-    needs = needs_of(algorithm)
+    requirements = Requirements.of(algorithm)
     updates = config.train.updates
-    wanted = ["log-probs"] if needs_old_logprobs(config) else []
-    wanted += [word for word in ("entropy", "energy") if word in needs]
+    old = requirements.old_logprobs(updates * config.train.mini_batches)
+    wanted = ["log-probs"] if old else []
+    wanted += [word for word in ("entropy", "energy") if word in requirements.needs]
     if wanted:
         yield Forward("policy", 1, False, f"{' and '.join(wanted)} before the update")
-    if needs_reference(algorithm):
+    if requirements.reference:
         yield Forward("reference", 1, False, "log-probs")
     if algorithm.distill.kind == "sampled":
         yield Forward("teacher", 1, False, "log-probs of the sampled tokens")
-    if "critic" in needs:
+    if requirements.critic:
         yield Forward("critic", 1, False, "values before the update")
-    if "process" in needs:
+    if requirements.process:
         yield Forward("process model", 1, True, "the outcome loss, forward and backward")
         if config.process.forward == "double":
             yield Forward("process model", 1, False, "log-probs after that")
-    if "current" in needs:
+    if requirements.current:
         readers = "gates" if algorithm.gates else "corrections"
         what = f"log-probs before each optimizer step, for the {readers}"
         yield Forward("policy", updates, False, what)
     if algorithm.distill.whole:
         yield Forward("teacher", updates, False, "distributions over the vocabulary")
     yield Forward("policy", updates, True, "the loss, forward and backward")
-    if "critic" in needs:
+    if requirements.critic:
         yield Forward("critic", updates, True, "the value loss, forward and backward")
 
 
@@ -87,7 +88,7 @@ def gradient(config: RLConfig) -> Iterator[str]:
     else:
         yield "Rows whose advantages are all 0 get no gradient and are not run through the model."
     yield from _other_models(config)
-    if not needs_reference(algorithm):
+    if not Requirements.of(algorithm).reference:
         yield "No KL term: no reference model is loaded or run."
     if algorithm.filters:
         yield "Groups that a filter drops are not trained on; other prompts are sampled instead."
@@ -103,17 +104,17 @@ def _updates(config: RLConfig) -> Iterator[str]:
         yield ("Each batch gets one update; its ratio is to the sampler, not to the policy before the update.")
         return
     yield "Each batch gets one update, on policy: the ratio is 1 and clipping never acts."
-    if not needs_old_logprobs(config):
+    if not Requirements.of(config.algorithm).old_logprobs(steps):
         yield "Old log-probs are not computed: the new ones, detached, are the old ones."
 
 
 def _other_models(config: RLConfig) -> Iterator[str]:
-    needs = needs_of(config.algorithm)
-    if "critic" in needs:
+    requirements = Requirements.of(config.algorithm)
+    if requirements.critic:
         yield "The critic is trained on the returns, together with the policy."
         if config.critic.warmup_steps:
             yield (f"In the first {config.critic.warmup_steps} steps it is trained alone: the policy does not change.")
-    if "process" in needs:
+    if requirements.process:
         yield ("The process model is trained on the outcomes of each batch before the advantages are taken.")
     if config.ptx.coef:
         yield (f"Each optimizer step of the policy also learns {config.ptx.batch_size} conversations of ptx.data.")

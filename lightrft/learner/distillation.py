@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrft.config.algorithm import DistillConfig
-from lightrft.config.verbs import RLConfig
-from lightrft.learner.forward_passes import compute_logprobs, sampling_temperature
+from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.models.actor import Actor
 from lightrft.models.divergence import Target
 from lightrft.roles import FrozenModel, Roles
@@ -36,18 +35,20 @@ class DistillationTeacher(Protocol):
         ...
 
 
-def with_teacher(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
+def with_teacher(batch: Batch, roles: Roles, settings: DistillConfig, max_tokens: int, temperature: float) -> Batch:
     """Add the teacher's log-probs of the sampled tokens, if the advantages read them.
 
     Args:
         batch: The batch of the step.
         roles: Gives the teacher.
-        config: The settings of the run.
+        settings: The settings ``algorithm.distill``.
+        max_tokens: Largest number of tokens of a micro-batch.
+        temperature: Temperature of the log-probs.
     """
     teacher = roles.teacher
-    if teacher is None or config.algorithm.distill.kind != "sampled":
+    if teacher is None or settings.kind != "sampled":
         return batch
-    return batch.replace(teacher_logprobs=compute_logprobs(teacher, batch, roles, config))
+    return batch.replace(teacher_logprobs=compute_logprobs(teacher, batch, roles, max_tokens, temperature))
 
 
 def add_distillation_reward(advantages: Tensor, batch: Batch, settings: DistillConfig) -> Tensor:
@@ -70,20 +71,24 @@ def add_distillation_reward(advantages: Tensor, batch: Batch, settings: DistillC
     return advantages - torch.where(batch.mask, ratio, torch.zeros_like(ratio))
 
 
-def distillation_targets(roles: Roles, config: RLConfig) -> Callable[[Batch], Target | None]:
+def distillation_targets(roles: Roles, settings: DistillConfig, temperature: float) -> Callable[[Batch], Target | None]:
     """Return a function from a micro-batch to the teacher's distributions at its tokens.
 
     The function returns ``None`` if no loss compares full vocabularies. Every rank must call
     ``targets`` and the returned function.
 
+    Args:
+        roles: Gives the teacher.
+        settings: The settings ``algorithm.distill``.
+        temperature: Temperature of the distributions, unless ``settings`` name another one.
+
     Raises:
         ConfigError: If the teacher cannot return full distributions.
     """
-    settings, teacher = config.algorithm.distill, roles.teacher
+    teacher = roles.teacher
     if teacher is None or not settings.whole:
         return lambda part: None
-    temperature = settings.temperature or sampling_temperature(config)
-    options: dict[str, Any] = {"temperature": temperature, "beta": settings.beta}
+    options: dict[str, Any] = {"temperature": settings.temperature or temperature, "beta": settings.beta}
     if isinstance(teacher, FrozenModel):
         options["head"] = gathered_head(teacher.model, roles.strategy)
         return lambda part: teacher.model.target(part, settings.kind, **options)

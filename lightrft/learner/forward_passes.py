@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from lightrft.config.verbs import RLConfig
+from lightrft.config.strategy import SamplingConfig
 from lightrft.learner.micro_batches import local_micro_batches
 from lightrft.models.actor import Actor
 from lightrft.roles import FrozenModel, Reference, RemoteModelInfo, Roles, TrainableModel
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def map_micro_batches(
-    batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, config: RLConfig, model: object = None
+    batch: Batch, score: Callable[[Batch, Tensor], Tensor], roles: Roles, max_tokens: int, model: object = None
 ) -> Tensor:
     """Compute a token column ``[N]`` without gradient, one micro-batch at a time.
 
@@ -32,7 +32,7 @@ def map_micro_batches(
         score: Called as ``score(part, index)`` with a micro-batch and its row indices in ``batch``.
             Returns one number per token of ``part``.
         roles: Gives the strategy, the device and the layout.
-        config: The settings of the run.
+        max_tokens: Largest number of tokens of a micro-batch.
         model: The model that ``score`` calls, if it may be remote.
     """
     at_one_time = model.max_in_flight if isinstance(model, RemoteModelInfo) else 1
@@ -43,7 +43,7 @@ def map_micro_batches(
         values = score(batch.select(index).to(roles.device), index)
         parts_of_column.put(rows_of(batch.lengths, index), values)
 
-    parts = local_micro_batches(batch, config.train.micro_batch_tokens, roles.actor.layout, ranks)
+    parts = local_micro_batches(batch, max_tokens, roles.actor.layout, ranks)
     if at_one_time == 1:
         for index in parts:
             one(index)
@@ -78,25 +78,26 @@ class MicroBatches:
         return column
 
 
-def compute_logprobs(model: Reference, batch: Batch, roles: Roles, config: RLConfig) -> Tensor:
+def compute_logprobs(model: Reference, batch: Batch, roles: Roles, max_tokens: int, temperature: float) -> Tensor:
     """Return the log-probs of ``model`` for the response tokens, ``[N]``.
-
-    The temperature is the sampling temperature.
 
     Args:
         model: A local or remote model.
         batch: The batch.
         roles: Gives the strategy, the device and the layout.
-        config: The settings of the run.
+        max_tokens: Largest number of tokens of a micro-batch.
+        temperature: Temperature of the log-probs.
     """
-    temperature = sampling_temperature(config)
-    score = lambda part, _: model.score(part, temperature=temperature).logprobs  # noqa: E731
-    return map_micro_batches(batch, score, roles, config, model)
+
+    def score(part: Batch, _: Tensor) -> Tensor:
+        return model.score(part, temperature=temperature).logprobs
+
+    return map_micro_batches(batch, score, roles, max_tokens, model)
 
 
-def sampling_temperature(config: RLConfig) -> float:
+def sampling_temperature(sampling: SamplingConfig) -> float:
     """Return the temperature of log-probs: the sampling temperature, or 1 for greedy responses."""
-    return config.sampling.temperature or 1.0
+    return sampling.temperature or 1.0
 
 
 def verify_layout(role: TrainableModel | FrozenModel, batch: Batch, strategy: Strategy) -> None:

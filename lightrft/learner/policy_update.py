@@ -13,22 +13,22 @@ from lightrft.algorithms.importance_sampling import compares_whole_batch, correc
 from lightrft.algorithms.kl import KL_ESTIMATORS, capped_k3
 from lightrft.algorithms.nonfinite_tokens import readable, unread_tokens, without_tokens
 from lightrft.algorithms.policy_losses import POLICY_LOSSES, value_loss
-from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_masks import with_token_masks
 from lightrft.algorithms.token_ops import TokenRows, absolute_gap, ratio_of, require_column, weighted_sum
 from lightrft.config.algorithm import AlgorithmConfig
-from lightrft.config.verbs import RLConfig
+from lightrft.config.train import TrainConfig
 from lightrft.distributed.reduce_metrics import all_reduce_metrics
 from lightrft.learner.controllers import Controllers, mean_entropy
 from lightrft.learner.distillation import distillation_targets
-from lightrft.learner.forward_passes import compute_logprobs, sampling_temperature
+from lightrft.learner.forward_passes import compute_logprobs
 from lightrft.learner.micro_batches import local_micro_batches, mini_batches
 from lightrft.models.actor import TokenScores
 from lightrft.observability.metrics import Last, Max, Mean, Metrics, Sum
 from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.base import StepInfo, Strategy
 from lightrft.types import Batch
-from lightrft.utils.seeding import request_seed
+from lightrft.utils.seeding import seed_of, torch_generator
 
 FLAT_AT_0 = ("k2", "k3", "k3_straight")
 """Estimators whose gradient, and not only its mean, is 0 where the two policies are equal."""
@@ -43,28 +43,37 @@ class Objective:
 
     Attributes:
         algorithm: The settings ``algorithm``.
+        requirements: What the algorithm reads.
         kl_coef: Coefficient of the KL term in this step.
         entropy_coef: Coefficient of the entropy bonus in this step.
         version: Version of the policy before the update.
     """
 
     algorithm: AlgorithmConfig
+    requirements: Requirements
     kl_coef: float
     entropy_coef: float
     version: int = 0
 
     @staticmethod
-    def of(algorithm: AlgorithmConfig, controls: Controllers, batch: Batch | None = None, version: int = 0) -> Objective:
+    def of(
+        algorithm: AlgorithmConfig,
+        requirements: Requirements,
+        controls: Controllers,
+        batch: Batch | None = None,
+        version: int = 0,
+    ) -> Objective:
         """Build the objective of a step.
 
         Args:
             algorithm: The settings ``algorithm``.
+            requirements: What the algorithm reads.
             controls: Gives the current coefficients.
             batch: Gives the policy's entropy. ``None`` if it is unknown.
             version: Version of the policy before the update.
         """
         entropy = None if batch is None else mean_entropy(batch)
-        return Objective(algorithm, controls.kl.coef, controls.entropy.current_coef(entropy), version)
+        return Objective(algorithm, requirements, controls.kl.coef, controls.entropy.current_coef(entropy), version)
 
     @property
     def wants_entropy(self) -> bool:
@@ -125,7 +134,7 @@ class Objective:
     def _lost(self, batch: Batch, scores: TokenScores, old: Tensor) -> Tensor:
         """Return a mask ``[N]`` of trained tokens for which a term of the loss is not finite."""
         read = [scores.logprobs, old, *([scores.entropy] if self.wants_entropy else []), scores.divergence]
-        finite = ~unread_tokens(batch, self.algorithm)
+        finite = ~unread_tokens(batch, self.requirements)
         for column in read:
             if column is not None:
                 finite = finite & torch.isfinite(column.detach())
@@ -200,7 +209,32 @@ def old_logprobs(batch: Batch, logprobs: Tensor, proximal: str, version: int) ->
     return logprobs.detach()
 
 
-def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controllers, step: int) -> Metrics:
+@dataclass(frozen=True, slots=True)
+class UpdateSettings:
+    """The settings of the optimizer steps.
+
+    Attributes:
+        algorithm: The settings ``algorithm``.
+        requirements: What the algorithm reads.
+        train: The settings ``train``.
+        temperature: Temperature of log-probs.
+        max_new_tokens: The setting ``sampling.max_new_tokens``.
+        seed: The setting ``run.seed``.
+        warmup_steps: The setting ``critic.warmup_steps``.
+        log_entropy: The setting ``log.entropy``.
+    """
+
+    algorithm: AlgorithmConfig
+    requirements: Requirements
+    train: TrainConfig
+    temperature: float
+    max_new_tokens: int
+    seed: int
+    warmup_steps: int
+    log_entropy: bool
+
+
+def update(roles: Roles, batch: Batch, settings: UpdateSettings, controls: Controllers, step: int) -> Metrics:
     """Train policy and critic on ``batch``.
 
     This takes ``train.updates`` passes of ``train.mini_batches`` optimizer steps each.
@@ -208,47 +242,54 @@ def update(roles: Roles, batch: Batch, config: RLConfig, controls: Controllers, 
     Args:
         roles: The models and the strategy.
         batch: The batch of the step, with advantages.
-        config: The settings of the run.
+        settings: The settings of the optimizer steps.
         controls: Coefficients and statistics of the run.
         step: Number of completed steps; also the version of the policy.
     """
-    objective = Objective.of(config.algorithm, controls, batch, step)
-    frozen = actor_frozen(roles, config, step)
+    algorithm, train, requirements = settings.algorithm, settings.train, settings.requirements
+    objective = Objective.of(algorithm, requirements, controls, batch, step)
+    frozen = actor_frozen(roles, settings.warmup_steps, step)
     batch = controls.for_critic(batch)
     metrics = Metrics()
-    for epoch in range(config.train.updates):
-        generator = torch.Generator().manual_seed(request_seed(config.run.seed, "mini-batches", step, epoch))
-        for index in mini_batches(batch, config.train.mini_batches, generator):
+    for epoch in range(train.updates):
+        generator = torch_generator(seed_of(settings.seed, "mini-batches", step, epoch))
+        for index in mini_batches(batch, train.mini_batches, generator):
             # Weights first: tokens that are dropped below stay in the denominator of the loss.
-            mini = with_loss_weights(batch.select(index), config)
-            mini = readable(with_current(mini, roles, config, step), config.algorithm)
-            mini = with_token_masks(mini, config.algorithm.gates, config.algorithm.loss, generator)
-            mini = with_importance_weights(mini, config.algorithm)
+            mini = with_loss_weights(batch.select(index), algorithm, settings.max_new_tokens)
+            mini = readable(with_current(mini, roles, settings, step), requirements)
+            mini = with_token_masks(mini, algorithm.gates, algorithm.loss, generator)
+            mini = with_importance_weights(mini, algorithm)
             if not frozen:
-                metrics.merge(policy_step(roles, mini, objective, config))
+                metrics.merge(policy_step(roles, mini, objective, settings))
             if roles.critic is not None:
-                metrics.merge(critic_step(roles.strategy, roles.critic, mini, config))
+                clip, max_tokens = algorithm.value.clip, train.micro_batch_tokens
+                metrics.merge(critic_step(roles.strategy, roles.critic, mini, clip, max_tokens))
     return metrics
 
 
-def actor_frozen(roles: Roles, config: RLConfig, step: int) -> bool:
+def actor_frozen(roles: Roles, warmup_steps: int, step: int) -> bool:
     """Return whether only the critic is trained in this step.
 
     Args:
         roles: Gives the critic.
-        config: The settings of the run.
+        warmup_steps: The setting ``critic.warmup_steps``.
         step: Number of completed steps.
     """
-    return roles.critic is not None and step < config.critic.warmup_steps
+    return roles.critic is not None and step < warmup_steps
 
 
-def with_loss_weights(batch: Batch, config: RLConfig) -> Batch:
+def with_loss_weights(batch: Batch, algorithm: AlgorithmConfig, max_new_tokens: int) -> Batch:
     """Add the loss weight of each token to ``batch``, which must be a whole mini-batch.
 
     Afterwards any split of the batch gives the same sum.
+
+    Args:
+        batch: A whole mini-batch.
+        algorithm: The settings ``algorithm``.
+        max_new_tokens: The setting ``sampling.max_new_tokens``.
     """
-    algorithm, rows = config.algorithm, TokenRows.of(batch)
-    constant = algorithm.constant_length or config.sampling.max_new_tokens
+    rows = TokenRows.of(batch)
+    constant = algorithm.constant_length or max_new_tokens
     batch = batch.replace(loss_weights=AGGREGATIONS[algorithm.aggregation](rows, constant))
     if not algorithm.positive_nll.coef:
         return batch
@@ -256,7 +297,7 @@ def with_loss_weights(batch: Batch, config: RLConfig) -> Batch:
     return batch.replace(positive_weights=positive.double() / max(1, int(positive.sum())))
 
 
-def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> Batch:
+def with_current(mini: Batch, roles: Roles, settings: UpdateSettings, version: int) -> Batch:
     """Add the policy's log-probs before this optimizer step, and the old log-probs.
 
     Nothing is added unless a gate or a correction reads them.
@@ -264,13 +305,13 @@ def with_current(mini: Batch, roles: Roles, config: RLConfig, version: int) -> B
     Args:
         mini: A whole mini-batch.
         roles: Gives the policy.
-        config: The settings of the run.
+        settings: The settings of the optimizer steps.
         version: Version of the policy before the update.
     """
-    if "current" not in needs_of(config.algorithm):
+    if not settings.requirements.current:
         return mini
-    logprobs = compute_logprobs(roles.actor, mini, roles, config)
-    return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, config.algorithm.proximal, version))
+    logprobs = compute_logprobs(roles.actor, mini, roles, settings.train.micro_batch_tokens, settings.temperature)
+    return mini.replace(logprobs=logprobs, old_logprobs=old_logprobs(mini, logprobs, settings.algorithm.proximal, version))
 
 
 def with_importance_weights(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
@@ -283,49 +324,51 @@ def with_importance_weights(mini: Batch, algorithm: AlgorithmConfig) -> Batch:
     return mini.replace(correction=correction_weights(algorithm.corrections, now, old, behavior, advantages, rows))
 
 
-def policy_step(roles: Roles, mini: Batch, objective: Objective, config: RLConfig) -> Metrics:
+def policy_step(roles: Roles, mini: Batch, objective: Objective, settings: UpdateSettings) -> Metrics:
     """Take one optimizer step of the policy on the rows of ``mini`` that can get a gradient.
 
     Args:
         roles: The models and the strategy.
         mini: A whole mini-batch.
         objective: The loss.
-        config: The settings of the run.
+        settings: The settings of the optimizer steps.
     """
-    entropy, target = objective.wants_entropy or config.log.entropy, distillation_targets(roles, config)
+    entropy = objective.wants_entropy or settings.log_entropy
+    target = distillation_targets(roles, settings.algorithm.distill, settings.temperature)
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        temperature = sampling_temperature(config)
-        return objective(part, roles.actor.score(part, temperature=temperature, entropy=entropy, target=target(part)))
+        scores = roles.actor.score(part, temperature=settings.temperature, entropy=entropy, target=target(part))
+        return objective(part, scores)
 
     active = mini.select(objective.active(mini))
     additional = () if roles.ptx is None else (roles.ptx.term(roles.actor),)
-    budget = config.train.micro_batch_tokens
+    budget = settings.train.micro_batch_tokens
     loss, metrics = optimizer_step("policy", roles.strategy, roles.policy, active, budget, loss_of, additional)
     metrics.add("policy/loss", Mean(loss))
     metrics.add("policy/active_rows", Mean(len(active), max(1, len(mini))))
     return metrics
 
 
-def critic_step(strategy: Strategy, critic: TrainableModel, mini: Batch, config: RLConfig) -> Metrics:
+def critic_step(strategy: Strategy, critic: TrainableModel, mini: Batch, clip: float | None, max_tokens: int) -> Metrics:
     """Take one optimizer step of the critic.
 
     Args:
         strategy: Runs the backward pass and the step.
         critic: The critic with its optimizer.
         mini: A whole mini-batch, with returns and old values on the critic's scale.
-        config: The settings of the run.
+        clip: The setting ``algorithm.value.clip``.
+        max_tokens: Largest number of tokens of a micro-batch.
     """
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
         values, _ = critic.model.values(part)
-        losses = value_loss(values, require_column(part.values), require_column(part.returns), config.algorithm.value.clip)
+        losses = value_loss(values, require_column(part.values), require_column(part.returns), clip)
         metrics = Metrics(
             {"critic/values": Mean.of(values, part.mask), "critic/returns": Mean.of(require_column(part.returns), part.mask)}
         )
         return weighted_sum(losses, part), metrics
 
-    loss, metrics = optimizer_step("critic", strategy, critic, mini, config.train.micro_batch_tokens, loss_of)
+    loss, metrics = optimizer_step("critic", strategy, critic, mini, max_tokens, loss_of)
     metrics.add("critic/loss", Mean(loss))
     return metrics
 

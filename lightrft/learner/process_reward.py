@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightrft.algorithms.token_ops import TokenRows
-from lightrft.config.verbs import RLConfig
-from lightrft.learner.forward_passes import MicroBatches, compute_logprobs, sampling_temperature
+from lightrft.config.train import ProcessConfig
+from lightrft.learner.forward_passes import MicroBatches, compute_logprobs
 from lightrft.learner.micro_batches import local_micro_batches
 from lightrft.learner.policy_update import optimizer_step
 from lightrft.observability.metrics import Mean, Metrics
@@ -22,7 +22,9 @@ from lightrft.strategy.base import Strategy
 from lightrft.types import Batch, rows_of
 
 
-def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: Metrics) -> Batch:
+def with_process_rewards(
+    batch: Batch, roles: Roles, settings: ProcessConfig, max_tokens: int, temperature: float, metrics: Metrics
+) -> Batch:
     """Train the process reward model on ``batch`` and add its token rewards.
 
     With ``process.forward`` single, the rewards come from the forward pass of the training step.
@@ -31,27 +33,33 @@ def with_process_rewards(batch: Batch, roles: Roles, config: RLConfig, metrics: 
     Args:
         batch: The batch of the step.
         roles: Gives the process reward model.
-        config: The settings of the run.
+        settings: The settings ``process``.
+        max_tokens: Largest number of tokens of a micro-batch.
+        temperature: Temperature of the log-probs.
         metrics: The training metrics are added to it.
     """
     process = roles.process
     if process is None:
         return batch
-    logprobs, found = process_step(roles.strategy, process, batch, config)
+    logprobs, found = process_step(roles.strategy, process, batch, settings, max_tokens, temperature)
     metrics.merge(found)
-    if config.process.forward == "double":
-        logprobs = compute_logprobs(process.model, batch, roles, config)
-    return batch.replace(process_rewards=config.process.beta * (logprobs - _reference(batch).to(logprobs)))
+    if settings.forward == "double":
+        logprobs = compute_logprobs(process.model, batch, roles, max_tokens, temperature)
+    return batch.replace(process_rewards=settings.beta * (logprobs - _reference(batch).to(logprobs)))
 
 
-def process_step(strategy: Strategy, process: TrainableModel, batch: Batch, config: RLConfig) -> tuple[Tensor, Metrics]:
+def process_step(
+    strategy: Strategy, process: TrainableModel, batch: Batch, settings: ProcessConfig, max_tokens: int, temperature: float
+) -> tuple[Tensor, Metrics]:
     """Take one optimizer step of the process reward model.
 
     Args:
         strategy: Runs the backward pass and the step.
         process: The process reward model with its optimizer.
         batch: Has rewards and log-probs of the reference.
-        config: The settings of the run.
+        settings: The settings ``process``.
+        max_tokens: Largest number of tokens of a micro-batch.
+        temperature: Temperature of the log-probs.
 
     Returns:
         The log-probs of the model before the step, ``[N]``, and metrics.
@@ -59,23 +67,22 @@ def process_step(strategy: Strategy, process: TrainableModel, batch: Batch, conf
     Raises:
         ValueError: If ``batch.rewards`` is missing.
     """
-    settings, budget = config.process, config.train.micro_batch_tokens
     if batch.rewards is None:
         raise ValueError("a process reward model learns from batch.rewards")
     share = 1.0 / max(1, int((TokenRows.of(batch).count() > 0).sum()))
     before: list[Tensor] = []
 
     def loss_of(part: Batch) -> tuple[Tensor, Metrics]:
-        logprobs = process.model.score(part, temperature=sampling_temperature(config)).logprobs
+        logprobs = process.model.score(part, temperature=temperature).logprobs
         before.append(logprobs.detach())
         losses, right = outcome_losses(logprobs, part, settings.beta, settings.threshold)
         judged = (TokenRows.of(part).count() > 0).sum()
         return losses.sum() * share, Metrics({"process/accuracy": Mean(right.sum(), judged)})
 
-    loss, metrics = optimizer_step("process", strategy, process, batch, budget, loss_of)
+    loss, metrics = optimizer_step("process", strategy, process, batch, max_tokens, loss_of)
     metrics.add("process/loss", Mean(loss))
     parts, teams = MicroBatches(), strategy.data_parallel_group
-    for index, values in zip(local_micro_batches(batch, budget, process.model.layout, teams), before, strict=True):
+    for index, values in zip(local_micro_batches(batch, max_tokens, process.model.layout, teams), before, strict=True):
         parts.put(rows_of(batch.lengths, index), values)
     return teams.sum(parts.column(batch.tokens)), metrics
 

@@ -15,6 +15,7 @@ from lightrft.models.actor import Backbone, HiddenStates
 from lightrft.models.loading.from_pretrained import save_model
 from lightrft.models.loading.sharded_read import build_model
 from lightrft.types import Batch
+from lightrft.utils.seeding import torch_generator
 
 VALUE_HEAD = "value_head.safetensors"
 
@@ -61,7 +62,7 @@ class Critic(Backbone):
     @torch.no_grad()
     def _draw_head(self, seed: int) -> None:
         weight = self.value_head.weight
-        drawn = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
+        drawn = torch.randn(weight.shape, generator=torch_generator(seed))
         weight.copy_(drawn / (weight.shape[1] + 1))
 
     @classmethod

@@ -21,7 +21,7 @@ class Rule:
         metric: name of the metric.
         above: the largest value that needs no warning.
         message: the warning. ``{value}`` is the metric, ``{reward}`` the mean reward of the step.
-        needs: the rule applies only to algorithms with this need (see ``parts.needs_of``). An empty
+        needs: the rule applies only to algorithms with this need (see ``Requirements.needs``). An empty
             text means all algorithms.
     """
 
@@ -155,7 +155,7 @@ class Health:
     """The warnings given so far in a run.
 
     Args:
-        needs: the needs of the algorithm (see ``parts.needs_of``).
+        needs: the needs of the algorithm (see ``Requirements.needs``).
         reasons: the most common cause for the warning of a metric.
     """
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import ComponentConfig
 from lightrft.config.rollout import RolloutConfig
 from lightrft.config.strategy import SamplingConfig
@@ -56,20 +57,20 @@ class CollectSettings:
         rollout: The settings ``rollout``.
         sampling: The settings ``sampling``.
         filters: The settings ``algorithm.filters``.
-        needs: The needs of the algorithm.
+        requirements: What the algorithm reads.
         seed: The setting ``run.seed``.
     """
 
     rollout: RolloutConfig
     sampling: SamplingConfig
     filters: Sequence[ComponentConfig]
-    needs: frozenset[str]
+    requirements: Requirements
     seed: int
 
     def judge(self, group: Sequence[Rollout]) -> FilterResult:
         """Filter a group, then select responses."""
         # A group that is compared within itself needs two responses.
-        least = 2 if "groups" in self.needs else 1
+        least = 2 if self.requirements.groups else 1
         return filter_and_select(group, self.filters, self.rollout.select, least)
 
 
@@ -176,7 +177,7 @@ def plan_round(
     begun = [waiting.popleft() for _ in range(min(wanted, len(waiting)))]
     prompts = source.draw(wanted - len(begun)) if wanted > len(begun) else []
     seeds = (settings.seed, step, collected.rounds)
-    fresh = requests_for(prompts, rollout.samples, *seeds, greedy="greedy" in settings.needs)
+    fresh = requests_for(prompts, rollout.samples, *seeds, greedy=settings.requirements.greedy)
     requests = paused([*map(rest_of, begun), *fresh], rollout.step_tokens)
     return Round(requests, begun, Quota(missing, settings.judge))
 

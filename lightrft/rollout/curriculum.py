@@ -16,11 +16,11 @@ from typing import Any
 
 from lightrft.algorithms.group_filters import pass_rate_of
 from lightrft.config.rollout import CurriculumConfig
-from lightrft.datasets.mixing import generator
 from lightrft.types import Rollout
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.lazy_imports import np, torch
 from lightrft.utils.registry import Registry
+from lightrft.utils.seeding import Stream, generator
 
 Weights = Callable[..., "np.ndarray"]
 CURRICULA: Registry[Weights] = Registry("curriculum")
@@ -195,7 +195,7 @@ class Curriculum:
 
         Positions of weight 0 are sampled only when all others are used.
         """
-        noise = generator(self.seed, 3, self.draws).gumbel(size=len(weights))[free]
+        noise = generator(self.seed, Stream.CURRICULUM, self.draws).gumbel(size=len(weights))[free]
         self.draws += 1
         given = weights[free]
         # -1e6 is far below any noise, so that positions of weight 0 come last.

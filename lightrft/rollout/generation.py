@@ -14,7 +14,7 @@ from lightrft.rewards.base import RewardScorer
 from lightrft.rollout.accounting import GREEDY, FilterResult
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import GenerationInterrupted, RewardError
-from lightrft.utils.seeding import request_seed
+from lightrft.utils.seeding import seed_of
 
 
 def silent() -> None:
@@ -36,7 +36,7 @@ def requests_for(
     """
     extra = [GREEDY] if greedy else []
     return [
-        [Request(p, request_seed(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
+        [Request(p, seed_of(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
         for i, p in enumerate(prompts, first)
     ]
 

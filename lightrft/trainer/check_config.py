@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from lightrft.algorithms.requirements import ignores_sampler_logprobs, needs_of, needs_reference, needs_reward
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.verbs import RLConfig
 from lightrft.trainer.check_rollout import check_rollout
@@ -28,12 +28,13 @@ def check(config: RLConfig) -> None:
             f"coefficient could turn negative; raise it above {answers // 5}"
         )
     check_parts(config.algorithm)
+    requirements = Requirements.of(config.algorithm)
     check_learning(config)
     check_rollout(config)
-    check_roles(config)
-    check_workers(config)
-    warn_of_staleness(config)
-    if "groups" in needs_of(config.algorithm) and config.rollout.samples < 2:
+    check_roles(config, requirements)
+    check_workers(config, requirements)
+    warn_of_staleness(config, requirements)
+    if requirements.groups and config.rollout.samples < 2:
         name = config.algorithm.advantage.name
         raise ConfigError(
             f"rollout.samples = {config.rollout.samples}: advantage {name!r} compares the responses of a group; set it to 2 or more"
@@ -44,7 +45,7 @@ def check_reward(config: RLConfig) -> None:
     """Raise ``ConfigError`` if something reads a reward and no reward is configured."""
     if config.reward.terms or config.reward.per_source:
         return
-    if needs_reward(config.algorithm):
+    if Requirements.of(config.algorithm).reward:
         raise ConfigError(
             "reward.terms is empty; name what scores a response, e.g. reward.terms=[math] or reward.terms=[file.py:function]"
         )
@@ -54,7 +55,7 @@ def check_reward(config: RLConfig) -> None:
         )
 
 
-def check_roles(config: RLConfig) -> None:
+def check_roles(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` if a setting contradicts the set of models that the algorithm needs."""
     algorithm, kl = config.algorithm, config.algorithm.kl
     if algorithm.distill.kind != "none" and not config.teacher.path:
@@ -63,16 +64,16 @@ def check_roles(config: RLConfig) -> None:
         )
     if algorithm.distill.kind == "none" and config.teacher != type(config.teacher)():
         raise ConfigError(f"teacher.path = {config.teacher.path!r} changes nothing: set algorithm.distill, e.g. to sampled")
-    if algorithm.distill.kind == "none" and "teacher" in needs_of(algorithm):
+    if algorithm.distill.kind == "none" and requirements.teacher:
         name = algorithm.advantage.name
         raise ConfigError(f"algorithm.advantage = {name} learns from a teacher alone; set algorithm.distill, e.g. to sampled")
-    if "critic" not in needs_of(algorithm) and config.critic != type(config.critic)():
+    if not requirements.critic and config.critic != type(config.critic)():
         raise ConfigError(f"critic changes nothing: advantage {algorithm.advantage.name!r} has no critic; take gae or vapo")
-    if config.reference is not None and not needs_reference(algorithm):
+    if config.reference is not None and not requirements.reference:
         raise ConfigError(
             f"reference = {config.reference!r} changes nothing: no part in force reads it; set algorithm.kl, or leave it out"
         )
-    if "process" not in needs_of(algorithm) and config.process != type(config.process)():
+    if not requirements.process and config.process != type(config.process)():
         raise ConfigError(f"process changes nothing: advantage {algorithm.advantage.name!r} has no process reward; take prime")
     if config.ptx.coef and not config.ptx.data.sources:
         raise ConfigError(
@@ -80,7 +81,7 @@ def check_roles(config: RLConfig) -> None:
         )
     if not config.ptx.coef and config.ptx != type(config.ptx)():
         raise ConfigError("ptx changes nothing: ptx.coef is 0; give it a share in the loss, e.g. ptx.coef=0.1")
-    if kl.refresh_every and not needs_reference(algorithm):
+    if kl.refresh_every and not requirements.reference:
         raise ConfigError(
             f"algorithm.kl.refresh_every = {kl.refresh_every} changes nothing: no part in force reads the reference"
         )
@@ -91,10 +92,10 @@ def check_roles(config: RLConfig) -> None:
         )
 
 
-def warn_of_staleness(config: RLConfig) -> None:
+def warn_of_staleness(config: RLConfig, requirements: Requirements) -> None:
     """Log a warning when responses come from older weights and nothing corrects for it."""
-    rollout, algorithm = config.rollout, config.algorithm
-    if (rollout.staleness or rollout.partial) and ignores_sampler_logprobs(algorithm):
+    rollout = config.rollout
+    if (rollout.staleness or rollout.partial) and requirements.ignores_sampler_logprobs:
         log.warning(
             "rollout.%s: tokens come from an older policy, and nothing corrects for it; set algorithm.corrections=[tis], or "
             "algorithm.proximal=behavior with a loss that clips the ratio",

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightrft.algorithms.group_filters import FILTERS
-from lightrft.algorithms.requirements import ignores_sampler_logprobs, needs_of, needs_reward
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.sample_selection import SELECTIONS
 from lightrft.algorithms.validate.component_kinds import signature_problems
 from lightrft.config.base import ComponentConfig
@@ -20,14 +20,14 @@ from lightrft.utils.registry import Registry
 
 def check_rollout(config: RLConfig) -> None:
     """Raise ``ConfigError`` with every setting of ``rollout`` and of filters that cannot work."""
-    problems = list(_rollout_problems(config))
+    problems = list(_rollout_problems(config, Requirements.of(config.algorithm)))
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def _rollout_problems(config: RLConfig) -> Iterator[str]:
+def _rollout_problems(config: RLConfig, requirements: Requirements) -> Iterator[str]:
     rollout, algorithm = config.rollout, config.algorithm
-    if "steps" in needs_of(algorithm):
+    if requirements.steps:
         name = algorithm.advantage.name
         yield (
             f"algorithm.advantage.name = {name}: it compares the steps of responses by the states that they were taken in, and no "
@@ -38,14 +38,14 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
     if rollout.select is not None:
         wrong = list(signature_problems("rollout.select", SELECTIONS, rollout.select, 1))
         yield from wrong or _refused("rollout.select", SELECTIONS, rollout.select, _example())
-        yield from _kept(config, rollout.select)
+        yield from _kept(config, rollout.select, requirements)
     if rollout.curriculum is not None:
         part = ComponentConfig(name=rollout.curriculum.name, options=rollout.curriculum.options)
         wrong = list(signature_problems("rollout.curriculum", CURRICULA, part, 2))
         yield from wrong or _refused("rollout.curriculum", CURRICULA, part, np.array([np.nan, 0.5]), 0.0)
         if not config.data.shuffle:
             yield "data.shuffle = False: rollout.curriculum samples prompts by weight, in no order; leave one of the two out"
-    if not needs_reward(algorithm) and (rollout.select is not None or rollout.curriculum is not None):
+    if not requirements.reward and (rollout.select is not None or rollout.curriculum is not None):
         what = "select" if rollout.select is not None else "curriculum"
         yield f"rollout.{what} reads rewards, and this algorithm has none: all that it learns comes from a teacher; leave it out"
     if rollout.carry_over and rollout.oversample == 1:
@@ -66,20 +66,20 @@ def _rollout_problems(config: RLConfig) -> Iterator[str]:
             f"rollout.carry_over = True would take responses from further back than rollout.staleness = {rollout.staleness}; leave one of "
             "the two out"
         )
-    if rollout.carry_over and ignores_sampler_logprobs(algorithm):
+    if rollout.carry_over and requirements.ignores_sampler_logprobs:
         yield (
             "rollout.carry_over = True trains on responses of an older policy, which nothing corrects: set "
             "algorithm.corrections=[tis], or algorithm.proximal=behavior with a loss that clips the ratio"
         )
 
 
-def _kept(config: RLConfig, part: ComponentConfig) -> Iterator[str]:
+def _kept(config: RLConfig, part: ComponentConfig, requirements: Requirements) -> Iterator[str]:
     keep, samples = part.options.get("keep"), config.rollout.samples
     if part.name not in SELECTIONS or not isinstance(keep, int):
         return
     if keep >= samples:
         yield f"rollout.select.options.keep = {keep} leaves out none of rollout.samples = {samples} responses; lower it, or generate more"
-    if keep < 2 and "groups" in needs_of(config.algorithm):
+    if keep < 2 and requirements.groups:
         name = config.algorithm.advantage.name
         yield f"rollout.select.options.keep = {keep}: advantage {name!r} compares the responses of a group; set it to 2 or more"
 

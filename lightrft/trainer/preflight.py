@@ -6,7 +6,7 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 
-from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.reward import RewardConfig
 from lightrft.config.rollout import EvalConfig
 from lightrft.config.strategy import SamplingConfig
@@ -78,7 +78,7 @@ def _sampling(config: RLConfig) -> Iterator[str]:
     why = greedy_setting(config.sampling)
     if not why:
         return
-    if "groups" in needs_of(config.algorithm):
+    if Requirements.of(config.algorithm).groups:
         name = config.algorithm.advantage.name
         yield (
             f"{why}: all responses of a group are the same, and advantage {name!r} compares them, so nothing would be learned; "

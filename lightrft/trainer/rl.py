@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import ProcessGroup, broadcast_failure, init_process_group, run_on_all_ranks
 from lightrft.distributed.ray_workers import current_allocator
@@ -45,6 +45,7 @@ class RLRun(TrainingRun):
     """An RL run. Steps take prompts from ``stream``, and ``controls`` carry over between steps."""
 
     config: RLConfig
+    requirements: Requirements
     stream: PromptStream
     controllers: Controllers
     async_generator: AsyncGenerator | None = None
@@ -82,7 +83,9 @@ class RLRun(TrainingRun):
         """Generate a batch and train on it."""
         stopped = lambda: bool(self.session.stop)  # noqa: E731
         with self.stream.restore_on_error():
-            result = rl_step(self.roles, self.config, self.step, self.controllers, self.stream, self.session.timers, stopped)
+            result = rl_step(
+                self.roles, self.config, self.requirements, self.step, self.controllers, self.stream, self.session.timers, stopped
+            )
         if self.config.rollout.partial:
             result.metrics.merge(staleness_metrics(result.batch, self.step))
         return result
@@ -91,7 +94,9 @@ class RLRun(TrainingRun):
         """Train on a batch that was generated asynchronously during earlier steps."""
         timers = self.session.timers
         drawn = ahead.take(self.step, timers)
-        result = learn(self.roles, self.config, self.step, self.controllers, drawn.collected, timers, drawn.probe)
+        result = learn(
+            self.roles, self.config, self.requirements, self.step, self.controllers, drawn.collected, timers, drawn.probe
+        )
         result.metrics.merge(staleness_metrics(result.batch, self.step))
         result.metrics.merge(drawn.metrics)
         return result
@@ -152,6 +157,7 @@ def run_rl(config: RLConfig, observer: Observer | None = None) -> dict[str, Any]
 
 def prepare(config: RLConfig, session: RunSession) -> RLRun:
     """Load data and roles of a run, at step 0."""
+    requirements = Requirements.of(config.algorithm)
     tokenizer = local_tokenizer(config.model)
     processor = load_processor(config.model, tokenizer)
     stream = PromptStream.of(config.data, tokenizer, config.run.seed, config.rollout.curriculum, processor)
@@ -175,28 +181,30 @@ def prepare(config: RLConfig, session: RunSession) -> RLRun:
         seed=config.run.seed,
         steps=steps,
         config=config,
+        requirements=requirements,
         stream=stream,
         controllers=controls,
-        health=Health(needs_of(config.algorithm)),
-        async_generator=generator_ahead(roles, config, stream, steps, stopped),
+        health=Health(requirements.needs),
+        async_generator=generator_ahead(roles, config, requirements, stream, steps, stopped),
     )
 
 
 def generator_ahead(
-    roles: Roles, config: RLConfig, stream: PromptStream, steps: int, stopped: Callable[[], bool]
+    roles: Roles, config: RLConfig, requirements: Requirements, stream: PromptStream, steps: int, stopped: Callable[[], bool]
 ) -> AsyncGenerator | None:
     """Build the asynchronous generator, or return None without ``rollout.staleness``.
 
     Args:
         roles: roles of the run.
         config: settings of the run.
+        requirements: what the algorithm reads.
         stream: source of prompts.
         steps: number of steps of the run.
         stopped: returns True once the run is asked to stop.
     """
     if not config.rollout.staleness:
         return None
-    return AsyncGenerator(roles, collect_settings(config), stream, steps, stopped, config.engine.check_logprobs)
+    return AsyncGenerator(roles, collect_settings(config, requirements), stream, steps, stopped, config.engine.check_logprobs)
 
 
 def roles_of(config: RLConfig, tokenizer: Any, steps: int, processor: Any, ranks: ProcessGroup) -> Roles:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES, WHITENINGS
 from lightrft.algorithms.nonfinite_tokens import readable, rewarded
-from lightrft.algorithms.requirements import needs_of, needs_old_logprobs, needs_reference
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.reward_shaping import token_rewards, with_rewards
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.verbs import RLConfig
@@ -28,7 +28,7 @@ from lightrft.learner.forward_passes import (
     sampling_temperature,
     verify_layouts,
 )
-from lightrft.learner.policy_update import actor_frozen, update
+from lightrft.learner.policy_update import UpdateSettings, actor_frozen, update
 from lightrft.learner.process_reward import with_process_rewards
 from lightrft.learner.reference_update import update_reference
 from lightrft.observability.metrics import Mean, Metrics, Sum
@@ -57,6 +57,7 @@ class StepResult:
 def rl_step(
     roles: Roles,
     config: RLConfig,
+    requirements: Requirements,
     step: int,
     controls: Controllers,
     source: PromptSource,
@@ -68,6 +69,7 @@ def rl_step(
     Args:
         roles: models, engine and scorer of the run.
         config: settings of the run.
+        requirements: what the algorithm reads.
         step: number of completed steps.
         controls: coefficients that change during the run.
         source: provides prompts.
@@ -75,19 +77,34 @@ def rl_step(
         stopped: returns True once the run is asked to stop.
     """
     with roles.generation_mode():
-        collected = collect_rollouts(roles, collect_settings(config), step, source, timers, stopped)
-    return learn(roles, config, step, controls, collected, timers)
+        collected = collect_rollouts(roles, collect_settings(config, requirements), step, source, timers, stopped)
+    return learn(roles, config, requirements, step, controls, collected, timers)
 
 
-def collect_settings(config: RLConfig) -> CollectSettings:
+def collect_settings(config: RLConfig, requirements: Requirements) -> CollectSettings:
     """Return the settings that decide which groups a step collects."""
-    algorithm = config.algorithm
-    return CollectSettings(config.rollout, config.sampling, algorithm.filters, needs_of(algorithm), config.run.seed)
+    filters = config.algorithm.filters
+    return CollectSettings(config.rollout, config.sampling, filters, requirements, config.run.seed)
+
+
+def update_settings(config: RLConfig, requirements: Requirements) -> UpdateSettings:
+    """Return the settings of the optimizer steps."""
+    return UpdateSettings(
+        algorithm=config.algorithm,
+        requirements=requirements,
+        train=config.train,
+        temperature=sampling_temperature(config.sampling),
+        max_new_tokens=config.sampling.max_new_tokens,
+        seed=config.run.seed,
+        warmup_steps=config.critic.warmup_steps,
+        log_entropy=config.log.entropy,
+    )
 
 
 def learn(
     roles: Roles,
     config: RLConfig,
+    requirements: Requirements,
     step: int,
     controls: Controllers,
     collected: CollectedRollouts,
@@ -99,6 +116,7 @@ def learn(
     Args:
         roles: models, engine and scorer of the run.
         config: settings of the run.
+        requirements: what the algorithm reads.
         step: number of completed steps.
         controls: coefficients that change during the run.
         collected: scored groups of rollouts.
@@ -112,6 +130,7 @@ def learn(
             probe.expect(roles)
         return _nothing_learned(roles, step, collected, timers)
     metrics = Metrics()
+    max_tokens, temperature = config.train.micro_batch_tokens, sampling_temperature(config.sampling)
     batch = collate(collected.groups)
     with timers("layout"):
         verify_layouts(roles, batch)
@@ -119,17 +138,18 @@ def learn(
         if probe is not None:
             probe.expect(roles)
     with timers("logprobs"):
-        batch = with_policy(batch, roles, config)
+        batch = with_policy(batch, roles, config, requirements)
     with timers("reference"):
-        batch = with_teacher(with_reference(batch, roles, config), roles, config)
+        batch = with_reference(batch, roles, config, requirements)
+        batch = with_teacher(batch, roles, config.algorithm.distill, max_tokens, temperature)
     with timers("values"):
         batch = with_values(batch, roles, config, controls)
-    readable_tokens = readable(batch, config.algorithm)
+    readable_tokens = readable(batch, requirements)
     metrics.add("policy/nonfinite_tokens", Sum(int(batch.mask.sum()) - int(readable_tokens.mask.sum())))
     with timers("process"):
-        batch = with_process_rewards(readable_tokens, roles, config, metrics)
+        batch = with_process_rewards(readable_tokens, roles, config.process, max_tokens, temperature, metrics)
     with timers("advantages"):
-        batch, kept = with_shaped_rewards(batch, config, controls)
+        batch, kept = with_shaped_rewards(batch, config, controls, requirements)
         collected.keep(kept.tolist())
         if not collected.groups:
             return _nothing_learned(roles, step, collected, timers)
@@ -137,8 +157,8 @@ def learn(
     metrics.merge(rollout_metrics(collected))
     metrics.add("policy/frac_rows_with_advantage", Mean(rows_with_advantage(batch), len(batch)))
     with timers("update"):
-        metrics.merge(update(roles, batch, config, controls, step))
-    metrics.merge(controls.update_from_batch(batch, frozen=actor_frozen(roles, config, step)))
+        metrics.merge(update(roles, batch, update_settings(config, requirements), controls, step))
+    metrics.merge(controls.update_from_batch(batch, frozen=actor_frozen(roles, config.critic.warmup_steps, step)))
     publish(roles, step + 1, timers)
     return StepResult(collected, batch, metrics)
 
@@ -171,46 +191,50 @@ def publish(roles: Roles, version: int, timers: Timers) -> None:
         roles.publish(version)
 
 
-def with_policy(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
+def with_policy(batch: Batch, roles: Roles, config: RLConfig, requirements: Requirements) -> Batch:
     """Add the old log-probs, and the policy's entropy or energy, if something reads them.
 
     Args:
         batch: the batch of the step.
         roles: models of the run.
         config: settings of the run.
+        requirements: what the algorithm reads.
     """
     if config.algorithm.proximal == "behavior":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
-    wanted = {name: MicroBatches() for name in ("entropy", "energy") if name in needs_of(config.algorithm)}
-    if not wanted and not needs_old_logprobs(config):
+    wanted = {name: MicroBatches() for name in ("entropy", "energy") if name in requirements.needs}
+    train, temperature = config.train, sampling_temperature(config.sampling)
+    if not wanted and not requirements.old_logprobs(train.updates * train.mini_batches):
         return batch
 
     asked: dict[str, Any] = dict.fromkeys(wanted, True)
 
     def score(part: Batch, index: Tensor) -> Tensor:
-        scores = roles.actor.score(part, temperature=sampling_temperature(config), **asked)
+        scores = roles.actor.score(part, temperature=temperature, **asked)
         for name, column in wanted.items():
             column.put(rows_of(batch.lengths, index), getattr(scores, name))
         return scores.logprobs
 
-    logprobs = map_micro_batches(batch, score, roles, config)
+    logprobs = map_micro_batches(batch, score, roles, train.micro_batch_tokens)
     old = logprobs if config.algorithm.proximal == "policy" else batch.old_logprobs
     columns = {name: roles.strategy.data_parallel_group.sum(column.column(batch.tokens)) for name, column in wanted.items()}
     return batch.replace(old_logprobs=old, **columns)
 
 
-def with_reference(batch: Batch, roles: Roles, config: RLConfig) -> Batch:
+def with_reference(batch: Batch, roles: Roles, config: RLConfig, requirements: Requirements) -> Batch:
     """Add reference log-probs ``[N]``, if something reads them.
 
     Args:
         batch: the batch of the step.
         roles: models of the run.
         config: settings of the run.
+        requirements: what the algorithm reads.
     """
     reference = roles.reference
-    if reference is None or not needs_reference(config.algorithm):
+    if reference is None or not requirements.reference:
         return batch
-    return batch.replace(ref_logprobs=compute_logprobs(reference, batch, roles, config))
+    max_tokens, temperature = config.train.micro_batch_tokens, sampling_temperature(config.sampling)
+    return batch.replace(ref_logprobs=compute_logprobs(reference, batch, roles, max_tokens, temperature))
 
 
 def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controllers) -> Batch:
@@ -233,11 +257,11 @@ def with_values(batch: Batch, roles: Roles, config: RLConfig, controls: Controll
         final.put(index, controls.values(after))
         return controls.values(values)
 
-    values = map_micro_batches(batch, score, roles, config)
+    values = map_micro_batches(batch, score, roles, config.train.micro_batch_tokens)
     return batch.replace(values=values, final_values=roles.strategy.data_parallel_group.sum(final.column(len(batch))))
 
 
-def with_advantages(batch: Batch, config: RLConfig, controls: Controllers) -> Batch:
+def with_advantages(batch: Batch, config: RLConfig, controls: Controllers, requirements: Requirements) -> Batch:
     """Add shaped rewards, token rewards, advantages and returns. They are computed in float64.
 
     Responses whose reward is not finite are dropped.
@@ -246,11 +270,14 @@ def with_advantages(batch: Batch, config: RLConfig, controls: Controllers) -> Ba
         batch: the batch of the step.
         config: settings of the run.
         controls: KL coefficient and reward scale.
+        requirements: what the algorithm reads.
     """
-    return advantages_from(with_shaped_rewards(batch, config, controls)[0], config, controls)
+    return advantages_from(with_shaped_rewards(batch, config, controls, requirements)[0], config, controls)
 
 
-def with_shaped_rewards(batch: Batch, config: RLConfig, controls: Controllers) -> tuple[Batch, Tensor]:
+def with_shaped_rewards(
+    batch: Batch, config: RLConfig, controls: Controllers, requirements: Requirements
+) -> tuple[Batch, Tensor]:
     """Shape the rewards, and drop responses whose reward is not finite before or after that.
 
     A NaN reward would make every advantage of its group NaN. Tokens with a log-prob that is not
@@ -260,12 +287,13 @@ def with_shaped_rewards(batch: Batch, config: RLConfig, controls: Controllers) -
         batch: the batch of the step.
         config: settings of the run.
         controls: reward scale.
+        requirements: what the algorithm reads.
 
     Returns:
         The remaining responses and their indices ``[K]`` in ``batch``.
     """
     scored = rewarded(batch)
-    batch = readable(batch.select(scored) if len(scored) < len(batch) else batch, config.algorithm)
+    batch = readable(batch.select(scored) if len(scored) < len(batch) else batch, requirements)
     batch = with_rewards(batch, config.algorithm, config.sampling.max_new_tokens, controls.rewards)
     shaped = rewarded(batch)
     return (batch.select(shaped) if len(shaped) < len(batch) else batch), scored[shaped]

@@ -1,4 +1,14 @@
-"""Seeding, capture and restoration of the random generators of a process."""
+"""Every seed and random generator of a run, and the state of the generators of a process.
+
+All randomness of a run comes from ``run.seed`` in one of three ways:
+
+* ``seed_everything`` seeds the generators of the process. Dropout and new adapters use them, and
+  checkpoints hold their state.
+* ``generator`` serves the data. Each ``Stream`` has its own numbers, so the order of prompts does
+  not depend on how they are mixed.
+* ``seed_of`` and ``torch_generator`` serve what must be repeatable alone, e.g. one response or the
+  mini-batches of one step.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +16,51 @@ import hashlib
 import logging
 import random
 from collections.abc import Mapping
+from enum import IntEnum
 from typing import Any
 
-import numpy as np
-import torch
-
 from lightrft.utils.errors import CheckpointError
+from lightrft.utils.lazy_imports import np, torch
 
 log = logging.getLogger(__name__)
 
-HOST = torch.device("cpu")
-
 _PARTS = ("python", "numpy", "torch", "mps")
 """Keys of a state without a device index, of which ``mps`` stands for Apple's GPUs."""
+
+
+class Stream(IntEnum):
+    """Uses of ``generator``. Their numbers decide the order of every run's data: never change one."""
+
+    MIX_SOURCES = 0
+    MIX_ROWS = 1
+    EPOCH_ORDER = 2
+    CURRICULUM = 3
+
+
+def generator(seed: int, stream: Stream, *index: int) -> np.random.Generator:
+    """Return the random generator of one use.
+
+    Args:
+        seed: The setting ``run.seed``.
+        stream: The use.
+        index: Non-negative numbers within the use, e.g. the epoch. Each has its own generator.
+    """
+    return np.random.default_rng([seed % 2**63, int(stream), *index])
+
+
+def seed_of(*parts: int | str) -> int:
+    """Return a seed below 2**63 that depends only on ``parts``.
+
+    A step can then be generated again, with the same samples, after a restart.
+    """
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    # engines take seeds as signed 64-bit integers
+    return int.from_bytes(digest, "big") >> 1
+
+
+def torch_generator(seed: int) -> torch.Generator:
+    """Return a generator of random tensors on the CPU."""
+    return torch.Generator().manual_seed(seed)
 
 
 def seed_everything(seed: int) -> None:
@@ -29,11 +71,12 @@ def seed_everything(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def capture_rng(device: torch.device = HOST) -> dict[str, Any]:
+def capture_rng(device: torch.device | None = None) -> dict[str, Any]:
     """Return the state of the random generators of a process that computes on ``device``.
 
-    The state consists of nested lists, numbers and uint8 tensors.
+    ``None`` means the CPU. The state consists of nested lists, numbers and uint8 tensors.
     """
+    device = device or torch.device("cpu")
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
     state: dict[str, Any] = {
@@ -53,15 +96,16 @@ def _has_generator(device: torch.device) -> bool:
     return device.type not in ("cpu", "mps", "meta")
 
 
-def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
+def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
     """Restore a state that ``capture_rng`` returned.
 
-    The state of the captured device is restored into ``device``, which may have another index. All
+    The state of the captured device is restored into ``device``, which may have another index. ``None`` means the CPU. All
     ranks of a run resume with the state of rank 0. A state of another device type is ignored with a
     warning.
 
     Raises ``CheckpointError`` if a part is missing or malformed.
     """
+    device = device or torch.device("cpu")
     try:
         version, words, gauss = state["python"]
         random.setstate((version, tuple(words), gauss))
@@ -85,13 +129,3 @@ def restore_rng(state: Mapping[str, Any], device: torch.device = HOST) -> None:
         )
     if "mps" in state and torch.backends.mps.is_available():
         torch.mps.set_rng_state(state["mps"])
-
-
-def request_seed(*parts: int | str) -> int:
-    """Return a seed below 2**63 that depends only on ``parts``.
-
-    A step can then be generated again, with the same samples, after a restart.
-    """
-    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    # engines take seeds as signed 64-bit integers
-    return int.from_bytes(digest, "big") >> 1

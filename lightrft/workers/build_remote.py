@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from lightrft.algorithms.requirements import needs_reference
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
@@ -108,12 +108,12 @@ class RemoteRoleBuilder:
         return RemoteTeacher(workers, self.limits, strategy.device)
 
 
-def check_workers(config: RLConfig) -> None:
+def check_workers(config: RLConfig, requirements: Requirements) -> None:
     """Raise ``ConfigError`` for workers of a role that the run lacks or cannot run remotely."""
     staff, algorithm = config.launch.ray.staff, config.algorithm
     nothing = {
         "scorers": ("reward.terms is empty", not config.reward.terms and not config.reward.per_source),
-        "references": ("no part in force reads a reference; set algorithm.kl", not needs_reference(algorithm)),
+        "references": ("no part in force reads a reference; set algorithm.kl", not requirements.reference),
         "teachers": ("algorithm.distill is none", algorithm.distill.kind == "none"),
     }
     for name, count in staff.items():

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightrft.algorithms.requirements import needs_of, needs_reference
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.reward import RewardConfig
 from lightrft.config.strategy import SHARDING, EngineConfig, StrategyConfig
@@ -122,18 +122,19 @@ def local_roles(
         ranks: all ranks of the run.
         apart: functions that build some roles in another way, by role name.
     """
+    requirements = Requirements.of(config.algorithm)
     scorer = apart.get(
         "scorer", lambda: local_scorer(config.reward, unscored=0.0)
     )()  # must come first: its processes start while models are loaded
     try:
         strategy, actor, engine = local_policy(config.model, config.strategy, config.engine, tokenizer, ranks)
         per_step = config.train.updates * config.train.mini_batches
-        frozen = config.critic.warmup_steps if "critic" in needs_of(config.algorithm) else 0
+        frozen = config.critic.warmup_steps if requirements.critic else 0
         # The policy takes no optimizer step while the critic trains alone.
         policy = TrainableModel(actor, strategy.prepare(actor, config.optimizer, max(1, (steps - frozen) * per_step)))
         return Roles(
             strategy=strategy,
-            reference=apart["reference"]() if "reference" in apart else local_reference(config, policy, strategy),
+            reference=apart["reference"]() if "reference" in apart else local_reference(config, requirements, policy, strategy),
             policy=policy,
             engine=apart["engine"](actor, strategy) if "engine" in apart else engine,
             scorer=scorer,
@@ -142,8 +143,8 @@ def local_roles(
             async_engine=apart["ahead"](actor, strategy) if "ahead" in apart else local_ahead(config, actor, tokenizer, strategy),
             async_process_group=ranks.duplicate() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
-            critic=local_critic(config, strategy, max(1, steps * per_step)),
-            process=local_process(config, strategy, steps),
+            critic=local_critic(config, strategy, max(1, steps * per_step)) if requirements.critic else None,
+            process=local_process(config, strategy, steps) if requirements.process else None,
             ptx=PretrainingLoss.of(config.ptx, tokenizer, config.run.seed, processor),
         )
     except BaseException:
@@ -151,17 +152,18 @@ def local_roles(
         raise
 
 
-def local_reference(config: RLConfig, policy: TrainableModel, strategy: Strategy) -> Reference | None:
+def local_reference(config: RLConfig, requirements: Requirements, policy: TrainableModel, strategy: Strategy) -> Reference | None:
     """Build the reference model, or return None when no part of the algorithm reads it.
 
     With adapters it is the policy with adapters disabled. Otherwise it is a separate frozen model.
 
     Args:
         config: settings of the run.
+        requirements: what the algorithm reads.
         policy: the policy with its optimizer.
         strategy: strategy that places the reference.
     """
-    if not needs_reference(config.algorithm):
+    if not requirements.reference:
         return None
     if config.model.lora is not None and config.reference is None:
         return AdapterFreeReference(policy.model)
@@ -243,32 +245,28 @@ def teacher_model(config: RLConfig, tokenizer: Any) -> ModelConfig:
     return model
 
 
-def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> TrainableModel | None:
-    """Build the critic with its optimizer, or return None when the advantage needs none.
+def local_critic(config: RLConfig, strategy: Strategy, optimizer_steps: int) -> TrainableModel:
+    """Build the critic with its optimizer.
 
     Args:
         config: settings of the run.
         strategy: strategy that places and trains it.
         optimizer_steps: number of optimizer steps of the run, for the learning-rate schedule.
     """
-    if "critic" not in needs_of(config.algorithm):
-        return None
     model = config.model.model_copy(update={"path": config.critic.path or config.model.path, "lora": None})
     with strategy.loading() as device:
         critic = Critic.load(model, device=device)
     return TrainableModel(critic, strategy.prepare(critic, config.critic.optimizer, optimizer_steps))
 
 
-def local_process(config: RLConfig, strategy: Strategy, steps: int) -> TrainableModel | None:
-    """Build the process reward model with its optimizer, or return None when it is not needed.
+def local_process(config: RLConfig, strategy: Strategy, steps: int) -> TrainableModel:
+    """Build the process reward model with its optimizer.
 
     Args:
         config: settings of the run.
         strategy: strategy that places and trains it.
         steps: number of steps of the run. Each takes one optimizer step.
     """
-    if "process" not in needs_of(config.algorithm):
-        return None
     model = config.model.model_copy(update={"path": config.process.path or config.model.path, "lora": None})
     with strategy.loading() as device:
         actor = Actor.load(model, device=device)

@@ -170,3 +170,49 @@ def test_algorithms_import_only_types_settings_and_helpers() -> None:
 def test_only_the_command_line_imports_diagnostics() -> None:
     found = {m.part for m in modules() for i in imports(m) if i.name.startswith(f"{PACKAGE}.diagnostics")}
     assert found == {"cli", "diagnostics"}
+
+
+# A function of these packages takes the section of the settings that it reads, or plain values.
+SECTIONS_ONLY = ("algorithms", "learner", "rollout")
+
+
+def whole_settings(module: Module) -> list[str]:
+    """Return the imports of the settings of a whole command."""
+    if module.part not in SECTIONS_ONLY:
+        return []
+    return [f"{module.where}:{i.line} imports {i.name}" for i in imports(module) if i.name.startswith("lightrft.config.verbs")]
+
+
+def test_learner_and_rollout_take_sections_of_the_settings_and_never_all_of_them() -> None:
+    assert all_of(whole_settings(m) for m in modules()) == []
+
+
+def test_a_function_that_takes_all_settings_is_seen() -> None:
+    text = "from lightrft.config.verbs import RLConfig\ndef f(config: RLConfig): ...\n"
+    assert whole_settings(fake(text, "learner", "x")) and whole_settings(fake(text, "rollout", "x"))
+    assert not whole_settings(fake(text, "trainer", "x"))
+    assert not whole_settings(fake("from lightrft.config.train import TrainConfig\n", "learner", "x"))
+
+
+SEEDED = re.compile(r"\b(?:default_rng|manual_seed|RandomState|random\.Random|random\.seed)\(")
+# Rows and models that are made from a seed of their own, and examples that are always the same.
+OWN_SEEDS = {
+    *("lightrft/datasets/digits.py", "lightrft/datasets/synthetic/arithmetic.py"),
+    *("lightrft/models/tiny/__init__.py", "lightrft/models/tiny/text.py", "lightrft/models/tiny/text_families.py"),
+    *("lightrft/algorithms/contracts/cases.py", "lightrft/algorithms/contracts/checks.py"),
+}
+
+
+def seeded(module: Module) -> bool:
+    """Return whether ``module`` makes a random generator."""
+    return SEEDED.search(module.text) is not None and module.name != ("utils", "seeding")
+
+
+def test_every_generator_of_a_run_is_made_in_one_file() -> None:
+    assert {m.where for m in modules() if seeded(m)} == OWN_SEEDS
+
+
+def test_a_generator_that_is_made_elsewhere_is_seen() -> None:
+    assert seeded(fake("g = torch.Generator().manual_seed(3)\n", "learner", "x"))
+    assert seeded(fake("g = np.random.default_rng(3)\n", "datasets", "x"))
+    assert not seeded(fake("g = generator(seed, Stream.CURRICULUM)\n", "rollout", "x"))

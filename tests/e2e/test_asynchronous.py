@@ -95,10 +95,10 @@ def test_generation_runs_while_the_policy_is_trained(rl_config, monkeypatch):
             drawn.set()
         return found
 
-    def learning(roles: Any, config: Any, step: int, *rest: Any) -> Any:
+    def learning(roles: Any, config: Any, requirements: Any, step: int, *rest: Any) -> Any:
         if step == 0:
             began.append(drawn.wait(timeout=60))
-        return learn(roles, config, step, *rest)
+        return learn(roles, config, requirements, step, *rest)
 
     monkeypatch.setattr(async_generation, "collect_rollouts", collecting)
     monkeypatch.setattr(rl, "learn", learning)

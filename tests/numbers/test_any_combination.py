@@ -15,7 +15,7 @@ from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.nonfinite_tokens import readable
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
-from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.reward_shaping import SHAPINGS
 from lightrft.algorithms.token_masks import TOKEN_MASKS, with_token_masks
 from lightrft.algorithms.validate.check_parts import check_parts
@@ -130,15 +130,19 @@ def mini_batch(algorithm: AlgorithmConfig, batch: Batch, logprobs: Tensor, on_po
     config, controls = RLConfig(algorithm=algorithm), Controllers.of(algorithm)
     if algorithm.proximal == "behavior":
         batch = batch.replace(old_logprobs=batch.behavior_logprobs)
-    batch = with_loss_weights(with_advantages(batch, config, controls), config)
+    batch = with_loss_weights(
+        with_advantages(batch, config, controls, Requirements.of(config.algorithm)),
+        config.algorithm,
+        config.sampling.max_new_tokens,
+    )
     if algorithm.proximal == "interpolated" or (on_policy and algorithm.proximal == "policy"):
         batch = batch.replace(old_logprobs=None)
-    if "current" in needs_of(algorithm):
+    if "current" in Requirements.of(algorithm).needs:
         old = old_logprobs(batch, logprobs, algorithm.proximal, VERSION)
-        batch = readable(batch.replace(logprobs=logprobs, old_logprobs=old), algorithm)
+        batch = readable(batch.replace(logprobs=logprobs, old_logprobs=old), Requirements.of(algorithm))
     batch = with_token_masks(batch, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(0))
     batch = with_importance_weights(batch, algorithm)
-    return batch, Objective.of(algorithm, controls, batch, VERSION)
+    return batch, Objective.of(algorithm, Requirements.of(algorithm), controls, batch, VERSION)
 
 
 def through(batch: Batch, objective: Objective, logprobs: Tensor, parts: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AlgorithmConfig, DistillConfig
 from lightrft.learner.distillation import add_distillation_reward
@@ -61,7 +62,7 @@ def expected_gradient(batch: Batch, logprobs: Tensor, table: Tensor) -> Tensor:
     nothing = torch.zeros(batch.tokens, dtype=torch.float64)
     advantages, _ = ADVANTAGES["teacher"](batch, nothing, OPD.advantage)
     batch = batch.replace(advantages=add_distillation_reward(advantages, batch, OPD.distill))
-    loss, _ = Objective(OPD, 0.0, 0.0)(batch, TokenScores(logprobs.flatten()))
+    loss, _ = Objective(OPD, Requirements.of(OPD), 0.0, 0.0)(batch, TokenScores(logprobs.flatten()))
     return gradient(loss, table)
 
 
@@ -106,7 +107,7 @@ def test_a_divergence_is_aggregated_like_the_policy_loss_and_reaches_rows_withou
         advantages=torch.zeros(batch.tokens, dtype=torch.float64), loss_weights=AGGREGATIONS[aggregation](rows, 5)
     )
     divergence = tensor_of(rows_for(case, seed)[0]).abs().requires_grad_()
-    objective = Objective(algorithm, 0.0, 0.0)
+    objective = Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0)
     active = objective.active(batch).tolist()
     assert active == [i for i in range(len(case)) if case.sampled(i)]
     loss, metrics = objective(batch, TokenScores(tensor_of(case.logprobs), None, divergence))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrft.algorithms.contracts.cases import plain_batch
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_masks import with_token_masks
 from lightrft.config.base import build
 from lightrft.config.presets import PRESETS
@@ -46,11 +47,15 @@ def batch() -> Batch:
 def objective(config: RLConfig) -> tuple[float, Tensor, Tensor]:
     """Loss, gradient and returns of the fixed batch, by the functions that a step calls."""
     algorithm, controls = config.algorithm, Controllers.of(config.algorithm)
-    whole = with_loss_weights(with_advantages(batch(), config, controls), config)
+    whole = with_loss_weights(
+        with_advantages(batch(), config, controls, Requirements.of(config.algorithm)),
+        config.algorithm,
+        config.sampling.max_new_tokens,
+    )
     whole = with_token_masks(whole, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(1))
     leaf = whole.logprobs.clone().requires_grad_()  # type: ignore[union-attr]
     entropy = (leaf * 0.3).sin() + 2
-    loss, _ = Objective.of(algorithm, controls, whole, 1)(whole, TokenScores(leaf, entropy))
+    loss, _ = Objective.of(algorithm, Requirements.of(algorithm), controls, whole, 1)(whole, TokenScores(leaf, entropy))
     (gradient,) = torch.autograd.grad(loss, leaf)
     return float(loss.detach()), gradient, whole.returns  # type: ignore[return-value]
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_ops import LIMIT, clamp_log_ratio, ratio_of
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.learner.policy_update import Objective
@@ -66,7 +67,7 @@ def through(tree: dict[str, Any], batch: Batch, logprobs: Tensor) -> tuple[Tenso
     """Loss and gradient of the objective that ``tree`` describes."""
     algorithm = AlgorithmConfig.model_validate({"preset": None, **tree})
     leaf = logprobs.clone().requires_grad_()
-    loss, _ = Objective(algorithm, algorithm.kl.coef, 0.0)(batch, TokenScores(leaf, None))
+    loss, _ = Objective(algorithm, Requirements.of(algorithm), algorithm.kl.coef, 0.0)(batch, TokenScores(leaf, None))
     return loss, gradient(loss, leaf)
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
@@ -49,8 +50,8 @@ def expected_gradient(algorithm: AlgorithmConfig, logits: list[float], ref_logit
         loss_weights=old_logprobs.exp(),
     )
     config = RLConfig(algorithm=algorithm)
-    batch = with_advantages(batch, config, Controllers.of(algorithm))
-    objective = Objective(algorithm, COEF, 0.0)
+    batch = with_advantages(batch, config, Controllers.of(algorithm), Requirements.of(config.algorithm))
+    objective = Objective(algorithm, Requirements.of(algorithm), COEF, 0.0)
     return gradient(objective(batch, TokenScores(torch.log_softmax(theta, 0), None))[0], theta)
 
 

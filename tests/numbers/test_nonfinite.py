@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.contracts.cases import rollout
-from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_masks import with_token_masks
 from lightrft.algorithms.token_ops import LIMIT, clamp_log_ratio
 from lightrft.config.algorithm import AlgorithmConfig
@@ -58,7 +58,7 @@ def without(batch: Batch, token: int) -> Batch:
 
 def reads(algorithm: AlgorithmConfig, column: str) -> bool:
     """Whether a sampler's log-prob is part of the loss. The other columns are there only where they are read."""
-    by_sampler = algorithm.proximal != "policy" or bool(algorithm.corrections) or "behavior" in needs_of(algorithm)
+    by_sampler = algorithm.proximal != "policy" or bool(algorithm.corrections) or "behavior" in Requirements.of(algorithm).needs
     return column != "behavior_logprobs" or by_sampler
 
 
@@ -141,11 +141,11 @@ def test_a_row_whose_reward_is_not_finite_leaves_its_group_untouched(preset: str
     assert batch.rewards is not None and batch.prompt_of.tolist().count(2) == 3
     others = torch.tensor([i for i in range(len(batch)) if i != 2])
     spoiled = batch.replace(rewards=torch.where(torch.arange(len(batch)) == 2, value, batch.rewards))
-    found, kept = with_shaped_rewards(spoiled, config, Controllers.of(algorithm))
+    found, kept = with_shaped_rewards(spoiled, config, Controllers.of(algorithm), Requirements.of(config.algorithm))
     assert kept.tolist() == others.tolist()
     assert len(found) == len(batch) - 1
-    found = with_advantages(spoiled, config, Controllers.of(algorithm))
-    expected = with_advantages(batch.select(others), config, Controllers.of(algorithm))
+    found = with_advantages(spoiled, config, Controllers.of(algorithm), Requirements.of(config.algorithm))
+    expected = with_advantages(batch.select(others), config, Controllers.of(algorithm), Requirements.of(config.algorithm))
     for name in ("advantages", "returns"):
         column = found.columns("token")[name]
         assert torch.isfinite(column).all()
@@ -160,7 +160,7 @@ def spoil_first(batch: Batch, rewards: Tensor, *, max_new_tokens: int) -> Tensor
 def test_a_shaping_that_returns_nan_loses_its_own_response_alone() -> None:
     algorithm = algorithm_of("grpo", shaping=[f"{__name__}:spoil_first"])
     batch, _ = batch_for(random.Random(3))
-    _, kept = with_shaped_rewards(batch, RLConfig(algorithm=algorithm), Controllers.of(algorithm))
+    _, kept = with_shaped_rewards(batch, RLConfig(algorithm=algorithm), Controllers.of(algorithm), Requirements.of(algorithm))
     assert kept.tolist() == list(range(1, len(batch)))
 
 

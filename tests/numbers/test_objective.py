@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
@@ -46,7 +47,7 @@ def algorithm_of(aggregation: str, kl: tuple[str, str, float], entropy: float) -
 def prepared(case: Case, seed: int, algorithm: AlgorithmConfig, **columns: Tensor) -> Batch:
     """The case with one advantage per response, about a third of them 0, and the weights of the global batch."""
     batch = batch_of(case).replace(advantages=tensor_of(oracles.on_sampled(case, scores_for(case, seed))), **columns)
-    return with_loss_weights(batch, RLConfig(algorithm=algorithm))
+    return with_loss_weights(batch, algorithm, RLConfig().sampling.max_new_tokens)
 
 
 def entropies(logprobs: Tensor) -> Tensor:
@@ -88,7 +89,7 @@ def test_no_split_and_no_order_changes_loss_gradient_or_metrics(
     aggregation: str, kl: tuple[str, str, float], entropy: float, case: Case, seed: int, data: st.DataObject
 ) -> None:
     algorithm = algorithm_of(aggregation, kl, entropy)
-    objective = Objective(algorithm, kl[2], algorithm.entropy.coef)
+    objective = Objective(algorithm, Requirements.of(algorithm), kl[2], algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
     whole = through(batch, [torch.arange(len(batch))], logprobs, objective)
     parts = [torch.tensor(part) for part in data.draw(partitions(len(batch)))]
@@ -96,7 +97,7 @@ def test_no_split_and_no_order_changes_loss_gradient_or_metrics(
 
     order = torch.tensor(data.draw(st.permutations(range(len(batch)))))
     places = rows_of(batch.lengths, order)
-    shuffled = with_loss_weights(batch.select(order).replace(loss_weights=None), RLConfig(algorithm=algorithm))
+    shuffled = with_loss_weights(batch.select(order).replace(loss_weights=None), algorithm, RLConfig().sampling.max_new_tokens)
     moved = through(shuffled, [torch.arange(len(batch))], logprobs[places], objective)
     assert_same((moved[0], torch.zeros_like(moved[1]).index_copy(0, places, moved[1]), moved[2]), whole)
 
@@ -108,7 +109,7 @@ def test_no_split_and_no_order_changes_loss_gradient_or_metrics(
 @example(case=corner_cases()[3], seed=1, budget=2)
 def test_the_micro_batches_of_any_budget_give_the_same(aggregation: str, layout: str, case: Case, seed: int, budget: int) -> None:
     algorithm = algorithm_of(aggregation, KL_PLACES[2], 0.01)
-    objective = Objective(algorithm, 0.5, algorithm.entropy.coef)
+    objective = Objective(algorithm, Requirements.of(algorithm), 0.5, algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
     whole = through(batch, [torch.arange(len(batch))], logprobs, objective)
     assert_same(through(batch, micro_batches(batch, budget, layout), logprobs, objective), whole)
@@ -122,7 +123,7 @@ def test_rows_that_are_left_out_change_neither_loss_nor_gradient(
     aggregation: str, kl: tuple[str, str, float], entropy: float, case: Case, seed: int
 ) -> None:
     algorithm = algorithm_of(aggregation, kl, entropy)
-    objective = Objective(algorithm, kl[2], algorithm.entropy.coef)
+    objective = Objective(algorithm, Requirements.of(algorithm), kl[2], algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
     active = objective.active(batch)
     loss, found, _ = through(batch, [torch.arange(len(batch))], logprobs, objective)
@@ -143,7 +144,10 @@ def test_the_objective_is_aggregated_surrogate_plus_kl(
     algorithm = algorithm_of(aggregation, kl, 0.0)
     batch = prepared(case, seed, algorithm)
     loss, found, _ = through(
-        batch, [torch.arange(len(batch))], tensor_of(case.logprobs), Objective(algorithm, kl[2], algorithm.entropy.coef)
+        batch,
+        [torch.arange(len(batch))],
+        tensor_of(case.logprobs),
+        Objective(algorithm, Requirements.of(algorithm), kl[2], algorithm.entropy.coef),
     )
     slow = case.with_leaves("logprobs")
     limit = RLConfig(algorithm=algorithm).sampling.max_new_tokens
@@ -163,8 +167,8 @@ def test_entropy_is_taken_off_the_loss(aggregation: str, coef: float, case: Case
     plain, rewarded = (algorithm_of(aggregation, KL_PLACES[0], c) for c in (0.0, coef))
     batch, logprobs = prepared(case, seed, plain), tensor_of(case.logprobs)
     everything = [torch.arange(len(batch))]
-    without = through(batch, everything, logprobs, Objective(plain, 0.0, plain.entropy.coef))
-    found = through(batch, everything, logprobs, Objective(rewarded, 0.0, rewarded.entropy.coef))
+    without = through(batch, everything, logprobs, Objective(plain, Requirements.of(plain), 0.0, plain.entropy.coef))
+    found = through(batch, everything, logprobs, Objective(rewarded, Requirements.of(rewarded), 0.0, rewarded.entropy.coef))
     slow = case.with_leaves("logprobs")
     limit = RLConfig().sampling.max_new_tokens
     term = oracles.aggregate(slow, [[(x * 0.3).sin() + 2 for x in row] for row in slow.logprobs], aggregation, limit)
@@ -177,7 +181,7 @@ def test_entropy_is_taken_off_the_loss(aggregation: str, coef: float, case: Case
 @every_case(examples=25, max_gap=5.0)
 def test_whatever_stands_at_tokens_that_were_not_sampled_changes_nothing(garbage: float, case: Case, seed: int) -> None:
     algorithm = algorithm_of("sequence", ("loss", "k3", 0.5), 0.0)
-    objective = Objective(algorithm, 0.5, algorithm.entropy.coef)
+    objective = Objective(algorithm, Requirements.of(algorithm), 0.5, algorithm.entropy.coef)
     batch, logprobs = prepared(case, seed, algorithm), tensor_of(case.logprobs)
     everything = [torch.arange(len(batch))]
     clean = through(batch, everything, logprobs, objective)
@@ -196,7 +200,10 @@ def test_without_old_logprobs_the_ratio_is_one_and_the_gradient_that_of_the_poli
     algorithm = algorithm_of("token", KL_PLACES[0], 0.0)
     batch = prepared(case, seed, algorithm).replace(old_logprobs=None)
     _, found, metrics = through(
-        batch, [torch.arange(len(batch))], tensor_of(case.logprobs), Objective(algorithm, 0.0, algorithm.entropy.coef)
+        batch,
+        [torch.arange(len(batch))],
+        tensor_of(case.logprobs),
+        Objective(algorithm, Requirements.of(algorithm), 0.0, algorithm.entropy.coef),
     )
     assert_equal(found, (-batch.advantages * batch.loss_weights).tolist(), tolerance=1e-12)  # type: ignore[operator]
     if any(case.sampled(i) for i in range(len(case))):
@@ -211,8 +218,11 @@ def test_a_policy_that_is_its_reference_has_no_kl_loss(case: Case, seed: int) ->
     case.ref = case.logprobs
     batch = prepared(case, seed, algorithm)
     everything, logprobs = [torch.arange(len(batch))], tensor_of(case.logprobs)
-    with_kl = through(batch, everything, logprobs, Objective(algorithm, 0.5, algorithm.entropy.coef))
-    assert_same(with_kl, through(batch, everything, logprobs, Objective(algorithm, 0.0, algorithm.entropy.coef)))
+    with_kl = through(batch, everything, logprobs, Objective(algorithm, Requirements.of(algorithm), 0.5, algorithm.entropy.coef))
+    assert_same(
+        with_kl,
+        through(batch, everything, logprobs, Objective(algorithm, Requirements.of(algorithm), 0.0, algorithm.entropy.coef)),
+    )
 
 
 @every_case(examples=25, max_gap=3.0)
@@ -220,7 +230,7 @@ def test_gae_returns_are_made_before_whitening(case: Case, seed: int) -> None:
     config = RLConfig.model_validate(
         {"algorithm": {"preset": "ppo", "advantage": {"lam": 0.9, "gamma": 0.97}, "kl": {"coef": 0.05}}}
     )
-    found = with_advantages(batch_of(case), config, Controllers.of(config.algorithm))
+    found = with_advantages(batch_of(case), config, Controllers.of(config.algorithm), Requirements.of(config.algorithm))
     token = oracles.token_rewards(case, case.rewards, 0.05, "k1")
     advantages, returns = oracles.gae(case, token, 0.97, 0.9)
     whitened = oracles.whiten(case, advantages, unbiased=False, eps=config.algorithm.advantage.eps)
@@ -234,6 +244,6 @@ def test_whitening_of_a_batch_in_any_order_is_the_same() -> None:
     case = corner_cases()[3]
     batch = batch_of(case)
     order = torch.tensor(random.Random(0).sample(range(len(batch)), len(batch)))
-    before = with_advantages(batch, config, Controllers.of(config.algorithm)).select(order)
-    after = with_advantages(batch.select(order), config, Controllers.of(config.algorithm))
+    before = with_advantages(batch, config, Controllers.of(config.algorithm), Requirements.of(config.algorithm)).select(order)
+    after = with_advantages(batch.select(order), config, Controllers.of(config.algorithm), Requirements.of(config.algorithm))
     assert after.advantages.tolist() == before.advantages.tolist()  # type: ignore[union-attr]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightrft.algorithms.aggregation import AGGREGATIONS
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.learner.policy_update import Objective
 from lightrft.types import Batch
@@ -28,7 +29,9 @@ def algorithm_of(aggregation: str, **parts: object) -> AlgorithmConfig:
 def assert_objective(batch: Batch, case: Case, algorithm: AlgorithmConfig, slow: Case, rows: Rows, kl_coef: float = 0.0) -> None:
     """The whole batch gives the aggregate of ``rows``, in value and gradient."""
     everything = [torch.arange(len(batch))]
-    loss, found, _ = through(batch, everything, tensor_of(case.logprobs), Objective(algorithm, kl_coef, 0.0))
+    loss, found, _ = through(
+        batch, everything, tensor_of(case.logprobs), Objective(algorithm, Requirements.of(algorithm), kl_coef, 0.0)
+    )
     expected = oracles.aggregate(slow, rows, algorithm.aggregation, LIMIT)
     assert loss.item() == pytest.approx(number(expected), rel=1e-9, abs=1e-9)
     assert_equal(found, gradients(expected, slow.logprobs))
@@ -64,7 +67,9 @@ def test_vapo_adds_the_likelihood_of_right_answers(threshold: float, case: Case,
     slow, advantages = case.with_leaves("logprobs"), oracles.on_sampled(case, scores_for(case, seed))
     outcomes = torch.tensor(case.rewards, dtype=torch.float64)
     batch = prepared(case, seed, algorithm, outcomes=outcomes)
-    loss, found, _ = through(batch, [torch.arange(len(batch))], tensor_of(case.logprobs), Objective(algorithm, 0.0, 0.0))
+    loss, found, _ = through(
+        batch, [torch.arange(len(batch))], tensor_of(case.logprobs), Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0)
+    )
     right = [r >= threshold for r in case.rewards]
     expected = oracles_losses.whole_loss(slow, oracles.ppo(slow, advantages, 0.2, 0.28), right, 0.1)
     assert loss.item() == pytest.approx(number(expected), rel=1e-9, abs=1e-9)

@@ -13,6 +13,7 @@ from lightrft.algorithms.advantages import ADVANTAGES
 from lightrft.algorithms.importance_sampling import IS_CORRECTIONS
 from lightrft.algorithms.kl import KL_ESTIMATORS
 from lightrft.algorithms.policy_losses import POLICY_LOSSES
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_masks import TOKEN_MASKS
 from lightrft.algorithms.token_ops import TokenRows
 from lightrft.config.algorithm import AdvantageConfig, LossConfig
@@ -78,8 +79,8 @@ def test_the_preset_of_kimi_k15_has_the_gradient_of_its_squared_loss(tau: float,
     scores, leafs = oracles.dr_grpo(case, case.rewards), case.with_leaves("logprobs")
     batch = batch_of(case).replace(advantages=tensor_of(oracles.on_sampled(case, scores)))
     logprobs = tensor_of(case.logprobs).requires_grad_()
-    loss, _ = Objective.of(algorithm, Controllers.of(algorithm))(
-        with_loss_weights(batch, RLConfig(algorithm=algorithm)), TokenScores(logprobs)
+    loss, _ = Objective.of(algorithm, Requirements.of(algorithm), Controllers.of(algorithm))(
+        with_loss_weights(batch, algorithm, RLConfig().sampling.max_new_tokens), TokenScores(logprobs)
     )
     expected = oracles_peers.mirror_descent(leafs, case.rewards, tau)
     assert_equal(gradient(loss, logprobs), gradients(expected, leafs.logprobs))
@@ -92,8 +93,8 @@ def test_the_released_remax_gives_each_token_its_own_kl_and_not_that_of_later_on
     advantages = tensor_of(oracles.on_sampled(case, scores))
     batch = batch_of(case).replace(advantages=advantages, ref_logprobs=tensor_of(case.ref))
     logprobs = tensor_of(case.logprobs).requires_grad_()
-    loss, _ = Objective.of(algorithm, Controllers.of(algorithm))(
-        with_loss_weights(batch, RLConfig(algorithm=algorithm)), TokenScores(logprobs)
+    loss, _ = Objective.of(algorithm, Requirements.of(algorithm), Controllers.of(algorithm))(
+        with_loss_weights(batch, algorithm, RLConfig().sampling.max_new_tokens), TokenScores(logprobs)
     )
     expected = oracles_peers.released_remax(leafs, scores, 0.05)
     assert_equal(gradient(loss, logprobs), gradients(expected, leafs.logprobs))
@@ -235,6 +236,6 @@ def test_rejected_tokens_stay_in_the_denominator() -> None:
         old_logprobs=tensor([-1.0] * 4),
         advantages=tensor([1.0] * 4),
     )
-    objective = Objective.of(algorithm, Controllers.of(algorithm))
-    loss, _ = objective(with_loss_weights(batch, RLConfig(algorithm=algorithm)), TokenScores(tensor([-1.0] * 4)))
+    objective = Objective.of(algorithm, Requirements.of(algorithm), Controllers.of(algorithm))
+    loss, _ = objective(with_loss_weights(batch, algorithm, RLConfig().sampling.max_new_tokens), TokenScores(tensor([-1.0] * 4)))
     assert float(loss) == pytest.approx(-0.5)  # the two that are kept, over four

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from pytest import MonkeyPatch
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.token_masks import with_token_masks
 from lightrft.cli.dispatch import program
 from lightrft.cli.main import main
@@ -64,9 +65,13 @@ def objective(tree: Tree, folder: Path) -> Any:
     algorithm, controls = config.algorithm, Controllers.of(config.algorithm)
     found = []
     for step in range(3):
-        whole = with_loss_weights(with_advantages(batch(), config, controls), config)
+        whole = with_loss_weights(
+            with_advantages(batch(), config, controls, Requirements.of(config.algorithm)),
+            config.algorithm,
+            config.sampling.max_new_tokens,
+        )
         whole = with_token_masks(whole, algorithm.gates, algorithm.loss, torch.Generator().manual_seed(step))
-        objective = Objective.of(algorithm, controls, whole, step)
+        objective = Objective.of(algorithm, Requirements.of(algorithm), controls, whole, step)
         leaf = whole.logprobs.clone().requires_grad_()  # type: ignore[union-attr]
         loss, _ = objective(whole, TokenScores(leaf, (leaf * 0.3).sin() + 2))
         (gradient,) = torch.autograd.grad(loss, leaf)

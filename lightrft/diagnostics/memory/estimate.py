@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from lightrft.algorithms.requirements import needs_of, needs_reference
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.model import ModelConfig
 from lightrft.config.strategy import in_worker
 from lightrft.config.verbs import RLConfig, SFTConfig
@@ -143,9 +143,10 @@ def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
     def at(path: str | None) -> ModelConfig:
         return alone.model_copy(update={"path": path or model.path})
 
+    requirements = Requirements.of(config.algorithm)
     # A policy with LoRA is its own reference: without the adapters.
     has_base = model.lora is not None and config.reference is None
-    if needs_reference(config.algorithm) and not has_base:
+    if requirements.reference and not has_base:
         yield _of("reference", at(config.reference), trained=False)
     if config.algorithm.distill.kind != "none":
         own = {
@@ -156,10 +157,9 @@ def _models(config: RLConfig | SFTConfig) -> Iterator[Model]:
             **config.teacher.model_dump(),
         }
         yield _of("teacher", alone.model_copy(update=own), trained=False)
-    needed = needs_of(config.algorithm)
-    if "critic" in needed:
+    if requirements.critic:
         yield _of("critic", at(config.critic.path), trained=True, kind=Critic)
-    if "process" in needed:
+    if requirements.process:
         yield _of("process model", at(config.process.path), trained=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from lightrft.algorithms.requirements import needs_of, needs_old_logprobs
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import StrategyConfig
 from lightrft.config.verbs import RLConfig, SFTConfig
 from lightrft.diagnostics.memory import meta_trace
@@ -339,9 +339,10 @@ def _updates(
 
 def scored(config: RLConfig) -> bool:
     """Return True if the policy runs over the batch once more, without gradient."""
-    if needs_old_logprobs(config):
+    requirements = Requirements.of(config.algorithm)
+    if requirements.old_logprobs(config.train.updates * config.train.mini_batches):
         return True
-    return bool({"entropy", "energy", "current"} & needs_of(config.algorithm))
+    return requirements.entropy or requirements.energy or requirements.current
 
 
 def _target(config: RLConfig | SFTConfig) -> dict[str, float]:

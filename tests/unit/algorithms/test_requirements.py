@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightrft.algorithms.requirements import needs_old_logprobs, needs_reference, needs_reward
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.validate.check_parts import check_parts
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import ComponentConfig, build
@@ -198,9 +198,9 @@ def test_log_probs_that_a_teacher_reads_are_computed_or_asked_for() -> None:
     (found,) = problems(preset="opd", proximal="interpolated")
     assert "which distill.kind: sampled reads" in found
     assert accepted(preset="opd", proximal="behavior", loss={"name": "reinforce"})
-    assert needs_old_logprobs(RLConfig(algorithm=AlgorithmConfig.model_validate("opd")))
+    assert Requirements.of(AlgorithmConfig.model_validate("opd")).old_logprobs(1)
     whole = AlgorithmConfig.model_validate({"preset": "opd", "distill": {"kind": "jsd"}})
-    assert not needs_old_logprobs(RLConfig(algorithm=whole))
+    assert not Requirements.of(whole).old_logprobs(1)
 
 
 @pytest.mark.parametrize(
@@ -216,10 +216,45 @@ def test_log_probs_that_a_teacher_reads_are_computed_or_asked_for() -> None:
     ids=str,
 )
 def test_a_reward_is_needed_as_soon_as_one_part_reads_it(reading: dict[str, Any]) -> None:
-    assert not needs_reward(AlgorithmConfig.model_validate("opd"))
-    assert needs_reward(AlgorithmConfig.model_validate({"preset": "opd", **reading}))
+    assert not Requirements.of(AlgorithmConfig.model_validate("opd")).reward
+    assert Requirements.of(AlgorithmConfig.model_validate({"preset": "opd", **reading})).reward
 
 
 def test_the_reference_is_needed_for_a_kl_term_or_a_process_reward_alone() -> None:
-    needed = {name: needs_reference(AlgorithmConfig.model_validate(name)) for name in ("grpo", "opd", "prime", "dr_grpo")}
+    needed = {
+        name: Requirements.of(AlgorithmConfig.model_validate(name)).reference for name in ("grpo", "opd", "prime", "dr_grpo")
+    }
     assert needed == {"grpo": True, "opd": False, "prime": True, "dr_grpo": False}
+
+
+@pytest.mark.parametrize(
+    ("tree", "flag", "holds"),
+    [
+        ("ppo", "critic", True),
+        ("grpo", "critic", False),
+        ("remax", "greedy", True),
+        ("grpo", "groups", True),
+        ("prime", "process", True),
+        ("opd", "teacher", True),
+        ({"advantage": {"name": "gigpo"}}, "steps", True),
+        ({"entropy": {"coef": 0.01, "target": 0.5}}, "entropy", True),
+        ("grpo", "entropy", False),
+        ("grpo", "sampler", False),
+        ({"corrections": ["tis"]}, "sampler", True),
+        ({"proximal": "interpolated"}, "sampler", True),
+        ("grpo", "ignores_sampler_logprobs", True),
+        ({"corrections": ["tis"]}, "ignores_sampler_logprobs", False),
+        ({"proximal": "behavior"}, "ignores_sampler_logprobs", False),
+    ],
+    ids=str,
+)
+def test_what_an_algorithm_requires_follows_from_its_parts(tree: Any, flag: str, holds: bool) -> None:
+    assert getattr(Requirements.of(AlgorithmConfig.model_validate(tree)), flag) is holds
+
+
+def test_old_log_probs_are_computed_before_the_update_only_if_the_ratio_can_leave_one() -> None:
+    plain, by_sampler = (
+        AlgorithmConfig.model_validate({"preset": "grpo", "kl": {"coef": 0.0}, **more}) for more in ({}, {"proximal": "behavior"})
+    )
+    assert [Requirements.of(plain).old_logprobs(steps) for steps in (1, 2)] == [False, True]
+    assert [Requirements.of(by_sampler).old_logprobs(steps) for steps in (1, 2)] == [False, False]

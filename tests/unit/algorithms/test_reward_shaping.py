@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.algorithms.reward_shaping import SHAPINGS, TERMS, shape, token_rewards
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import ComponentConfig
@@ -131,7 +132,7 @@ def test_each_reward_of_gdpo_is_normalised_in_its_group_and_their_sum_over_the_b
     algorithm = AlgorithmConfig.model_validate({"preset": "gdpo", "advantage": {"eps": 0.0}, "normalize": {"eps": 0.0}})
     batch = terms_batch([[0, 10], [2, 30], [1, 5], [3, 5]], [[1, 3]] * 4, [0, 0, 1, 1])
     config = RLConfig(algorithm=algorithm)
-    found = with_advantages(batch, config, Controllers.of(algorithm)).advantages
+    found = with_advantages(batch, config, Controllers.of(algorithm), Requirements.of(config.algorithm)).advantages
     # sums -4 s, 4 s, -s, s with s = sqrt(1/2): mean 0, variance s^2 (16 + 16 + 1 + 1) / 3
     std = (34 / 3) ** 0.5
     assert found.tolist() == pytest.approx([-4 / std, 4 / std, -1 / std, 1 / std], rel=1e-6)  # type: ignore[union-attr]

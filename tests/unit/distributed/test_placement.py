@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import build, load_settings
 from lightrft.config.launch import LaunchConfig
 from lightrft.config.verbs import RLConfig
@@ -75,8 +76,9 @@ def test_workers_of_a_role_that_the_run_lacks_or_keeps_with_the_ranks_are_refuse
         "model": {"lora": {"rank": 2} if "lora" in tree else None},
         "algorithm": tree.get("algorithm", {"preset": "grpo", "kl": kl}),
     }
+    settings = build(RLConfig, config)
     with pytest.raises(ConfigError, match=re.escape(said)):
-        check_workers(build(RLConfig, config))
+        check_workers(settings, Requirements.of(settings.algorithm))
 
 
 def test_ranks_of_one_node_follow_one_another_and_see_one_anothers_devices() -> None:

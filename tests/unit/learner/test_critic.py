@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import build, deep_merge
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.config.verbs import RLConfig
@@ -17,7 +18,7 @@ from lightrft.models.critic import Critic
 from lightrft.models.tiny.text import tiny_model
 from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.rl_step import with_advantages, with_values
+from lightrft.trainer.rl_step import update_settings, with_advantages, with_values
 from lightrft.types import Batch
 from lightrft.workers.local import local_roles
 from tests.unit.trainer.test_rl_step import Unused, batch_of
@@ -44,8 +45,8 @@ def roles_of() -> Roles:
 
 def step(roles: Roles, config: RLConfig, controls: Controllers, batch: Batch, number: int = 0) -> Batch:
     batch = batch.replace(old_logprobs=batch.behavior_logprobs)
-    batch = with_advantages(with_values(batch, roles, config, controls), config, controls)
-    update(roles, batch, config, controls, number)
+    batch = with_advantages(with_values(batch, roles, config, controls), config, controls, Requirements.of(config.algorithm))
+    update(roles, batch, update_settings(config, Requirements.of(config.algorithm)), controls, number)
     controls.update_from_batch(batch)
     return batch
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.verbs import RLConfig
 from lightrft.learner.controllers import Controllers
@@ -30,13 +31,13 @@ def batch_for(algorithm: AlgorithmConfig, advantage: float = 0.0, **columns: Any
     batch = batch_of(plain_case(SHAPE, [0, 0, 1])).replace(ref_logprobs=None)
     old = torch.full((7,), OLD, dtype=torch.float64)
     fixed = {"old_logprobs": old, "behavior_logprobs": old, "advantages": torch.full((7,), advantage, dtype=torch.float64)}
-    return with_loss_weights(batch.replace(**{**fixed, **columns}), RLConfig(algorithm=algorithm))
+    return with_loss_weights(batch.replace(**{**fixed, **columns}), algorithm, RLConfig().sampling.max_new_tokens)
 
 
 def slopes(algorithm: AlgorithmConfig, batch: Batch, ratio: float = 1.0, objective: Objective | None = None) -> list[float]:
     """d loss / d log-prob of each token, the policy's ratio to the old one being ``ratio`` everywhere."""
     logprobs = torch.full((7,), OLD + math.log(ratio), dtype=torch.float64, requires_grad=True)
-    objective = objective or Objective(algorithm, algorithm.kl.coef, 0.0)
+    objective = objective or Objective(algorithm, Requirements.of(algorithm), algorithm.kl.coef, 0.0)
     loss, _ = objective(batch, TokenScores(logprobs))
     (found,) = torch.autograd.grad(loss, logprobs)
     return found.tolist()
@@ -59,13 +60,13 @@ def test_without_positive_answers_there_is_no_likelihood_and_no_nan() -> None:
     algorithm = algorithm_of(positive_nll={"coef": 1.0})
     batch = batch_for(algorithm, outcomes=torch.zeros(3))
     assert slopes(algorithm, batch) == [0.0] * 7
-    assert Objective(algorithm, 0.0, 0.0).active(batch).tolist() == []
+    assert Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0).active(batch).tolist() == []
 
 
 def test_positive_answers_are_run_though_their_advantage_is_zero() -> None:
     algorithm = algorithm_of(positive_nll={"coef": 1.0})
     batch = batch_for(algorithm, outcomes=torch.tensor([0.0, 1.0, 0.0]))
-    assert Objective(algorithm, 0.0, 0.0).active(batch).tolist() == [1]
+    assert Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0).active(batch).tolist() == [1]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +89,7 @@ def test_the_drift_pulls_back_to_the_old_policy(drift: dict[str, Any], ratio: fl
 
 def test_a_drift_reaches_rows_without_advantage_once_there_is_an_old_policy() -> None:
     algorithm = algorithm_of(drift={"coef": 0.1})
-    objective = Objective(algorithm, 0.0, 0.0)
+    objective = Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0)
     assert objective.active(batch_for(algorithm)).tolist() == [0, 1, 2]
     assert objective.active(batch_for(algorithm, old_logprobs=None)).tolist() == []
 
@@ -97,14 +98,14 @@ def test_a_drift_reaches_rows_without_advantage_once_there_is_an_old_policy() ->
 def test_a_drift_leaves_no_row_out_whose_gradient_it_has(estimator: str, reached: list[int]) -> None:
     algorithm = algorithm_of(drift={"coef": 0.6, "estimator": estimator})
     batch = batch_for(algorithm, old_logprobs=None)
-    assert Objective(algorithm, 0.0, 0.0).active(batch).tolist() == reached
+    assert Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0).active(batch).tolist() == reached
     assert (slopes(algorithm, batch) != [0.0] * 7) == bool(reached)
 
 
 def test_rows_that_a_gate_leaves_out_are_not_run() -> None:
     algorithm = algorithm_of()
     batch = batch_for(algorithm, advantage=1.0).replace(gate=torch.tensor([0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0]))
-    assert Objective(algorithm, 0.0, 0.0).active(batch).tolist() == [1]
+    assert Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0).active(batch).tolist() == [1]
     assert slopes(algorithm, batch) == pytest.approx([0, 0, -1 / 6, 0, 0, 0, 0])
 
 
@@ -141,7 +142,7 @@ def test_the_interpolated_policy_is_weighed_against_the_sampler() -> None:
     batch = batch_for(algorithm, advantage=1.0, old_logprobs=None, versions=versions)
     expected = [-3.0 / 6] * 7
     expected[3] = 0.0
-    found = slopes(algorithm, batch, 3.0, Objective(algorithm, 0.0, 0.0, version=3))
+    found = slopes(algorithm, batch, 3.0, Objective(algorithm, Requirements.of(algorithm), 0.0, 0.0, version=3))
     assert found == pytest.approx(expected)
 
 
@@ -149,16 +150,16 @@ def test_the_entropy_bonus_is_that_of_the_batch_at_hand() -> None:
     algorithm = algorithm_of(entropy={"coef": 0.01, "target": 0.5})
     controls, batch = Controllers.of(algorithm), batch_for(algorithm)
     low, high = (batch.replace(entropy=torch.full((7,), h)) for h in (0.4, 0.6))
-    assert Objective.of(algorithm, controls, low).entropy_coef == 0.01
-    assert Objective.of(algorithm, controls, high).entropy_coef == 0.0
-    assert Objective.of(algorithm, controls, batch).entropy_coef == 0.0
+    assert Objective.of(algorithm, Requirements.of(algorithm), controls, low).entropy_coef == 0.01
+    assert Objective.of(algorithm, Requirements.of(algorithm), controls, high).entropy_coef == 0.0
+    assert Objective.of(algorithm, Requirements.of(algorithm), controls, batch).entropy_coef == 0.0
 
 
 def test_an_objective_takes_the_coefficient_of_the_step() -> None:
     algorithm = algorithm_of(kl={"where": "loss", "coef": 0.4, "controller": "linear", "steps": 2})
     controls = Controllers.of(algorithm)
     controls.kl.advance()
-    objective = Objective.of(algorithm, controls, None, 7)
+    objective = Objective.of(algorithm, Requirements.of(algorithm), controls, None, 7)
     assert (objective.kl_coef, objective.version) == (0.2, 7)
     controls.kl.advance()
-    assert not Objective.of(algorithm, controls).wants_kl
+    assert not Objective.of(algorithm, Requirements.of(algorithm), controls).wants_kl

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.strategy import OptimizerConfig, StrategyConfig
 from lightrft.learner.distillation import distillation_targets, gathered_head
 from lightrft.learner.process_reward import outcome_losses, with_process_rewards
@@ -27,7 +28,7 @@ def prime(**over: Any) -> tuple[Any, Roles, Batch]:
     roles = roles_of(config)
     actor = Actor(tiny_model("qwen2", seed=8)).eval()
     roles.process = TrainableModel(actor, roles.strategy.prepare(actor, OptimizerConfig(lr=1e-2), 10))
-    return config, roles, with_reference(batch_of(), roles, config)
+    return config, roles, with_reference(batch_of(), roles, config, Requirements.of(config.algorithm))
 
 
 @pytest.mark.parametrize("budget", [8, 10_000])
@@ -39,7 +40,9 @@ def test_process_rewards_are_the_scaled_log_ratio_of_the_model_before_or_after_i
     actor = roles.process.model
     with torch.no_grad():
         before = actor.score(batch).logprobs
-    found = with_process_rewards(batch, roles, config, Metrics()).process_rewards
+    found = with_process_rewards(
+        batch, roles, config.process, config.train.micro_batch_tokens, config.sampling.temperature, Metrics()
+    ).process_rewards
     with torch.no_grad():
         after = actor.score(batch).logprobs
     expected = 0.3 * ((before if forward == "single" else after) - batch.ref_logprobs)
@@ -50,7 +53,12 @@ def test_process_rewards_are_the_scaled_log_ratio_of_the_model_before_or_after_i
 def test_without_the_role_the_batch_is_left_as_it_is() -> None:
     config = config_of()
     batch = batch_of()
-    assert with_process_rewards(batch, roles_of(config), config, Metrics()) is batch
+    assert (
+        with_process_rewards(
+            batch, roles_of(config), config.process, config.train.micro_batch_tokens, config.sampling.temperature, Metrics()
+        )
+        is batch
+    )
 
 
 def test_a_reward_at_the_threshold_is_a_right_outcome() -> None:
@@ -65,14 +73,14 @@ def test_a_teacher_is_asked_at_the_temperature_and_mixture_that_are_set_and_else
     def target(**distill: Any) -> tuple[float, float]:
         over = {"algorithm": {"preset": "opd", "distill": {"kind": "jsd", **distill}}, "sampling": {"temperature": 0.6}}
         config = config_of(**over)
-        found = distillation_targets(roles_of(config), config)(batch_of())
+        found = distillation_targets(roles_of(config), config.algorithm.distill, config.sampling.temperature)(batch_of())
         assert found is not None
         return found.temperature, found.beta
 
     assert target() == (0.6, 0.5)
     assert target(temperature=2.0, beta=0.2) == (2.0, 0.2)
     config = config_of(algorithm={"preset": "opd"})
-    assert distillation_targets(roles_of(config), config)(batch_of()) is None
+    assert distillation_targets(roles_of(config), config.algorithm.distill, config.sampling.temperature)(batch_of()) is None
 
 
 def test_a_head_that_is_put_together_is_on_the_device_that_computes_and_not_where_its_shards_lie() -> None:

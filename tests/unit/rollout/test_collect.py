@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.base import build, deep_merge
 from lightrft.config.strategy import SamplingConfig
 from lightrft.config.verbs import RLConfig
@@ -30,7 +31,7 @@ from lightrft.trainer.check_rollout import check_rollout
 from lightrft.trainer.rl_step import collect_settings
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, GenerationInterrupted, RankError, RewardError
-from lightrft.utils.seeding import request_seed
+from lightrft.utils.seeding import seed_of
 
 
 class FakeEngine:
@@ -169,7 +170,9 @@ def of_all_ranks(work: Callable[[Threads], Any], count: int, minutes: float = 1 
 
 def run(config: RLConfig, scorer: FakeScorer, engine: FakeEngine | None = None, step: int = 0, **more: Any) -> CollectedRollouts:
     roles = Roles(SimpleNamespace(ranks=more.pop("ranks", SINGLE_PROCESS)), None, engine or FakeEngine(), scorer, None)  # type: ignore[arg-type]
-    return collect_rollouts(roles, collect_settings(config), step, more.pop("prompts", Prompts()), Timers(), **more)
+    return collect_rollouts(
+        roles, collect_settings(config, Requirements.of(config.algorithm)), step, more.pop("prompts", Prompts()), Timers(), **more
+    )
 
 
 def conserves(got: CollectedRollouts) -> bool:
@@ -440,8 +443,8 @@ def test_each_group_is_judged_once() -> None:
 
 
 def test_seeds_depend_on_all_of_their_parts() -> None:
-    assert request_seed(1, 2, 3) == request_seed(1, 2, 3)
-    assert len({request_seed(1, 2), request_seed(2, 1), request_seed(12), request_seed(1, 2, 0)}) == 4
+    assert seed_of(1, 2, 3) == seed_of(1, 2, 3)
+    assert len({seed_of(1, 2), seed_of(2, 1), seed_of(12), seed_of(1, 2, 0)}) == 4
 
 
 @settings(max_examples=60, deadline=None)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from lightrft.algorithms.requirements import Requirements
 from lightrft.observability.timers import Timers
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import CollectedRollouts
@@ -64,7 +65,7 @@ def prefetched(
 ) -> list[CollectedRollouts]:
     """The batches that ``rank`` collects from parts that are all queued at once."""
     roles = Roles(SimpleNamespace(ranks=SINGLE_PROCESS), None, LoadedEngine(), FakeScorer(), None)  # type: ignore[arg-type]
-    prefetcher = RankPrefetcher(roles, collect_settings(config), stream, rank, stopped, False)  # type: ignore[arg-type]
+    prefetcher = RankPrefetcher(roles, collect_settings(config, Requirements.of(config.algorithm)), stream, rank, stopped, False)  # type: ignore[arg-type]
     jobs = [prefetcher.submit(batch, 0, {}, None) for batch in range(batches)]
     try:
         return [prefetcher.collect(job, batch)[0] for batch, job in enumerate(jobs)]
@@ -83,7 +84,10 @@ def test_prefetched_parts_make_the_batch_that_the_ranks_would_collect_together(o
     def together(rank: Threads) -> list[CollectedRollouts]:
         roles = Roles(SimpleNamespace(ranks=rank), None, LoadedEngine(), FakeScorer(), None)  # type: ignore[arg-type]
         source = Prompts()
-        return [collect_rollouts(roles, collect_settings(config), step, source, Timers()) for step in range(3)]
+        return [
+            collect_rollouts(roles, collect_settings(config, Requirements.of(config.algorithm)), step, source, Timers())
+            for step in range(3)
+        ]
 
     expected = of_all_ranks(together, 2)[0]
     for found in of_all_ranks(lambda rank: prefetched(rank, Stream(), config, batches=3), 2):

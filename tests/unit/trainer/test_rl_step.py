@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightrft.algorithms.requirements import needs_of
+from lightrft.algorithms.requirements import Requirements
 from lightrft.config.algorithm import AlgorithmConfig
 from lightrft.config.base import build, deep_merge
 from lightrft.config.model import ModelConfig
@@ -24,7 +24,7 @@ from lightrft.observability.timers import Timers
 from lightrft.roles import FrozenModel, Roles, TrainableModel
 from lightrft.rollout.accounting import CollectedRollouts, FilterResult
 from lightrft.strategy.single import SingleStrategy
-from lightrft.trainer.rl_step import learn, with_advantages, with_policy, with_reference
+from lightrft.trainer.rl_step import learn, update_settings, with_advantages, with_policy, with_reference
 from lightrft.types import Batch, Prompt, Rollout, Segments
 from tests.model_helpers import gap
 
@@ -71,9 +71,11 @@ def roles_of(config: RLConfig, dtype: torch.dtype = torch.float32) -> Roles:
 
 
 def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor]:
-    batch = with_teacher(with_reference(with_policy(batch, roles, config), roles, config), roles, config)
-    batch = with_advantages(batch, config, Controllers.of(config.algorithm))
-    update(roles, batch, config, Controllers.of(config.algorithm), 0)
+    requirements = Requirements.of(config.algorithm)
+    batch = with_reference(with_policy(batch, roles, config, requirements), roles, config, requirements)
+    batch = with_teacher(batch, roles, config.algorithm.distill, config.train.micro_batch_tokens, config.sampling.temperature)
+    batch = with_advantages(batch, config, Controllers.of(config.algorithm), requirements)
+    update(roles, batch, update_settings(config, requirements), Controllers.of(config.algorithm), 0)
     return {n: p.detach().clone() for n, p in roles.actor.named_parameters()}
 
 
@@ -89,13 +91,15 @@ def step(config: RLConfig, batch: Batch, roles: Roles) -> dict[str, torch.Tensor
 )
 def test_old_logprobs_are_computed_only_where_a_later_update_or_a_reward_reads_them(over: dict[str, Any], computed: bool) -> None:
     config = config_of(**over)
-    assert (with_policy(batch_of(), roles_of(config), config).old_logprobs is not None) is computed
+    assert (
+        with_policy(batch_of(), roles_of(config), config, Requirements.of(config.algorithm)).old_logprobs is not None
+    ) is computed
 
 
 def test_the_reference_runs_only_where_a_kl_term_reads_it() -> None:
     without, with_kl = config_of(), config_of(algorithm={"kl": {"coef": 0.1}})
-    assert with_reference(batch_of(), roles_of(without), without).ref_logprobs is None
-    assert with_reference(batch_of(), roles_of(with_kl), with_kl).ref_logprobs is not None
+    assert with_reference(batch_of(), roles_of(without), without, Requirements.of(without.algorithm)).ref_logprobs is None
+    assert with_reference(batch_of(), roles_of(with_kl), with_kl, Requirements.of(with_kl.algorithm)).ref_logprobs is not None
 
 
 @pytest.mark.usefixtures("exact")
@@ -130,7 +134,7 @@ def runs_alone(preset: str) -> bool:
     """Whether a preset needs neither another model nor terms of a reward."""
     algorithm = AlgorithmConfig.model_validate(preset)
     other = {"critic", "process", "greedy", "teacher"}
-    return not needs_of(algorithm) & other and algorithm.normalize.terms == "none"
+    return not Requirements.of(algorithm).needs & other and algorithm.normalize.terms == "none"
 
 
 def near_policy(batch: Batch, config: RLConfig) -> Batch:
@@ -221,7 +225,7 @@ def test_a_step_counts_the_responses_that_its_shaping_spoiled_and_learns_from_th
             for i in range(samples)
         ]
         got.add_group(group, FilterResult(group))
-    result = learn(roles, config, 0, Controllers.of(config.algorithm), got, Timers())
+    result = learn(roles, config, Requirements.of(config.algorithm), 0, Controllers.of(config.algorithm), got, Timers())
     metrics = result.metrics.compute()
     assert metrics["rollout/failed_answers"] == 2
     assert (metrics["rollout/trained"], metrics["rollout/failed"]) == (trained, 2)

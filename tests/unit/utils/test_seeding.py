@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from lightrft.utils.errors import CheckpointError
-from lightrft.utils.seeding import capture_rng, restore_rng, seed_everything
+from lightrft.utils.seeding import (
+    Stream,
+    capture_rng,
+    generator,
+    restore_rng,
+    seed_everything,
+    seed_of,
+    torch_generator,
+)
 from lightrft.utils.state_io import load_state, save_state
 
 
@@ -82,3 +90,20 @@ def test_a_state_of_another_kind_of_device_is_left_out_with_a_warning(caplog):
     assert "the random state of a cuda device was saved, and this run is on cpu" in caplog.text
     restore_rng(capture_rng(), torch.device("cuda"))
     assert "the random state of no accelerator was saved, and this run is on cuda" in caplog.text
+
+
+SEED = 9031061017462425079
+ORDERS = [[4, 0, 2, 3, 1, 5], [3, 0, 1, 5, 4, 2], [1, 5, 3, 4, 2, 0], [1, 5, 2, 3, 0, 4]]
+PERMUTATION = [4, 2, 3, 0, 5, 1]
+
+
+def test_the_seeds_and_orders_of_runs_are_those_of_earlier_versions():
+    """A resumed run goes on with the data and the responses of the version that began it."""
+    assert seed_of(5, 2, 0, 1, 3) == SEED
+    assert [list(generator(5, stream, 1).permutation(6)) for stream in Stream] == ORDERS
+    assert torch.randperm(6, generator=torch_generator(seed_of(5, "mini-batches", 2, 0))).tolist() == PERMUTATION
+
+
+def test_each_use_and_index_of_a_generator_has_its_own_numbers():
+    drawn = {generator(5, stream, *index).random() for stream in Stream for index in ((1,), (2,), (1, 2))}
+    assert len(drawn) == 3 * len(Stream)

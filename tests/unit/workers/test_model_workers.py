@@ -52,11 +52,21 @@ def test_log_probs_are_bit_for_bit_those_of_a_model_of_this_process_also_when_a_
     workers = [ProcessWorker(f"reference {i}", partial(frozen_model_worker, model, CPU, 1)) for i in range(2)]
     remote = RemoteReference(workers, LIMITS)
     batch = batch_of(groups=12)
-    expected = compute_logprobs(FrozenModel(local_frozen(model, SingleStrategy(CPU))), batch, roles, config)
+    expected = compute_logprobs(
+        FrozenModel(local_frozen(model, SingleStrategy(CPU))),
+        batch,
+        roles,
+        config.train.micro_batch_tokens,
+        config.sampling.temperature,
+    )
     try:
-        assert torch.equal(compute_logprobs(remote, batch, roles, config), expected)
+        assert torch.equal(
+            compute_logprobs(remote, batch, roles, config.train.micro_batch_tokens, config.sampling.temperature), expected
+        )
         workers[0].signal(signal.SIGKILL)
-        assert torch.equal(compute_logprobs(remote, batch, roles, config), expected)
+        assert torch.equal(
+            compute_logprobs(remote, batch, roles, config.train.micro_batch_tokens, config.sampling.temperature), expected
+        )
         assert remote.take_counts() == {"restarts": 1}
         empty = batch.select(torch.zeros(0, dtype=torch.long))
         assert remote.score(empty, temperature=1.0).logprobs.shape == (0,)
@@ -81,7 +91,7 @@ def test_whole_distributions_of_a_teacher_in_a_worker_are_bit_for_bit_those_of_o
 
     def of(teacher: Any) -> tuple[torch.Tensor, ...]:
         roles.teacher = teacher
-        target = distillation_targets(roles, config)(batch)
+        target = distillation_targets(roles, config.algorithm.distill, config.sampling.temperature)(batch)
         assert target is not None
         found = token_divergence(states, head, target, chunk_mb=0.01)
         return found, *torch.autograd.grad(found.sum(), [states, head.weight])
