@@ -202,7 +202,7 @@ class Roles:
         """Return event counts of each role since the last call, e.g. ``engine/restarts``."""
         roles = {
             "engine": self.engine,
-            "ahead": self.async_engine,
+            "async_engine": self.async_engine,
             "scorer": self.scorer,
             "reference": self.reference,
             "teacher": self.teacher,

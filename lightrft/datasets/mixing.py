@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from lightrft.utils.lazy_imports import np
-from lightrft.utils.seeding import Stream, generator
+from lightrft.utils.seeding import RandomStream, numpy_generator
 
 Blend = Literal["concat", "sample", "sample_all"]
 Order: TypeAlias = "np.ndarray"
@@ -44,20 +44,24 @@ def blend(
     for source, length in enumerate(lengths):
         where = np.flatnonzero(picks == source)
         passes = -(-len(where) // length)
-        rows = [
-            generator(seed, Stream.MIX_ROWS, source, k).permutation(length) if shuffle else np.arange(length)
-            for k in range(passes)
-        ]
+        rows = [_rows_of_pass(length, seed, source, k, shuffle) for k in range(passes)]
         if rows:
             order[where] = starts[source] + np.concatenate(rows)[: len(where)]
     return order
+
+
+def _rows_of_pass(length: int, seed: int, source: int, number: int, shuffle: bool) -> np.ndarray:
+    """Return the order of the rows of ``source`` in its pass ``number``, ``[length]``."""
+    if not shuffle:
+        return np.arange(length)
+    return numpy_generator(seed, RandomStream.MIX_ROWS, source, number).permutation(length)
 
 
 def _picks(lengths: Sequence[int], weights: Sequence[float], mode: Blend, seed: int) -> np.ndarray:
     """Return the source of each row, ``[N]``, ending with the row that ends the mix."""
     share = np.asarray(weights, dtype=np.float64)
     share = share / share.sum()
-    chance = generator(seed, Stream.MIX_SOURCES)
+    chance = numpy_generator(seed, RandomStream.MIX_SOURCES)
     picks = np.empty(0, dtype=np.int64)
     while True:
         # samples in blocks, because the end of the mix is known only afterwards

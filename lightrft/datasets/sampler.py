@@ -16,7 +16,7 @@ from lightrft.datasets.row_warnings import is_plain
 from lightrft.distributed.process_group import SINGLE_PROCESS, ProcessGroup
 from lightrft.types import Prompt
 from lightrft.utils.errors import CheckpointError, DataError
-from lightrft.utils.seeding import Stream, generator
+from lightrft.utils.seeding import RandomStream, numpy_generator
 
 log = getLogger(__name__)
 T = TypeVar("T")
@@ -47,7 +47,7 @@ class PromptSampler:
         """Return the order of one epoch, ``[length]``."""
         if self._known is None or self._known[0] != epoch:
             if self.shuffle:
-                order = generator(self.seed, Stream.EPOCH_ORDER, epoch).permutation(self.length)
+                order = numpy_generator(self.seed, RandomStream.EPOCH_ORDER, epoch).permutation(self.length)
             else:
                 order = np.arange(self.length)
             self._known = (epoch, order)

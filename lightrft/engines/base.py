@@ -23,11 +23,11 @@ class Engine(Protocol):
     """A sampling engine: native, vllm, sglang or http.
 
     Attributes:
-        of_all: One engine serves all ranks of a run, and rank 0 calls it for all of them. If
-            ``False``, each rank has an engine.
-        together: Number of consecutive ranks that shard one model. They must generate the same
-            responses in the same calls.
-        shared: The engine samples from the trainer's weights and holds no copy of them.
+        shared_by_all_ranks: One engine serves all ranks of a run, and rank 0 calls it for all of
+            them. If ``False``, each rank has an engine.
+        tensor_parallel_size: Number of consecutive ranks that shard one model. They must generate
+            the same responses in the same calls.
+        shares_weights: The engine samples from the trainer's weights and holds no copy of them.
     """
 
     shared_by_all_ranks: bool

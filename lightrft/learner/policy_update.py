@@ -28,7 +28,7 @@ from lightrft.observability.metrics import Last, Max, Mean, Metrics, Sum
 from lightrft.roles import Roles, TrainableModel
 from lightrft.strategy.base import StepInfo, Strategy
 from lightrft.types import Batch
-from lightrft.utils.seeding import seed_of, torch_generator
+from lightrft.utils.seeding import derive_seed, torch_generator
 
 FLAT_AT_0 = ("k2", "k3", "k3_straight")
 """Estimators whose gradient, and not only its mean, is 0 where the two policies are equal."""
@@ -252,7 +252,7 @@ def update(roles: Roles, batch: Batch, settings: UpdateSettings, controls: Contr
     batch = controls.for_critic(batch)
     metrics = Metrics()
     for epoch in range(train.updates):
-        generator = torch_generator(seed_of(settings.seed, "mini-batches", step, epoch))
+        generator = torch_generator(derive_seed(settings.seed, "mini-batches", step, epoch))
         for index in mini_batches(batch, train.mini_batches, generator):
             # Weights first: tokens that are dropped below stay in the denominator of the loss.
             mini = with_loss_weights(batch.select(index), algorithm, settings.max_new_tokens)

@@ -21,8 +21,8 @@ class Rule:
         metric: name of the metric.
         above: the largest value that needs no warning.
         message: the warning. ``{value}`` is the metric, ``{reward}`` the mean reward of the step.
-        needs: the rule applies only to algorithms with this need (see ``Requirements.needs``). An empty
-            text means all algorithms.
+        needs: the rule applies only to algorithms with this need (see ``Requirements.needs``). An
+            empty text means all algorithms.
     """
 
     metric: str

@@ -28,7 +28,7 @@ from lightrft.roles import Roles
 from lightrft.rollout.accounting import CollectedRollouts
 from lightrft.rollout.collect import CollectSettings, collect_rollouts
 from lightrft.rollout.prompt_stream import PromptStream
-from lightrft.rollout.rank_prefetch import PrefetchJob, RankPrefetcher, prefetches
+from lightrft.rollout.rank_prefetch import PrefetchJob, RankPrefetcher, can_prefetch_per_rank
 from lightrft.rollout.serialization import pack_collected, unpack_collected
 from lightrft.rollout.weight_probe import WeightProbe, load_checked
 from lightrft.types import Batch, Rollout
@@ -66,9 +66,9 @@ class AsyncGenerator:
     """Generates up to ``rollout.staleness`` batches ahead of training, in order.
 
     The background thread owns ``roles.async_engine``, ``roles.scorer`` and ``stream`` while it
-    generates. ``rest`` waits until it is idle. ``take`` raises any error of the thread, with the
-    thread's traceback. Later batches are then not generated, and ``stream`` is rewound to the start
-    of the failed batch.
+    generates. ``wait_until_idle`` waits until it is idle. ``take`` raises any error of the thread,
+    with the thread's traceback. Later batches are then not generated, and ``stream`` is rewound to
+    the start of the failed batch.
 
     Args:
         roles: The models, ``async_engine`` and the scorer.
@@ -107,7 +107,7 @@ class AsyncGenerator:
         self._halted = self._closing = False
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="generation")
         self._prefetcher: RankPrefetcher | None = None
-        if prefetches(settings.rollout, roles.async_engine, self._ranks):
+        if can_prefetch_per_rank(settings.rollout, roles.async_engine, self._ranks):
             self._prefetcher = RankPrefetcher(self._roles, settings, stream, self._ranks, self._over, check_logprobs)
 
     def start(self, step: int, state: Mapping[str, Any]) -> None:
@@ -256,7 +256,7 @@ class AsyncGenerator:
     def _ask(self, probe: WeightProbe) -> None:
         """Generate the probe's tokens on every engine of the run."""
         asks = not self._engine.shared_by_all_ranks or self._ranks.rank == 0
-        run_with_keepalive(self._ranks, lambda sign: probe.ask(self._engine, sign) if asks else None)
+        run_with_keepalive(self._ranks, lambda keep_alive: probe.ask(self._engine, keep_alive) if asks else None)
 
 
 def _metrics(timers: Timers, idle: float) -> Metrics:

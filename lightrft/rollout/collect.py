@@ -23,7 +23,15 @@ from lightrft.observability.timers import Timers
 from lightrft.rewards.base import RewardScorer
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import CollectedRollouts, FilterResult, filter_and_select
-from lightrft.rollout.generation import Quota, generate_all, generate_and_score, paused, requests_for, rest_of, score_groups
+from lightrft.rollout.generation import (
+    GroupQuota,
+    generate_all,
+    generate_and_score,
+    requests_for,
+    score_groups,
+    unfinished_requests,
+    with_token_budget,
+)
 from lightrft.rollout.serialization import pack_rollout, unpack_rollout
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import RewardError
@@ -34,7 +42,7 @@ class PromptSource(Protocol):
 
     Attributes:
         carried: Complete groups of the step before, which this step trains on.
-        begun: Unfinished groups of the step before, which this step continues first.
+        partial: Unfinished groups of the step before, which this step continues first.
     """
 
     carried: list[list[Rollout]]
@@ -86,7 +94,7 @@ class Round:
 
     requests: list[list[Request]]
     begun: list[list[Rollout]]
-    quota: Quota
+    quota: GroupQuota
 
     @property
     def ready(self) -> list[list[Rollout]]:
@@ -95,7 +103,7 @@ class Round:
         return finished + [[] for _ in self.requests[len(self.begun) :]]
 
     @property
-    def limit(self) -> Quota | None:
+    def limit(self) -> GroupQuota | None:
         """Return the quota if it may end generation early.
 
         Without oversampling every group is needed, so that none is cut short.
@@ -126,7 +134,7 @@ def collect_rollouts(
         ranks: The process group that shares the work. ``None`` uses all ranks of the strategy.
 
     Raises:
-        Interrupted: If ``stopped`` interrupted generation.
+        GenerationInterrupted: If ``stopped`` interrupted generation.
         RewardError: If every response failed to be scored.
     """
     ranks = roles.strategy.ranks if ranks is None else ranks
@@ -178,8 +186,8 @@ def plan_round(
     prompts = source.draw(wanted - len(begun)) if wanted > len(begun) else []
     seeds = (settings.seed, step, collected.rounds)
     fresh = requests_for(prompts, rollout.samples, *seeds, greedy=settings.requirements.greedy)
-    requests = paused([*map(rest_of, begun), *fresh], rollout.step_tokens)
-    return Round(requests, begun, Quota(missing, settings.judge))
+    requests = with_token_budget([*map(unfinished_requests, begun), *fresh], rollout.step_tokens)
+    return Round(requests, begun, GroupQuota(missing, settings.judge))
 
 
 def admit(collected: CollectedRollouts, planned: Round, groups: Sequence[list[Rollout]], rollout: RolloutConfig) -> None:
@@ -256,7 +264,7 @@ def unpack_groups(parts: Sequence[RankGroups], requests: Sequence[Sequence[Reque
     return [[unpack_rollout(fields, prompt) for fields in found[i]] for i, prompt in enumerate(prompts)]
 
 
-def places_of(ranks: ProcessGroup, count: int, together: int = 1) -> range:
+def places_of(ranks: ProcessGroup, count: int, tensor_parallel_size: int = 1) -> range:
     """Return the indices of the groups that this rank generates.
 
     Args:
@@ -264,7 +272,9 @@ def places_of(ranks: ProcessGroup, count: int, together: int = 1) -> range:
         count: Number of groups of all ranks.
         together: Number of consecutive ranks that generate the same groups.
     """
-    return range(ranks.rank // together, count, ranks.size // together)
+    first = ranks.rank // tensor_parallel_size
+    step = ranks.size // tensor_parallel_size
+    return range(first, count, step)
 
 
 def generate_on_ranks(
@@ -275,7 +285,7 @@ def generate_on_ranks(
     sampling: SamplingConfig,
     timers: Timers,
     stopped: Callable[[], bool] = never_stop,
-    quota: Quota | None = None,
+    quota: GroupQuota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
 ) -> list[list[Rollout]]:
     """Generate and score on all ranks, and return all groups on each of them.
@@ -304,18 +314,18 @@ def generate_on_ranks(
     begun = [ready[i] for i in places] if ready else ()
     own: list[list[Rollout]] = []
 
-    def work(sign: Callable[[], None]) -> RankGroups:
+    def work(keep_alive: Callable[[], None]) -> RankGroups:
         if engine.shared_by_all_ranks and not leading:
             return RankGroups({})
         engine.wake()
         try:
             if engine.tensor_parallel_size == 1:
                 limit = quota if leading else None
-                own.extend(generate_and_score(engine, scorer, asked, sampling, timers, stopped, limit, begun, sign))
+                own.extend(generate_and_score(engine, scorer, asked, sampling, timers, stopped, limit, begun, keep_alive))
             else:
-                responses = generate_all(engine, asked, sampling, timers, sign)
+                responses = generate_all(engine, asked, sampling, timers, keep_alive)
                 if ranks.rank % engine.tensor_parallel_size == 0:
-                    own.extend(score_groups(responses, scorer, asked, timers, stopped, None, begun, sign))
+                    own.extend(score_groups(responses, scorer, asked, timers, stopped, None, begun, keep_alive))
         finally:
             engine.sleep(1)
         return RankGroups.of(places, own, quota.counted if quota is not None and leading else ())

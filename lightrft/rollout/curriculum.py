@@ -20,7 +20,7 @@ from lightrft.types import Rollout
 from lightrft.utils.errors import CheckpointError, ConfigError
 from lightrft.utils.lazy_imports import np, torch
 from lightrft.utils.registry import Registry
-from lightrft.utils.seeding import Stream, generator
+from lightrft.utils.seeding import RandomStream, numpy_generator
 
 Weights = Callable[..., "np.ndarray"]
 CURRICULA: Registry[Weights] = Registry("curriculum")
@@ -195,7 +195,7 @@ class Curriculum:
 
         Positions of weight 0 are sampled only when all others are used.
         """
-        noise = generator(self.seed, Stream.CURRICULUM, self.draws).gumbel(size=len(weights))[free]
+        noise = numpy_generator(self.seed, RandomStream.CURRICULUM, self.draws).gumbel(size=len(weights))[free]
         self.draws += 1
         given = weights[free]
         # -1e6 is far below any noise, so that positions of weight 0 come last.

@@ -14,11 +14,11 @@ from lightrft.rewards.base import RewardScorer
 from lightrft.rollout.accounting import GREEDY, FilterResult
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import GenerationInterrupted, RewardError
-from lightrft.utils.seeding import seed_of
+from lightrft.utils.seeding import derive_seed
 
 
-def silent() -> None:
-    """Do nothing; the default of ``sign``."""
+def no_op() -> None:
+    """Do nothing; the default of ``keep_alive``."""
     return
 
 
@@ -36,18 +36,18 @@ def requests_for(
     """
     extra = [GREEDY] if greedy else []
     return [
-        [Request(p, seed_of(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
+        [Request(p, derive_seed(*seeds, i, s), s, greedy=s == GREEDY) for s in (*extra, *range(samples))]
         for i, p in enumerate(prompts, first)
     ]
 
 
-def rest_of(group: Sequence[Rollout]) -> list[Request]:
+def unfinished_requests(group: Sequence[Rollout]) -> list[Request]:
     """Return requests that continue the unfinished responses of ``group``."""
     unfinished = [r for r in group if r.finish_reason == "abort"]
     return [Request(r.prompt, r.seed, r.sample, greedy=r.sample == GREEDY, partial=r) for r in unfinished]
 
 
-def paused(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[list[Request]]:
+def with_token_budget(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[list[Request]]:
     """Return ``requests`` that pause after at most ``tokens`` further tokens each."""
     if tokens is None:
         return [list(group) for group in requests]
@@ -55,7 +55,7 @@ def paused(requests: Sequence[Sequence[Request]], tokens: int | None) -> list[li
 
 
 @dataclass(slots=True)
-class Quota:
+class GroupQuota:
     """Judges groups in the order in which their generation finished, until ``wanted`` of them pass.
 
     Attributes:
@@ -111,9 +111,9 @@ def generate_and_score(
     sampling: SamplingConfig,
     timers: Timers,
     stopped: Callable[[], bool] = never_stop,
-    quota: Quota | None = None,
+    quota: GroupQuota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
-    sign: Callable[[], None] = silent,
+    keep_alive: Callable[[], None] = no_op,
 ) -> list[list[Rollout]]:
     """Generate and score a response to every request on this rank; return the groups in order.
 
@@ -130,18 +130,18 @@ def generate_and_score(
         stopped: Returns true when the run must stop.
         quota: Stops generation early once enough groups pass. ``None`` finishes all groups.
         ready: Scored responses of each group from an earlier step, which are added to the group.
-        sign: Called between tokens and with every score.
+        keep_alive: Called between tokens and with every score.
 
     Raises:
-        Interrupted: If ``stopped`` interrupted generation.
+        GenerationInterrupted: If ``stopped`` interrupted generation.
     """
 
     def over() -> bool:
-        sign()
+        keep_alive()
         return stopped() or (quota is not None and quota.met)
 
     responses = engine.generate(_flat(requests), sampling, over)
-    return score_groups(responses, scorer, requests, timers, stopped, quota, ready, sign)
+    return score_groups(responses, scorer, requests, timers, stopped, quota, ready, keep_alive)
 
 
 def generate_all(
@@ -149,7 +149,7 @@ def generate_all(
     requests: Sequence[Sequence[Request]],
     sampling: SamplingConfig,
     timers: Timers,
-    sign: Callable[[], None],
+    keep_alive: Callable[[], None],
 ) -> list[Rollout]:
     """Generate a response to every request, without interruption.
 
@@ -160,11 +160,11 @@ def generate_all(
         requests: The requests of each prompt.
         sampling: The sampling settings.
         timers: Record the time of generation.
-        sign: Called between tokens.
+        keep_alive: Called between tokens.
     """
 
     def over() -> bool:
-        sign()
+        keep_alive()
         return False
 
     with timers("generate"):
@@ -177,9 +177,9 @@ def score_groups(
     requests: Sequence[Sequence[Request]],
     timers: Timers,
     stopped: Callable[[], bool] = never_stop,
-    quota: Quota | None = None,
+    quota: GroupQuota | None = None,
     ready: Sequence[Sequence[Rollout]] = (),
-    sign: Callable[[], None] = silent,
+    keep_alive: Callable[[], None] = no_op,
 ) -> list[list[Rollout]]:
     """Score ``responses`` as they arrive and return the groups in order.
 
@@ -191,37 +191,37 @@ def score_groups(
         stopped: Returns true when the run must stop.
         quota: Receives finished groups. ``None`` judges none.
         ready: Scored responses of each group from an earlier step, which are added to the group.
-        sign: Called with every score.
+        keep_alive: Called with every score.
 
     Raises:
-        Interrupted: If ``stopped`` interrupted the responses.
+        GenerationInterrupted: If ``stopped`` interrupted the responses.
     """
-    flow = _Flow(scorer, requests, ready, sign)
+    group_scorer = _GroupScorer(scorer, requests, ready, keep_alive)
     try:
         with timers("generate"):
             for rollout in responses:
-                flow.take(rollout)
-                flow.receive()
+                group_scorer.take(rollout)
+                group_scorer.receive()
                 if quota is not None:
-                    flow.ask(quota)
+                    group_scorer.ask(quota)
         with timers("reward"):
-            flow.receive(wait=True)
+            group_scorer.receive(wait=True)
     except Exception:
         # A rollout left in the scorer would come back in the next call.
         with suppress(RewardError):
             for _ in scorer.results(wait=True):
                 pass
         raise
-    if flow.cut and stopped() and not (quota is not None and quota.met):
+    if group_scorer.cut and stopped() and not (quota is not None and quota.met):
         raise GenerationInterrupted
-    return flow.result()
+    return group_scorer.result()
 
 
 def _flat(requests: Sequence[Sequence[Request]]) -> list[Request]:
     return [r for group in requests for r in group]
 
 
-class _Flow:
+class _GroupScorer:
     """Moves responses from the engine to scoring, and from there to their groups."""
 
     def __init__(
@@ -229,16 +229,16 @@ class _Flow:
         scorer: RewardScorer,
         requests: Sequence[Sequence[Request]],
         ready: Sequence[Sequence[Rollout]],
-        sign: Callable[[], None],
+        keep_alive: Callable[[], None],
     ) -> None:
         self.scorer = scorer
-        self._sign = sign
+        self._keep_alive = keep_alive
         self.groups = [list(group) for group in ready] or [[] for _ in requests]
         self.cut = False
         self._group_of = {request.seed: g for g, group in enumerate(requests) for request in group}
-        self._undrawn = [len(group) for group in requests]
-        self._missing = list(self._undrawn)
-        self._drawn_out: deque[int] = deque()
+        self._ungenerated = [len(group) for group in requests]
+        self._missing = list(self._ungenerated)
+        self._generated: deque[int] = deque()
 
     def take(self, rollout: Rollout) -> None:
         """Submit a response of the engine for scoring."""
@@ -248,22 +248,22 @@ class _Flow:
             return
         self.scorer.submit(rollout)
         group = self._group_of[rollout.seed]
-        self._undrawn[group] -= 1
-        if not self._undrawn[group]:
-            self._drawn_out.append(group)
+        self._ungenerated[group] -= 1
+        if not self._ungenerated[group]:
+            self._generated.append(group)
 
     def receive(self, wait: bool = False) -> None:
         """Collect scored responses; with ``wait``, all of them."""
         for done in self.scorer.results(wait=wait):
             self._place(done)
 
-    def ask(self, quota: Quota) -> None:
+    def ask(self, quota: GroupQuota) -> None:
         """Judge finished groups in order, once there are enough of them to meet ``quota``.
 
         Waits for their scores, so that the speed of scoring does not change the result.
         """
-        while self._drawn_out and not quota.met and quota.passed + len(self._drawn_out) >= quota.wanted:
-            group = self._drawn_out.popleft()
+        while self._generated and not quota.met and quota.passed + len(self._generated) >= quota.wanted:
+            group = self._generated.popleft()
             if self._missing[group]:
                 for done in self.scorer.results(wait=True):
                     self._place(done)
@@ -285,7 +285,7 @@ class _Flow:
         return self.groups[group]
 
     def _place(self, rollout: Rollout) -> None:
-        self._sign()
+        self._keep_alive()
         group = self._group_of[rollout.seed]
         self.groups[group].append(rollout)
         self._missing[group] -= 1

@@ -41,7 +41,7 @@ LOOK_SECONDS = 0.02
 """Seconds between two polls for the finished part."""
 
 
-def prefetches(rollout: RolloutConfig, engine: Engine, ranks: ProcessGroup) -> bool:
+def can_prefetch_per_rank(rollout: RolloutConfig, engine: Engine, ranks: ProcessGroup) -> bool:
     """Return whether a rank can start a batch before the batch ahead of it is complete.
 
     This requires that the prompts of a batch do not depend on earlier batches.
@@ -138,12 +138,12 @@ class RankPrefetcher:
         Every rank must call it.
 
         Raises:
-            Interrupted: If ``stopped`` interrupted generation.
+            GenerationInterrupted: If ``stopped`` interrupted generation.
             RewardError: If every response failed to be scored.
         """
 
-        def finished(sign: Callable[[], None]) -> RankGroups:
-            part = self._wait_for(job, sign)
+        def finished(keep_alive: Callable[[], None]) -> RankGroups:
+            part = self._wait_for(job, keep_alive)
             return RankGroups.of(places_of(self._ranks, len(part.planned.requests)), part.groups)
 
         parts = run_with_keepalive(self._ranks, finished)
@@ -170,13 +170,13 @@ class RankPrefetcher:
         """End the thread; ``stopped`` must return true."""
         self._worker.shutdown(wait=True)
 
-    def _wait_for(self, job: PrefetchJob, sign: Callable[[], None]) -> RankPart:
-        """Wait for a part, and call ``sign`` whenever generation has advanced."""
+    def _wait_for(self, job: PrefetchJob, keep_alive: Callable[[], None]) -> RankPart:
+        """Wait for a part, and call ``keep_alive`` whenever generation has advanced."""
         seen = -1
         while not job.future.done():
             if (now := self._moves) != seen:
                 seen = now
-                sign()
+                keep_alive()
             wait([job.future], LOOK_SECONDS)
         return job.future.result()
 
@@ -206,7 +206,7 @@ class RankPrefetcher:
         asked = [planned.requests[i] for i in places_of(self._ranks, len(planned.requests))]
         # Every group is finished: the order of groups, not time, determines which of them are used.
         groups = generate_and_score(
-            engine, self._roles.scorer, asked, self._settings.sampling, timers, self._stopped, sign=self._move
+            engine, self._roles.scorer, asked, self._settings.sampling, timers, self._stopped, keep_alive=self._move
         )
         self._ended = time.perf_counter()
         return RankPart(planned, groups, unreadable, timers, idle)

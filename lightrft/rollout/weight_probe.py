@@ -18,7 +18,7 @@ from lightrft.config.strategy import SamplingConfig
 from lightrft.engines.base import Engine
 from lightrft.roles import Roles
 from lightrft.rollout.accounting import GREEDY
-from lightrft.rollout.generation import silent
+from lightrft.rollout.generation import no_op
 from lightrft.rollout.logprob_check import LogprobComparison, batch_of, logits_at, refuse_gap, refuse_weights, room, seen_before
 from lightrft.types import Request, Rollout
 
@@ -72,14 +72,14 @@ class WeightProbe:
         # The trainer's logits do not suppress end tokens, so the engine must not either.
         return WeightProbe(version, sampling.model_copy(update={"min_new_tokens": 0}), begun)
 
-    def ask(self, engine: Engine, sign: Callable[[], None] = silent) -> None:
+    def ask(self, engine: Engine, keep_alive: Callable[[], None] = no_op) -> None:
         """Sample the probe's tokens with ``engine``, which must have the weights of ``version``.
 
-        ``sign`` is called between tokens.
+        ``keep_alive`` is called between tokens.
         """
 
         def over() -> bool:
-            sign()
+            keep_alive()
             return False
 
         engine.wake()

@@ -30,7 +30,7 @@ from lightrft.trainer.context_limits import check_lengths, longest
 from lightrft.trainer.saved_policy import resolved
 from lightrft.types import Request, Rollout
 from lightrft.utils.errors import ConfigError, DataError
-from lightrft.utils.seeding import seed_of
+from lightrft.utils.seeding import derive_seed
 from lightrft.workers.local import local_policy, local_scorer, local_tokenizer
 
 log = logging.getLogger(__name__)
@@ -192,7 +192,7 @@ class Chat:
             raise DataError(
                 f"{len(prompt.token_ids)} tokens leave no room for a response: the maximum of the model is {self.context}"
             )
-        request = Request(prompt, seed_of(self.config.run.seed, "chat", self.turn), max_new_tokens=room)
+        request = Request(prompt, derive_seed(self.config.run.seed, "chat", self.turn), max_new_tokens=room)
         (answer,) = self.engine.generate([request], self.config.sampling)
         self.messages, self.attached = [*messages, {"role": "assistant", "content": answer.text}], []
         self.turn += 1

@@ -42,7 +42,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True)
 class RLRun(TrainingRun):
-    """An RL run. Steps take prompts from ``stream``, and ``controls`` carry over between steps."""
+    """An RL run.
+
+    Steps take prompts from ``stream``, and ``controllers`` carry over between steps.
+    """
 
     config: RLConfig
     requirements: Requirements
@@ -90,10 +93,10 @@ class RLRun(TrainingRun):
             result.metrics.merge(staleness_metrics(result.batch, self.step))
         return result
 
-    def learn_generated(self, ahead: AsyncGenerator) -> StepResult:
+    def learn_generated(self, generator: AsyncGenerator) -> StepResult:
         """Train on a batch that was generated asynchronously during earlier steps."""
         timers = self.session.timers
-        drawn = ahead.take(self.step, timers)
+        drawn = generator.take(self.step, timers)
         result = learn(
             self.roles, self.config, self.requirements, self.step, self.controllers, drawn.collected, timers, drawn.probe
         )
@@ -185,11 +188,11 @@ def prepare(config: RLConfig, session: RunSession) -> RLRun:
         stream=stream,
         controllers=controls,
         health=Health(requirements.needs),
-        async_generator=generator_ahead(roles, config, requirements, stream, steps, stopped),
+        async_generator=build_async_generator(roles, config, requirements, stream, steps, stopped),
     )
 
 
-def generator_ahead(
+def build_async_generator(
     roles: Roles, config: RLConfig, requirements: Requirements, stream: PromptStream, steps: int, stopped: Callable[[], bool]
 ) -> AsyncGenerator | None:
     """Build the asynchronous generator, or return None without ``rollout.staleness``.

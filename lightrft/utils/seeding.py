@@ -4,10 +4,10 @@ All randomness of a run comes from ``run.seed`` in one of three ways:
 
 * ``seed_everything`` seeds the generators of the process. Dropout and new adapters use them, and
   checkpoints hold their state.
-* ``generator`` serves the data. Each ``Stream`` has its own numbers, so the order of prompts does
-  not depend on how they are mixed.
-* ``seed_of`` and ``torch_generator`` serve what must be repeatable alone, e.g. one response or the
-  mini-batches of one step.
+* ``numpy_generator`` serves the data. Each ``RandomStream`` has its own numbers, so the order of
+  prompts does not depend on how they are mixed.
+* ``derive_seed`` and ``torch_generator`` serve what must be repeatable alone, e.g. one response or
+  the mini-batches of one step.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ _PARTS = ("python", "numpy", "torch", "mps")
 """Keys of a state without a device index, of which ``mps`` stands for Apple's GPUs."""
 
 
-class Stream(IntEnum):
-    """Uses of ``generator``. Their numbers decide the order of every run's data: never change one."""
+class RandomStream(IntEnum):
+    """Uses of ``numpy_generator``.
+
+    Their numbers decide the order of every run's data, so a number must never change.
+    """
 
     MIX_SOURCES = 0
     MIX_ROWS = 1
@@ -37,7 +40,7 @@ class Stream(IntEnum):
     CURRICULUM = 3
 
 
-def generator(seed: int, stream: Stream, *index: int) -> np.random.Generator:
+def numpy_generator(seed: int, stream: RandomStream, *index: int) -> np.random.Generator:
     """Return the random generator of one use.
 
     Args:
@@ -48,7 +51,7 @@ def generator(seed: int, stream: Stream, *index: int) -> np.random.Generator:
     return np.random.default_rng([seed % 2**63, int(stream), *index])
 
 
-def seed_of(*parts: int | str) -> int:
+def derive_seed(*parts: int | str) -> int:
     """Return a seed below 2**63 that depends only on ``parts``.
 
     A step can then be generated again, with the same samples, after a restart.
@@ -99,9 +102,9 @@ def _has_generator(device: torch.device) -> bool:
 def restore_rng(state: Mapping[str, Any], device: torch.device | None = None) -> None:
     """Restore a state that ``capture_rng`` returned.
 
-    The state of the captured device is restored into ``device``, which may have another index. ``None`` means the CPU. All
-    ranks of a run resume with the state of rank 0. A state of another device type is ignored with a
-    warning.
+    The state of the captured device is restored into ``device``, which may have another index.
+    ``None`` means the CPU. All ranks of a run resume with the state of rank 0. A state of another
+    device type is ignored with a warning.
 
     Raises ``CheckpointError`` if a part is missing or malformed.
     """

@@ -53,7 +53,7 @@ def remote_roles(
         host: address at which workers reach this process.
     """
     apart = RemoteRoleBuilder(config, ranks, hire, host)
-    engine = ("ahead", apart.ahead) if config.rollout.staleness else ("engine", apart.engine)
+    engine = ("async_engine", apart.async_engine) if config.rollout.staleness else ("engine", apart.engine)
     staffed = [kind for kind, (count, _) in config.launch.ray.workers.items() if count]
     makers = dict(engine if kind == "engine" else (kind, getattr(apart, kind)) for kind in staffed)
     return local_roles(config, tokenizer, steps, processor, ranks, makers)
@@ -79,7 +79,7 @@ class RemoteRoleBuilder:
         """Build the engine that generates between training steps."""
         return self._engines(actor, strategy, self.ranks)
 
-    def ahead(self, actor: Actor, strategy: Strategy) -> EngineWorkerGroup:
+    def async_engine(self, actor: Actor, strategy: Strategy) -> EngineWorkerGroup:
         """Build the engine of asynchronous generation, with a separate group of all ranks."""
         return self._engines(actor, strategy, self.ranks.duplicate())
 

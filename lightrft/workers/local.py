@@ -140,7 +140,9 @@ def local_roles(
             scorer=scorer,
             tokenizer=tokenizer,
             processor=processor,
-            async_engine=apart["ahead"](actor, strategy) if "ahead" in apart else local_ahead(config, actor, tokenizer, strategy),
+            async_engine=apart["async_engine"](actor, strategy)
+            if "async_engine" in apart
+            else local_async_engine(config, actor, tokenizer, strategy),
             async_process_group=ranks.duplicate() if config.rollout.staleness else None,
             teacher=apart.get("teacher", partial(local_teacher, config))(tokenizer, strategy),
             critic=local_critic(config, strategy, max(1, steps * per_step)) if requirements.critic else None,
@@ -185,7 +187,7 @@ def local_frozen(model: ModelConfig, strategy: Strategy) -> Actor:
     return frozen.eval()
 
 
-def local_ahead(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strategy) -> Engine | None:
+def local_async_engine(config: RLConfig, actor: Actor, tokenizer: Any, strategy: Strategy) -> Engine | None:
     """Build an engine with a full copy of the weights on each rank, for asynchronous generation.
 
     Return None without ``rollout.staleness``.

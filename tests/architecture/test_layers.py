@@ -215,4 +215,4 @@ def test_every_generator_of_a_run_is_made_in_one_file() -> None:
 def test_a_generator_that_is_made_elsewhere_is_seen() -> None:
     assert seeded(fake("g = torch.Generator().manual_seed(3)\n", "learner", "x"))
     assert seeded(fake("g = np.random.default_rng(3)\n", "datasets", "x"))
-    assert not seeded(fake("g = generator(seed, Stream.CURRICULUM)\n", "rollout", "x"))
+    assert not seeded(fake("g = numpy_generator(seed, RandomStream.CURRICULUM)\n", "rollout", "x"))

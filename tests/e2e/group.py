@@ -59,16 +59,16 @@ def disturbed(engine: Any, entry: dict[str, Any], rank: int) -> Any:
 
 
 def main() -> None:
-    local_ahead = local.local_ahead
+    local_async_engine = local.local_async_engine
     with init_process_group(2.0) as ranks:
         for entry in json.loads(Path(sys.argv[1]).read_text()):
             file = Path(entry["config"])
 
             def ahead(config: RLConfig, *given: Any, entry: dict[str, Any] = entry) -> Any:
-                engine = local_ahead(config, *given)
+                engine = local_async_engine(config, *given)
                 return None if engine is None else disturbed(engine, entry, ranks.rank)
 
-            with patch.object(local, "local_ahead", ahead):
+            with patch.object(local, "local_async_engine", ahead):
                 try:
                     run_rl(load_settings(RLConfig, [file]).settings)
                 except Exception as error:

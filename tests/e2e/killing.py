@@ -58,7 +58,7 @@ def main() -> int:
 
     places: dict[str, tuple[Any, str, bool]] = {
         "generation": (collect, "_admit_group", True),
-        "an answer": (generation._Flow, "take", False),
+        "an answer": (generation._GroupScorer, "take", False),
         "backward": (single.SingleStrategy, "backward", True),
         "update": (single.SingleStrategy, "step", True),
         "checkpoint files": (single.SingleStrategy, "save", True),

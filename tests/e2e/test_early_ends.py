@@ -139,10 +139,10 @@ from lightrft.workers import local
 from lightrft.config.base import load_settings
 
 rank, folder = int(os.environ["RANK"]), Path(sys.argv[1]).parent
-local_ahead, learn = local.local_ahead, rl.learn
+local_async_engine, learn = local.local_async_engine, rl.learn
 
 def without_end(config, *given):
-    engine = local_ahead(config, *given)
+    engine = local_async_engine(config, *given)
     generate = engine.generate
     def generating(requests, sampling, stopped):
         if (folder / "learning").exists():  # as long as nobody says stop
@@ -161,7 +161,7 @@ def broken(*given):
         raise ZeroDivisionError("broken")
     return learn(*given)
 
-local.local_ahead, rl.learn = without_end, broken
+local.local_async_engine, rl.learn = without_end, broken
 rl.run_rl(load_settings(RLConfig, [sys.argv[1]]).settings)
 """
 

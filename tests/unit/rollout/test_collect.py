@@ -26,12 +26,12 @@ from lightrft.roles import Roles
 from lightrft.rollout.accounting import GREEDY, CollectedRollouts, FilterResult, rollout_metrics, tokens_of
 from lightrft.rollout.collate import collate
 from lightrft.rollout.collect import collect_rollouts
-from lightrft.rollout.generation import Quota, generate_and_score, requests_for
+from lightrft.rollout.generation import GroupQuota, generate_and_score, requests_for
 from lightrft.trainer.check_rollout import check_rollout
 from lightrft.trainer.rl_step import collect_settings
 from lightrft.types import Prompt, Request, Rollout
 from lightrft.utils.errors import ConfigError, GenerationInterrupted, RankError, RewardError
-from lightrft.utils.seeding import seed_of
+from lightrft.utils.seeding import derive_seed
 
 
 class FakeEngine:
@@ -434,7 +434,7 @@ def test_each_group_is_judged_once() -> None:
         return FilterResult(group)
 
     requests = requests_for(Prompts().draw(5), 2, 0)
-    quota = Quota(2, judge)
+    quota = GroupQuota(2, judge)
     groups = generate_and_score(FakeEngine(), FakeScorer(late=3), requests, SamplingConfig(), Timers(), quota=quota)
     for index, group in enumerate(groups):
         quota.of(index, group)
@@ -443,8 +443,8 @@ def test_each_group_is_judged_once() -> None:
 
 
 def test_seeds_depend_on_all_of_their_parts() -> None:
-    assert seed_of(1, 2, 3) == seed_of(1, 2, 3)
-    assert len({seed_of(1, 2), seed_of(2, 1), seed_of(12), seed_of(1, 2, 0)}) == 4
+    assert derive_seed(1, 2, 3) == derive_seed(1, 2, 3)
+    assert len({derive_seed(1, 2), derive_seed(2, 1), derive_seed(12), derive_seed(1, 2, 0)}) == 4
 
 
 @settings(max_examples=60, deadline=None)

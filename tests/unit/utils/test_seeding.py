@@ -7,12 +7,12 @@ import torch
 
 from lightrft.utils.errors import CheckpointError
 from lightrft.utils.seeding import (
-    Stream,
+    RandomStream,
     capture_rng,
-    generator,
+    derive_seed,
+    numpy_generator,
     restore_rng,
     seed_everything,
-    seed_of,
     torch_generator,
 )
 from lightrft.utils.state_io import load_state, save_state
@@ -99,11 +99,11 @@ PERMUTATION = [4, 2, 3, 0, 5, 1]
 
 def test_the_seeds_and_orders_of_runs_are_those_of_earlier_versions():
     """A resumed run goes on with the data and the responses of the version that began it."""
-    assert seed_of(5, 2, 0, 1, 3) == SEED
-    assert [list(generator(5, stream, 1).permutation(6)) for stream in Stream] == ORDERS
-    assert torch.randperm(6, generator=torch_generator(seed_of(5, "mini-batches", 2, 0))).tolist() == PERMUTATION
+    assert derive_seed(5, 2, 0, 1, 3) == SEED
+    assert [list(numpy_generator(5, stream, 1).permutation(6)) for stream in RandomStream] == ORDERS
+    assert torch.randperm(6, generator=torch_generator(derive_seed(5, "mini-batches", 2, 0))).tolist() == PERMUTATION
 
 
 def test_each_use_and_index_of_a_generator_has_its_own_numbers():
-    drawn = {generator(5, stream, *index).random() for stream in Stream for index in ((1,), (2,), (1, 2))}
-    assert len(drawn) == 3 * len(Stream)
+    drawn = {numpy_generator(5, stream, *index).random() for stream in RandomStream for index in ((1,), (2,), (1, 2))}
+    assert len(drawn) == 3 * len(RandomStream)
